@@ -1,0 +1,156 @@
+"""What a policy says, as plain values: no torch, no file, no model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from sac.policy.patterns import PathPattern
+
+
+class Decision(str, Enum):
+    """What happens to the output of one op between forward and backward."""
+
+    SAVE = "save"
+    RECOMPUTE = "recompute"
+    OFFLOAD = "offload"
+
+
+ALTERNATE = "alternate"  # a rule's fourth `do`: save its 1st, 3rd, 5th … match in a region, recompute the others
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Where something was written; ``line`` and ``column`` count from 1, and are 0 for a value that has no file."""
+
+    file: str
+    line: int = 0
+    column: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}:{self.column}" if self.line else self.file
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """Which layers of a stack, in the form that was written; see ``select``.
+
+    Exactly one of the fields is set; none of them means all layers.
+    """
+
+    first: int | None = None
+    last: int | None = None
+    every: int | None = None
+    offset: int = 0
+    ranges: tuple[tuple[int, int], ...] | None = None  # inclusive on both sides
+
+    def select(self, count: int) -> frozenset[int]:
+        """Return the chosen indices out of ``range(count)``."""
+        if self.first is not None:
+            return frozenset(range(min(self.first, count)))
+        if self.last is not None:
+            return frozenset(range(max(0, count - self.last), count))
+        if self.every is not None:
+            return frozenset(range(self.offset, count, self.every))
+        if self.ranges is not None:
+            return frozenset(i for low, high in self.ranges for i in range(low, min(high, count - 1) + 1))
+        return frozenset(range(count))
+
+    @property
+    def is_all(self) -> bool:
+        """True when every layer is chosen whatever their number."""
+        return self == Layers()
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """Which uses of one op inside one module of one region: by index, or every k-th from an offset (counted from 0)."""
+
+    index: frozenset[int] | None = None
+    every: int | None = None
+    offset: int = 0
+
+    def matches(self, call: int) -> bool:
+        """Return whether use number ``call`` (from 0) is meant."""
+        if self.index is not None:
+            return call in self.index
+        if self.every is not None:
+            return call >= self.offset and (call - self.offset) % self.every == 0
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class Dim:
+    """One dimension of a shape pattern: ``op`` is ``any``, ``==``, ``!=``, ``>=``, ``<=``, ``>`` or ``<``."""
+
+    op: str = "any"
+    size: int = 0
+
+    def matches(self, size: int) -> bool:
+        """Return whether a dimension of ``size`` elements fits."""
+        match self.op:
+            case "any":
+                return True
+            case "==":
+                return size == self.size
+            case "!=":
+                return size != self.size
+            case ">=":
+                return size >= self.size
+            case "<=":
+                return size <= self.size
+            case ">":
+                return size > self.size
+            case _:
+                return size < self.size
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Which calls it matches, and the decision for them. A matcher that is None or empty matches everything."""
+
+    id: str
+    do: str  # a Decision's value, or ALTERNATE
+    ops: tuple[str, ...] = ()  # as written: save-sets, packets, overloads, globs; empty: the module as a whole
+    module: PathPattern | None = None  # relative to the region
+    layers: Layers | None = None
+    call: Calls | None = None
+    shape: tuple[Dim, ...] | None = None
+    dtype: tuple[str, ...] = ()  # torch dtype names without "torch."
+    min_bytes: int = 0
+    optional: bool = False
+    mark: Mark = Mark("<policy>")
+    key_marks: Mapping[str, Mark] = field(default_factory=dict, compare=False, hash=False)
+    op_marks: tuple[Mark, ...] = field(default=(), compare=False, hash=False)  # one per entry of ops
+    origin: str = ""  # the policy that wrote it, which `extends` may have brought in
+
+    @property
+    def speaks_of_module(self) -> bool:
+        """True for a whole-module rule: `module` without `ops`."""
+        return not self.ops
+
+    def where(self, key: str = "") -> str:
+        """Return the place of the rule, or of one of its keys, for a message."""
+        return str(self.key_marks.get(key, self.mark))
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """An ordered list of rules plus a default. First match wins; a child's rules stand before its parent's."""
+
+    name: str
+    rules: tuple[Rule, ...] = ()
+    default: Decision = Decision.RECOMPUTE
+    models: tuple[str, ...] = ()  # model_type or class-name globs
+    sets: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
+    set_marks: Mapping[str, Mark] = field(default_factory=dict, compare=False, hash=False)
+    blocks: tuple[PathPattern, ...] = ()  # empty: the blocks are found
+    layers: Layers = Layers()
+    extends: tuple[str, ...] = ()  # names of the parents, nearest first; their rules are already in `rules`
+    source: str = "<policy>"
+    key_marks: Mapping[str, Mark] = field(default_factory=dict, compare=False, hash=False)
+
+    def where(self, key: str = "") -> str:
+        """Return the place of the policy, or of one of its top-level keys, for a message."""
+        return str(self.key_marks.get(key, Mark(self.source)))
