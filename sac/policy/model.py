@@ -1,8 +1,11 @@
-"""What a policy says, as plain values: no torch, no file, no model."""
+"""What a policy says, as plain values: no torch, no file, no model.
+
+Two policies are equal when they mean the same: where they were written (marks, origin, source, parents) is left out.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -82,7 +85,10 @@ class Calls:
 
 @dataclass(frozen=True, slots=True)
 class Dim:
-    """One dimension of a shape pattern: ``op`` is ``any``, ``==``, ``!=``, ``>=``, ``<=``, ``>`` or ``<``."""
+    """One dimension of a shape pattern: ``op`` is ``any``, ``==``, ``!=``, ``>=``, ``<=``, ``>`` or ``<``.
+
+    The first of a shape may be ``...`` instead: any number of leading dimensions, zero too (see ``Rule.fits_shape``).
+    """
 
     op: str = "any"
     size: int = 0
@@ -90,7 +96,7 @@ class Dim:
     def matches(self, size: int) -> bool:
         """Return whether a dimension of ``size`` elements fits."""
         match self.op:
-            case "any":
+            case "any" | "...":
                 return True
             case "==":
                 return size == self.size
@@ -120,15 +126,25 @@ class Rule:
     dtype: tuple[str, ...] = ()  # torch dtype names without "torch."
     min_bytes: int = 0
     optional: bool = False
-    mark: Mark = Mark("<policy>")
+    mark: Mark = field(default=Mark("<policy>"), compare=False)
     key_marks: Mapping[str, Mark] = field(default_factory=dict, compare=False, hash=False)
     op_marks: tuple[Mark, ...] = field(default=(), compare=False, hash=False)  # one per entry of ops
-    origin: str = ""  # the policy that wrote it, which `extends` may have brought in
+    origin: str = field(default="", compare=False)  # the policy that wrote it, which `extends` may have brought in
 
     @property
     def speaks_of_module(self) -> bool:
         """True for a whole-module rule: `module` without `ops`."""
         return not self.ops
+
+    def fits_shape(self, sizes: Sequence[int]) -> bool:
+        """Return whether a tensor of ``sizes`` has the shape that the rule asks for."""
+        dims, sizes = self.shape or (), tuple(sizes)
+        if dims and dims[0].op == "...":
+            dims = dims[1:]
+            sizes = sizes[max(0, len(sizes) - len(dims)) :]
+        elif self.shape is None:
+            return True
+        return len(dims) == len(sizes) and all(dim.matches(size) for dim, size in zip(dims, sizes, strict=True))
 
     def where(self, key: str = "") -> str:
         """Return the place of the rule, or of one of its keys, for a message."""
@@ -147,8 +163,8 @@ class Policy:
     set_marks: Mapping[str, Mark] = field(default_factory=dict, compare=False, hash=False)
     blocks: tuple[PathPattern, ...] = ()  # empty: the blocks are found
     layers: Layers = Layers()
-    extends: tuple[str, ...] = ()  # names of the parents, nearest first; their rules are already in `rules`
-    source: str = "<policy>"
+    extends: tuple[str, ...] = field(default=(), compare=False)  # parents' names, nearest first; `rules` has theirs
+    source: str = field(default="<policy>", compare=False)
     key_marks: Mapping[str, Mark] = field(default_factory=dict, compare=False, hash=False)
 
     def where(self, key: str = "") -> str:

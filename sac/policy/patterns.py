@@ -1,0 +1,149 @@
+"""Patterns over dotted module paths: which modules a rule or a region speaks of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+MAX_LENGTH = 4_000
+MAX_ALTERNATIVES = 1_000
+MAX_NESTING = 16
+ANY_SEGMENTS = "**"
+
+
+@dataclass(frozen=True, slots=True)
+class PathPattern:
+    """A pattern over module paths such as ``self_attn.q_proj``, matched by whole segments and with case.
+
+    ``*`` stands for any characters of one segment (``*_proj``), ``**`` alone between dots for any number of
+    segments, zero too, and ``{a,b}`` for either; alternatives may hold dots and further braces. The empty path is the
+    region itself, and so is the empty pattern. A pattern means exactly the modules it matches, not what lies below
+    them, and ops run inside leaf modules: a rule meant for a whole subtree is written ``self_attn.**``, which matches
+    ``self_attn`` too.
+    """
+
+    text: str
+    alternatives: tuple[tuple[str, ...], ...] = field(compare=False, repr=False)  # segments of each way to spell it out
+
+    @classmethod
+    def parse(cls, text: str) -> PathPattern:
+        """Return the pattern that ``text`` writes; raises ``ValueError`` with the reason when it writes none."""
+        _refuse_foreign_characters(text)
+        spelled = _Braces(text).spell_out()
+        return cls(text, tuple(dict.fromkeys(_segments(way) for way in spelled)))
+
+    @classmethod
+    def any_of(cls, texts: Iterable[str]) -> PathPattern:
+        """Return one pattern that matches what any of ``texts`` matches; raises ``ValueError`` like ``parse``."""
+        parts = tuple(texts)
+        for part in parts:
+            cls.parse(part)
+        return cls.parse(parts[0]) if len(parts) == 1 else cls.parse("{" + ",".join(parts) + "}")
+
+    def matches(self, path: str) -> bool:
+        """Return whether the module at ``path`` is meant."""
+        segments = tuple(path.split(".")) if path else ()
+        return any(_path_fits(way, segments) for way in self.alternatives)
+
+
+def _refuse_foreign_characters(text: str) -> None:
+    if len(text) > MAX_LENGTH:
+        raise ValueError(f"it is {len(text)} characters long, more than {MAX_LENGTH}")
+    for character in text:
+        if character.isspace():
+            raise ValueError("it has a space in it")
+        if character in "[]?":
+            raise ValueError(f'"{character}" has no meaning here; only *, ** and {{a,b}} are special')
+        if character in "/\\":
+            raise ValueError(f'module paths are written with dots, not with "{character}"')
+
+
+class _Braces:
+    """Spells out the braces of one pattern: ``a.{b,c}`` is ``a.b`` and ``a.c``."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.position = 0
+
+    def spell_out(self) -> list[str]:
+        ways = self._sequence(0)
+        if self.position < len(self.text):
+            if self.text[self.position] == ",":
+                raise ValueError('a comma stands outside of braces; alternatives are written "{a,b}", or as a list')
+            raise ValueError('a "}" has no "{" before it')
+        return ways
+
+    def _sequence(self, depth: int) -> list[str]:
+        """Read up to the ``,`` or ``}`` that ends this alternative, and return each way to spell it."""
+        ways = [""]
+        while self.position < len(self.text) and self.text[self.position] not in ",}":
+            choices = self._alternatives(depth + 1) if self.text[self.position] == "{" else [self._literal()]
+            if len(ways) * len(choices) > MAX_ALTERNATIVES:
+                raise ValueError(f"its braces spell out more than {MAX_ALTERNATIVES} paths")
+            ways = [way + choice for way in ways for choice in choices]
+        return ways
+
+    def _literal(self) -> str:
+        start = self.position
+        while self.position < len(self.text) and self.text[self.position] not in "{,}":
+            self.position += 1
+        return self.text[start : self.position]
+
+    def _alternatives(self, depth: int) -> list[str]:
+        """Read from a ``{`` to behind its ``}``."""
+        if depth > MAX_NESTING:
+            raise ValueError(f"its braces nest more than {MAX_NESTING} deep")
+        self.position += 1
+        start, found = self.position, self._sequence(depth)
+        while self.position < len(self.text) and self.text[self.position] == ",":
+            self.position += 1
+            found = found + self._sequence(depth)
+        if self.position == len(self.text):
+            raise ValueError('a "{" has no "}" after it')
+        if self.position == start:
+            raise ValueError('"{}" has nothing in it')
+        self.position += 1
+        return found
+
+
+def _segments(way: str) -> tuple[str, ...]:
+    segments = tuple(way.split(".")) if way else ()
+    for segment in segments:
+        if not segment:
+            raise ValueError("it has an empty segment: two dots in a row, or a dot at an end")
+        if ANY_SEGMENTS in segment and segment != ANY_SEGMENTS:
+            raise ValueError(f'"**" stands alone between dots, not inside of "{segment}"')
+    return segments
+
+
+def _path_fits(pattern: tuple[str, ...], path: tuple[str, ...]) -> bool:
+    """Match segments one by one; on a mismatch let the last ``**`` take one segment more (no exponential search)."""
+    at, here, last_any, resume = 0, 0, -1, 0
+    while here < len(path):
+        if at < len(pattern) and pattern[at] == ANY_SEGMENTS:
+            last_any, resume, at = at, here, at + 1
+        elif at < len(pattern) and _segment_fits(pattern[at], path[here]):
+            at, here = at + 1, here + 1
+        elif last_any >= 0:
+            resume += 1
+            at, here = last_any + 1, resume
+        else:
+            return False
+    return all(segment == ANY_SEGMENTS for segment in pattern[at:])
+
+
+def _segment_fits(pattern: str, segment: str) -> bool:
+    """Match one segment: the literals between the ``*`` must come in order, the outer ones at the ends."""
+    first, *rest = pattern.split("*")
+    if not rest:
+        return pattern == segment
+    *middle, last = rest
+    if len(segment) < len(first) + len(last) or not segment.startswith(first) or not segment.endswith(last):
+        return False
+    at, end = len(first), len(segment) - len(last)
+    for literal in middle:
+        at = segment.find(literal, at, end)
+        if at < 0:
+            return False
+        at += len(literal)
+    return True
