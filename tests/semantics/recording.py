@@ -1,0 +1,96 @@
+"""Independent measurement: which storages were made, which still live, and which ops ran. Nothing here asks sac."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Recorder(TorchDispatchMode):
+    """While active, notes every op and, by weak reference, every storage that an op made.
+
+    It can be entered any number of times; `live_bytes` may be asked at any time.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: Counter[str] = Counter()
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {_key(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        self.ops[str(func)] += 1
+        for x in tree_leaves(result):
+            if isinstance(x, Tensor) and _key(x) not in given:
+                storage = x.untyped_storage()
+                self._made.setdefault(_key(x), (StorageWeakRef(storage), storage.nbytes()))
+        return result
+
+    def live_bytes(self, besides: Any = ()) -> int:
+        """Bytes of the storages made while active that still live, less those under the tensors of `besides`."""
+        left_out = {_key(x) for x in tree_leaves(besides) if isinstance(x, Tensor)}
+        return sum(size for key, (ref, size) in self._made.items() if key not in left_out and not ref.expired())
+
+    def count(self, *fragments: str) -> int:
+        """How many ops ran whose name holds one of the fragments."""
+        return sum(count for name, count in self.ops.items() if any(fragment in name for fragment in fragments))
+
+
+def _key(x: Tensor) -> int:
+    """The address of the storage; a StorageWeakRef keeps it from being given to another while we remember it."""
+    return x.untyped_storage()._cdata
+
+
+@contextlib.contextmanager
+def without_collector() -> Iterator[None]:
+    """Memory must be free without the cycle collector, so keep it from helping."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def kept_bytes(model: torch.nn.Module, inputs: tuple[Tensor, ...], warm: int = 1) -> int:
+    """Bytes that a forward of the model leaves for backward, its outputs not counted.
+
+    `warm` whole steps run first, so that what is learned in the first step is known.
+    """
+    for _ in range(warm):
+        step(model, inputs)
+    with without_collector():
+        recorder = Recorder()
+        with recorder:
+            outputs = model(*inputs)
+        kept = recorder.live_bytes(besides=(outputs, list(model.buffers())))
+    return kept
+
+
+def step(model: torch.nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    """One forward and backward; gradients are dropped."""
+    outputs = [x for x in tree_leaves(model(*inputs)) if isinstance(x, Tensor) and x.requires_grad]
+    torch.autograd.backward(outputs, [torch.ones_like(x) for x in outputs])
+    for x in [*model.parameters(), *inputs]:
+        x.grad = None
+
+
+def backward_ops(model: torch.nn.Module, inputs: tuple[Tensor, ...], warm: int = 1) -> Recorder:
+    """What a backward of the model runs, recomputation included."""
+    for _ in range(warm):
+        step(model, inputs)
+    outputs = [x for x in tree_leaves(model(*inputs)) if isinstance(x, Tensor) and x.requires_grad]
+    recorder = Recorder()
+    with recorder:
+        torch.autograd.backward(outputs, [torch.ones_like(x) for x in outputs])
+    return recorder
