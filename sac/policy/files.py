@@ -1,0 +1,147 @@
+"""Loading policies: from a shipped name, a path, a mapping, with all that they extend."""
+
+from __future__ import annotations
+
+import codecs
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TypeAlias
+
+from sac.errors import PolicyError, Problem, listing
+from sac.policy.dump import dump_policy
+from sac.policy.inherit import fold, join_lines
+from sac.policy.marks import compose_yaml
+from sac.policy.model import Mark, Policy
+from sac.policy.nodes import Findings, node_from_value
+from sac.policy.schema import SCHEMA, Written, read_policy
+from sac.policy.shipped import find_file, shipped_policies, shipped_policy_path
+
+__all__ = ["PolicySource", "dump_policy", "load_policy", "shipped_policies", "shipped_policy_path"]
+
+PolicySource: TypeAlias = "str | os.PathLike[str] | Mapping[str, object] | Policy"
+
+MAX_BYTES = 1024 * 1024
+MAX_LINEAGE = 16
+
+
+def load_policy(source: PolicySource, *, where: str = "policy") -> Policy:
+    """Return the policy that ``source`` names or says, with the rules of all that it extends.
+
+    ``source`` is a shipped policy's name, a path (a ``PathLike``, or text that ends in ``.yaml`` or ``.yml`` or has a
+    separator in it), a mapping as a YAML file would have it (``schema`` may be left out; what it ``extends`` by a
+    relative path starts at the working directory), or a ``Policy``, which comes back as it is. ``where`` is how
+    messages call the argument. How parents are folded in, see Note [Inheritance] in ``inherit.py``.
+
+    Raises:
+        PolicyError: with every problem of the policy and of its parents.
+    """
+    if isinstance(source, Policy):
+        return source
+    lineage = _Lineage()
+    if isinstance(source, Mapping):
+        line = lineage.of_mapping(source, where)
+    else:
+        line = lineage.of_file(_top_file(source, where), ())
+    if lineage.problems:
+        raise PolicyError(lineage.problems)
+    return fold(line)
+
+
+def _top_file(source: object, where: str) -> Path:
+    findings = Findings()
+    if isinstance(source, os.PathLike):
+        source = os.fsdecode(source)
+        source = source if os.sep in source else os.path.join(os.curdir, source)
+    if not isinstance(source, str) or not source.strip():
+        expected = f"a path, a mapping, a Policy, or one of {listing(shipped_policies())}"
+        found = "an empty name" if isinstance(source, str) else f"a value of type {type(source).__name__}"
+        findings.stop(Mark(where), f"a policy is meant, this is {found}", expected=expected)
+    path = find_file(source, Path(), Mark(where), findings)
+    if path is None:
+        raise PolicyError(findings.problems())
+    return path
+
+
+class _Lineage:
+    """Reads a policy and its ancestors, each file once, and gathers the problems of all of them."""
+
+    def __init__(self) -> None:
+        self.problems: list[Problem] = []
+        self._lines: dict[Path, tuple[Written, ...]] = {}
+
+    def of_mapping(self, source: Mapping[str, object], where: str) -> tuple[Written, ...]:
+        findings = Findings()
+        node = node_from_value(source, where, findings)
+        written = read_policy(node, "inline", where, findings, needs_schema=False)
+        return self._with_parents(written, Path(), (), findings)
+
+    def of_file(self, path: Path, trail: tuple[Path, ...]) -> tuple[Written, ...]:
+        """Return the line of one file; ``trail`` are the files whose `extends` led here."""
+        key = path.resolve()
+        if key not in self._lines:
+            self._lines[key] = ()
+            findings = Findings()
+            try:
+                written = _read_file(path, findings)
+            except PolicyError as error:
+                self.problems.extend(error.problems)
+            else:
+                self._lines[key] = self._with_parents(written, path.parent, (*trail, path), findings)
+        return self._lines[key]
+
+    def _with_parents(
+        self, written: Written, base: Path, trail: tuple[Path, ...], findings: Findings
+    ) -> tuple[Written, ...]:
+        files = [self._parent(name, mark, base, trail, findings) for name, mark in written.parents]
+        self.problems.extend(findings.problems())
+        return join_lines(written, [self.of_file(path, trail) for path in files if path is not None])
+
+    def _parent(self, name: str, mark: Mark, base: Path, trail: tuple[Path, ...], findings: Findings) -> Path | None:
+        path = find_file(name, base, mark, findings)
+        if path is None:
+            return None
+        same = [place for place, earlier in enumerate(trail) if earlier.resolve() == path.resolve()]
+        if same:
+            chain = " -> ".join(str(one) for one in (*trail[same[0] :], path))
+            findings.add(mark, f"extends goes in a circle: {chain}", fix="remove one of these `extends`")
+        elif len(trail) >= MAX_LINEAGE:
+            findings.add(mark, f"extends goes more than {MAX_LINEAGE} files deep", fix="join some of the files")
+        else:
+            return path
+        return None
+
+
+def _read_file(path: Path, findings: Findings) -> Written:
+    root = compose_yaml(_read_text(path, findings), str(path), findings)
+    if root is None:
+        findings.stop(Mark(str(path)), "the file is empty", fix=f'start with "schema: {SCHEMA}" and "rules:"')
+    return read_policy(root, path.stem, str(path), findings, needs_schema=True)
+
+
+def _read_text(path: Path, findings: Findings) -> str:
+    """Return the text of a file; never reads more than the bound, whatever the file says its size is."""
+    mark = Mark(str(path))
+    if path.is_dir():
+        findings.stop(mark, "this is a directory, not a policy file", fix="name a file in it")
+    if not path.is_file():
+        findings.stop(mark, "this is not a regular file", fix="copy it into a file")
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        findings.stop(mark, f"the file cannot be read: {error.strerror}", fix="check its permissions")
+    if len(data) > MAX_BYTES:
+        findings.stop(mark, "the file is longer than 1 MiB", fix="name a policy file; they have a few kB")
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        findings.stop(mark, "this is UTF-16 text", fix="save it as UTF-8")
+    if b"\0" in data:
+        findings.stop(mark, f"this is a binary file: byte {data.index(0)} is NUL", fix="name a YAML text file")
+    data = data.removeprefix(codecs.BOM_UTF8)
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line_start = data.rfind(b"\n", 0, error.start) + 1
+        column = len(data[line_start : error.start].decode("utf-8")) + 1
+        place = Mark(str(path), data.count(b"\n", 0, error.start) + 1, column)
+        findings.stop(place, f"the byte 0x{data[error.start]:02x} is not UTF-8", fix="save the file as UTF-8")
