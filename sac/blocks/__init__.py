@@ -1,0 +1,1 @@
+"""Which modules of a model become regions, and putting sac on them."""

@@ -1,0 +1,127 @@
+"""A model's K/V cache: turning it off for training, and models whose layers share keys and values.
+
+Note [K/V cache]
+A block that writes its keys and values into a cache does so again when it is recomputed, and its sequence is then twice
+as long. So the cache is turned off where training reads the switch: on the model's config and each config below it.
+``generation_config`` keeps its own: ``generate`` runs without grad and hands its switch to the forward itself, so
+generating stays as fast as it was (held by a test).
+
+Models whose layers read the keys and values of another layer (Gemma 3n, Gemma 4) hand these through a dictionary that
+attention writes into. Recomputing that attention would write again, so there only the other sub-modules are regions.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from sac.blocks.find import Block, part_of, substantial_children
+from sac.blocks.own import own_checkpointing
+from sac.blocks.paths import Node, root_node
+from sac.errors import ModelError, Problem
+
+__all__ = ["Restore", "cache_configs", "kv_free_submodules", "own_checkpointing", "shares_kv", "turn_off_cache"]
+
+SHARED_KV = ("num_kv_shared_layers",)  # on a config: how many layers read another's keys and values
+SHARING_MODES = "kv_sharing_modes"  # on a config: per layer None, "store", or a word that begins with "reuse"
+ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
+KV_ARGUMENTS = frozenset({"shared_kv_states", "past_key_values", "past_key_value", "layer_past"})
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """One attribute of a config that was changed, and what it was."""
+
+    config: object
+    name: str
+    value: object
+
+    def undo(self) -> None:
+        """Set the attribute to what it was."""
+        setattr(self.config, self.name, self.value)
+
+
+def cache_configs(model: nn.Module) -> Iterator[Any]:
+    """Yield each config of the model and its sub-models whose ``use_cache`` is on, each object once."""
+    return (config for config in _configs(model) if getattr(config, "use_cache", False) is True)
+
+
+def turn_off_cache(model: nn.Module) -> tuple[Restore, ...]:
+    """Set ``use_cache`` to False on every config that has it on, and return what undoes that.
+
+    See Note [K/V cache]. Raises ``ModelError``, with nothing changed, when a config cannot be written to.
+    """
+    done: list[Restore] = []
+    for config in cache_configs(model):
+        try:
+            config.use_cache = False
+        except (AttributeError, TypeError) as error:
+            for restore in done:
+                restore.undo()
+            raise ModelError(_cannot_turn_off(config)) from error
+        done.append(Restore(config, "use_cache", True))
+    return tuple(done)
+
+
+def shares_kv(model: nn.Module) -> bool:
+    """Return whether layers of the model read the keys and values that another layer computed; Note [K/V cache]."""
+    for config in _configs(model):
+        counts = (getattr(config, name, 0) for name in SHARED_KV)
+        if any(isinstance(count, int) and count > 0 for count in counts):
+            return True
+        modes = getattr(config, SHARING_MODES, None)
+        if isinstance(modes, (list, tuple)) and any(str(mode).startswith("reuse") for mode in modes):
+            return True
+    return any(getattr(module, "is_kv_shared_layer", False) is True for module in model.modules())
+
+
+def kv_free_submodules(block: Block) -> tuple[Block, ...]:
+    """Return the sub-modules of a block that neither are nor hold attention, such as its mlp; perhaps none."""
+    return tuple(part_of(block, node) for node in _without_kv(root_node(block.module)))
+
+
+def _without_kv(node: Node) -> Iterator[Node]:
+    for child in substantial_children(node):
+        if not any(_is_attention(name, part) for name, part in child.module.named_modules()):
+            yield child
+        elif not _is_attention(child.path, child.module):
+            yield from _without_kv(child)
+
+
+def _is_attention(path: str, module: nn.Module) -> bool:
+    if hasattr(module, "is_kv_shared_layer") or ATTENTION.search(path.rpartition(".")[2]):
+        return True
+    if ATTENTION.search(type(module).__name__):
+        return True
+    return not KV_ARGUMENTS.isdisjoint(inspect.signature(type(module).forward).parameters)
+
+
+def _configs(model: nn.Module) -> Iterator[Any]:
+    """Yield every config object of a model: on its modules, and inside one another."""
+    seen: set[int] = set()
+    ahead: list[Any] = [config for module in model.modules() if (config := getattr(module, "config", None)) is not None]
+    ahead.reverse()
+    while ahead:
+        config = ahead.pop()
+        if id(config) in seen or isinstance(config, (nn.Module, type, str, int, float)):
+            continue
+        seen.add(id(config))
+        yield config
+        ahead.extend(value for value in getattr(config, "__dict__", {}).values() if _is_config(value))
+
+
+def _is_config(value: object) -> bool:
+    return hasattr(value, "use_cache") or hasattr(value, "model_type")
+
+
+def _cannot_turn_off(config: object) -> Problem:
+    return Problem(
+        type(config).__name__,
+        "use_cache is on and this config cannot be written to; a recomputed block would write its cache twice",
+        fix="build the model with use_cache=False",
+    )

@@ -1,0 +1,125 @@
+"""Names of modules as their author wrote them: what wrappers add to a path is left out.
+
+Note [Clean paths]
+DDP, FSDP1, ``torch.compile``, ``checkpoint_wrapper`` and PEFT put a module of their own around another one, and the
+paths of ``named_modules`` then tell of both. A policy speaks of the model, so every path here is the one that the model
+had before it was wrapped, and a wrapped module is its innermost: that is the one whose forward the block's author
+wrote. ``module`` and ``model`` are also ordinary names, so those two are dropped only below a class that is a wrapper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+# Names that only a wrapper gives to the module it holds.
+WRAPPED_NAMES = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_fpw_module", "_orig_mod")
+# Class (also as a base class) -> the name of the module it holds, for wrappers that use an ordinary name.
+WRAPPER_CLASSES = {
+    "DistributedDataParallel": "module",
+    "DataParallel": "module",
+    "AveragedModel": "module",
+    "DeepSpeedEngine": "module",
+    "Float16Module": "module",
+    "PeftModel": "base_model",
+    "BaseTuner": "model",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One module of a model: its path with wrappers' names in it, its clean path, and the wrappers around it."""
+
+    raw: str
+    path: str
+    module: nn.Module
+    wrappers: tuple[tuple[str, nn.Module], ...] = ()  # raw path and module, outermost first
+
+
+def join(parent: str, name: str) -> str:
+    """Return the path of the child ``name`` of the module at ``parent``."""
+    return f"{parent}.{name}" if parent else name
+
+
+def class_names(module: nn.Module) -> tuple[str, ...]:
+    """Return the names of a module's class and its bases, so that FSDP2's subclass does not hide the real one."""
+    return tuple(kind.__name__ for kind in type(module).__mro__)
+
+
+def wrapped_name(module: nn.Module) -> str:
+    """Return under which name ``module`` holds the one it wraps, or ``""`` when it is no wrapper."""
+    for name in WRAPPED_NAMES:
+        if name in module._modules:
+            return name
+    for kind in class_names(module):
+        name = WRAPPER_CLASSES.get(kind, "")
+        if name in module._modules:
+            return name
+    return ""
+
+
+def root_node(model: nn.Module) -> Node:
+    """Return the model itself, without the wrappers around it."""
+    return _look_through("", "", model)
+
+
+def children_of(node: Node) -> list[Node]:
+    """Return the direct children of a node in order, each without its wrappers."""
+    found = []
+    for raw, wrapper in node.wrappers:  # what a wrapper brings along, such as PEFT's prompt encoder
+        held = wrapped_name(wrapper)
+        beside = [(name, child) for name, child in wrapper.named_children() if name != held]
+        found += [_look_through(join(raw, name), join(node.path, name), child) for name, child in beside]
+    for name, child in node.module._modules.items():  # named_children() would leave out the second use of a module
+        if child is not None:
+            found.append(_look_through(join(node.raw, name), join(node.path, name), child))
+    return found
+
+
+def walk(model: nn.Module, *, repeats: bool = False) -> Iterator[Node]:
+    """Yield every module from the root down, in the order of ``named_modules``.
+
+    A module that is used at several paths comes once, under the first, unless ``repeats`` asks for each path.
+    """
+    seen: set[int] = set()
+    ahead = [root_node(model)]
+    while ahead:
+        node = ahead.pop()
+        if not repeats and id(node.module) in seen:
+            continue
+        seen.add(id(node.module))
+        yield node
+        ahead.extend(reversed(children_of(node)))
+
+
+def clean_path(path: str, model: nn.Module | None = None) -> str:
+    """Return ``path`` as it is in the model without wrappers; see Note [Clean paths].
+
+    With ``model`` (to which the path belongs) every wrapper's name is dropped. Without it only the names that nothing
+    but a wrapper uses are, and PEFT's ``base_model.model`` prefix.
+    """
+    segments = path.split(".") if path else []
+    if model is not None:
+        return ".".join(_written_segments(segments, model))
+    kept = [segment for segment in segments if segment not in WRAPPED_NAMES]
+    return ".".join(kept[2:] if kept[:2] == ["base_model", "model"] else kept)
+
+
+def _written_segments(segments: list[str], module: nn.Module | None) -> Iterator[str]:
+    for segment in segments:
+        if module is None or segment != wrapped_name(module):
+            yield segment
+        module = module._modules.get(segment) if module is not None else None
+
+
+def _look_through(raw: str, path: str, module: nn.Module) -> Node:
+    wrappers: list[tuple[str, nn.Module]] = []
+    while name := wrapped_name(module):
+        held = module._modules[name]
+        if held is None:
+            break
+        wrappers.append((raw, module))
+        raw, module = join(raw, name), held
+    return Node(raw, path, module, tuple(wrappers))

@@ -1,0 +1,285 @@
+"""Stacks of blocks, recognised by how a model is built.
+
+Note [What is a block]
+A stack is a ModuleList, a ModuleDict with numbered keys, or a Sequential, and its blocks are those children that hold
+parameters and are composed of several modules. From the root down:
+
+1. Hugging Face says which modules may be checkpointed (``GradientCheckpointingLayer``, ``_no_split_modules``): such a
+   module is a block wherever it stands.
+2. A child that is a stage, that is, one whose substance is a stack of like blocks (Swin, timm, ALBERT's groups), is
+   looked into instead. A block with parts in a list (T5) is not a stage: its parts differ from one another.
+3. Nothing is looked for inside a block, and a list of experts is never a stack.
+4. Lists of heads, projections and the like are built in the same way. So stacks have a rank, and only the best survive:
+   declared by Hugging Face, or with something that mixes tokens in its blocks, or named as stacks are named; failing
+   those any list of composed modules; failing those a list of one, or of bare modules of one class.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from sac.blocks.paths import Node, children_of, class_names, join, root_node
+
+MIXER = re.compile(r"attn|attention|mixer|mixing|mamba|ssm|rwkv|retention|recurrent", re.IGNORECASE)
+STACK_NAMES = frozenset({"layers", "layer", "blocks", "block", "h", "resblocks"})
+NUMBERED = re.compile(r"(?:.*\D)?(\d+)")
+STAGE_MATRICES = 2  # what a stage may have besides its blocks: a patch merger, a position embedding
+
+DECLARED, STRONG, PLAIN, WEAK = 3, 2, 1, 0
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Blocks that follow one another, with the index of each and the number that an index is counted to."""
+
+    path: str
+    nodes: tuple[Node, ...]
+    layers: tuple[int, ...]
+    size: int
+    rank: int
+
+
+def find_stacks(model: nn.Module) -> list[Stack]:
+    """Return the stacks of a model in model order; see Note [What is a block]."""
+    root = root_node(model)
+    if _is_declared(root.module, frozenset()) and not _is_stage(root, frozenset()):
+        return [_alone(root, DECLARED)]
+    stacks = list(_Search(_declared_names(model)).visit(root))
+    if _is_one_block(root, stacks):
+        return [_alone(root, STRONG)]
+    return list(_best(stacks))
+
+
+def numbering(parent: nn.Module | None, names: Sequence[str]) -> tuple[tuple[int, ...], int]:
+    """Return the layer index of each chosen child (by name) of ``parent``, and the size of the stack.
+
+    A numbered ModuleDict keeps its own numbers (a pipeline stage has some of them), a ModuleList its positions when
+    the children not chosen are empty placeholders; otherwise the chosen are counted.
+    """
+    ranks = tuple(range(len(names)))
+    if isinstance(parent, nn.ModuleDict):
+        found = [NUMBERED.fullmatch(name) for name in names]
+        numbers = tuple(int(match[1]) for match in found if match)
+        if len(set(numbers)) == len(names) and names:
+            return numbers, max(numbers) + 1
+    if isinstance(parent, nn.ModuleList) and all(name.isdecimal() for name in names):
+        others = [child for name, child in parent._modules.items() if name not in names]
+        if all(child is None or isinstance(child, nn.Identity) for child in others):
+            return tuple(int(name) for name in names), len(parent)
+    return ranks, len(names)
+
+
+def is_callable(module: nn.Module) -> bool:
+    """Return whether a module has a forward of its own (a ModuleList has none)."""
+    return getattr(type(module), "forward", nn.Module.forward) is not nn.Module.forward
+
+
+def has_mixer(module: nn.Module) -> bool:
+    """Return whether a module is or holds something with parameters that mixes tokens: attention, a state space, …"""
+    return any(_is_mixer(name, part) for name, part in module.named_modules())
+
+
+class _Search:
+    """One descent through a model, with the class names that Hugging Face does not want split."""
+
+    def __init__(self, declared: frozenset[str]) -> None:
+        self.declared = declared
+        self.seen: set[int] = set()
+
+    def visit(self, node: Node) -> Iterator[Stack]:
+        if id(node.module) in self.seen:
+            return
+        self.seen.add(id(node.module))
+        children = children_of(node)
+        if not _is_container(node):
+            yield from self._visit_children(node, children)
+            return
+        if any(_is_bare_list(child) for child in children) and not self._holds_stacks(children):
+            yield from self._layers_in_parts(node, children)
+            return
+        blocks = [child for child in children if self._is_block(child, children)]
+        if isinstance(node.module, nn.Sequential):
+            blocks = _without_ends(blocks)
+        stages = [child for child in children if child not in blocks]
+        blocks = self._unseen(blocks)
+        if blocks:
+            yield self._stack(node, blocks)
+        for stage in stages:
+            yield from self.visit(stage)
+
+    def _unseen(self, nodes: list[Node]) -> list[Node]:
+        """Return the nodes whose modules came nowhere before, and note them: a shared block is listed once."""
+        unseen = {id(node.module): node for node in reversed(nodes) if id(node.module) not in self.seen}
+        self.seen.update(unseen)
+        return list(reversed(unseen.values()))
+
+    def _visit_children(self, node: Node, children: list[Node]) -> Iterator[Stack]:
+        for child in children:
+            lone = _is_declared(child.module, frozenset()) and not _is_stage(child, self.declared)
+            if lone and id(child.module) not in self.seen:  # in no list, but declared as a layer
+                self.seen.add(id(child.module))
+                yield Stack(node.path, (child,), (0,), 1, DECLARED)
+            elif not lone:
+                yield from self.visit(child)
+
+    def _is_block(self, node: Node, siblings: list[Node]) -> bool:
+        if not is_callable(node.module) or _is_stage(node, self.declared):
+            return False
+        alike = sum(type(other.module) is type(node.module) for other in siblings)
+        return _is_declared(node.module, self.declared) or _is_composed(node.module) or _is_raw(node.module, alike)
+
+    def _holds_stacks(self, lists: list[Node]) -> bool:
+        return any(_are_alike(_parts(inner)) and len(_parts(inner)) > 1 for inner in lists)
+
+    def _layers_in_parts(self, node: Node, layers: list[Node]) -> Iterator[Stack]:
+        """A list of lists of unlike parts: each part is a region of the layer that the inner list stands for."""
+        parts = [(index, part) for index, layer in enumerate(layers) for part in _parts(layer)]
+        if parts:
+            nodes, indices = tuple(part for _, part in parts), tuple(index for index, _ in parts)
+            self.seen.update(id(part.module) for part in nodes)
+            yield Stack(node.path, nodes, indices, len(layers), self._rank(node, list(nodes)))
+
+    def _stack(self, node: Node, blocks: list[Node]) -> Stack:
+        names = [block.path.rpartition(".")[2] for block in blocks]
+        layers, size = numbering(node.module, names)
+        return Stack(node.path, tuple(blocks), layers, size, self._rank(node, blocks))
+
+    def _rank(self, node: Node, blocks: list[Node]) -> int:
+        if any(_is_declared(block.module, self.declared) for block in blocks):
+            return DECLARED
+        if any(has_mixer(block.module) for block in blocks):
+            return STRONG
+        if len(blocks) < 2 or not any(_is_composed(block.module) for block in blocks):
+            return WEAK
+        named = not STACK_NAMES.isdisjoint(_words(node.path))
+        return STRONG if named and _are_alike(blocks) else PLAIN
+
+
+def _is_mixer(path: str, module: nn.Module) -> bool:
+    named = MIXER.search(path.rpartition(".")[2]) or MIXER.search(type(module).__name__)
+    return named is not None and any(True for _ in module.parameters())
+
+
+def _best(stacks: list[Stack]) -> Iterator[Stack]:
+    floor = min(max((stack.rank for stack in stacks), default=WEAK), STRONG)
+    return (stack for stack in stacks if stack.rank >= floor)
+
+
+def _declared_names(model: nn.Module) -> frozenset[str]:
+    names: set[str] = set()
+    for module in model.modules():
+        names.update(getattr(module, "_no_split_modules", None) or ())
+    return frozenset(names)
+
+
+def _is_declared(module: nn.Module, names: frozenset[str]) -> bool:
+    kinds = class_names(module)
+    own = isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer))
+    return own or "GradientCheckpointingLayer" in kinds or not names.isdisjoint(kinds)
+
+
+def _is_container(node: Node) -> bool:
+    """Return whether the children of a module can be a stack."""
+    if any(word.startswith("expert") for word in _words(node.path)):
+        return False
+    if isinstance(node.module, nn.ModuleDict):
+        return all(NUMBERED.fullmatch(key) for key in node.module)
+    return isinstance(node.module, (nn.ModuleList, nn.Sequential))
+
+
+def _is_bare_list(node: Node) -> bool:
+    return isinstance(node.module, (nn.ModuleList, nn.ModuleDict)) and not is_callable(node.module)
+
+
+def _is_composed(module: nn.Module) -> bool:
+    parts = sum(1 for _ in module.modules()) - 1
+    return parts >= 2 and any(True for _ in module.parameters())
+
+
+def _is_raw(module: nn.Module, alike: int) -> bool:
+    """Return whether a module without parts is a block of its own: somebody's own class, repeated, with a matrix."""
+    own = not type(module).__module__.startswith("torch.")
+    return own and alike >= 2 and any(p.ndim >= 2 for p in module._parameters.values() if p is not None)
+
+
+def _is_stage(node: Node, declared: frozenset[str]) -> bool:
+    """Return whether a module's substance is a stack of like blocks, so that those are the blocks."""
+    lists = [inner for inner in _lists_below(node) if _are_alike(_parts(inner))]
+    parts = [part.module for inner in lists for part in _parts(inner)]
+    if not parts:
+        return False
+    if any(_is_declared(part, declared) for part in parts):
+        return True
+    if all(any(has_mixer(child) for child in part.children()) for part in parts):
+        return not _mixes_outside(node.module, parts)
+    if _is_declared(node.module, declared) or _mixes_outside(node.module, parts):
+        return False
+    within = {id(p) for part in parts for p in part.parameters()}
+    outside = [p for p in node.module.parameters() if p.ndim >= 2 and id(p) not in within]
+    named = any(not STACK_NAMES.isdisjoint(_words(inner.path)) for inner in lists)
+    return len(outside) <= STAGE_MATRICES and (len(parts) >= 2 or named)
+
+
+def _mixes_outside(module: nn.Module, parts: list[nn.Module]) -> bool:
+    inside = {id(m) for part in parts for m in part.modules()}
+    return any(name and id(part) not in inside and _is_mixer(name, part) for name, part in module.named_modules())
+
+
+def _lists_below(node: Node) -> Iterator[Node]:
+    """Yield the topmost lists at or below a module that could be stacks."""
+    if _is_container(node) and _parts(node):
+        yield node
+        return
+    for child in children_of(node):
+        yield from _lists_below(child)
+
+
+def _parts(node: Node) -> list[Node]:
+    return [child for child in children_of(node) if is_callable(child.module) and _is_composed(child.module)]
+
+
+def _are_alike(nodes: Sequence[Node]) -> bool:
+    """Return whether some class occurs twice, or there is one node only: a hybrid stack is still a stack."""
+    kinds = {(type(node.module), has_mixer(node.module)) for node in nodes}
+    return len(nodes) == 1 or len(kinds) < len(nodes)
+
+
+def _without_ends(blocks: list[Node]) -> list[Node]:
+    """Leave out what stands before and after the blocks of a Sequential: an embedding, a head."""
+    if not any(has_mixer(block.module) for block in blocks):
+        return blocks
+
+    def is_end(node: Node) -> bool:
+        alike = sum(type(other.module) is type(node.module) for other in blocks)
+        return alike == 1 and not has_mixer(node.module)
+
+    first, last = 0, len(blocks)
+    while is_end(blocks[first]):
+        first += 1
+    while is_end(blocks[last - 1]):
+        last -= 1
+    return blocks[first:last]
+
+
+def _is_one_block(root: Node, stacks: list[Stack]) -> bool:
+    """Return whether the model is one block: it mixes tokens itself, and no stack in it does."""
+    if any(stack.rank == DECLARED or any(has_mixer(n.module) for n in stack.nodes) for stack in stacks):
+        return False
+    if _is_container(root) or any(isinstance(module, nn.Embedding) for module in root.module.modules()):
+        return False
+    return len(children_of(root)) >= 2 and any(_is_mixer(child.path, child.module) for child in children_of(root))
+
+
+def _alone(root: Node, rank: int) -> Stack:
+    return Stack("", (root,), (0,), 1, rank)
+
+
+def _words(path: str) -> set[str]:
+    return set(path.rpartition(".")[2].lower().split("_"))
+
+
+__all__ = ["Stack", "find_stacks", "has_mixer", "is_callable", "join", "numbering"]
