@@ -14,7 +14,7 @@ import yaml
 from yaml.error import Mark as YamlMark
 
 from sac.policy.model import Mark
-from sac.policy.nodes import MAX_DEPTH, MAX_NODES, Findings, ListNode, MapNode, Node, Scalar, plain_kind
+from sac.policy.nodes import MAX_DEPTH, MAX_NODES, Findings, ListNode, MapNode, Node, Scalar, plain_kind, shown
 
 if TYPE_CHECKING:
     from yaml._yaml import Mark as CMark  # only its type: a PyYAML built without libyaml has no such module
@@ -92,8 +92,9 @@ class _Composer:
             return
         self._count(1, mark)
         if event.tag is not None:
+            tag = event.tag.replace("tag:yaml.org,2002:", "!!", 1)
             fix = "remove it; a policy is plain words, numbers, lists and mappings"
-            self.findings.stop(mark, f"the tag {event.tag} is not allowed", fix=fix)
+            self.findings.stop(mark, f"the tag {shown(tag)} is not allowed", fix=fix)
         if isinstance(event, yaml.ScalarEvent):
             node = Scalar(event.value, plain_kind(event.value) if event.implicit[0] else "text", mark)
             self._close(node, event.anchor, self.nodes - 1)
@@ -135,7 +136,7 @@ class _Composer:
             self.findings.add(key.mark, 'merge keys ("<<") are not supported', fix=fix)
         elif key.text in entries:
             first = entries[key.text][0].mark
-            found = f'the key "{key.text}" is given twice; the first is at {first}'
+            found = f'the key "{shown(key.text)}" is given twice; the first is at {first}'
             self.findings.add(key.mark, found, fix="keep one of them")
         else:
             entries[key.text] = (key, value)

@@ -97,8 +97,13 @@ def describe(node: Node) -> str:
         return "empty"
     if node.kind == "other":
         return f"a {node.text}"
-    shown = node.text if len(node.text) <= 60 else node.text[:57] + "..."
-    return f'"{shown}"' if node.kind == "text" else shown
+    return f'"{shown(node.text)}"' if node.kind == "text" else shown(node.text)
+
+
+def shown(text: str) -> str:
+    """Return ``text`` as a message can hold it: cut, and what cannot be printed escaped."""
+    text = text if len(text) <= 60 else text[:57] + "..."
+    return text if text.isprintable() else text.encode("unicode_escape").decode()
 
 
 def node_from_value(value: object, path: str, findings: Findings) -> Node:

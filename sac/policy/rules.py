@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from sac.policy.matchers import read_call, read_dtypes, read_layers, read_pattern, read_shape
 from sac.policy.model import ALTERNATE, Decision, Rule
 from sac.policy.nodes import Findings, ListNode, MapNode, Node, describe
-from sac.policy.scalars import read_bool, read_bytes, read_entries, read_names, read_text, read_word
+from sac.policy.scalars import lacks, read_bool, read_bytes, read_entries, read_names, read_text, read_word
 
 RULE_KEYS = ("id", "ops", "module", "layers", "call", "shape", "dtype", "min_bytes", "optional", "do")
 DO_WORDS = (*(decision.value for decision in Decision), ALTERNATE)
@@ -40,12 +40,10 @@ def _read_rule(node: Node, fallback_id: str, origin: str, findings: Findings) ->
     entries = read_entries(node, "a rule", RULE_KEYS, findings)
     if not isinstance(node, MapNode):
         return None
-    if not entries and node.entries:
-        return None  # each of its keys has been told
     do = read_word(entries["do"], "do", DO_WORDS, findings) if "do" in entries else None
-    if "do" not in entries:
+    if lacks("do", node, RULE_KEYS):
         findings.add(node.mark, "this rule says nothing to do", expected=", ".join(DO_WORDS), fix='add "do: save"')
-    if "ops" not in entries:
+    if lacks("ops", node, RULE_KEYS):
         _check_speaks_of_module(node, entries, findings)
     names = read_names(entries["ops"], "ops", findings) if "ops" in entries else ()
     return Rule(
@@ -68,7 +66,7 @@ def _read_rule(node: Node, fallback_id: str, origin: str, findings: Findings) ->
 
 def _check_speaks_of_module(node: MapNode, entries: dict[str, Node], findings: Findings) -> None:
     """A rule without ops speaks of a module as a whole: it needs the module, and has no one op to measure."""
-    if "module" not in entries:
+    if lacks("module", node, RULE_KEYS):
         fix = 'add ops, such as "ops: matmul"; "*" means every op that can be saved'
         findings.add(node.mark, "this rule has neither ops nor module", expected="ops, module, or both", fix=fix)
         return
@@ -92,7 +90,7 @@ def _find_shadowed(rules: Sequence[Rule], findings: Findings) -> None:
     """Find rules that can never fire because an earlier one takes all that they match, by their text alone."""
     for place, later in enumerate(rules):
         for earlier in rules[:place]:
-            if _takes_all_of(earlier, later):
+            if takes_all_of(earlier, later):
                 found = (
                     f'the rule "{later.id}" can never fire: "{earlier.id}" at {earlier.where()} matches all it matches'
                 )
@@ -101,17 +99,18 @@ def _find_shadowed(rules: Sequence[Rule], findings: Findings) -> None:
                 break
 
 
-def _takes_all_of(earlier: Rule, later: Rule) -> bool:
+def takes_all_of(earlier: Rule, later: Rule) -> bool:
+    """Return whether ``earlier`` matches all that ``later`` matches, as far as their texts tell."""
     if earlier.speaks_of_module != later.speaks_of_module:
         return False
     return (
-        all(any(_names_at_least(wide, narrow) for wide in earlier.ops) for narrow in later.ops)
-        and (earlier.module in (None, later.module) or earlier.module.text == "**")
+        (earlier.module in (None, later.module) or earlier.module.text == "**")
         and (earlier.layers in (None, later.layers) or earlier.layers.is_all)
         and earlier.call in (None, later.call)
         and earlier.shape in (None, later.shape)
         and (not earlier.dtype or (bool(later.dtype) and set(later.dtype) <= set(earlier.dtype)))
         and earlier.min_bytes <= later.min_bytes
+        and all(any(_names_at_least(wide, narrow) for wide in earlier.ops) for narrow in later.ops)
     )
 
 

@@ -7,7 +7,7 @@ from decimal import Decimal
 
 from sac.errors import listing, nearest
 from sac.policy.model import Mark
-from sac.policy.nodes import Findings, ListNode, MapNode, Node, Scalar, describe
+from sac.policy.nodes import Findings, ListNode, MapNode, Node, Scalar, describe, shown
 from sac.policy.sizes import LEGAL_BYTES, MAX_WHOLE, parse_bytes
 
 
@@ -23,9 +23,15 @@ def read_entries(node: Node, what: str, legal: Sequence[str], findings: Findings
             if key.text in legal:
                 known[key.text] = value
             else:
-                found = f'unknown key "{key.text}" in {what}'
+                found = f'unknown key "{shown(key.text)}" in {what}'
                 findings.add(key.mark, found, expected=listing(legal), nearest=nearest(key.text, legal))
     return known
+
+
+def lacks(key: str, node: MapNode, legal: Sequence[str]) -> bool:
+    """Return whether ``key`` is missing, and not just misspelled (which has been told)."""
+    names = [name.text for name, _ in node.entries]
+    return key not in names and all(nearest(name, legal) != key for name in names if name not in legal)
 
 
 def read_named(node: Node, what: str, findings: Findings) -> list[tuple[Scalar, Node]]:
@@ -70,7 +76,12 @@ def read_texts(
     """Return one text or a list of them, each with its mark."""
     nodes = node.items if isinstance(node, ListNode) else (node,)
     if not nodes:
-        findings.add(node.mark, f"{what} is an empty list", expected="text, or a list of at least one", fix="remove it")
+        findings.add(
+            node.mark,
+            f"{what} is an empty list",
+            expected="text, or a list of at least one",
+            fix="remove it, or name one",
+        )
     texts = ((read_text(item, what, findings, empty_is_legal=empty_is_legal), item.mark) for item in nodes)
     return tuple((text, mark) for text, mark in texts if text is not None)
 

@@ -9,7 +9,7 @@ from sac.policy.model import Decision, Layers, Mark, Policy
 from sac.policy.nodes import Findings, MapNode, Node, describe
 from sac.policy.patterns import PathPattern
 from sac.policy.rules import read_rules
-from sac.policy.scalars import read_entries, read_named, read_names, read_text, read_texts, read_word
+from sac.policy.scalars import lacks, read_entries, read_named, read_names, read_text, read_texts, read_word
 
 SCHEMA = "sac/v1"
 POLICY_KEYS = ("schema", "name", "extends", "models", "sets", "regions", "default", "rules")
@@ -63,9 +63,9 @@ _DEFAULTS = tuple(decision.value for decision in Decision)
 def _check_top(node: MapNode, entries: dict[str, Node], findings: Findings, *, needs_schema: bool) -> None:
     if "schema" in entries:
         read_word(entries["schema"], "schema", (SCHEMA,), findings)
-    elif needs_schema:
+    elif needs_schema and lacks("schema", node, POLICY_KEYS):
         findings.add(node.mark, "the policy does not name its schema", expected=SCHEMA, fix=f'add "schema: {SCHEMA}"')
-    if "rules" not in entries and "extends" not in entries and len(entries) == len(node.entries):
+    if lacks("rules", node, POLICY_KEYS) and lacks("extends", node, POLICY_KEYS):
         fix = 'add rules; "rules: []" means the default for every op'
         findings.add(node.mark, "the policy has neither rules nor extends", expected="rules, extends, or both", fix=fix)
 

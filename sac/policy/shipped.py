@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sac.errors import PolicyError, listing, nearest
 from sac.policy.model import Mark
-from sac.policy.nodes import Findings
+from sac.policy.nodes import Findings, shown
 
 _ENDINGS = (".yaml", ".yml")
 
@@ -49,7 +49,7 @@ def find_file(text: str, base: Path, mark: Mark, findings: Findings) -> Path | N
         if path.exists():
             return path
     except (OSError, ValueError) as error:  # a name that is too long, a NUL in it
-        findings.add(mark, f'"{_shown(text)}" cannot be a file: {getattr(error, "strerror", None) or error}')
+        findings.add(mark, f'"{shown(text)}" cannot be a file: {getattr(error, "strerror", None) or error}')
         return None
     near = nearest(path.stem, shipped_policies())
     fix = f'the shipped policy is written "{near}", without a path' if near else "check the path"
@@ -63,10 +63,6 @@ def _find_shipped(name: str, mark: Mark, findings: Findings) -> Path | None:
     if word in names:
         return shipped_directory() / f"{word}.yaml"
     fix = 'to name a file, give a path that ends in .yaml or has a "/" in it'
-    found = f'no shipped policy is called "{_shown(name)}"'
+    found = f'no shipped policy is called "{shown(name)}"'
     findings.add(mark, found, expected=listing(names), nearest=nearest(word, names), fix=fix)
     return None
-
-
-def _shown(text: str) -> str:
-    return repr(text if len(text) <= 60 else text[:57] + "...")[1:-1]

@@ -18,6 +18,8 @@ def parse_bytes(text: str) -> int:
 
     Units are case-insensitive. Raises ``ValueError`` with the reason when ``text`` is no whole number of bytes.
     """
+    if text.startswith("-"):
+        raise ValueError("it is below zero")
     found = _SIZE.fullmatch(text.strip())
     if not found or len(text) > 60:
         raise ValueError("it is not a number with a unit")

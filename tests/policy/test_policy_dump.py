@@ -1,0 +1,181 @@
+"""A policy that is written out and loaded again is the same policy."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sac.policy.files import dump_policy, load_policy
+from sac.policy.matchers import DTYPES
+from sac.policy.model import Calls, Decision, Dim, Layers, Policy, Rule
+from sac.policy.patterns import PathPattern
+from sac.policy.rules import takes_all_of
+
+TRICKY = [
+    "on",
+    "no",
+    "null",
+    "~",
+    "true",
+    "1:8",
+    "1e6",
+    "010",
+    "0x1f",
+    "1.10",
+    "-",
+    "a: b",
+    "a #b",
+    "*",
+    "&a",
+    "!t",
+    "é",
+]
+printable = st.text(min_size=1, max_size=12).filter(lambda text: text.isprintable() and text.strip() == text)
+texts = printable | st.sampled_from(TRICKY)
+op_names = st.sampled_from(["attention", "matmul", "aten.mm", "aten::mm", "aten.mm.default", "aten.*", "my_lib::Flash"])
+patterns = st.sampled_from(["", "**", "self_attn.**", "*_proj", "0", "0.1", "a.{b,c.d}", "{,x}"]).map(PathPattern.parse)
+wholes = st.integers(1, 2**40)
+ranges = st.tuples(st.integers(0, 99), st.integers(0, 99)).map(sorted).map(tuple)
+layers = st.one_of(
+    st.just(Layers()),
+    st.builds(Layers, first=wholes),
+    st.builds(Layers, last=wholes),
+    st.builds(Layers, every=wholes, offset=st.integers(0, 9)),
+    st.builds(Layers, ranges=st.lists(ranges, min_size=1, max_size=3).map(tuple)),
+)
+calls = st.one_of(
+    st.builds(Calls, index=st.frozensets(st.integers(0, 99), min_size=1, max_size=3)),
+    st.builds(Calls, every=wholes, offset=st.integers(0, 9)),
+)
+dims = st.just(Dim()) | st.builds(Dim, st.sampled_from(["==", "!=", ">=", "<=", ">", "<"]), st.integers(0, 2**40))
+shapes = st.builds(
+    lambda front, rest: (Dim("..."), *rest) if front else tuple(rest),
+    st.booleans(),
+    st.lists(dims, min_size=1, max_size=3),
+)
+dos = st.sampled_from(["save", "recompute", "offload", "alternate"])
+op_rules = st.builds(
+    Rule,
+    id=st.just(""),
+    do=dos,
+    ops=st.lists(op_names, min_size=1, max_size=3).map(tuple),
+    module=st.none() | patterns,
+    layers=st.none() | layers,
+    call=st.none() | calls,
+    shape=st.none() | shapes,
+    dtype=st.lists(st.sampled_from(DTYPES), unique=True, max_size=2).map(tuple),
+    min_bytes=st.integers(0, 2**40),
+    optional=st.booleans(),
+)
+module_rules = st.builds(Rule, id=st.just(""), do=dos, module=patterns, layers=st.none() | layers)
+
+
+@st.composite
+def policies(draw: st.DrawFn) -> Policy:
+    rules: list[Rule] = []
+    for rule in draw(st.lists(op_rules | module_rules, max_size=4)):
+        if not any(takes_all_of(earlier, rule) for earlier in rules):
+            rules.append(rule)
+    ids = draw(st.lists(texts, unique=True, min_size=len(rules), max_size=len(rules)))
+    named = tuple(
+        Rule(**{key: getattr(rule, key) for key in Rule.__dataclass_fields__} | {"id": one})
+        for rule, one in zip(rules, ids, strict=True)
+    )
+    return Policy(
+        name=draw(texts),
+        rules=named,
+        default=draw(st.sampled_from(Decision)),
+        models=tuple(draw(st.lists(texts, max_size=2))),
+        sets=draw(
+            st.dictionaries(texts, st.lists(op_names, min_size=1, max_size=2, unique=True).map(tuple), max_size=2)
+        ),
+        blocks=tuple(draw(st.lists(patterns, max_size=2))),
+        layers=draw(layers),
+    )
+
+
+@given(policies())
+def test_what_is_dumped_loads_to_an_equal_policy(tmp_path_factory: pytest.TempPathFactory, policy: Policy) -> None:
+    path = tmp_path_factory.mktemp("dump") / "p.yaml"
+    path.write_text(dump_policy(policy), encoding="utf-8")
+    assert load_policy(path) == policy
+
+
+@given(policies())
+def test_what_another_yaml_reader_makes_of_a_dump_loads_to_an_equal_policy(policy: Policy) -> None:
+    """A training config is read by its own YAML reader, and the policy comes as a mapping."""
+    assert load_policy(yaml.safe_load(dump_policy(policy))) == policy
+
+
+@given(policies())
+def test_policies_survive_pickle(policy: Policy) -> None:
+    again = pickle.loads(pickle.dumps(policy))
+    assert again == policy
+    assert dump_policy(again) == dump_policy(policy)
+
+
+def test_a_dump_reads_well() -> None:
+    policy = load_policy(
+        {
+            "name": "llama",
+            "models": ["llama", "qwen*"],
+            "sets": {"attention": "my_lib::flash"},
+            "regions": {"blocks": "model.layers.*", "layers": ["0-7", 12]},
+            "rules": [
+                {"id": "attention", "ops": "attention", "do": "save"},
+                {
+                    "id": "wide",
+                    "ops": ["aten.mm", "aten.bmm"],
+                    "module": ["mlp.**", "*_proj"],
+                    "layers": {"every": 2},
+                    "call": {"index": 1},
+                    "shape": ["...", "_", ">= 4096"],
+                    "dtype": "torch.half",
+                    "min_bytes": "1MiB",
+                    "optional": True,
+                    "do": "alternate",
+                },
+            ],
+        }
+    )
+    assert dump_policy(policy) == (
+        "schema: sac/v1\n"
+        "name: llama\n"
+        "models: [llama, qwen*]\n"
+        "sets:\n"
+        "  attention: ['my_lib::flash']\n"
+        "regions:\n"
+        "  blocks: [model.layers.*]\n"
+        "  layers: [0-7, 12]\n"
+        "default: recompute\n"
+        "rules:\n"
+        "- {id: attention, ops: attention, do: save}\n"
+        "- id: wide\n"
+        "  ops: [aten.mm, aten.bmm]\n"
+        "  module: '{mlp.**,*_proj}'\n"
+        "  layers: {every: 2, offset: 0}\n"
+        "  call:\n"
+        "    index: [1]\n"
+        "  shape: ['...', _, '>=4096']\n"
+        "  dtype: [float16]\n"
+        "  min_bytes: 1048576\n"
+        "  optional: true\n"
+        "  do: alternate\n"
+    )
+
+
+def test_a_dump_of_a_child_stands_alone(tmp_path: Path) -> None:
+    (tmp_path / "parent.yaml").write_text(
+        "schema: sac/v1\ndefault: save\nrules: [{id: p, ops: matmul, do: recompute}]\n"
+    )
+    (tmp_path / "child.yaml").write_text("schema: sac/v1\nextends: parent.yaml\nrules: [{ops: attention, do: save}]\n")
+    child = load_policy(tmp_path / "child.yaml")
+    (tmp_path / "alone.yaml").write_text(dump_policy(child))
+    alone = load_policy(tmp_path / "alone.yaml")
+    assert alone == child
+    assert alone.extends == ()

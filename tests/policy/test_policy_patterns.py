@@ -1,0 +1,145 @@
+"""Patterns over module paths mean what a slow, plain reading of their grammar says."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sac.policy.patterns import PathPattern
+
+names = st.text("ab_", min_size=1, max_size=3)
+paths = st.lists(names, max_size=4).map(".".join)
+
+
+def segment_matches(pattern: str, segment: str) -> bool:
+    """The plain reading: a star takes any number of characters, so try each."""
+    if not pattern:
+        return not segment
+    if pattern[0] == "*":
+        return any(segment_matches(pattern[1:], segment[taken:]) for taken in range(len(segment) + 1))
+    return segment[:1] == pattern[0] and segment_matches(pattern[1:], segment[1:])
+
+
+def segments_match(pattern: list[str], path: list[str]) -> bool:
+    if not pattern:
+        return not path
+    if pattern[0] == "**":
+        return any(segments_match(pattern[1:], path[taken:]) for taken in range(len(path) + 1))
+    return bool(path) and segment_matches(pattern[0], path[0]) and segments_match(pattern[1:], path[1:])
+
+
+def split(path: str) -> list[str]:
+    return path.split(".") if path else []
+
+
+globbed = st.text("ab_*", min_size=1, max_size=3).filter(lambda text: "**" not in text) | st.just("**")
+
+
+@given(st.lists(globbed, max_size=5), paths)
+def test_a_pattern_without_braces_matches_as_read_plainly(segments: list[str], path: str) -> None:
+    assert PathPattern.parse(".".join(segments)).matches(path) == segments_match(segments, split(path))
+
+
+@st.composite
+def braced(draw: st.DrawFn) -> tuple[str, list[str]]:
+    """A pattern with braces, and the patterns it spells out."""
+    parts = draw(st.lists(st.lists(st.text("ab*", min_size=1, max_size=2), min_size=1, max_size=3), max_size=3))
+    parts = [[word.replace("**", "*") for word in part] for part in parts]
+    text = ".".join("{" + ",".join(part) + "}" if len(part) > 1 else part[0] for part in parts)
+    return text, [".".join(way) for way in itertools.product(*parts)]
+
+
+@given(braced(), paths)
+def test_braces_match_when_one_of_what_they_spell_out_does(pattern: tuple[str, list[str]], path: str) -> None:
+    text, ways = pattern
+    assert PathPattern.parse(text).matches(path) == any(segments_match(split(way), split(path)) for way in ways)
+
+
+@given(st.lists(braced(), min_size=1, max_size=4), paths)
+def test_a_list_matches_when_one_of_its_patterns_does(patterns: list[tuple[str, list[str]]], path: str) -> None:
+    texts = [text for text, _ in patterns]
+    assert PathPattern.any_of(texts).matches(path) == any(PathPattern.parse(text).matches(path) for text in texts)
+
+
+@given(paths)
+def test_a_path_matches_itself_and_nothing_longer(path: str) -> None:
+    pattern = PathPattern.parse(path)
+    assert pattern.matches(path)
+    assert not pattern.matches(f"{path}.x" if path else "x")
+
+
+@given(paths, paths)
+def test_a_subtree_pattern_matches_the_module_and_all_below_it(top: str, below: str) -> None:
+    pattern = PathPattern.parse(f"{top}.**" if top else "**")
+    assert pattern.matches(".".join(part for part in (top, below) if part))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "matching", "other"),
+    [
+        ("", [""], ["a"]),
+        ("self_attn", ["self_attn"], ["", "self_attn.q_proj", "self_attn2", "x.self_attn", "Self_Attn"]),
+        ("self_attn.**", ["self_attn", "self_attn.q_proj", "self_attn.q_proj.base"], ["self_attn2", "mlp"]),
+        ("*_proj", ["q_proj", "_proj"], ["self_attn.q_proj", "q_proj.x", "proj"]),
+        ("**.q*j", ["qj", "q_proj", "a.b.q_proj"], ["q", "q_proj.x"]),
+        ("model.layers.*", ["model.layers.0", "model.layers.17"], ["model.layers", "model.layers.0.mlp"]),
+        ("self_attn.{q_a_proj,kv_a_proj_with_mqa}", ["self_attn.q_a_proj"], ["self_attn.kv_a_proj"]),
+        ("{attn.{q,k},mlp}.w", ["attn.q.w", "attn.k.w", "mlp.w"], ["attn.w", "attn.v.w"]),
+        ("q{,_a}_proj", ["q_proj", "q_a_proj"], ["q_b_proj"]),
+        ("{,mlp}", ["", "mlp"], ["attn"]),
+        ("**.a.**.b", ["a.b", "x.a.y.a.z.b"], ["b.a", "a.b.c"]),
+        ("0.1", ["0.1"], ["0x1", "0"]),
+    ],
+)
+def test_what_patterns_mean(pattern: str, matching: list[str], other: list[str]) -> None:
+    parsed = PathPattern.parse(pattern)
+    assert [path for path in matching if not parsed.matches(path)] == []
+    assert [path for path in other if parsed.matches(path)] == []
+
+
+@pytest.mark.parametrize(
+    ("pattern", "reason"),
+    [
+        ("a b", "it has a space in it"),
+        ("a/b", 'module paths are written with dots, not with "/"'),
+        ("layers.[0-7]", '"[" has no meaning here; only *, ** and {a,b} are special'),
+        ("layer?", '"?" has no meaning here; only *, ** and {a,b} are special'),
+        ("a..b", "it has an empty segment: two dots in a row, or a dot at an end"),
+        (".a", "it has an empty segment: two dots in a row, or a dot at an end"),
+        ("{,a}.b", "it has an empty segment: two dots in a row, or a dot at an end"),
+        ("a**", '"**" stands alone between dots, not inside of "a**"'),
+        ("***", '"**" stands alone between dots, not inside of "***"'),
+        ("{a,b", 'a "{" has no "}" after it'),
+        ("a}", 'a "}" has no "{" before it'),
+        ("a,b", 'a comma stands outside of braces; alternatives are written "{a,b}", or as a list'),
+        ("a.{}", '"{}" has nothing in it'),
+        ("{a,b}" * 10, "its braces spell out more than 1000 paths"),
+        ("{" * 17 + "a" + "}" * 17, "its braces nest more than 16 deep"),
+        ("a" * 4001, "it is 4001 characters long, more than 4000"),
+    ],
+)
+def test_a_bad_pattern_says_why(pattern: str, reason: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        PathPattern.parse(pattern)
+    assert str(caught.value) == reason
+
+
+def test_a_list_does_not_mend_a_bad_pattern_in_it() -> None:
+    with pytest.raises(ValueError) as caught:
+        PathPattern.any_of(["{a", "b}"])
+    assert str(caught.value) == 'a "{" has no "}" after it'
+
+
+def test_many_stars_are_matched_in_little_work() -> None:
+    assert not PathPattern.parse(".".join(["**", "a"] * 50)).matches(".".join(["a"] * 300 + ["b"]))
+    assert not PathPattern.parse("*a" * 50 + "b").matches("a" * 3000)
+
+
+def test_patterns_are_equal_by_their_text() -> None:
+    assert PathPattern.parse("a.{b,c}") == PathPattern.parse("a.{b,c}")
+    assert PathPattern.parse("a") != PathPattern.parse("b")
+    assert len({PathPattern.parse("a"), PathPattern.parse("a")}) == 1
+    assert repr(PathPattern.parse("a")) == "PathPattern(text='a')"
