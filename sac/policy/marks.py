@@ -65,8 +65,11 @@ class _Composer:
         return None if isinstance(self.root, Scalar) and self.root.kind == "null" else self.root
 
     def _events(self) -> Iterator[yaml.Event]:
+        loader: yaml.SafeLoader | None = None
         try:
-            yield from yaml.parse(self.text, Loader=yaml.SafeLoader)
+            loader = yaml.SafeLoader(self.text)
+            while loader.check_event():
+                yield loader.get_event()  # type: ignore[no-untyped-call]  # PyYAML's stubs leave it untyped
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
             found = ": ".join(part for part in (error.context, error.problem) if part)
@@ -75,8 +78,10 @@ class _Composer:
         except yaml.reader.ReaderError as error:
             place = place_in(self.text, error.position, self.file)
             self.findings.stop(place, f"the character {error.character:#06x} is not allowed in YAML", fix="remove it")
-        except (ValueError, OverflowError) as error:  # PyYAML lets these out for an escape such as "\Uffffffff"
-            self.findings.stop(Mark(self.file), f"this is not YAML: {error}", fix="look for a wrong \\ in quoted text")
+        except (ValueError, OverflowError):  # PyYAML lets these out for an escape such as "\Uffffffff"
+            place = self._mark(loader.get_mark() if loader else None)
+            found = "this is not YAML: an escape in quoted text stands for no character"
+            self.findings.stop(place, found, fix="look for a wrong \\")
 
     def _start_document(self, event: yaml.DocumentStartEvent) -> None:
         self.documents += 1
@@ -131,9 +136,6 @@ class _Composer:
             self.findings.add(
                 key.mark, "a list or mapping stands where a key is meant", fix="quote it if text is meant"
             )
-        elif key.text == "<<":
-            fix = "write the keys out, or put the shared rules into a policy of their own and use `extends`"
-            self.findings.add(key.mark, 'merge keys ("<<") are not supported', fix=fix)
         elif key.text in entries:
             first = entries[key.text][0].mark
             found = f'the key "{shown(key.text)}" is given twice; the first is at {first}'

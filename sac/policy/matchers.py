@@ -6,7 +6,7 @@ import re
 
 from sac.errors import listing, nearest
 from sac.policy.model import Calls, Dim, Layers
-from sac.policy.nodes import Findings, ListNode, MapNode, Node, Scalar, describe
+from sac.policy.nodes import Findings, ListNode, MapNode, Node, Scalar, describe, shown
 from sac.policy.patterns import PathPattern
 from sac.policy.scalars import read_entries, read_texts, read_whole
 from sac.policy.sizes import MAX_WHOLE
@@ -50,7 +50,7 @@ def read_patterns(node: Node, what: str, findings: Findings) -> tuple[PathPatter
             patterns.append(PathPattern.parse(text))
         except ValueError as error:
             expected = 'a dotted module path, such as "self_attn.{q,k}_proj" or "mlp.**"'
-            findings.add(mark, f'{what} is "{text}": {error}', expected=expected)
+            findings.add(mark, f'{what} is "{shown(text)}": {error}', expected=expected)
     return tuple(patterns)
 
 
@@ -184,5 +184,5 @@ def read_dtypes(node: Node, what: str, findings: Findings) -> tuple[str, ...]:
         if name in DTYPES:
             names.append(name)
         else:
-            findings.add(mark, f'{what} is "{text}"', expected=listing(DTYPES), nearest=nearest(word, DTYPES))
+            findings.add(mark, f'{what} is "{shown(text)}"', expected=listing(DTYPES), nearest=nearest(word, DTYPES))
     return tuple(dict.fromkeys(names))

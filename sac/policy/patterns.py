@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-MAX_LENGTH = 4_000
+MAX_LENGTH = 20_000
 MAX_ALTERNATIVES = 1_000
 MAX_NESTING = 16
 ANY_SEGMENTS = "**"

@@ -14,7 +14,7 @@ from sac.policy.sizes import LEGAL_BYTES, MAX_WHOLE, parse_bytes
 def read_entries(node: Node, what: str, legal: Sequence[str], findings: Findings) -> dict[str, Node]:
     """Return the values of a mapping by key; keys that are not in ``legal`` are findings."""
     if not isinstance(node, MapNode):
-        fix = "quote it: unquoted braces are a mapping, unquoted brackets a list" if isinstance(node, ListNode) else ""
+        fix = 'write it as "key: value" pairs'
         findings.add(node.mark, f"{what} is {describe(node)}", expected=f"a mapping of {listing(legal)}", fix=fix)
         return {}
     known: dict[str, Node] = {}
@@ -23,15 +23,20 @@ def read_entries(node: Node, what: str, legal: Sequence[str], findings: Findings
             if key.text in legal:
                 known[key.text] = value
             else:
-                found = f'unknown key "{shown(key.text)}" in {what}'
-                findings.add(key.mark, found, expected=listing(legal), nearest=nearest(key.text, legal))
+                found, near = f'unknown key "{shown(key.text)}" in {what}', nearest(key.text, legal)
+                fix = f'write "{near}"' if near else "remove it"
+                findings.add(key.mark, found, expected=listing(legal), nearest=near, fix=fix)
     return known
 
 
 def lacks(key: str, node: MapNode, legal: Sequence[str]) -> bool:
     """Return whether ``key`` is missing, and not just misspelled (which has been told)."""
     names = [name.text for name, _ in node.entries]
-    return key not in names and all(nearest(name, legal) != key for name in names if name not in legal)
+    return (
+        key not in names
+        and "<<" not in names
+        and all(nearest(name, legal) != key for name in names if name not in legal)
+    )
 
 
 def read_named(node: Node, what: str, findings: Findings) -> list[tuple[Scalar, Node]]:
@@ -43,6 +48,10 @@ def read_named(node: Node, what: str, findings: Findings) -> list[tuple[Scalar, 
 
 
 def _is_name(key: Scalar, what: str, findings: Findings) -> bool:
+    if key.text == "<<":
+        fix = "write the keys out, or put the shared rules into a policy of their own and use `extends`"
+        findings.add(key.mark, 'merge keys ("<<") are not supported', fix=fix)
+        return False
     if key.kind == "text" and key.text.isprintable() and key.text.strip():
         return True
     findings.add(key.mark, f"a key of {what} is {describe(key)}", expected="text", fix="quote it if text is meant")
@@ -74,6 +83,9 @@ def read_texts(
     node: Node, what: str, findings: Findings, *, empty_is_legal: bool = False
 ) -> tuple[tuple[str, Mark], ...]:
     """Return one text or a list of them, each with its mark."""
+    if isinstance(node, MapNode):
+        findings.add(node.mark, f"{what} is {describe(node)}", expected="text, or a list of at least one")
+        return ()
     nodes = node.items if isinstance(node, ListNode) else (node,)
     if not nodes:
         findings.add(
@@ -91,7 +103,7 @@ def read_names(node: Node, what: str, findings: Findings) -> tuple[tuple[str, Ma
     names = read_texts(node, what, findings)
     for name, mark in names:
         if "," in name or any(character.isspace() for character in name):
-            found = f'{what} has the name "{name}" with a space or comma in it'
+            found = f'{what} has the name "{shown(name)}" with a space or comma in it'
             findings.add(mark, found, fix="write several names as a list: [first, second]")
     return names
 
@@ -103,11 +115,11 @@ def read_word(node: Node, what: str, legal: Sequence[str], findings: Findings) -
         return None
     word = next((word for word in legal if word.lower() == node.text.strip().lower()), None)
     if word is None:
-        fix = "quote the word that is meant: YAML 1.1 reads on, off, yes and no as booleans"
-        from_python = node.kind == "bool" and not node.mark.line
         near = nearest(node.text, legal)
-        found = f"{what} is {describe(node)}"
-        findings.add(node.mark, found, expected=listing(legal), nearest=near, fix=fix if from_python else "")
+        fix = f'write "{near}"' if near else ""
+        if node.kind == "bool" and not node.mark.line:
+            fix = "quote the word that is meant: YAML 1.1 reads on, off, yes and no as booleans"
+        findings.add(node.mark, f"{what} is {describe(node)}", expected=listing(legal), nearest=near, fix=fix)
     return word
 
 
