@@ -1,0 +1,18 @@
+"""Packages that only some users need: imported when they are used, with an error that says how to get them."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import ModuleType
+
+from sac.errors import ConfigError, Problem
+
+
+def import_extra(module: str, extra: str) -> ModuleType:
+    """Import ``module``, which comes with ``pip install 'sac[extra]'``; raises ``ConfigError`` when it is not there."""
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        missing = error.name or module
+        problem = Problem("python", f"the package '{missing}' is not installed", fix=f"pip install 'sac[{extra}]'")
+        raise ConfigError(problem) from error

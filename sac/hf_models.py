@@ -1,0 +1,102 @@
+"""Models from a Hugging Face config file, scaled to what is at hand, with random weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sac.batches import batches_of
+from sac.built_model import DTYPES, BuiltModel, Scale
+from sac.errors import ConfigError, Problem, listing, nearest
+from sac.extras import import_extra
+
+# Every name under which a config of transformers counts the layers of a stack.
+_LAYER_KEYS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_decoder_layers", "encoder_layers",
+               "decoder_layers")  # fmt: skip
+_SUB_CONFIGS = ("text_config", "vision_config", "audio_config", "encoder", "decoder")
+_TOP = "--model"
+
+
+def build_from_config(path: str, scale: Scale, *, text_path: str | None = None, seed: int = 0) -> BuiltModel:
+    """Build the model that a config.json describes: its ``architectures`` entry, or a causal language model."""
+    raw = scale_config(_read_config(path), scale)
+    transformers = import_extra("transformers", "hf")
+    model_type = raw.pop("model_type", None)
+    known = transformers.CONFIG_MAPPING
+    if model_type not in known:
+        found = f"{path}: model_type {model_type!r} is unknown to transformers {transformers.__version__}"
+        raise ConfigError(Problem(_TOP, found, "a model_type of transformers", nearest(str(model_type), known.keys())))
+    architectures = raw.get("architectures") or []
+    config = transformers.AutoConfig.for_model(model_type, **raw)
+    model = _model_class(transformers, architectures, config, path)(config)
+    _turn_cache_off(config)
+    model.to(DTYPES[scale.dtype]).train()
+    inputs_of_step = batches_of(model, scale, text_path=text_path, seed=seed)
+    return BuiltModel(model, inputs_of_step, f"{type(model).__name__} ({Path(path).name})")
+
+
+def scale_config(raw: Mapping[str, Any], scale: Scale) -> dict[str, Any]:
+    """Return ``raw`` with fewer layers and tokens, in every sub-config too; lists with one entry per layer are cut."""
+    scaled = {key: value for key, value in raw.items() if key not in ("torch_dtype", "dtype")}
+    if scale.layers is not None:
+        counts = {key: scaled[key] for key in _LAYER_KEYS if isinstance(scaled.get(key), int)}
+        for key, value in scaled.items():
+            if key in counts:
+                scaled[key] = scale.layers
+            elif isinstance(value, list) and len(value) in counts.values():
+                scaled[key] = value[: scale.layers]
+    if scale.vocab is not None and "vocab_size" in scaled:
+        scaled["vocab_size"] = scale.vocab
+        for key, value in scaled.items():
+            if key.endswith("_token_id"):
+                scaled[key] = _token_below(value, scale.vocab)
+    for key in _SUB_CONFIGS:
+        if isinstance(scaled.get(key), Mapping):
+            scaled[key] = scale_config(scaled[key], scale)
+    return scaled
+
+
+def _token_below(token: Any, vocab: int) -> Any:
+    if isinstance(token, list):
+        return [_token_below(each, vocab) for each in token]
+    return token if token is None or token < vocab else vocab - 1
+
+
+def _read_config(path: str) -> dict[str, Any]:
+    try:
+        raw = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(Problem(_TOP, f"cannot read {path}: {error.strerror}", "a config.json file")) from error
+    except ValueError as error:
+        raise ConfigError(Problem(_TOP, f"{path} is not JSON: {error}", "a config.json file")) from error
+    if not isinstance(raw, dict):
+        raise ConfigError(Problem(_TOP, f"{path} holds a {type(raw).__name__}", "a JSON object with a model_type"))
+    return raw
+
+
+def _model_class(transformers: Any, architectures: list[str], config: Any, path: str) -> Any:
+    if not architectures:
+        if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+            return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        return transformers.MODEL_MAPPING[type(config)]
+    found = getattr(transformers, architectures[0], None)
+    if found is None:
+        problem = f"{path}: transformers {transformers.__version__} has no class {architectures[0]!r}"
+        legal = [name for name in dir(transformers) if name.startswith(type(config).__name__.removesuffix("Config"))]
+        raise ConfigError(Problem(_TOP, problem, listing(legal), nearest(architectures[0], legal)))
+    return found
+
+
+def _turn_cache_off(config: Any) -> None:
+    """Leave out the key-value cache, which training does not read, so that no mode pays for it.
+
+    Models that share keys and values between layers read them from the cache, and keep it.
+    """
+    text = config.get_text_config()
+    if getattr(text, "num_kv_shared_layers", 0):
+        return
+    for each in (config, text):
+        if hasattr(each, "use_cache"):
+            each.use_cache = False

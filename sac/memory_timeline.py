@@ -1,0 +1,142 @@
+"""Memory over one call as the allocator saw it: torch's profiler writes every allocation, we add them up.
+
+Nothing here knows what sac keeps, so it can be held against what sac says it keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from sac.errors import Problem, SacError
+
+_MARK_PREFIX = "sac.mark:"
+_START, _END = "<start>", "<end>"
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryTimeline:
+    """Live bytes over one call, of what was allocated in it; freeing what was there before does not count.
+
+    ``times_ms[i]`` is when the live bytes became ``live_bytes[i]``. ``marks`` holds, per name given to ``mark``, each
+    time and the live bytes there.
+    """
+
+    times_ms: tuple[float, ...]
+    live_bytes: tuple[int, ...]
+    peak_bytes: int
+    end_bytes: int
+    marks: Mapping[str, tuple[tuple[float, int], ...]] = field(default_factory=dict)
+
+    def at(self, name: str) -> int:
+        """Return the live bytes where ``mark(name)`` was called last; raises ``KeyError`` if it never was."""
+        return self.marks[name][-1][1]
+
+    @property
+    def peak_ms(self) -> float:
+        """The time of the highest point of the curve."""
+        return self.times_ms[max(range(len(self.live_bytes)), key=self.live_bytes.__getitem__)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Event:
+    time_ns: int
+    delta_bytes: int = 0
+    address: int = 0
+    mark: str = ""
+
+
+def mark(name: str) -> None:
+    """Name this instant of the call that ``measure_memory`` is measuring; outside of one it does nothing."""
+    with record_function(_MARK_PREFIX + name):
+        pass
+
+
+def measure_memory(fn: Callable[[], object], device: str | torch.device = "cpu") -> MemoryTimeline:
+    """Run ``fn`` once and return the memory it took on ``device`` (cpu or cuda), from the profiler's memory events.
+
+    On CUDA the peak comes from the caching allocator's own counter; all else is the profiler's on both.
+    Memory that does not go through torch's allocators (oneDNN scratch, NCCL buffers) is not seen.
+    """
+    device = torch.device(device)
+    if device.type not in ("cpu", "cuda"):
+        raise SacError(Problem("device", f"memory cannot be measured on '{device}'", "cpu, cuda"))
+    is_cuda = device.type == "cuda"
+    start_bytes = _reset_allocator(device) if is_cuda else 0
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        mark(_START)
+        result = fn()
+        if is_cuda:
+            torch.cuda.synchronize(device)
+        mark(_END)
+    del result  # what fn returned is alive at the end, and no longer
+    timeline = _timeline(_events(profiler, device))
+    if not is_cuda:
+        return timeline
+    peak_bytes = torch.cuda.max_memory_allocated(device) - start_bytes
+    return MemoryTimeline(timeline.times_ms, timeline.live_bytes, peak_bytes, timeline.end_bytes, timeline.marks)
+
+
+def _reset_allocator(device: torch.device) -> int:
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_allocated(device)
+
+
+def _events(profiler: profile, device: torch.device) -> list[_Event]:
+    # Private: the profiler's public lists add memory events up per op, and drop the time and address of each.
+    # Names and fields as of torch 2.13, held by tests/test_memory_timeline.py, which knows every allocation it makes.
+    results: Any = getattr(profiler.profiler, "kineto_results", None)
+    if results is None:
+        raise SacError(
+            Problem("torch", f"the profiler of torch {torch.__version__} gives no memory events", "2.11-2.13")
+        )
+    index = torch.cuda.current_device() if device == torch.device("cuda") else device.index
+    nodes = list(results.experimental_event_tree())
+    found = []
+    while nodes:
+        node = nodes.pop()
+        nodes.extend(node.children)
+        if node.name.startswith(_MARK_PREFIX):
+            found.append(_Event(node.start_time_ns, mark=node.name.removeprefix(_MARK_PREFIX)))
+        elif node.name == "[memory]":
+            block = node.extra_fields
+            if block.device.type == device.type and (device.type == "cpu" or block.device.index == index):
+                found.append(_Event(node.start_time_ns, block.alloc_size, block.ptr))
+    return _from_start_to_end(sorted(found, key=lambda event: event.time_ns))
+
+
+def _from_start_to_end(events: list[_Event]) -> list[_Event]:
+    """Cut to the call, and leave out the freeing of what was there before it.
+
+    The CPU allocator does not know the size of a block from before the profiler; worse, it may remember the size of
+    another block that an earlier profiler saw at that address.
+    """
+    names = [event.mark for event in events]
+    kept, alive = [], set()
+    for event in events[names.index(_START) : names.index(_END) + 1]:
+        if event.delta_bytes > 0:
+            alive.add(event.address)
+        elif event.delta_bytes < 0 and event.address not in alive:
+            continue
+        else:
+            alive.discard(event.address)
+        kept.append(event)
+    return kept
+
+
+def _timeline(events: list[_Event]) -> MemoryTimeline:
+    start_ns = events[0].time_ns
+    times_ms = tuple((event.time_ns - start_ns) / 1e6 for event in events)
+    live_bytes = tuple(accumulate(event.delta_bytes for event in events))
+    marks: dict[str, list[tuple[float, int]]] = {}
+    for event, time_ms, live in zip(events, times_ms, live_bytes, strict=True):
+        if event.mark:
+            marks.setdefault(event.mark, []).append((time_ms, live))
+    named = {name: tuple(points) for name, points in marks.items() if name not in (_START, _END)}
+    return MemoryTimeline(times_ms, live_bytes, max(live_bytes), live_bytes[-1], named)

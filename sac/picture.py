@@ -1,0 +1,64 @@
+"""The picture of a comparison: memory over one step, one curve per mode; needs the ``tools`` extra."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from sac.comparison import Comparison, ModeResult
+from sac.extras import import_extra
+from sac.units import bytes_text
+
+# Eight colours that stay apart for colour-blind readers and in grey (Okabe and Ito's order, black first for `none`).
+_COLOURS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8A8A8A")
+_MIB = 2**20
+
+
+def save_picture(comparison: Comparison, path: str | Path) -> Path:
+    """Draw the memory of each mode over its step and save it, by the ending of ``path`` (png, svg, pdf)."""
+    import_extra("matplotlib", "tools").use("agg")
+    pyplot = import_extra("matplotlib.pyplot", "tools")
+    rows = [row for row in comparison.rows if row.memory is not None]
+    figure, axes = pyplot.subplots(figsize=(11, 6), layout="constrained")
+    for index, row in enumerate(rows):
+        _draw(axes, row, _COLOURS[index % len(_COLOURS)])
+    _describe(axes, comparison)
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+    return path
+
+
+def _draw(axes: Any, row: ModeResult, colour: str) -> None:
+    memory = row.memory
+    assert memory is not None
+    # Passes take different time; stretching forward and backward to the same length each puts blocks under each other.
+    forward_ms, total_ms = memory.marks["forward"][-1][0], memory.times_ms[-1]
+    x = [_progress(time_ms, forward_ms, total_ms) for time_ms in memory.times_ms]
+    y = [live / _MIB for live in memory.live_bytes]
+    label = f"{row.mode}: peak {bytes_text(memory.peak_bytes)}, kept {bytes_text(row.kept_bytes)}"
+    axes.step(x, y, where="post", color=colour, linewidth=1.6, label=label)
+    peak_x, peak_y = _progress(memory.peak_ms, forward_ms, total_ms), max(y)
+    axes.plot([peak_x], [peak_y], marker="o", markersize=7, color=colour, markeredgecolor="white", zorder=3)
+
+
+def _progress(time_ms: float, forward_ms: float, total_ms: float) -> float:
+    if time_ms <= forward_ms:
+        return time_ms / forward_ms
+    return 1 + (time_ms - forward_ms) / (total_ms - forward_ms)
+
+
+def _describe(axes: Any, comparison: Comparison) -> None:
+    axes.axvline(1, color="#BBBBBB", linewidth=1, zorder=0)
+    axes.set_xlim(0, 2)
+    axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
+    axes.set_xticks([0.5, 1.5], ["forward", "backward"])
+    axes.tick_params(axis="x", length=0)
+    axes.set_ylabel("memory on top of weights and gradients (MiB)")
+    axes.set_title(f"Memory over forward and backward\n{comparison.model}", loc="left", fontsize=12)
+    axes.grid(axis="y", color="#E5E5E5", linewidth=0.8)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    axes.legend(frameon=False, loc="upper left", fontsize=10)

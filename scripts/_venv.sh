@@ -1,0 +1,51 @@
+# Sourced by the scripts of this folder: `prepare EXTRAS` makes .venv if there is none and installs the package into it.
+#
+# What was installed is remembered in .venv/sac-EXTRAS.stamp, so a second run installs nothing until pyproject.toml or
+# constraints.txt change. The extras contain each other: dev holds test, and test holds tools,hf.
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+cd "$root"
+python=$root/.venv/bin/python
+
+make_venv() {
+    [ -x "$python" ] && return
+    command -v python3 >/dev/null || { echo "python3 is not on PATH; install Python 3.10 or newer" >&2; return 1; }
+    python3 -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
+        { echo "python3 is $(python3 -V); sac needs Python 3.10 or newer" >&2; return 1; }
+    # Some systems ship venv without ensurepip; the outer pip then installs one.
+    python3 -m venv .venv >/dev/null 2>&1 && return
+    python3 -m venv --clear --without-pip .venv && python3 -m pip --python "$python" install --quiet pip
+}
+
+install_with_note() {
+    local log=.venv/install.log started=$SECONDS
+    printf 'Installing sac[%s] into .venv (some minutes the first time; log in %s) ' "$1" "$log" >&2
+    "$python" -m pip install -c constraints.txt -e ".[$1]" >"$log" 2>&1 &
+    local pip=$!
+    while kill -0 "$pip" 2>/dev/null; do
+        sleep 2
+        printf '.' >&2
+    done
+    if ! wait "$pip"; then
+        printf '\nThe install failed; the end of %s:\n' "$log" >&2
+        tail -n 20 "$log" >&2
+        return 1
+    fi
+    printf ' done in %d s\n' "$((SECONDS - started))" >&2
+}
+
+prepare() {
+    local extras=$1 wanted covering
+    wanted=$(cat pyproject.toml constraints.txt | cksum)
+    case $extras in
+        dev) covering="dev" ;;
+        test) covering="test dev" ;;
+        *) covering="$extras test dev" ;;
+    esac
+    make_venv || return 1
+    for set in $covering; do
+        [ "$(cat ".venv/sac-$set.stamp" 2>/dev/null)" = "$wanted" ] && return
+    done
+    install_with_note "$extras" || return 1
+    echo "$wanted" >".venv/sac-$extras.stamp"
+}

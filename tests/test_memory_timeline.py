@@ -1,0 +1,120 @@
+"""The timeline is held against allocations whose sizes are known beforehand."""
+
+import pytest
+import torch
+
+from sac.errors import SacError
+from sac.memory_timeline import mark, measure_memory
+
+KIB = 1024
+
+
+def block(kib: int) -> torch.Tensor:
+    return torch.empty(kib * KIB, dtype=torch.uint8)
+
+
+def test_peak_and_end_are_those_of_known_allocations():
+    def work() -> torch.Tensor:
+        first = block(300)
+        second = block(500)
+        del first
+        third = block(100)
+        del second
+        return third
+
+    timeline = measure_memory(work)
+    assert timeline.peak_bytes == 800 * KIB
+    assert timeline.end_bytes == 100 * KIB
+    assert timeline.live_bytes == tuple(kib * KIB for kib in (0, 300, 800, 500, 600, 100, 100))
+
+
+def test_curve_starts_at_zero_and_time_never_goes_back():
+    timeline = measure_memory(lambda: [block(10) for _ in range(50)])
+    assert (timeline.times_ms[0], timeline.live_bytes[0]) == (0.0, 0)
+    assert list(timeline.times_ms) == sorted(timeline.times_ms)
+    assert len(timeline.times_ms) == len(timeline.live_bytes)
+    assert timeline.end_bytes == 500 * KIB
+
+
+def test_marks_give_the_live_bytes_at_a_named_instant():
+    def work() -> None:
+        first = block(64)
+        mark("first")
+        second = block(32)
+        mark("both")
+        del first
+        mark("first")
+        del second
+
+    timeline = measure_memory(work)
+    assert timeline.at("both") == 96 * KIB
+    assert [live for _, live in timeline.marks["first"]] == [64 * KIB, 32 * KIB]
+    assert timeline.at("first") == 32 * KIB
+    assert timeline.end_bytes == 0
+
+
+def test_freeing_what_was_there_before_does_not_count():
+    before = [block(128)]
+    timeline = measure_memory(before.clear)
+    assert (timeline.peak_bytes, timeline.end_bytes) == (0, 0)
+
+
+def test_freeing_what_an_earlier_measurement_allocated_does_not_count():
+    kept = []
+    measure_memory(lambda: kept.append(block(256)))
+    timeline = measure_memory(lambda: (kept.clear(), kept.append(block(64))))
+    assert (timeline.peak_bytes, timeline.end_bytes) == (64 * KIB, 64 * KIB)
+
+
+def test_peak_time_is_where_the_curve_is_highest():
+    def work() -> None:
+        block(1)
+        mark("low")
+        block(900)
+        mark("after")
+
+    timeline = measure_memory(work)
+    assert timeline.marks["low"][0][0] <= timeline.peak_ms <= timeline.marks["after"][0][0]
+
+
+def test_kept_bytes_of_a_small_network_are_what_autograd_saves():
+    weight = torch.randn(256, 256, requires_grad=True)
+    x = torch.randn(64, 256)
+
+    def forward() -> torch.Tensor:
+        hidden = (x @ weight).sigmoid()  # mm keeps its inputs, sigmoid its output
+        loss = (hidden @ weight).exp().sum()  # mm keeps hidden, exp its output
+        mark("forward")
+        return loss
+
+    assert measure_memory(forward).at("forward") == 2 * 64 * 256 * 4 + 4
+
+
+def test_mark_outside_of_a_measurement_does_nothing():
+    mark("nobody listens")
+
+
+def test_error_of_the_call_passes_through():
+    with pytest.raises(ZeroDivisionError):
+        measure_memory(lambda: 1 // 0)
+    assert measure_memory(lambda: block(1)).end_bytes == KIB
+
+
+def test_other_devices_are_refused():
+    with pytest.raises(SacError) as caught:
+        measure_memory(lambda: None, "meta")
+    assert str(caught.value) == "device: memory cannot be measured on 'meta'\n    legal: cpu, cuda"
+
+
+@pytest.mark.gpu
+def test_cuda_peak_is_that_of_the_allocator():
+    def work() -> torch.Tensor:
+        first = torch.empty(8 * KIB * KIB, dtype=torch.uint8, device="cuda")
+        second = torch.empty(4 * KIB * KIB, dtype=torch.uint8, device="cuda")
+        mark("both")
+        del first
+        return second
+
+    timeline = measure_memory(work, "cuda")
+    assert timeline.peak_bytes == timeline.at("both") == 12 * KIB * KIB
+    assert timeline.end_bytes == 4 * KIB * KIB

@@ -1,0 +1,60 @@
+"""FLOPs counted by torch's dispatcher, held against counts by hand."""
+
+import pytest
+import torch
+from torch.nn.functional import grouped_mm, scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+
+from sac.step_flops import attention_backward_flops, attention_flops, count_flops, grouped_matmul_flops
+
+BATCH, HEADS, S, D = 2, 3, 8, 16
+
+
+def qkv() -> list[torch.Tensor]:
+    return [torch.randn(BATCH, HEADS, S, D, requires_grad=True) for _ in range(3)]
+
+
+def test_matmul_and_its_two_gradients():
+    x, w = torch.randn(4, 8, requires_grad=True), torch.randn(8, 16, requires_grad=True)
+    assert count_flops(lambda: (x @ w).sum().backward()) == 3 * 2 * 4 * 8 * 16
+
+
+def test_cpu_attention_forward_is_two_matmuls():
+    q, k, v = qkv()
+    with torch.no_grad():
+        assert count_flops(lambda: scaled_dot_product_attention(q, k, v)) == 2 * 2 * BATCH * HEADS * S * S * D
+
+
+def test_cpu_attention_step_is_seven_matmuls():
+    q, k, v = qkv()
+    step = count_flops(lambda: scaled_dot_product_attention(q, k, v).sum().backward())
+    assert step == 7 * 2 * BATCH * HEADS * S * S * D
+
+
+def test_what_backward_recomputes_is_counted():
+    q, k, v = qkv()
+    plain = count_flops(lambda: scaled_dot_product_attention(q, k, v).sum().backward())
+    recomputed = count_flops(
+        lambda: checkpoint(scaled_dot_product_attention, q, k, v, use_reentrant=False).sum().backward()
+    )
+    assert recomputed - plain == 2 * 2 * BATCH * HEADS * S * S * D
+
+
+def test_attention_formulas_for_unequal_heads_and_lengths():
+    q, k, v = (2, 4, 10, 8), (2, 4, 20, 8), (2, 4, 20, 6)
+    assert attention_flops(q, k, v) == 2 * 8 * 10 * 20 * (8 + 6)
+    assert attention_backward_flops((2, 4, 10, 6), q, k, v) == 2 * 8 * 10 * 20 * (3 * 8 + 2 * 6)
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "flops"),
+    [((32, 8), (4, 8, 16), 2 * 32 * 8 * 16), ((8, 32), (32, 16), 2 * 8 * 32 * 16), ((4, 8, 16), (4, 16, 32), 4 * 8192)],
+)
+def test_grouped_matmul_multiplies_each_row_with_one_group(left, right, flops):
+    assert grouped_matmul_flops(left, right) == flops
+
+
+def test_grouped_matmul_is_counted_where_the_dispatcher_sees_it():
+    rows, groups = torch.randn(32, 16, dtype=torch.bfloat16), torch.randn(4, 16, 16, dtype=torch.bfloat16)
+    offsets = torch.tensor([8, 16, 24, 32], dtype=torch.int32)
+    assert count_flops(lambda: grouped_mm(rows, groups, offs=offsets)) == 2 * 32 * 16 * 16
