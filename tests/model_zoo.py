@@ -26,6 +26,7 @@ DROPOUT_FIELDS = (
     "attention_dropout",
     "attention_probs_dropout_prob",
     "attn_pdrop",
+    "drop_path_rate",
     "dropout",
     "dropout_rate",
     "embd_pdrop",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -64,6 +64,8 @@ def find_blocks(
     Raises ``ModelError`` when there is no block, none in the scope, or a pattern matches nothing; ``ConfigError`` for
     an illegal scope or granularity.
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(Problem("model", f"{type(model).__name__} is no torch.nn.Module"))
     towers = parse_scope(scope)
     grain = granularity.strip().lower() if isinstance(granularity, str) else ""
     if grain not in GRANULARITIES:
@@ -77,8 +79,10 @@ def find_blocks(
         raise ModelError(_out_of_scope(model, blocks, scope))
     if grain == "block":
         return inside
-    parts = [part for block in inside for part in submodules(block)]
-    return tuple({id(part.module): part for part in reversed(parts)}.values())[::-1]  # a shared one once, where first
+    parts: dict[int, Block] = {}
+    for part in (part for block in inside for part in submodules(block)):
+        parts.setdefault(id(part.module), part)  # a shared one once
+    return tuple(parts.values())
 
 
 def submodules(block: Block) -> tuple[Block, ...]:
@@ -110,38 +114,39 @@ def part_of(block: Block, node: Node) -> Block:
 
 
 def _recognised(model: nn.Module) -> tuple[Block, ...]:
-    towers = Towers(model)
+    towers, nodes = Towers(model), list(walk(model))
+    modules = {node.path: node.module for node in nodes}
     found = []
     for stack in find_stacks(model):
-        tower = towers.of(stack.nodes[0].path)
-        size = max(stack.size, _declared_size(model, stack.path)) if _is_part_of_stack(stack.layers) else stack.size
+        size = _counted_size(modules, stack.path, stack.size)
         for node, layer in zip(stack.nodes, stack.layers, strict=True):
-            found.append(Block(node.path, node.module, layer, stack.path, size, tower))
+            found.append(Block(node.path, node.module, layer, stack.path, size, towers.of(node.path)))
     if not found:
         raise ModelError(_not_found(model))
-    order = {id(node.module): place for place, node in enumerate(walk(model))}
+    order = {id(node.module): place for place, node in enumerate(nodes)}
     return tuple(sorted(found, key=lambda block: order[id(block.module)]))
 
 
-def _is_part_of_stack(layers: tuple[int, ...]) -> bool:
-    """Return whether the indices have gaps, as on a pipeline stage."""
-    return layers != tuple(range(len(layers)))
+def _counted_size(modules: Mapping[str, nn.Module], stack: str, size: int) -> int:
+    """Return the size of the whole stack, of which a pipeline stage holds some in a numbered ModuleDict.
 
-
-def _declared_size(model: nn.Module, stack: str) -> int:
-    """Return how many layers the owner's config speaks of, for a pipeline stage that holds only some of them."""
-    owners = [node.module for node in walk(model) if node.path in (stack.rpartition(".")[0], "")]
-    for owner in reversed(owners):
+    ``layers: {last: 2}`` must mean the same layers on every rank, so the count in the owner's config is asked.
+    """
+    owner, _, name = stack.rpartition(".")
+    if not isinstance(modules.get(stack), nn.ModuleDict) or name not in ("layers", "blocks", "h"):
+        return size
+    for module in (modules.get(owner), modules.get("")):
         for holder in ("config", "model_args", "args", "params"):
-            for name in ("n_layers", "num_hidden_layers", "num_layers", "n_layer"):
-                size = getattr(getattr(owner, holder, None), name, None)
-                if isinstance(size, int) and not isinstance(size, bool):
-                    return size
-    return 0
+            for field in ("n_layers", "num_hidden_layers", "num_layers", "n_layer"):
+                count = getattr(getattr(module, holder, None), field, None)
+                if isinstance(count, int) and count >= size:
+                    return count
+    return size
 
 
 def _matched(model: nn.Module, patterns: Sequence[Pattern]) -> tuple[Block, ...]:
-    nodes = [node for node in walk(model, repeats=True) if node.path]
+    whole = any(pattern.text == "" for pattern in patterns)  # only the empty pattern may mean the model itself
+    nodes = [node for node in walk(model, repeats=True) if node.path or whole]
     chosen: dict[str, Node] = {}
     seen: set[int] = set()
     problems = []
@@ -153,7 +158,7 @@ def _matched(model: nn.Module, patterns: Sequence[Pattern]) -> tuple[Block, ...]
         wanted = any(pattern.matches(node.path) or pattern.matches(_raw_path(node)) for pattern in patterns)
         if not wanted or not is_callable(node.module) or id(node.module) in seen:
             continue
-        if not any(node.path.startswith(path + ".") for path in chosen):
+        if not any(node.path.startswith(f"{path}." if path else "") for path in chosen):
             chosen[node.path] = node
             seen.add(id(node.module))
     if problems:
@@ -168,15 +173,15 @@ def _raw_path(node: Node) -> str:
 
 def _numbered(model: nn.Module, chosen: dict[str, Node]) -> Iterator[Block]:
     towers = Towers(model)
-    parents = {node.path: node.module for node in walk(model, repeats=True)}
+    modules = {node.path: node.module for node in walk(model, repeats=True)}
     members: dict[str, list[str]] = {}
     for path in chosen:
         members.setdefault(path.rpartition(".")[0], []).append(path)
     places: dict[str, tuple[int, int]] = {}
     for stack, paths in members.items():
         names = [path.rpartition(".")[2] for path in paths]
-        layers, size = numbering(parents.get(stack), names)
-        size = max(size, _declared_size(model, stack)) if _is_part_of_stack(layers) else size
+        layers, size = numbering(modules.get(stack), names)
+        size = _counted_size(modules, stack, size)
         places.update({path: (layer, size) for path, layer in zip(paths, layers, strict=True)})
     for path, node in chosen.items():
         layer, size = places[path]
@@ -229,7 +234,7 @@ def _matches_nothing(model: nn.Module, pattern: Pattern, fits: Sequence[Node], n
     if fits:
         kind = type(fits[0].module).__name__
         found = f'"{pattern.text}" matches only {fits[0].path}, a {kind}, which is not called itself'
-        return Problem("regions.blocks", found, fix=f'"{pattern.text}.*"')
+        return Problem("regions.blocks", found, fix=f'write "{pattern.text}.*" for its children')
     families = list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", node.path) for node in nodes))
     tail = [path for path in families if path.endswith("." + pattern.text)]
     near = tail[0] if tail else nearest(pattern.text, families)

@@ -113,9 +113,12 @@ class _Search:
 
     def _unseen(self, nodes: list[Node]) -> list[Node]:
         """Return the nodes whose modules came nowhere before, and note them: a shared block is listed once."""
-        unseen = {id(node.module): node for node in reversed(nodes) if id(node.module) not in self.seen}
+        unseen: dict[int, Node] = {}
+        for node in nodes:
+            if id(node.module) not in self.seen:
+                unseen.setdefault(id(node.module), node)
         self.seen.update(unseen)
-        return list(reversed(unseen.values()))
+        return list(unseen.values())
 
     def _visit_children(self, node: Node, children: list[Node]) -> Iterator[Stack]:
         for child in children:
@@ -250,19 +253,12 @@ def _are_alike(nodes: Sequence[Node]) -> bool:
 
 def _without_ends(blocks: list[Node]) -> list[Node]:
     """Leave out what stands before and after the blocks of a Sequential: an embedding, a head."""
-    if not any(has_mixer(block.module) for block in blocks):
+    mixing = [place for place, block in enumerate(blocks) if has_mixer(block.module)]
+    if not mixing:
         return blocks
-
-    def is_end(node: Node) -> bool:
-        alike = sum(type(other.module) is type(node.module) for other in blocks)
-        return alike == 1 and not has_mixer(node.module)
-
-    first, last = 0, len(blocks)
-    while is_end(blocks[first]):
-        first += 1
-    while is_end(blocks[last - 1]):
-        last -= 1
-    return blocks[first:last]
+    first, last = mixing[0], mixing[-1]
+    kinds = {type(block.module) for block in blocks[first : last + 1]}
+    return [b for place, b in enumerate(blocks) if first <= place <= last or type(b.module) in kinds]
 
 
 def _is_one_block(root: Node, stacks: list[Stack]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterable, Sequence
 
@@ -41,24 +42,30 @@ MAIN_INPUTS = {"pixel_values": "vision", "input_features": "audio", "input_value
 class Towers:
     """Tells the tower of each path of one model.
 
-    The path's own words come first (``vision_tower``, ``multi_modal_projector``); then, from the inside out, the
-    Hugging Face models around it (their ``model_type`` and main input), or a patch embedding; else it is language.
+    A projector's name anywhere in the path (``multi_modal_projector``) comes first. Then, from the inside out, each
+    segment's words (``vision_tower``) and what the Hugging Face model there says of itself, or a patch embedding.
+    What nothing tells of is language, and so is what a model holds beside parts of several towers.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._told: dict[str, str] = {}
         for node in walk(model):
-            if node.path not in self._told and (tower := _told_by_module(node.module)):
-                self._told[node.path] = tower
+            if tower := _told_by_module(node.module):
+                self._told.setdefault(node.path, tower)
+        speaking = [path for path, tower in self._told.items() if tower == "language"]
+        for path in self._told:  # Whisper takes sound, yet its head is no part of the audio tower
+            if any(not path or other.startswith(f"{path}.") for other in speaking):
+                self._told[path] = "language"
 
     def of(self, path: str) -> str:
         """Return the tower of the module at a clean path."""
-        if by_name := _told_by_path(path):
-            return by_name
+        if any(not _words(segment).isdisjoint(MULTIMODAL_WORDS) for segment in path.lower().split(".")):
+            return "multimodal"
         while path:
-            if path in self._told:
-                return self._told[path]
-            path = path.rpartition(".")[0]
+            outer, _, segment = path.rpartition(".")
+            if tower := _told_by_segment(segment.lower()) or self._told.get(path, ""):
+                return tower
+            path = outer
         return self._told.get("", "language")
 
 
@@ -99,34 +106,27 @@ def _illegal(word: object) -> Problem:
     )
 
 
-def _told_by_path(path: str) -> str:
-    told = ""
-    for segment in path.lower().split("."):
-        tower = _told_by_words(_words(segment), bridges=True)
-        if tower == "multimodal":
-            return tower
-        told = tower or told
-    return told
+def _told_by_segment(segment: str) -> str:
+    words = _words(segment)
+    tower = _told_by_words(words)
+    bridge = tower in ("vision", "audio") and not words.isdisjoint(BRIDGE_WORDS)
+    return "multimodal" if bridge else tower
 
 
 def _told_by_module(module: nn.Module) -> str:
     main_input = getattr(module, "main_input_name", None)
-    if isinstance(main_input, str):
+    if isinstance(main_input, str):  # a Hugging Face model; "input_ids" is also what stands there when nobody set it
+        arguments = inspect.signature(type(module).forward).parameters
+        taken = next((MAIN_INPUTS[name] for name in arguments if name in MAIN_INPUTS), "")
         model_type = getattr(getattr(module, "config", None), "model_type", None)
-        words = _words(model_type.lower()) if isinstance(model_type, str) else frozenset()
-        named = _told_by_words(words, bridges=False)
-        return named or MAIN_INPUTS.get(main_input, "language")
+        named = _told_by_words(_words(model_type.lower())) if isinstance(model_type, str) else ""
+        return taken or named or ("" if main_input == "input_ids" else MAIN_INPUTS.get(main_input, ""))
     return "vision" if "patch_embed" in module._modules else ""
 
 
-def _told_by_words(words: frozenset[str], *, bridges: bool) -> str:
-    vision, audio = not words.isdisjoint(VISION_WORDS), not words.isdisjoint(AUDIO_WORDS)
-    bridge = bridges and not words.isdisjoint(BRIDGE_WORDS)
-    if not words.isdisjoint(MULTIMODAL_WORDS) or ((vision or audio) and bridge):
-        return "multimodal"
-    if vision or audio:
-        return "vision" if vision else "audio"
-    return "language" if not words.isdisjoint(LANGUAGE_WORDS) else ""
+def _told_by_words(words: frozenset[str]) -> str:
+    told = {"vision": VISION_WORDS, "audio": AUDIO_WORDS, "language": LANGUAGE_WORDS}
+    return next((tower for tower, known in told.items() if not words.isdisjoint(known)), "")
 
 
 def _words(segment: str) -> frozenset[str]:
