@@ -135,8 +135,8 @@ class _Values:
     def _entries(self, value: Mapping[object, object], path: str, depth_left: int) -> tuple[tuple[Scalar, Node], ...]:
         entries = []
         for key, item in value.items():
-            name = _scalar_from_value(key, Mark(f"{path}.{key}"))
-            entries.append((name, self.convert(item, f"{path}.{key}", depth_left)))
+            below = f"{path}.{shown(str(key))}"
+            entries.append((_scalar_from_value(key, Mark(below)), self.convert(item, below, depth_left)))
         return tuple(entries)
 
 

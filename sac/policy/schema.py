@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from sac.policy.matchers import read_layers, read_patterns
@@ -14,6 +15,7 @@ from sac.policy.scalars import lacks, read_entries, read_named, read_names, read
 SCHEMA = "sac/v1"
 POLICY_KEYS = ("schema", "name", "extends", "models", "sets", "regions", "default", "rules")
 REGION_KEYS = ("blocks", "layers")
+_SET_NAME = re.compile(r"\w[\w-]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,5 +85,9 @@ def _read_regions(node: Node | None, findings: Findings) -> tuple[tuple[PathPatt
 
 def _read_sets(node: Node | None, findings: Findings) -> tuple[dict[str, tuple[str, ...]], dict[str, Mark]]:
     named = read_named(node, "sets", findings) if node is not None else []
+    for key, _ in named:
+        if not _SET_NAME.fullmatch(key.text):
+            expected = "a word of letters, digits, _ and -"  # anything else could not be told from an op or a glob
+            findings.add(key.mark, f"the name of a set is {describe(key)}", expected=expected)
     names = {key.text: read_names(value, f"sets.{key.text}", findings) for key, value in named}
     return {key: tuple(name for name, _ in ops) for key, ops in names.items()}, {key.text: key.mark for key, _ in named}

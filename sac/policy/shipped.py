@@ -46,15 +46,16 @@ def find_file(text: str, base: Path, mark: Mark, findings: Findings) -> Path | N
         return _find_shipped(text, mark, findings)
     try:
         path = base / os.path.expanduser(text)
-        if path.exists():
-            return path
-    except (OSError, ValueError) as error:  # a name that is too long, a NUL in it
-        findings.add(mark, f'"{shown(text)}" cannot be a file: {getattr(error, "strerror", None) or error}')
+        path.stat()  # not exists(): what else it passes over differs between versions of Python
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a NUL in the name
+        near = nearest(Path(text).stem, shipped_policies())
+        fix = f'the shipped policy is written "{near}", without a path' if near else "check the path"
+        findings.add(mark, f'there is no file "{shown(text)}"', nearest=near, fix=fix)
         return None
-    near = nearest(path.stem, shipped_policies())
-    fix = f'the shipped policy is written "{near}", without a path' if near else "check the path"
-    findings.add(mark, f'there is no file "{text}"', nearest=near, fix=fix)
-    return None
+    except OSError as error:
+        findings.add(mark, f'the file "{shown(text)}" cannot be reached: {error.strerror}', fix="check the path")
+        return None
+    return path
 
 
 def _find_shipped(name: str, mark: Mark, findings: Findings) -> Path | None:

@@ -92,6 +92,13 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
             "fix: remove it, or name one",
         ),
     ),
+    "a_set_called_like_an_op": (
+        "schema: sac/v1\nsets: {aten.mm: a}\nrules: []\n",
+        (
+            'p.yaml:2:8: the name of a set is "aten.mm"',
+            "legal: a word of letters, digits, _ and -",
+        ),
+    ),
     "sets_as_a_list": (
         "schema: sac/v1\nsets: [attention]\nrules: []\n",
         (

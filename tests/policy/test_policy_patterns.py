@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sac.policy.patterns import PathPattern
@@ -38,6 +38,7 @@ def split(path: str) -> list[str]:
 globbed = st.text("ab_*", min_size=1, max_size=3).filter(lambda text: "**" not in text) | st.just("**")
 
 
+@settings(deadline=None)
 @given(st.lists(globbed, max_size=5), paths)
 def test_a_pattern_without_braces_matches_as_read_plainly(segments: list[str], path: str) -> None:
     assert PathPattern.parse(".".join(segments)).matches(path) == segments_match(segments, split(path))
@@ -52,18 +53,21 @@ def braced(draw: st.DrawFn) -> tuple[str, list[str]]:
     return text, [".".join(way) for way in itertools.product(*parts)]
 
 
+@settings(deadline=None)
 @given(braced(), paths)
 def test_braces_match_when_one_of_what_they_spell_out_does(pattern: tuple[str, list[str]], path: str) -> None:
     text, ways = pattern
     assert PathPattern.parse(text).matches(path) == any(segments_match(split(way), split(path)) for way in ways)
 
 
+@settings(deadline=None)
 @given(st.lists(braced(), min_size=1, max_size=4), paths)
 def test_a_list_matches_when_one_of_its_patterns_does(patterns: list[tuple[str, list[str]]], path: str) -> None:
     texts = [text for text, _ in patterns]
     assert PathPattern.any_of(texts).matches(path) == any(PathPattern.parse(text).matches(path) for text in texts)
 
 
+@settings(deadline=None)
 @given(paths)
 def test_a_path_matches_itself_and_nothing_longer(path: str) -> None:
     pattern = PathPattern.parse(path)
@@ -71,6 +75,7 @@ def test_a_path_matches_itself_and_nothing_longer(path: str) -> None:
     assert not pattern.matches(f"{path}.x" if path else "x")
 
 
+@settings(deadline=None)
 @given(paths, paths)
 def test_a_subtree_pattern_matches_the_module_and_all_below_it(top: str, below: str) -> None:
     pattern = PathPattern.parse(f"{top}.**" if top else "**")

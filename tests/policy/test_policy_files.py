@@ -1,0 +1,231 @@
+"""Where a policy comes from: names, paths, mappings, and files that are no policies."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+
+from sac.errors import PolicyError, SacError
+from sac.policy import shipped
+from sac.policy.files import load_policy, shipped_policies, shipped_policy_path
+from sac.policy.model import Policy
+
+EMPTY = "schema: sac/v1\nrules: []\n"
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory, and two shipped policies of its own."""
+    directory = tmp_path / "shipped"
+    directory.mkdir()
+    for name in ("llama", "deepseek_v3"):
+        (directory / f"{name}.yaml").write_text(f"{EMPTY}name: {name}\n")
+    (tmp_path / "work").mkdir()
+    monkeypatch.setattr(shipped, "shipped_directory", lambda: directory)
+    monkeypatch.chdir(tmp_path / "work")
+    return tmp_path / "work"
+
+
+def error(source: object) -> str:
+    with pytest.raises(PolicyError) as caught:
+        load_policy(source)  # type: ignore[arg-type]
+    assert isinstance(caught.value, (SacError, ValueError))
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+    return str(caught.value)
+
+
+def test_the_shipped_policies_are_files_that_load() -> None:
+    assert shipped_policies() == tuple(sorted(shipped_policies()))
+    for name in shipped_policies():
+        assert load_policy(name).source == str(shipped_policy_path(name))
+
+
+def test_a_checkout_has_its_policies_beside_the_package() -> None:
+    assert (shipped.shipped_directory() / "__init__.py").is_file()
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "DeepSeek-V3", " deepseek-v3 "])
+def test_a_shipped_name_is_case_and_hyphen_insensitive(here: Path, name: str) -> None:
+    assert load_policy(name) == Policy("deepseek_v3")
+    assert shipped_policy_path(name) == shipped.shipped_directory() / "deepseek_v3.yaml"
+    assert shipped_policies() == ("deepseek_v3", "llama")
+
+
+@pytest.mark.parametrize("make", [str, Path, lambda path: os.path.join(".", path)])
+def test_a_path_is_text_or_path_like(here: Path, make: type) -> None:
+    (here / "mine.yml").write_text(EMPTY)
+    assert load_policy(make("mine.yml")) == Policy("mine")
+
+
+def test_a_path_like_needs_no_ending(here: Path) -> None:
+    (here / "llama").write_text(f"{EMPTY}name: mine\n")
+    assert load_policy(Path("llama")).name == "mine"
+    assert load_policy("./llama").name == "mine"
+    assert load_policy("llama").name == "llama"
+
+
+def test_the_home_directory_may_be_a_tilde(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(here))
+    (here / "mine.yaml").write_text(EMPTY)
+    assert load_policy("~/mine.yaml") == Policy("mine")
+
+
+def test_an_unknown_name(here: Path) -> None:
+    assert error("lama") == (
+        'policy: no shipped policy is called "lama"\n'
+        "    did you mean: llama\n"
+        "    legal: deepseek_v3, llama\n"
+        '    fix: to name a file, give a path that ends in .yaml or has a "/" in it'
+    )
+    with pytest.raises(PolicyError, match='no shipped policy is called "lama"'):
+        shipped_policy_path("lama")
+
+
+def test_the_argument_is_called_as_its_caller_says(here: Path) -> None:
+    with pytest.raises(PolicyError) as caught:
+        load_policy({"rules": 3}, where="activation_checkpointing.policy")
+    assert str(caught.value) == (
+        "activation_checkpointing.policy.rules: rules is 3\n    legal: a list of rules\n    fix: write [] for no rules"
+    )
+
+
+def test_a_missing_file(here: Path) -> None:
+    assert error("lama.yaml") == (
+        'policy: there is no file "lama.yaml"\n'
+        "    did you mean: llama\n"
+        '    fix: the shipped policy is written "llama", without a path'
+    )
+    assert error("sub/other.yaml") == 'policy: there is no file "sub/other.yaml"\n    fix: check the path'
+
+
+def test_a_path_that_cannot_be_one(here: Path) -> None:
+    assert error("a\0b.yaml") == 'policy: there is no file "a\\x00b.yaml"\n    fix: check the path'
+    assert error("x" * 5000 + ".yaml") == (
+        f'policy: the file "{"x" * 57}..." cannot be reached: File name too long\n    fix: check the path'
+    )
+    os.symlink("loop.yaml", "loop.yaml")
+    assert error("loop.yaml") == (
+        'policy: the file "loop.yaml" cannot be reached: Too many levels of symbolic links\n    fix: check the path'
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        (None, "a value of type NoneType"),
+        (3, "a value of type int"),
+        ([], "a value of type list"),
+        (" ", "an empty name"),
+    ],
+)
+def test_a_source_of_the_wrong_type(here: Path, source: object, found: str) -> None:
+    assert error(source) == (
+        f"policy: a policy is meant, this is {found}\n"
+        "    legal: a path, a mapping, a Policy, or one of deepseek_v3, llama"
+    )
+
+
+def test_a_directory(here: Path) -> None:
+    (here / "d.yaml").mkdir()
+    assert error("d.yaml") == "d.yaml: this is a directory, not a policy file\n    fix: name a file in it"
+
+
+def test_a_pipe_is_not_waited_for(here: Path) -> None:
+    os.mkfifo("p.yaml")
+    assert error("p.yaml") == "p.yaml: this is not a regular file\n    fix: copy it into a file"
+
+
+def test_a_file_that_must_not_be_read(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (here / "p.yaml").write_text(EMPTY)
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", refuse)  # chmod does not stop root, who runs many a container
+    assert error("p.yaml") == "p.yaml: the file cannot be read: Permission denied\n    fix: check its permissions"
+
+
+def test_a_binary_file(here: Path) -> None:
+    (here / "p.yaml").write_bytes(b"PK\x03\x04\x00\x00")
+    assert error("p.yaml") == "p.yaml: this is a binary file: byte 4 is NUL\n    fix: name a YAML text file"
+
+
+def test_utf_16(here: Path) -> None:
+    (here / "p.yaml").write_text(EMPTY, encoding="utf-16")
+    assert error("p.yaml") == "p.yaml: this is UTF-16 text\n    fix: save it as UTF-8"
+
+
+def test_text_that_is_not_utf_8(here: Path) -> None:
+    (here / "p.yaml").write_bytes(b"schema: sac/v1\n# \xc3\xa9\xe9 e with an accent, twice\nrules: []\n")
+    assert error("p.yaml") == "p.yaml:2:4: the byte 0xe9 is not UTF-8\n    fix: save the file as UTF-8"
+
+
+def test_a_file_of_100_mb_is_not_read(here: Path) -> None:
+    with open("p.yaml", "wb") as file:
+        file.truncate(100 * 2**20)  # sparse: nothing is written either
+    assert error("p.yaml") == "p.yaml: the file is longer than 1 MiB\n    fix: name a policy file; they have a few kB"
+
+
+def test_a_file_of_just_1_mib_is_read(here: Path) -> None:
+    (here / "p.yaml").write_text(EMPTY + "#" * (2**20 - len(EMPTY)))
+    assert load_policy("p.yaml") == Policy("p")
+    with open("p.yaml", "a") as file:
+        file.write("#")
+    assert error("p.yaml").startswith("p.yaml: the file is longer than 1 MiB")
+
+
+def test_traps_of_other_yaml_readers_are_told_in_a_mapping() -> None:
+    source = {
+        True: 1,
+        "name": False,
+        "default": True,
+        "rules": [
+            {"ops": "matmul", "layers": 68, "module": 1.1, "do": "save"},
+            {"ops": "matmul", "do": object(), "call": {"index": None}},
+        ],
+    }
+    assert error(source) == (
+        "policy.True: a key of a policy is true\n"
+        "    legal: text\n"
+        "    fix: quote it if text is meant\n"
+        "policy.name: name is the boolean false\n"
+        "    legal: text\n"
+        '    fix: write "false"\n'
+        "policy.default: default is true\n"
+        "    legal: save, recompute, offload\n"
+        "    fix: quote the word that is meant: YAML 1.1 reads on, off, yes and no as booleans\n"
+        "policy.rules[0].module: module is the number 1.1\n"
+        "    legal: text\n"
+        "    fix: quote it where it is written\n"
+        "policy.rules[0].layers: layers is 68\n"
+        '    legal: all, {first: n}, {last: n}, {every: k, offset: j}, or a list such as ["0-7", "12"]\n'
+        "    fix: write [68] for that layer alone, {first: 68} for the first ones; if 1:8 was written,"
+        ' YAML 1.1 reads it as 68: ranges are written as ["1-8"]\n'
+        "policy.rules[1].do: do is a value of type object\n"
+        "    legal: save, recompute, offload, alternate\n"
+        "policy.rules[1].call.index: call.index is empty\n"
+        "    legal: a whole number, 0 or more"
+    )
+
+
+def test_a_mapping_that_holds_itself() -> None:
+    source: dict[str, object] = {}
+    source["sets"] = source
+    assert error(source) == (
+        "policy" + ".sets" * 21 + ": the mapping nests more than 20 deep\n    fix: a policy needs 5 levels"
+    )
+
+
+def test_a_mapping_that_is_too_large() -> None:
+    assert error({"rules": [[]] * 10_000}) == (
+        "policy.rules[9998]: the mapping holds more than 10000 values\n    fix: split the policy"
+    )
+
+
+def test_a_number_too_long_to_print() -> None:
+    assert error({"rules": [{"ops": "a", "do": "save", "layers": {"first": 10**5000}}]}) == (
+        "policy.rules[0].layers.first: layers.first is a value of type int\n    legal: a whole number, 1 or more"
+    )
