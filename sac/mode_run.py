@@ -18,7 +18,7 @@ import sac
 from sac.blocks.stacks import find_stacks
 from sac.built_model import Inputs
 from sac.comparison import ModeResult
-from sac.errors import ConfigError, Problem, SacError
+from sac.errors import ConfigError, Problem, SacError, nearest
 from sac.memory_timeline import MemoryTimeline, mark, measure_memory
 from sac.step_flops import count_flops
 
@@ -43,13 +43,27 @@ class Training:
             found = f"{self.steps} steps cannot be timed: the first one warms up"
             problems.append(Problem("--steps", found, "2, 3, 4, …"))
         if self.optimizer not in OPTIMIZERS:
-            problems.append(Problem("--optimizer", f"unknown optimizer '{self.optimizer}'", ", ".join(OPTIMIZERS)))
+            found = f"unknown optimizer '{self.optimizer}'"
+            problems.append(Problem("--optimizer", found, ", ".join(OPTIMIZERS), nearest(self.optimizer, OPTIMIZERS)))
         if self.device.partition(":")[0] not in ("cpu", "cuda"):
             problems.append(Problem("--device", f"'{self.device}' cannot be measured", "cpu, cuda"))
         elif self.device.startswith("cuda") and not torch.cuda.is_available():
             problems.append(Problem("--device", "torch sees no CUDA device here", "cpu", fix="--device cpu"))
         if problems:
             raise ConfigError(problems)
+
+
+def inputs_on(device: str, inputs: Inputs) -> Inputs:
+    """Return ``inputs`` with every tensor on ``device``."""
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device), inputs)  # type: ignore[no-any-return]
+
+
+def forward_backward(model: nn.Module, inputs: Inputs) -> float:
+    """Run the model forward and backward and return the loss; ``mark("forward")`` stands between them."""
+    loss = loss_of(model(**inputs) if isinstance(inputs, Mapping) else model(*inputs))
+    mark("forward")  # the output is dropped by now: what lives is what backward needs, and the loss
+    torch.autograd.backward(loss)
+    return loss.item()
 
 
 def loss_of(output: Any) -> Tensor:
@@ -105,7 +119,7 @@ class ModeRun:
         inputs = self._inputs(step)
         self._synchronize()
         started = time.perf_counter()
-        loss = self._forward_backward(inputs)
+        loss = forward_backward(self._live_model, inputs)
         self._synchronize()
         backward_s = time.perf_counter() - started
         if reference is not None:
@@ -120,7 +134,8 @@ class ModeRun:
 
     def count_flops(self) -> None:
         """Count one forward and backward; its gradients stay, for ``measure_memory``."""
-        self.step_flops = count_flops(partial(self._forward_backward, self._inputs(self._training.steps)))
+        inputs = self._inputs(self._training.steps)
+        self.step_flops = count_flops(partial(forward_backward, self._live_model, inputs))
 
     def measure_memory(self) -> None:
         """Measure one forward and backward by the profiler, with marks around each block.
@@ -134,7 +149,7 @@ class ModeRun:
             for path, block in blocks.items():
                 hooks.callback(block.register_forward_pre_hook(partial(_mark_entry, path)).remove)
                 hooks.callback(block.register_forward_hook(partial(_mark_exit, path)).remove)
-            self._memory = measure_memory(partial(self._forward_backward, inputs), self._training.device)
+            self._memory = measure_memory(partial(forward_backward, self._live_model, inputs), self._training.device)
         marks = self._memory.marks
         for path in blocks:
             entries, exits = marks.get(f"in {path}", ()), marks.get(f"out {path}", ())
@@ -166,16 +181,8 @@ class ModeRun:
         return self._model
 
     def _inputs(self, step: int) -> Inputs:
-        inputs = self._inputs_of_step(step)
         torch.manual_seed(self._training.seed + step)  # dropout draws the same numbers in every mode
-        return tree_map_only(Tensor, lambda tensor: tensor.to(self._training.device), inputs)  # type: ignore[no-any-return]
-
-    def _forward_backward(self, inputs: Inputs) -> float:
-        model = self._live_model
-        loss = loss_of(model(**inputs) if isinstance(inputs, Mapping) else model(*inputs))
-        mark("forward")  # the output is dropped by now: what lives is what backward needs, and the loss
-        torch.autograd.backward(loss)
-        return loss.item()
+        return inputs_on(self._training.device, self._inputs_of_step(step))
 
     def _compare_gradients(self, reference: dict[str, Tensor]) -> None:
         gradients = {name: p.grad for name, p in self._live_model.named_parameters() if p.grad is not None}

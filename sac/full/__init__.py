@@ -1,0 +1,1 @@
+"""Regions without per-op decisions."""

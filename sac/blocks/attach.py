@@ -1,0 +1,157 @@
+"""``sac.apply``: from a config value and a model to regions on its blocks. Nothing is changed until all is known."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from sac.blocks.cache import kv_free_submodules, own_checkpointing, shares_kv, turn_off_cache
+from sac.blocks.find import Block, drop_frozen, find_blocks
+from sac.blocks.wrap import Applied, install, regions_of
+from sac.blocks.zero_hits import HitWatch
+from sac.config import Config, family_policy, parse_config, usable_policy
+from sac.errors import ConfigError, ModelError, PolicyError, Problem, SacWarning
+from sac.policy.model import Policy, Rule
+from sac.selective.announce import check_trace_target
+from sac.selective.bind import BoundPolicy
+from sac.selective.kind import Kind
+from sac.selective.table import Table
+
+FULL = Policy(name="full", source="full")
+
+
+def apply(model: nn.Module, value: Any) -> nn.Module:
+    """Put activation checkpointing on ``model``, in place, and return it.
+
+    ``value`` is what a training config holds under ``activation_checkpointing:``; see ``sac.config.parse_config`` for
+    its forms. Gradients stay bit for bit what they were; names, ``state_dict``, classes, ``deepcopy`` and pickle too.
+
+    Raises ``ConfigError`` or ``PolicyError`` for the value, ``ModelError`` for the model (no blocks found, sac or the
+    model's own checkpointing already on). The model is then as it was.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(Problem("sac.apply", f"model is a {type(model).__name__}", expected="a torch.nn.Module"))
+    config = parse_config(value)
+    check_trace_target()
+    _refuse_second(model)
+    if config.mode == "none":
+        return model
+    policy = FULL if config.mode == "full" else (config.policy or family_policy(model))
+    bound = usable_policy(policy)
+    blocks, notes = _choose_blocks(model, config, policy)
+    blocks, left_alone = drop_frozen(blocks, model)
+    if not blocks:
+        warnings.warn("every block of this model is frozen: sac.apply had nothing to do", SacWarning, stacklevel=3)
+        return model
+    _check_static(bound, blocks, strict=config.strict)
+    pairs = _kinds(bound, blocks, config.mode)
+    watch = HitWatch((block.path for block in blocks), policy.rules, strict=config.strict)
+    applied = Applied(config.mode, (), watch, tuple(block.path for block in left_alone), notes)
+    applied.restores = turn_off_cache(model)
+    install(pairs, applied)
+    for note in notes:
+        warnings.warn(note, SacWarning, stacklevel=3)
+    return model
+
+
+def _refuse_second(model: nn.Module) -> None:
+    name = type(model).__name__
+    present = next(regions_of(model), None)
+    if present is not None:
+        where = present.path or name
+        raise ModelError(
+            Problem(where, "sac.apply has been called on this model before", fix="call sac.remove(model) first")
+        )
+    own = own_checkpointing(model)
+    if own:
+        raise ModelError(
+            Problem(
+                name,
+                f"the model's own checkpointing is on: {own}",
+                fix="turn it off, then call sac.apply; two at once would run every block three times",
+            )
+        )
+
+
+def _choose_blocks(model: nn.Module, config: Config, policy: Policy) -> tuple[tuple[Block, ...], tuple[str, ...]]:
+    patterns = config.blocks or policy.blocks
+    blocks = find_blocks(model, patterns=patterns, scope=config.scope)
+    chosen = tuple(block for block in blocks if _is_chosen(block, config, policy))
+    if not chosen:
+        sizes = sorted({block.stack_size for block in blocks})
+        raise ModelError(
+            Problem(
+                type(model).__name__,
+                f"`layers` leaves no block: the model has stacks of {', '.join(map(str, sizes))}",
+                fix="choose layers that exist",
+            )
+        )
+    if shares_kv(model):
+        parts = tuple(part for block in chosen for part in kv_free_submodules(block))
+        note = (
+            f"layers of {type(model).__name__} share keys and values: attention is not recomputed, "
+            f"the regions are {len(parts)} other sub-modules"
+        )
+        return parts, (note,)
+    if config.granularity.strip().lower() != "block":
+        parts = find_blocks(model, patterns=patterns, scope=config.scope, granularity=config.granularity)
+        return tuple(part for part in parts if _is_chosen(part, config, policy)), ()
+    return chosen, ()
+
+
+def _is_chosen(block: Block, config: Config, policy: Policy) -> bool:
+    size = block.stack_size
+    return block.layer in config.layers.select(size) and block.layer in policy.layers.select(size)
+
+
+def _check_static(bound: BoundPolicy, blocks: Sequence[Block], *, strict: bool) -> None:
+    """Tell of rules whose `module` or `layers` is nowhere in the model, before anything runs."""
+    idle = [one.rule for one in bound.rules if not one.rule.optional and not _has_place(one.rule, blocks)]
+    if not idle:
+        return
+    needed = [one for one in bound.rules if not one.rule.optional]
+    problems = [
+        Problem(
+            rule.where("module" if rule.module is not None else "layers"),
+            f'rule "{rule.id}" speaks of {_place(rule)}, which no block of the model has',
+            fix="`sac trace` lists the modules there are; mark the rule `optional: true` if it may match nothing",
+        )
+        for rule in idle
+    ]
+    if strict or len(idle) == len(needed):
+        raise PolicyError(problems)
+    for problem in problems:
+        warnings.warn(str(problem), SacWarning, stacklevel=4)
+
+
+def _has_place(rule: Rule, blocks: Sequence[Block]) -> bool:
+    for block in blocks:
+        if rule.layers is not None and block.layer not in rule.layers.select(block.stack_size):
+            continue
+        if rule.module is None or any(rule.module.matches(path) for path, _ in block.module.named_modules()):
+            return True
+    return False
+
+
+def _place(rule: Rule) -> str:
+    module = f'module "{rule.module.text}"' if rule.module is not None else ""
+    layers = "these layers" if rule.layers is not None else ""
+    return " in ".join(filter(None, (module, layers)))
+
+
+def _kinds(bound: BoundPolicy, blocks: Sequence[Block], mode: str) -> list[tuple[Block, Kind]]:
+    """Return each block with its kind; blocks of one class in one stack under the same rules share one."""
+    kinds: dict[tuple[object, ...], Kind] = {}
+    tables: dict[tuple[int, ...], Table] = {}
+    pairs = []
+    for block in blocks:
+        table = bound.table(block.layer, block.stack_size)
+        rules = tuple(one.index for one in table.rules)
+        table = tables.setdefault(rules, table)
+        part = block.path.removeprefix(block.stack).lstrip(".").partition(".")[2]
+        key = (rules, block.stack, part, type(block.module))
+        pairs.append((block, kinds.setdefault(key, Kind(table, mode))))
+    return pairs

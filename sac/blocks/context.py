@@ -1,0 +1,68 @@
+"""``sac.context_fn``: a policy for ``torch.utils.checkpoint``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from sac.blocks.wrap import scope_modules
+from sac.config import usable_policy
+from sac.errors import ConfigError, ModelError, Problem
+from sac.policy.files import PolicySource, load_policy
+from sac.policy.model import Rule
+from sac.selective.bind import BoundPolicy
+from sac.selective.contexts import checkpoint_contexts
+from sac.selective.layer_index import NAMES, layer_index
+from sac.selective.table import Table
+
+
+def context_fn(policy: PolicySource, module: nn.Module | None = None) -> Callable[[], Any]:
+    """Return what ``torch.utils.checkpoint.checkpoint(…, use_reentrant=False, context_fn=…)`` takes.
+
+    ``policy`` is anything that ``sac.load_policy`` takes. It is carried out by rerun, as torch does it, with the same
+    exactness as under ``sac.apply``. Rules that speak of modules or layers need ``module``, the block that is
+    checkpointed: its sub-modules then tell which of them runs (``sac.remove`` takes that off).
+
+    Raises ``PolicyError`` for the policy, ``ConfigError`` when a rule needs ``module`` and there is none.
+    """
+    bound = usable_policy(load_policy(policy))
+    needing = [one.rule for one in bound.rules if one.rule.module is not None or one.rule.layers is not None]
+    if module is None:
+        if needing:
+            raise ConfigError([_needs_module(rule) for rule in needing])
+        return partial(checkpoint_contexts, bound.table(0, 1), "")
+    table = _table(bound, module, needing)
+    scope_modules([module])
+    return partial(checkpoint_contexts, table, "")
+
+
+def _table(bound: BoundPolicy, module: nn.Module, needing: list[Rule]) -> Table:
+    layered = [rule for rule in needing if rule.layers is not None and not rule.layers.is_all]
+    if not layered:
+        return bound.table(0, 1)
+    layer = layer_index(module)
+    ends = [rule for rule in layered if rule.layers is not None and rule.layers.last is not None]
+    if layer is None or ends:
+        rule = ends[0] if ends else layered[0]
+        reason = "counts from the last layer" if ends else "speaks of layers"
+        raise ModelError(
+            Problem(
+                rule.where("layers"),
+                f'rule "{rule.id}" {reason}, and {type(module).__name__} does not tell '
+                f"{'how many there are' if ends else 'which one it is'} ({', '.join(NAMES)})",
+                fix="use sac.apply on the whole model",
+            )
+        )
+    return bound.table(layer, layer + 1)
+
+
+def _needs_module(rule: Rule) -> Problem:
+    key = "module" if rule.module is not None else "layers"
+    return Problem(
+        rule.where(key),
+        f'rule "{rule.id}" speaks of {key}, and sac.context_fn was given no module',
+        fix="pass the block that is checkpointed: sac.context_fn(policy, module=block)",
+    )

@@ -1,0 +1,147 @@
+"""Puts regions on blocks by instance-level forwards, and takes them off again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from sac.blocks.cache import Restore
+from sac.blocks.find import Block
+from sac.blocks.zero_hits import HitWatch
+from sac.errors import ModelError, Problem
+from sac.selective.contexts import checkpoint_contexts
+from sac.selective.kind import Kind
+from sac.selective.scope import ScopedForward
+from sac.selective.stats import RegionStats
+
+
+@dataclass(slots=True)
+class Applied:
+    """What one ``sac.apply`` did to one model, shared by its regions."""
+
+    mode: str
+    restores: tuple[Restore, ...]
+    watch: HitWatch
+    left_alone: tuple[str, ...] = ()  # paths of frozen blocks
+    notes: tuple[str, ...] = ()
+
+
+class RegionForward:
+    """An instance-level ``forward`` that runs its module as a region.
+
+    Picklable, and right after ``deepcopy``: it refers to its module as an attribute, which both of them follow.
+    """
+
+    def __init__(self, block: Block, kind: Kind, applied: Applied) -> None:
+        self.module = block.module
+        self.path = block.path
+        self.layer = block.layer
+        self.stack = block.stack
+        self.kind = kind
+        self.applied = applied
+        self.stats = RegionStats()
+        self.before = block.module.__dict__.get("forward")
+
+    @property
+    def original(self) -> Any:
+        """The forward that the module would have without sac."""
+        return self.before if self.before is not None else type(self.module).forward.__get__(self.module)
+
+    @property
+    def __wrapped__(self) -> Any:
+        """What ``inspect.signature`` looks at."""
+        return self.original
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.original(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            contexts = partial(checkpoint_contexts, self.kind.table, self.path)
+            return torch_checkpoint(self.original, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        output = self.kind.run(self.original, self.module, self.path, self.stats, args, kwargs)
+        if self.applied.watch.waits:
+            self.applied.watch.saw(self.path, self.kind.table, self.stats)
+        return output
+
+
+Ours = (RegionForward, ScopedForward)
+
+
+def install(pairs: Sequence[tuple[Block, Kind]], applied: Applied) -> None:
+    """Put a region on each block; the caller has checked that none is there yet."""
+    scope_modules([block.module for block, _ in pairs])
+    for block, kind in pairs:
+        _set_forward(block.module, RegionForward(block, kind, applied))
+
+
+def scope_modules(blocks: Sequence[nn.Module]) -> None:
+    """Let the sub-modules of each block tell, while they run, which of them it is."""
+    roots = {id(block) for block in blocks}
+    for block in blocks:
+        for path, module in block.named_modules():
+            if id(module) not in roots and not isinstance(module.__dict__.get("forward"), Ours):
+                _set_forward(module, ScopedForward(module, path))
+
+
+def _set_forward(module: nn.Module, forward: Any) -> None:
+    # Not by setattr: a module may guard it, and the name of a method is no parameter, buffer or sub-module.
+    module.__dict__["forward"] = forward
+
+
+def regions_of(model: nn.Module) -> Iterator[RegionForward]:
+    """Yield the regions that are on ``model``, in module order."""
+    for module in model.modules():
+        forward = module.__dict__.get("forward")
+        if isinstance(forward, RegionForward):
+            yield forward
+
+
+def remove(model: nn.Module) -> nn.Module:
+    """Take every region off ``model`` and give back what ``apply`` changed; returns the model.
+
+    Raises ``ModelError``, with nothing changed, when something else has since put its own forward over a region's.
+    """
+    owned = [(module, module.__dict__["forward"]) for module in model.modules() if _is_ours(module)]
+    buried = [(name, module) for name, module in model.named_modules() if _buries_ours(module)]
+    if buried:
+        name, module = buried[0]
+        raise ModelError(
+            Problem(
+                where=name or type(module).__name__,
+                found=f"{_described(module.__dict__['forward'])} was put over the region's forward after sac.apply",
+                fix="take that off first, then call sac.remove",
+            )
+        )
+    for module, forward in owned:
+        if forward.before is None:
+            del module.__dict__["forward"]
+        else:
+            module.__dict__["forward"] = forward.before
+    applied = {id(forward.applied): forward.applied for _, forward in owned if isinstance(forward, RegionForward)}
+    for one in applied.values():
+        for restore in one.restores:
+            restore.undo()
+    return model
+
+
+def _is_ours(module: nn.Module) -> bool:
+    return isinstance(module.__dict__.get("forward"), Ours)
+
+
+def _buries_ours(module: nn.Module) -> bool:
+    """Whether an instance-level forward that is not ours leads to one that is, as ``functools.wraps`` tells."""
+    forward = module.__dict__.get("forward")
+    if forward is None or isinstance(forward, Ours):
+        return False
+    below = [getattr(forward, "__wrapped__", None), getattr(module, "_old_forward", None)]
+    return any(isinstance(one, Ours) for one in below)
+
+
+def _described(forward: Any) -> str:
+    return f"another forward ({getattr(forward, '__qualname__', type(forward).__name__)})"

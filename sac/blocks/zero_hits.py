@@ -1,0 +1,55 @@
+"""Notices rules that matched nothing once every region has run."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+
+from sac.errors import Problem, RegionError, SacWarning
+from sac.policy.model import Rule
+from sac.selective.stats import RegionStats
+from sac.selective.table import Table
+
+
+class HitWatch:
+    """Adds up the hits of each region's first call; when all regions have run, tells of rules without any."""
+
+    def __init__(self, paths: Iterable[str], rules: Iterable[Rule], *, strict: bool) -> None:
+        self._pending = set(paths)
+        self._rules = list(rules)
+        self._hit: set[str] = set()
+        self.strict = strict
+        self.waits = bool(self._pending)
+
+    def saw(self, path: str, table: Table, stats: RegionStats) -> None:
+        """A region has run; ``stats`` holds the hits of its call. Raises ``RegionError`` when all rules are idle."""
+        self._hit.update(table.rules[place].rule.id for place in _places(table, stats))
+        self._pending.discard(path)
+        if self._pending and stats.calls < 2:
+            return
+        self.waits = False
+        idle = self.idle()
+        if not idle:
+            return
+        needed = [rule for rule in self._rules if not rule.optional]
+        if self.strict or len(idle) == len(needed):
+            raise RegionError([_problem(rule) for rule in idle])
+        for rule in idle:
+            warnings.warn(str(_problem(rule)), SacWarning, stacklevel=2)
+
+    def idle(self) -> list[Rule]:
+        """Return the rules that nothing has matched so far and that are not optional."""
+        return [rule for rule in self._rules if rule.id not in self._hit and not rule.optional]
+
+
+def _places(table: Table, stats: RegionStats) -> list[int]:
+    chosen = {bound.index: place for place, bound in enumerate(table.rules)}
+    return [chosen[index] for index in stats.hits if index in chosen]
+
+
+def _problem(rule: Rule) -> Problem:
+    return Problem(
+        where=rule.where(),
+        found=f'rule "{rule.id}" matched no op in any region of the model',
+        fix="`sac trace` lists the ops there are; mark the rule `optional: true` if it may match nothing",
+    )

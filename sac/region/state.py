@@ -1,0 +1,75 @@
+"""Settings of the forward that its recomputation must run under: autocast, and buffers as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class AutocastState:
+    """Autocast as it was in the forward, for the CPU and for the device types of the region's inputs."""
+
+    __slots__ = ("_cache", "_settings")
+
+    def __init__(self, device_types: Iterable[str]) -> None:
+        self._cache = torch.is_autocast_cache_enabled()
+        self._settings = tuple(
+            (name, torch.is_autocast_enabled(name), torch.get_autocast_dtype(name))
+            for name in {"cpu", *device_types}
+            if torch.amp.is_autocast_available(name)
+        )
+
+    def enter_on(self, stack: ExitStack) -> None:
+        """Enter the recorded autocast on ``stack``; nothing is entered where it was off and still is."""
+        for name, enabled, dtype in self._settings:
+            if enabled or torch.is_autocast_enabled(name):
+                stack.enter_context(torch.autocast(name, dtype=dtype, enabled=enabled, cache_enabled=self._cache))
+
+
+class BufferBindings:
+    """Which tensor each buffer name of a region meant, so that rebinding (``self.n = self.n + 1``) happens once.
+
+    ``owners`` are the region's modules that have buffers. A buffer changed in place is the recorder's part.
+    """
+
+    __slots__ = ("_before", "_current", "_owners")
+
+    def __init__(self, owners: tuple[nn.Module, ...]) -> None:
+        self._owners = owners
+        self._before = [dict(owner._buffers) for owner in owners]
+        self._current: list[list[dict[str, Any]]] = []
+
+    def forget_if_unchanged(self) -> bool:
+        """After the forward: return True, and keep nothing, if no buffer was rebound."""
+        same = all(
+            len(owner._buffers) == len(before) and all(owner._buffers[name] is before.get(name) for name in before)
+            for owner, before in zip(self._owners, self._before, strict=True)
+        )
+        if same:
+            self._owners, self._before = (), []
+        return same
+
+    def __enter__(self) -> None:
+        self._current.append([dict(owner._buffers) for owner in self._owners])
+        _bind(self._owners, self._before)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _bind(self._owners, self._current.pop())
+
+
+def _bind(owners: tuple[nn.Module, ...], bindings: list[dict[str, Any]]) -> None:
+    for owner, buffers in zip(owners, bindings, strict=True):
+        owner._buffers.clear()
+        owner._buffers.update(buffers)
+
+
+def buffer_owners(module: nn.Module | None) -> tuple[nn.Module, ...]:
+    """Return the modules of a region that have buffers."""
+    return tuple(owner for owner in module.modules() if owner._buffers) if module is not None else ()

@@ -1,0 +1,177 @@
+"""``sac.report``: what was saved, by which rule, at how many bytes; what was not, and what it costs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import nn
+
+from sac.blocks.wrap import RegionForward, regions_of
+from sac.errors import ModelError, Problem
+from sac.selective.kind import Kind
+from sac.selective.stats import NO_RULE
+from sac.trace import group_label, regions_by_kind
+
+UNMATCHED_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class RuleUse:
+    """One rule in one kind of region, per region: calls that it matched, and bytes that backward holds because of it.
+
+    ``rule`` is ``must-save`` for what nondeterministic routing ops keep in every mode, ``default`` for a policy whose
+    default saves.
+    """
+
+    rule: str
+    hits: int
+    saved_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class UnmatchedOp:
+    """An op that no rule matched and that is recomputed: its calls, result bytes and FLOPs per region."""
+
+    op: str
+    calls: int
+    bytes: int
+    flops: int
+
+
+@dataclass(frozen=True, slots=True)
+class KindReport:
+    """One kind of region, per region; bytes are those of the last call, of whole storages, each counted once.
+
+    ``dead_bytes``: decided to be saved, then let go at the end of forward, since backward can never read them.
+    """
+
+    regions: str
+    count: int
+    calls: int
+    saved_bytes: int
+    input_bytes: int
+    dead_bytes: int
+    rules: tuple[RuleUse, ...]
+    unmatched: tuple[UnmatchedOp, ...]
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that one region holds between forward and backward, its inputs included."""
+        return self.saved_bytes + self.input_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What ``sac.report`` returns; ``str`` prints it, ``to_dict`` gives it to machines."""
+
+    mode: str
+    kinds: tuple[KindReport, ...]
+    zero_hit_rules: tuple[str, ...]
+    left_alone: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that all regions hold together between forward and backward, each region's inputs included."""
+        return sum(kind.kept_bytes * kind.count for kind in self.kinds)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain values."""
+        plain = asdict(self)
+        for kind, told in zip(self.kinds, plain["kinds"], strict=True):
+            told["kept_bytes"] = kind.kept_bytes
+        return {**plain, "kept_bytes": self.kept_bytes}
+
+    def __str__(self) -> str:
+        lines = [f"activation checkpointing: {self.mode}, {sum(kind.count for kind in self.kinds)} regions"]
+        for kind in self.kinds:
+            lines += _kind_lines(kind)
+        if self.zero_hit_rules:
+            lines.append(f"rules without a hit: {', '.join(self.zero_hit_rules)}")
+        if self.left_alone:
+            lines.append(f"frozen, left alone: {group_label(self.left_alone)}")
+        return "\n".join([*lines, *self.notes])
+
+
+def report(model: nn.Module) -> Report:
+    """Return what the regions on ``model`` kept in their last forward with grad.
+
+    Raises ``ModelError`` if ``sac.apply`` has put no region on it. Before the first forward all numbers are 0.
+    """
+    regions = list(regions_of(model))
+    if not regions:
+        raise ModelError(
+            Problem(type(model).__name__, "there is no region on this model", fix="call sac.apply(model, …) first")
+        )
+    applied = regions[0].applied
+    kinds = tuple(_kind_report(kind, of_kind) for kind, of_kind in regions_by_kind(model))
+    hit = {use.rule for kind in kinds for use in kind.rules if use.hits}
+    rules = {bound.rule.id for region in regions for bound in region.kind.table.rules}
+    return Report(
+        applied.mode,
+        kinds,
+        tuple(sorted(rules - hit)) if any(kind.calls for kind in kinds) else (),
+        applied.left_alone,
+        applied.notes,
+    )
+
+
+def _kind_report(kind: Kind, regions: Sequence[RegionForward]) -> KindReport:
+    stats = regions[-1].stats
+    return KindReport(
+        regions=group_label(region.path for region in regions),
+        count=len(regions),
+        calls=sum(region.stats.calls for region in regions),
+        saved_bytes=stats.saved_bytes,
+        input_bytes=stats.input_bytes,
+        dead_bytes=stats.dead_bytes,
+        rules=tuple(_rule_uses(kind, regions)),
+        unmatched=tuple(_unmatched(kind)),
+    )
+
+
+def _rule_uses(kind: Kind, regions: Sequence[RegionForward]) -> Iterable[RuleUse]:
+    stats = regions[-1].stats
+    for bound in kind.table.rules:
+        yield RuleUse(bound.rule.id, stats.hits.get(bound.index, 0), stats.by_rule.get(bound.index, 0))
+    if NO_RULE in stats.by_rule:
+        name = "default" if kind.table.default.value == "save" else "must-save"
+        yield RuleUse(name, stats.hits.get(NO_RULE, 0), stats.by_rule[NO_RULE])
+
+
+def _unmatched(kind: Kind) -> Iterable[UnmatchedOp]:
+    """Yield the dearest ops that the default recomputes: by FLOPs, then by bytes."""
+    sums: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
+    for row in kind.rows:
+        if row.reason == "default" and row.decision == "recompute":
+            for place, amount in enumerate((1, row.bytes, row.flops)):
+                sums[row.op][place] += amount
+    dearest = sorted(sums.items(), key=lambda item: (-item[1][2], -item[1][1], item[0]))
+    return (UnmatchedOp(op, *amounts) for op, amounts in dearest[:UNMATCHED_SHOWN])
+
+
+def _kind_lines(kind: KindReport) -> list[str]:
+    lines = [
+        f"{kind.regions}: keeps {_size(kind.kept_bytes)} per region "
+        f"({_size(kind.saved_bytes)} saved, {_size(kind.input_bytes)} of inputs)"
+    ]
+    for use in kind.rules:
+        lines.append(f"  rule {use.rule}: {use.hits} calls, {_size(use.saved_bytes)} saved")
+    if kind.dead_bytes:
+        lines.append(f"  let go, since backward never reads it: {_size(kind.dead_bytes)}")
+    if kind.unmatched:
+        ops = ", ".join(f"{op.op} (x{op.calls}, {_size(op.bytes)})" for op in kind.unmatched)
+        lines.append(f"  recomputed by default, dearest first: {ops}")
+    return lines
+
+
+def _size(count: int) -> str:
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    raise AssertionError

@@ -1,0 +1,60 @@
+"""From a policy to tables: its op names resolved on this build of torch, and what is wrong with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from sac.errors import PolicyError, Problem
+from sac.ops.names import NameProblem, check_sets, resolve_ops
+from sac.policy.model import Decision, Policy
+from sac.selective.table import BoundRule, Table
+
+
+@dataclass(frozen=True, slots=True)
+class BoundPolicy:
+    """A policy whose names are resolved. ``missing``: per rule id, names that this build of torch lacks."""
+
+    policy: Policy
+    rules: tuple[BoundRule, ...]
+    missing: dict[str, tuple[str, ...]]
+
+    def table(self, layer: int, stack_size: int, *, must_save: bool = True) -> Table:
+        """Return the table for one layer of a stack: the rules that speak of it."""
+        chosen = [
+            bound
+            for bound in self.rules
+            if bound.rule.layers is None or layer in bound.rule.layers.select(stack_size)
+        ]
+        return Table(self.policy, tuple(chosen), must_save=must_save)
+
+
+def bind_policy(policy: Policy) -> BoundPolicy:
+    """Resolve the op names of ``policy``; raises ``PolicyError`` with all names that mean nothing."""
+    rules: list[BoundRule] = []
+    missing: dict[str, tuple[str, ...]] = {}
+    problems: list[Problem] = []
+    for name, found in check_sets(policy.sets).items():
+        place = str(policy.set_marks.get(name, policy.where("sets")))
+        problems.extend(_told(place, problem) for problem in found)
+    for index, rule in enumerate(policy.rules):
+        matcher = resolve_ops(rule.ops, policy.sets, for_saving=rule.do != Decision.RECOMPUTE.value)
+        rules.append(BoundRule(rule, matcher, index))
+        for problem in matcher.problems:
+            marked = problem.index < len(rule.op_marks)
+            problems.append(_told(str(rule.op_marks[problem.index]) if marked else rule.where("ops"), problem))
+        if matcher.missing:
+            missing[rule.id] = matcher.missing
+    if problems:
+        raise PolicyError(problems)
+    return BoundPolicy(policy, tuple(rules), missing)
+
+
+def _told(where: str, problem: NameProblem) -> Problem:
+    return Problem(where, problem.found, expected=problem.legal, nearest=problem.nearest, fix=problem.fix)
+
+
+def rebuild_table(policy: Policy, indices: Iterable[int], must_save: bool) -> Table:
+    """Make a table again from what a pickle holds of it."""
+    bound = bind_policy(policy)
+    return Table(policy, tuple(bound.rules[index] for index in indices), must_save=must_save)

@@ -1,0 +1,223 @@
+"""The same two modes for ``torch.utils.checkpoint``, in eager mode and under ``torch.compile``."""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
+
+from sac.region.frame import Handle
+from sac.region.inputs import PackHooks, shares_storage, surrounding_hooks
+from sac.selective.modes import ForwardMode, RecomputeMode, decide
+from sac.selective.record import CallRecord
+from sac.selective.table import Table
+
+# Note [Inside torch.utils.checkpoint]
+#
+# torch's own frame counts what autograd saves and stops the recomputation; ours does not take part. To keep the same
+# promises our modes push saved-tensor hooks of their own inside torch's: in forward the handle of a kept value is ours
+# (torch never hears of it), every other tensor is passed on to torch's pack hook. In recomputation tensors of kept
+# handles are passed over, and the others are passed on one op late, so that an op which fills what autograd saved
+# right before it has run when torch takes the tensor, and stops.
+
+
+class CheckpointForwardMode(ForwardMode):
+    """``ForwardMode`` for a region whose frame is torch's; see Note [Inside torch.utils.checkpoint]."""
+
+    def __enter__(self) -> CheckpointForwardMode:
+        theirs = surrounding_hooks()
+        self._watch = _Watch(self.record, theirs) if theirs is not None else None
+        if self._watch is not None:
+            self._watch.hooks.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.hooks.__exit__(*error)
+        if error[0] is None:
+            self.record.close([] if watch is None else watch.kept(), ALL if watch is None else watch.last_missing())
+            self.record.decided = []
+
+
+ALL = 1 << 62  # the place of a last missing handle that nobody knows: everything saved is held
+
+
+class _Watch:
+    """Looks on while torch's checkpoint packs, and keeps for us what need not be run again."""
+
+    def __init__(self, record: CallRecord, theirs: PackHooks) -> None:
+        self.record = record
+        self.theirs = theirs
+        self.handles: list[weakref.ref[Handle]] = []
+        self.passed_on: list[int] = []
+        self.places: set[int] = set()
+        record.kept_places = self.places
+        self.hooks = saved_tensors_hooks(self.pack, partial(_unpack, theirs[1]))
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        handle = Handle(self.record.packs, tensor)
+        self.record.pack(tensor, handle)
+        if not handle.kept:
+            self.passed_on.append(handle.index)
+            return self.theirs[0](tensor)
+        self.places.add(handle.index)
+        self.handles.append(weakref.ref(handle))
+        return handle
+
+    def kept(self) -> list[Handle]:
+        """Return the handles that hold their value and are alive."""
+        return [handle for handle in (reference() for reference in self.handles) if handle is not None]
+
+    def last_missing(self) -> int:
+        """Return the place of the last tensor that torch was given, -1 if it was given none."""
+        return max(self.passed_on, default=-1)
+
+
+def _unpack(theirs: Callable[[Any], torch.Tensor], packed: Any) -> torch.Tensor:
+    if isinstance(packed, Handle):
+        return packed.kept_value("")
+    return theirs(packed)
+
+
+class CheckpointRecomputeMode(RecomputeMode):
+    """``RecomputeMode`` for a region whose frame is torch's; see Note [Inside torch.utils.checkpoint]."""
+
+    def __init__(self, record: CallRecord) -> None:
+        super().__init__(record, [], NeverDone())
+
+    def __enter__(self) -> CheckpointRecomputeMode:
+        theirs = surrounding_hooks()
+        self._late = None
+        if theirs is not None and self.record.kept_places is not None:
+            self.filling = self._late = _LatePacking(self.record, theirs[0])
+            self._late.hooks.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        late, self._late, self.filling = self._late, None, NeverDone()
+        if late is not None:
+            late.hooks.__exit__(*error)
+            if error[0] is None:
+                late.flush()
+        if error[0] is None or late is not None and late.stopped:
+            self.check()
+
+
+class NeverDone:
+    """A recomputation whose end somebody else tells."""
+
+    done = False
+
+    def settle(self, written: Sequence[torch.Tensor]) -> None:
+        """Never asked."""
+
+
+class _LatePacking:
+    """Passes to torch's pack hook what autograd saves in recomputation, one op late."""
+
+    def __init__(self, record: CallRecord, pack: Callable[[torch.Tensor], Any]) -> None:
+        self.theirs = pack
+        self.kept_places = record.kept_places or set()
+        self.count = 0
+        self.waiting: torch.Tensor | None = None
+        self.written = False
+        self.stopped = False
+        self.hooks = saved_tensors_hooks(self.pack, _same)
+
+    @property
+    def done(self) -> bool:
+        """Whether a tensor waits to be passed on."""
+        return self.waiting is not None
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Pass on what waited, and let this one wait."""
+        self.flush()
+        place, self.count = self.count, self.count + 1
+        if place not in self.kept_places:
+            self.waiting = tensor
+        return tensor
+
+    def settle(self, written: Sequence[torch.Tensor]) -> None:
+        """Pass on what waits, unless the op about to run writes to it."""
+        if not self.written and self.waiting is not None and shares_storage(self.waiting, written):
+            self.written = True
+        else:
+            self.flush()
+
+    def flush(self) -> None:
+        """Pass on what waits; torch raises from here when it has all it wants."""
+        tensor, self.waiting, self.written = self.waiting, None, False
+        if tensor is not None:
+            try:
+                self.theirs(tensor)
+            except BaseException:
+                self.stopped = True
+                raise
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def checkpoint_contexts(table: Table, path: str) -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    """Return the pair of modes for one call of ``torch.utils.checkpoint``, which calls this once per call."""
+    if _is_traced():
+        forward, recompute = create_selective_checkpoint_contexts(TracedPolicy(table, path))
+        return forward, recompute
+    record = CallRecord(table, path)
+    return CheckpointForwardMode(record, None), CheckpointRecomputeMode(record)
+
+
+def _is_traced() -> bool:
+    # Private names of torch 2.13, as torch.utils.checkpoint asks itself: is AOTAutograd tracing right now?
+    key = getattr(getattr(torch._C, "_TorchDispatchModeKey", None), "PROXY", None)
+    return torch.compiler.is_compiling() or (key is not None and torch._C._get_dispatch_mode(key) is not None)
+
+
+class TracedPolicy:
+    """A table as the policy function that torch's own modes ask under ``torch.compile``: tags for the partitioner."""
+
+    def __init__(self, table: Table, path: str) -> None:
+        self.record = CallRecord(table, path)
+
+    def __call__(self, context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        """Return torch's word for the decision on this call."""
+        table, record = self.record.table, self.record
+        path = _traced_module(record.path)
+        plan = table.scope(path).get(op) or table.plan(op, path)
+        if plan.light or not (plan.counts or plan.candidates):
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        saves, _ = decide(record, plan, args, kwargs, getattr(context, "op_output", None))
+        return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _traced_module(region: str) -> str:
+    """Return the path, relative to the region, of the module that is being traced now."""
+    stack = torch.fx.traceback.current_meta.get("nn_module_stack") or {}
+    paths = [_clean(entry[0]) for entry in stack.values()]
+    if not paths:
+        return ""
+    last = paths[-1]
+    for base in paths:
+        if region and (base == region or base.endswith("." + region)):
+            return last.removeprefix(base).removeprefix(".")
+    return last.removeprefix(paths[0]).removeprefix(".")
+
+
+def _clean(path: str) -> str:
+    """Return ``L['self'].layers[3].mlp`` as ``self.layers.3.mlp``."""
+    text = re.sub(r"^L\['(\w+)'\]", r"\1", path)
+    text = re.sub(r"\[\s*['\"]?([\w]+)['\"]?\s*\]", r".\1", text)
+    return text.replace("._modules", "").replace("._orig_mod", "")

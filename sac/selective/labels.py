@@ -1,0 +1,206 @@
+"""Where each tensor of a region came from, as one number: equal in forward and recomputation for equal values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+
+# Note [Labels]
+#
+# A saved value is found again in recomputation by what it was computed from, not by counting ops: extra ops (FSDP's
+# all-gathers, autocast's casts, `record_function`) then shift nothing, and two calls that change places find their own
+# values. Every storage has a label, every call a signature:
+#
+#   signature = hash(op, arguments), a tensor argument being (label of its storage, shape, stride, offset, dtype)
+#   label of an output = signature (with its place, for several outputs); a write relabels the storage it writes
+#   label of a parameter = its identity; of an input = its place; of anything else = the address of its storage
+#
+# The last kind is called foreign: it may differ between the passes although nothing is wrong (autocast kept a cast
+# weight from an earlier region in forward and casts it anew in recomputation). What is computed from something foreign
+# is foreign too. A call whose signature is not found is matched by module, op and order, and then every argument has
+# to agree in metadata, and in label too unless one side is foreign.
+
+_PLAIN = frozenset({int, bool, type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size})
+
+_CONSTANT_NUMEL = 16
+
+Description = tuple[Any, ...]
+
+
+class Labels:
+    """The labels of one pass over one region; see Note [Labels]."""
+
+    __slots__ = ("_by_storage", "_inputs", "_parameters", "foreign")
+
+    def __init__(self) -> None:
+        self._by_storage: dict[tuple[int, int], int] = {}
+        self._inputs: set[int] = set()
+        self._parameters: set[int] = set()
+        self.foreign: set[int] = set()
+
+    def name_input(self, tensor: torch.Tensor, position: int) -> None:
+        """Give the storage of a region's input the label of its place."""
+        for part in tensor_parts(tensor):
+            self._inputs.add(self._by_storage.setdefault(storage_key(part), hash(("input", position))))
+
+    def of(self, tensor: torch.Tensor) -> int:
+        """Return the label of a tensor's storage."""
+        kind = type(tensor)
+        if kind is not torch.Tensor and kind is not Parameter and hasattr(kind, "__tensor_flatten__"):
+            return self._of_wrapper(tensor)
+        key = storage_key(tensor)
+        label = self._by_storage.get(key)
+        if label is None:
+            if kind is Parameter or isinstance(tensor, Parameter):
+                label = self._by_storage[key] = hash(("parameter", id(tensor)))
+                self._parameters.add(label)
+            else:
+                label = hash(("foreign", storage_address(tensor)))
+                self.foreign.add(label)
+        return label
+
+    def see(self, args: tuple[Any, ...]) -> None:
+        """Take note of a parameter that a view is about to be made of: the view's storage then has its label."""
+        if args:
+            value = args[0]
+            if type(value) is not torch.Tensor and isinstance(value, Parameter):
+                self.of(value)
+
+    def name_constant(self, tensor: Any) -> None:
+        """Label a small tensor made from Python numbers by those numbers, since its storage is new in each pass."""
+        if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu" and tensor.numel() <= _CONSTANT_NUMEL:
+            self._by_storage[storage_key(tensor)] = hash(("constant", str(tensor.tolist())))
+
+    def is_persistent(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor lies in an input or a parameter that nothing in the region has written to."""
+        label = self._by_storage.get(storage_key(tensor))
+        return label in self._parameters or label in self._inputs
+
+    def origin(self, tensor: torch.Tensor) -> str:
+        """Return where the tensor's storage comes from: ``parameter``, ``input``, ``foreign``, or ``op``."""
+        label = self._by_storage.get(storage_key(tensor))
+        if label is None:
+            return "parameter" if isinstance(tensor, Parameter) else "foreign"
+        if label in self._parameters:
+            return "parameter"
+        return "input" if label in self._inputs else "op"
+
+    def _of_wrapper(self, tensor: torch.Tensor) -> int:
+        if isinstance(tensor, Parameter):
+            label = hash(("parameter", id(tensor)))
+            for part in wrapped_parts(tensor):
+                self._by_storage.setdefault(storage_key(part), label)
+            self._parameters.add(label)
+            return label
+        return hash(tuple(self.of(part) for part in wrapped_parts(tensor)))
+
+    def signature(self, key: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, bool]:
+        """Return the signature of a call, and whether anything foreign went into it."""
+        parts: list[Any] = [key]
+        foreign = self._describe(args, parts)
+        if kwargs:
+            for name, value in kwargs.items():
+                parts.append(name)
+                foreign = self._describe((value,), parts) or foreign
+        return hash(tuple(parts)), foreign
+
+    def _describe(self, values: Any, parts: list[Any]) -> bool:
+        foreign = False
+        for value in values:
+            kind = type(value)
+            if kind in _PLAIN:
+                parts.append(value)
+            elif kind is float:
+                parts.append(value if value == value else "nan")
+            elif isinstance(value, torch.Tensor):
+                label = self.of(value)
+                parts.append((label, *metadata(value)))
+                foreign = foreign or label in self.foreign
+            elif kind is list or kind is tuple:
+                parts.append(len(value))
+                foreign = self._describe(value, parts) or foreign
+            else:
+                parts.append(kind)  # a Generator, an Enum, a graph module: its kind has to do
+        return foreign
+
+    def describe(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Description:
+        """Return what ``signature`` hashes, for matching by eye: tensors as ``(label, foreign, shape, …)``."""
+        return tuple(self._describe_one(value) for value in (*args, *kwargs.values()))
+
+    def _describe_one(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            label = self.of(value)
+            return label, label in self.foreign, metadata(value)
+        if isinstance(value, (list, tuple)) and any(isinstance(part, torch.Tensor) for part in value):
+            return tuple(self._describe_one(part) for part in value)
+        return str(value) if type(value) in _PLAIN or isinstance(value, (float, list, tuple)) else type(value).__name__
+
+    def name_output(self, out: Any, signature: int, foreign: bool) -> None:
+        """Label an op's result."""
+        if isinstance(out, torch.Tensor):
+            if type(out) is not torch.Tensor and hasattr(type(out), "__tensor_flatten__"):
+                out = wrapped_parts(out)
+            else:
+                self._by_storage[storage_key(out)] = signature
+                if foreign:
+                    self.foreign.add(signature)
+                return
+        if isinstance(out, (tuple, list)):
+            for place, part in enumerate(out):
+                if part is not None:
+                    self.name_output(part, hash((signature, place)), foreign)
+
+
+def wrapped_parts(tensor: Any) -> list[torch.Tensor]:
+    """Return the plain tensors inside a wrapper subclass such as DTensor."""
+    names, _ = tensor.__tensor_flatten__()
+    parts: list[torch.Tensor] = []
+    for name in names:
+        part = getattr(tensor, name)
+        parts.extend(wrapped_parts(part) if hasattr(type(part), "__tensor_flatten__") else [part])
+    return parts
+
+
+def tensor_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the plain tensors that hold the data of ``tensor``: itself, or those inside a wrapper subclass."""
+    return wrapped_parts(tensor) if hasattr(type(tensor), "__tensor_flatten__") else [tensor]
+
+
+def metadata(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return shape, stride, offset and dtype of a tensor."""
+    if tensor.layout is not torch.strided:
+        return tensor.shape, tensor.dtype, tensor.layout
+    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
+
+
+def storage_address(tensor: torch.Tensor) -> int:
+    """Return the address of the tensor's storage object, or of the tensor where it has none (sparse layouts)."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except (RuntimeError, NotImplementedError):
+        return id(tensor)
+
+
+def storage_key(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return what tells the tensor's storage, and the memory behind it, from others alive.
+
+    Both, since an object at a recycled address would otherwise inherit the label of a storage that is gone.
+    """
+    try:
+        storage = tensor.untyped_storage()
+        return storage._cdata, storage.data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return id(tensor), 0
+
+
+def storage_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes that keeping ``tensor`` keeps: those of its whole storage."""
+    if hasattr(type(tensor), "__tensor_flatten__"):
+        return sum(storage_bytes(part) for part in wrapped_parts(tensor))
+    try:
+        return tensor.untyped_storage().nbytes()
+    except (RuntimeError, NotImplementedError):
+        return tensor.numel() * tensor.element_size()

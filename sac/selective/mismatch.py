@@ -1,0 +1,36 @@
+"""The message for a saved value that recomputation cannot be matched with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from sac.errors import Problem
+from sac.selective.record import SavedValue
+from sac.selective.table import Plan, plan_name
+
+
+def unmatched_problem(path: str, value: SavedValue, rivals: Sequence[tuple[Plan, Any]]) -> Problem:
+    """Return the problem that ``value``'s call did not come again in recomputation; ``rivals`` are what came instead."""
+    module = value.plan.path or "the region itself"
+    forward = ", ".join(_argument(part) for part in value.description)
+    if rivals:
+        seen = f"in recomputation with ({', '.join(_argument(part) for part in rivals[0][1])})"
+    else:
+        seen = "in recomputation not at all"
+    return Problem(
+        where=path or "region",
+        found=f"call {value.call} of {plan_name(value.plan)} in {module} ran in forward with ({forward}) and {seen}",
+        fix="make the region's forward depend on its inputs, parameters and random state only",
+    )
+
+
+def _argument(description: Any) -> str:
+    if isinstance(description, tuple) and len(description) == 3 and isinstance(description[1], bool):
+        label, foreign, metadata = description
+        origin = "from outside" if foreign else f"value {label & 0xFFFF:04x}"
+        dtype = str(metadata[-1]).removeprefix("torch.")
+        return f"{dtype}{list(metadata[0])} {origin}"
+    if isinstance(description, tuple):
+        return "[" + ", ".join(_argument(part) for part in description) + "]"
+    return str(description)

@@ -1,0 +1,309 @@
+"""The two dispatch modes of the rerun engine: one decides and holds in forward, one serves in recomputation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sac.errors import Problem, RegionError
+from sac.selective import scope
+from sac.selective.labels import Labels, storage_address, tensor_parts
+from sac.selective.mismatch import unmatched_problem
+from sac.selective.record import CallRecord, SavedValue, default_generators, map_tensors, tensors_of, written_tensors
+from sac.selective.table import BoundRule, Plan
+from sac.selective.tape import Tape
+
+_LIFT_FRESH = torch.ops.aten.lift_fresh.default
+
+
+class Settling(Protocol):
+    """What the recomputation mode asks before each op: has everything been filled, and what then."""
+
+    done: bool
+
+    def settle(self, written: Sequence[torch.Tensor]) -> None:
+        """An op that writes to ``written`` is about to run although ``done``."""
+
+
+class ForwardMode(TorchDispatchMode):
+    """Runs a region's forward: decides per op, and holds what is saved on the call's record."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """A compiled function inside the region may be used under this mode."""
+        return True
+
+    def __init__(self, record: CallRecord, tape: Tape | None) -> None:
+        super().__init__()
+        self.record = record
+        self.tape = tape
+        self.plans = record.table.scope("")
+        self.path = ""
+
+    def __enter__(self) -> ForwardMode:
+        super().__enter__()
+        self._outer = scope.enter(self)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        scope.leave(self._outer)
+        super().__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        record = self.record
+        if record.paused:
+            return func(*args, **kwargs)
+        plan: Plan | None = self.plans.get(func)
+        if plan is None:
+            plan = record.table.plan(func, self.path)
+        if plan.light:
+            record.labels.see(args)
+            out = func(*args, **kwargs)
+            if plan.is_view and func is _LIFT_FRESH:
+                record.labels.name_constant(out)
+            if self.tape is not None:
+                self.tape.add(plan, None, False, args, kwargs, out)
+            return out
+        signature, foreign = record.labels.signature(plan.key, args, kwargs)
+        if plan.has_generator:
+            _note_generators(record, args, kwargs)
+        if plan.writes:
+            record.before_write(plan, args, kwargs)
+        if plan.counts or plan.candidates:
+            out = self._run_decided(plan, signature, foreign, args, kwargs)
+        else:
+            out = func(*args, **kwargs)
+            if plan.final is not None:
+                record.hits[plan.final.index] += 1
+            if self.tape is not None:
+                self.tape.add(plan, plan.final, False, args, kwargs, out)
+        if plan.writes:
+            _relabel(record.labels, plan, signature, foreign, args, kwargs)
+        record.labels.name_output(out, signature, foreign)
+        record.after_op()
+        return out
+
+    def _run_decided(self, plan: Plan, signature: int, foreign: bool, args: Any, kwargs: Any) -> Any:
+        """Run an op that may be saved, decide, and hold its result if so."""
+        record = self.record
+        before = None
+        if plan.draws and plan.counts:
+            before = [(generator, generator.get_state()) for generator in _generators(plan, args, kwargs)]
+        out = plan.op(*args, **kwargs)
+        call = record.calls[plan]
+        saves, rule = decide(record, plan, args, kwargs, out)
+        if rule is not None:
+            record.hits[rule.index] += 1
+        if saves and _aliases(args, kwargs, out):
+            saves = False
+        if saves:
+            value = SavedValue(plan, call, rule, signature, foreign)
+            value.description = record.labels.describe(args, kwargs)
+            if before is not None:
+                value.rng_after = [(g, g.get_state()) for g, state in before if not torch.equal(g.get_state(), state)]
+            record.save(value, out)
+        if self.tape is not None:
+            self.tape.add(plan, rule, saves, args, kwargs, out, call=call)
+        return out
+
+
+class RecomputeMode(TorchDispatchMode):
+    """Runs a region again: serves held values in place of their ops, and stops when nothing more is needed."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """A compiled function inside the region may be used under this mode."""
+        return True
+
+    def __init__(
+        self, record: CallRecord, inputs: list[tuple[int, torch.Tensor]], filling: Settling
+    ) -> None:
+        super().__init__()
+        self.record = record
+        self.inputs = inputs
+        self.filling = filling
+
+    def __enter__(self) -> RecomputeMode:
+        self.plans = self.record.table.scope("")
+        self.path = ""
+        self.labels = Labels()
+        for position, tensor in self.inputs:
+            self.labels.name_input(tensor, position)
+        self.inputs = []
+        self._was_paused, self.record.paused = self.record.paused, not self.record.forward_over
+        self.live: list[tuple[Plan, Any]] = []  # calls that ran although a saved value of the same op waits
+        self.waiting = {signature: list(values) for signature, values in self.record.by_signature.items() if values}
+        self.ops = {value.plan.op for value in self.record.saved}
+        self._put_state_back()
+        super().__enter__()
+        self._outer = scope.enter(self)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        scope.leave(self._outer)
+        super().__exit__(*error)
+        self.record.paused = self._was_paused
+        for storage, image in self._present:
+            storage.copy_(image)
+        for generator, state in self._present_generators:
+            generator.set_state(state)
+
+    def _put_state_back(self) -> None:
+        record = self.record
+        images = [pair for pair in record.images.values() if pair[0].nbytes() == pair[1].nbytes()]
+        self._present = [(storage, storage.clone()) for storage, _ in images]
+        self._present_generators = [(g, g.get_state()) for g, _ in record.generators.values()]
+        for storage, image in images:
+            storage.copy_(image)
+        for generator, state in record.generators.values():
+            generator.set_state(state)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        plan: Plan | None = self.plans.get(func)
+        if plan is None:
+            plan = self.record.table.plan(func, self.path)
+        filling = self.filling
+        if filling.done and not plan.traits.is_infrastructure:
+            filling.settle(written_tensors(plan, args, kwargs) if plan.writes else ())
+        labels = self.labels
+        if plan.light:
+            labels.see(args)
+            out = func(*args, **kwargs)
+            if plan.is_view and func is _LIFT_FRESH:
+                labels.name_constant(out)
+            return out
+        signature, foreign = labels.signature(plan.key, args, kwargs)
+        values = self.waiting.get(signature)
+        if values:
+            return self._serve(values.pop(0))
+        if func in self.ops:
+            value = self._match_by_order(plan, args, kwargs)
+            if value is not None:
+                self.waiting[value.signature].remove(value)
+                return self._serve(value)
+        if plan.writes:
+            self._check_write(plan, args, kwargs)
+        out = func(*args, **kwargs)
+        if plan.writes:
+            _relabel(labels, plan, signature, foreign, args, kwargs)
+        labels.name_output(out, signature, foreign)
+        return out
+
+    def _serve(self, value: SavedValue) -> Any:
+        value.served = True
+        for generator, state in value.rng_after:
+            generator.set_state(state)
+        out = map_tensors(value.outputs, torch.Tensor.clone if value.written else torch.Tensor.detach)
+        self.labels.name_output(out, value.signature, value.foreign)
+        return out
+
+    def _match_by_order(self, plan: Plan, args: Any, kwargs: Any) -> SavedValue | None:
+        """Return the first waiting value of this op and module whose arguments may be the same, see Note [Labels]."""
+        seen = self.labels.describe(args, kwargs)
+        for value in self.record.saved:
+            waits = value in self.waiting.get(value.signature, ())
+            if waits and value.plan.op is plan.op and value.plan.path == plan.path and agree(value.description, seen):
+                return value
+        self.live.append((plan, seen))
+        return None
+
+    def _check_write(self, plan: Plan, args: Any, kwargs: Any) -> None:
+        """Raise if the region now writes to a held value that it did not write to in forward."""
+        held = self.record.held_addresses
+        for part in _written_parts(plan, args, kwargs):
+            if storage_address(part) in held:
+                raise RegionError(
+                    Problem(
+                        where=self.record.path or "region",
+                        found=f"{plan.op} writes to a saved value in recomputation, and did not in forward",
+                        fix="make the region's forward depend on its inputs, parameters and random state only",
+                    )
+                )
+
+    def check(self) -> None:
+        """Raise if a saved value found no call although a call of its op found no value."""
+        for value in self.record.saved:
+            if value.served or value not in self.waiting.get(value.signature, ()):
+                continue
+            rivals = [(plan, seen) for plan, seen in self.live if plan.op is value.plan.op and plan.path == value.plan.path]
+            if rivals or value.must or value.rng_after:
+                raise RegionError(unmatched_problem(self.record.path, value, rivals))
+
+
+def decide(record: CallRecord, plan: Plan, args: Any, kwargs: Any, out: Any) -> tuple[bool, BoundRule | None]:
+    """Return whether this call's result is saved, and the rule that matched; counts the call."""
+    call = record.calls[plan]
+    record.calls[plan] = call + 1
+    saves, rule = plan.final_saves, plan.final
+    for candidate in plan.candidates:
+        if candidate.matches(call, args, kwargs, out):
+            rule, saves = candidate.bound, candidate.saves
+            if candidate.alternates:
+                turn = record.alternations[rule.index]
+                record.alternations[rule.index] = turn + 1
+                saves = turn % 2 == 0
+            break
+    if not saves and plan.must_save:
+        condition = plan.must_save_condition
+        saves = condition is None or condition(args, kwargs, out)
+    if saves and plan.savable_if is not None:
+        saves = plan.savable_if(args, kwargs, out)
+    return saves, rule
+
+
+def agree(forward: Any, recomputed: Any) -> bool:
+    """Return whether two argument descriptions may mean the same call: equal but for labels that are foreign."""
+    if len(forward) != len(recomputed):
+        return False
+    for one, other in zip(forward, recomputed, strict=True):
+        if _is_tensor(one) and _is_tensor(other):
+            if one[2] != other[2] or (one[0] != other[0] and not (one[1] or other[1])):
+                return False
+        elif isinstance(one, tuple) and isinstance(other, tuple):
+            if not agree(one, other):
+                return False
+        elif one != other:
+            return False
+    return True
+
+
+def _is_tensor(description: Any) -> bool:
+    return isinstance(description, tuple) and len(description) == 3 and isinstance(description[1], bool)
+
+
+def _written_parts(plan: Plan, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    return [part for tensor in written_tensors(plan, args, kwargs) for part in tensor_parts(tensor)]
+
+
+def _relabel(labels: Labels, plan: Plan, signature: int, foreign: bool, args: Any, kwargs: Any) -> None:
+    for place, part in enumerate(_written_parts(plan, args, kwargs)):
+        labels.name_output(part, hash((signature, "written", place)), foreign)
+
+
+def _passed_generators(plan: Plan, args: Any, kwargs: Any) -> list[torch.Generator]:
+    return [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
+
+
+def _generators(plan: Plan, args: Any, kwargs: Any) -> list[torch.Generator]:
+    return _passed_generators(plan, args, kwargs) if plan.has_generator else default_generators(args, kwargs)
+
+
+def _note_generators(record: CallRecord, args: Any, kwargs: Any) -> None:
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Generator):
+            record.note_generator(value)
+
+
+def _aliases(args: Any, kwargs: Any, out: Any) -> bool:
+    """Whether an op gave back one of its arguments, or a view of it: such a result is never held."""
+    inputs = {storage_address(part) for t in tensors_of([*args, *kwargs.values()]) for part in tensor_parts(t)}
+    return any(storage_address(part) in inputs for t in tensors_of(out) for part in tensor_parts(t))

@@ -1,0 +1,271 @@
+"""What one region call holds for its recomputation: saved values, generator states, images of what it wrote to."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from sac.region.frame import Handle
+from sac.region.inputs import KeptInputs
+from sac.region.rng import default_generator
+from sac.selective.labels import Description, Labels, storage_address, storage_bytes, tensor_parts
+from sac.selective.table import BoundRule, Plan, Table
+
+# Note [What is kept, and what is not]
+#
+# A saved op's output is used in two ways. Autograd may save it: then the handle keeps exactly what autograd would have
+# kept. And recomputation serves it instead of running the op: then it has to be held until the last missing handle is
+# filled. At the end of the forward an output that does neither is let go (it is dead: backward can never read it):
+#  - no handle is missing: nothing is run again, so only what handles keep stays;
+#  - the op runs after the last missing handle is filled: early stop never reaches it.
+# A handle whose tensor is a small view of a big output that nothing else needs keeps a copy of the view instead.
+#
+# In-place writes. A held output is copied right before an op of the region writes to its storage, and served as a copy.
+# A tensor from outside that the region writes to (a buffer, an input) is imaged right before the first write; the image
+# is put back for recomputation, and the present value after it. So statistics and counters advance once.
+
+
+class SavedValue:
+    """One saved call: its result, and how to find it again; see Note [Labels]."""
+
+    __slots__ = (
+        "call",
+        "description",
+        "foreign",
+        "must",
+        "outputs",
+        "packs_before",
+        "plan",
+        "rng_after",
+        "rule",
+        "saved_bytes",
+        "served",
+        "signature",
+        "written",
+    )
+
+    def __init__(self, plan: Plan, call: int, rule: BoundRule | None, signature: int, foreign: bool) -> None:
+        self.plan = plan
+        self.call = call
+        self.rule = rule
+        self.signature = signature
+        self.foreign = foreign
+        self.must = plan.must_save
+        self.description: Description = ()
+        self.outputs: Any = None
+        self.packs_before = 0
+        self.rng_after: list[tuple[torch.Generator, torch.Tensor]] = []
+        self.saved_bytes = 0
+        self.served = False
+        self.written = False  # the region writes to it later: it is held, and served, as a copy
+
+
+class CallRecord:
+    """State of one call of a region under a table; the forward fills it, the recomputation reads it."""
+
+    def __init__(self, table: Table, path: str) -> None:
+        self.table = table
+        self.path = path
+        self.labels = Labels()
+        self.saved: list[SavedValue] = []
+        self.decided: list[SavedValue] = []  # after the forward: all that was decided to be saved, for the report
+        self.by_signature: dict[int, list[SavedValue]] = {}
+        self.by_storage: dict[int, list[SavedValue]] = {}
+        self.generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
+        self.images: dict[int, tuple[Any, Any]] = {}  # storage address -> (storage, its image before the first write)
+        self.calls: defaultdict[Plan, int] = defaultdict(int)
+        self.alternations: defaultdict[int, int] = defaultdict(int)
+        self.hits: defaultdict[int, int] = defaultdict(int)
+        self.dead_bytes = 0
+        self.packs = 0
+        self.inputs: KeptInputs | None = None
+        self.inputs_written = False
+        self.late_write = False  # an op wrote to a tensor that autograd had saved right before the op ran
+        self.forward_over = False
+        self.paused = False  # a recomputation runs inside the region's own forward: nothing of it is recorded
+        self.kept_places: set[int] | None = None  # inside torch.utils.checkpoint: which packed tensors are ours
+        self.held_addresses: frozenset[int] = frozenset()
+        self._packed_since_op: list[Handle] = []
+
+    # Forward
+
+    def save(self, value: SavedValue, out: Any) -> None:
+        """Hold ``out``, the result of the call that ``value`` stands for, without its graph."""
+        value.outputs = map_tensors(out, _detached)
+        value.packs_before = self.packs
+        self.saved.append(value)
+        self.by_signature.setdefault(value.signature, []).append(value)
+        for tensor in tensors_of(out):
+            value.saved_bytes += storage_bytes(tensor)
+            for part in tensor_parts(tensor):
+                self.by_storage.setdefault(storage_address(part), []).append(value)
+
+    def pack(self, tensor: torch.Tensor, handle: Handle) -> None:
+        """Autograd saves ``tensor``: keep it if it is, or is a view of, a saved output, a parameter or an input."""
+        self.packs += 1
+        handle.storage = storage_address(tensor)
+        parts = tensor_parts(tensor)
+        if self.table.saves_everything:
+            handle.keep(tensor)
+            handle.borrowed = all(self.labels.is_persistent(part) for part in parts)
+            return
+        self._packed_since_op.append(handle)
+        if all(storage_address(part) in self.by_storage for part in parts):
+            handle.keep(tensor)
+        elif all(self.labels.is_persistent(part) for part in parts):
+            handle.keep(tensor)
+            handle.borrowed = True
+
+    def before_write(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """An op is about to write to some of its arguments: copy or image what lies there, if it is wanted as it is."""
+        for tensor in written_tensors(plan, args, kwargs):
+            for part in tensor_parts(tensor):
+                address = storage_address(part)
+                if address in self.by_storage:
+                    self._copy_saved(address)
+                elif plan.traits.mutated_args:  # an out= variant overwrites: its target needs no image
+                    self._image(address, part)
+                if any(handle.storage == address for handle in self._packed_since_op):
+                    self.late_write = True
+
+    def after_op(self) -> None:
+        """An op has run: what autograd saved before it is no longer about to be written by it."""
+        if self._packed_since_op:
+            self._packed_since_op.clear()
+
+    def _copy_saved(self, address: int) -> None:
+        for value in self.by_storage.pop(address):
+            value.outputs = map_tensors(value.outputs, lambda t: _copy_if_at(t, address))
+            value.written = True
+
+    def _image(self, address: int, tensor: torch.Tensor) -> None:
+        origin = self.labels.origin(tensor)
+        if origin == "input" and self.inputs is not None:
+            self.inputs.copy_storage(address)
+            self.inputs_written = True
+        elif origin in ("foreign", "input") and address not in self.images:
+            storage = tensor.untyped_storage()
+            self.images[address] = (storage, storage.clone())
+
+    def note_generator(self, generator: torch.Generator) -> None:
+        """An op is about to draw from ``generator``, which the caller passed: remember where it stood."""
+        usual = default_generator(generator.device)
+        if usual is not None and usual._cdata == generator._cdata:  # type: ignore[attr-defined]
+            return  # the frame's snapshot holds it
+        if generator._cdata not in self.generators:  # type: ignore[attr-defined]
+            self.generators[generator._cdata] = (generator, generator.get_state())  # type: ignore[attr-defined]
+
+    def close(self, kept: list[Handle], last_missing: int) -> bool:
+        """Let dead outputs go; return whether the region can be run again without this record."""
+        self.forward_over = True
+        self._packed_since_op.clear()
+        alive = [value for value in self.saved if value.packs_before <= last_missing]
+        held = {id(value) for value in alive}
+        addresses = addresses_of(alive)
+        compact_views([handle for handle in kept if not handle.borrowed and handle.storage not in addresses])
+        in_handles = {h.storage for h in kept}
+        for value in self.saved:
+            if id(value) not in held:
+                self._let_go(value, in_handles)
+        self.decided, self.saved = self.saved, alive
+        self.held_addresses = addresses_of(value for value in alive if not value.written)
+        self.by_storage.clear()
+        self.labels = Labels()
+        return not (alive or self.needs_mode)
+
+    @property
+    def needs_mode(self) -> bool:
+        """Whether this call did something that a recomputation without a dispatch mode would get wrong."""
+        return bool(self.images or self.generators or self.late_write or self.inputs_written)
+
+    def _let_go(self, value: SavedValue, in_handles: set[int]) -> None:
+        for tensor in tensors_of(value.outputs):
+            for part in tensor_parts(tensor):
+                if storage_address(part) not in in_handles:
+                    freed = storage_bytes(part)
+                    self.dead_bytes += freed
+                    value.saved_bytes -= freed
+        value.outputs = None
+        self.by_signature[value.signature].remove(value)
+
+    # Recomputation
+
+    def drop(self) -> None:
+        """Let every held value go."""
+        self.saved = []
+        self.by_signature = {}
+        self.images = {}
+        self.generators = {}
+
+
+def addresses_of(values: Iterable[SavedValue]) -> frozenset[int]:
+    """Return the addresses of the storages in which the results of saved calls lie."""
+    tensors = (tensor for value in values for tensor in tensors_of(value.outputs))
+    return frozenset(storage_address(part) for tensor in tensors for part in tensor_parts(tensor))
+
+
+def default_generators(args: tuple[Any, ...], out: Any) -> list[torch.Generator]:
+    """Return the default generators that an op on these tensors may draw from."""
+    devices = {tensor.device for tensor in tensors_of((args, out))} | {torch.device("cpu")}
+    found = (default_generator(device) for device in devices)
+    return [generator for generator in found if generator is not None]
+
+
+def compact_views(handles: list[Handle]) -> None:
+    """Replace views that are small against their storage by copies, so that they do not pin it."""
+    groups: dict[int, list[Handle]] = defaultdict(list)
+    for handle in handles:
+        groups[handle.storage].append(handle)
+    for group in groups.values():
+        tensors = {_view_of(h.value): h.value for h in group if isinstance(h.value, torch.Tensor)}
+        whole = max(storage_bytes(t) for t in tensors.values())
+        if sum(t.numel() * t.element_size() for t in tensors.values()) < whole:
+            copies = {view: _dense_copy(tensor) for view, tensor in tensors.items()}
+            for handle in group:
+                if isinstance(handle.value, torch.Tensor):
+                    handle.value = copies[_view_of(handle.value)]
+
+
+def _view_of(tensor: Any) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
+
+
+def _dense_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy with the same order of dimensions in memory and none of the gaps."""
+    return tensor.clone(memory_format=torch.preserve_format)
+
+
+def _copy_if_at(tensor: torch.Tensor, address: int) -> torch.Tensor:
+    return tensor.clone() if any(storage_address(part) == address for part in tensor_parts(tensor)) else tensor
+
+
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach()
+
+
+def map_tensors(value: Any, function: Any) -> Any:
+    """Return ``value`` with ``function`` applied to its tensors, through tuples and lists."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, (tuple, list)):
+        return type(value)(map_tensors(part, function) for part in value)
+    return value
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """Return the tensors in ``value``, through tuples and lists."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (tuple, list)):
+        return [tensor for part in value for tensor in tensors_of(part)]
+    return []
+
+
+def written_tensors(plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Return the tensors among the arguments that the plan's op writes to."""
+    traits = plan.traits
+    written = [args[place] for place in traits.mutated_args if place < len(args)]
+    return tensors_of([*written, *(kwargs[name] for name in traits.mutated_kwargs if name in kwargs)])

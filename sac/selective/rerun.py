@@ -1,0 +1,62 @@
+"""The rerun engine: what one region call's recorder is, and when a kind of region needs none."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from sac.region.frame import Filling, Handle
+from sac.region.inputs import KeptInputs
+from sac.selective.modes import ForwardMode, RecomputeMode
+from sac.selective.record import CallRecord
+from sac.selective.table import Table
+from sac.selective.tape import Tape
+
+
+class RerunRecorder:
+    """Carries a table out on one region call; the ``Recorder`` that a frame talks to."""
+
+    def __init__(self, table: Table, path: str, tape: Tape | None = None) -> None:
+        self.record = CallRecord(table, path)
+        self.tape = tape
+        self.needs_mode = False
+        self._recompute: RecomputeMode | None = None
+
+    def begin(self, inputs: KeptInputs) -> None:
+        """The region is about to run on ``inputs``."""
+        self.record.inputs = inputs
+        for kept in inputs.tensors:
+            if isinstance(kept.data, torch.Tensor):
+                self.record.labels.name_input(kept.data, kept.position)
+
+    def forward_mode(self) -> AbstractContextManager[Any]:
+        """Return the mode that decides."""
+        return ForwardMode(self.record, self.tape)
+
+    def pack(self, tensor: torch.Tensor, handle: Handle) -> None:
+        """See ``CallRecord.pack``."""
+        if not self.record.paused:
+            self.record.pack(tensor, handle)
+
+    def close(self, kept: list[Handle], last_missing: int) -> bool:
+        """See ``CallRecord.close``."""
+        free = self.record.close(kept, last_missing)
+        self.needs_mode = self.record.needs_mode
+        return free
+
+    def recompute_mode(self, inputs: list[tuple[int, torch.Tensor]], filling: Filling) -> RecomputeMode:
+        """Return the mode that serves."""
+        self._recompute = RecomputeMode(self.record, inputs, filling)
+        return self._recompute
+
+    def check_recomputed(self) -> None:
+        """Raise if a saved value could not be matched."""
+        if self._recompute is not None:
+            mode, self._recompute = self._recompute, None
+            mode.check()
+
+    def drop(self) -> None:
+        """Let every held value go."""
+        self.record.drop()

@@ -1,0 +1,196 @@
+"""What a policy means for one kind of region: per module path and op a plan that costs one lookup."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sac.ops.names import OpMatcher, is_must_save, op_name
+from sac.ops.sets import CONDITIONS
+from sac.ops.traits import OpTraits, traits_of
+from sac.policy.model import ALTERNATE, Decision, Policy, Rule
+
+Condition = Callable[[tuple[Any, ...], Mapping[str, Any], Any], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class BoundRule:
+    """A rule of a policy with its op names resolved against this build of torch; ``index`` is its place in the table."""
+
+    rule: Rule
+    matcher: OpMatcher
+    index: int
+
+    @property
+    def saves(self) -> bool:
+        """Whether a match is saved (for an alternating rule: may be)."""
+        return self.rule.do != Decision.RECOMPUTE.value
+
+    def names(self, op: Any) -> bool:
+        """Whether the rule means ``op`` by a set or a name of its own, and not merely by a glob."""
+        return self.matcher.names(op)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A rule that may match a call of one op, depending on the call."""
+
+    bound: BoundRule
+    alternates: bool
+    saves: bool
+    condition: Condition | None
+
+    def matches(self, call: int, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> bool:
+        """Return whether use number ``call`` with these arguments and this result is meant."""
+        rule = self.bound.rule
+        if rule.call is not None and not rule.call.matches(call):
+            return False
+        if rule.shape is not None or rule.dtype or rule.min_bytes:
+            tensor = first_tensor(out)
+            if tensor is None or not _tensor_matches(rule, tensor):
+                return False
+        return self.condition is None or self.condition(args, kwargs, out)
+
+
+class Plan:
+    """All that the modes need to know of one op at one module path."""
+
+    __slots__ = (
+        "always_saves",
+        "candidates",
+        "counts",
+        "draws",
+        "final",
+        "final_saves",
+        "has_generator",
+        "is_view",
+        "key",
+        "light",
+        "must_save",
+        "must_save_condition",
+        "op",
+        "path",
+        "savable",
+        "savable_if",
+        "traits",
+        "writes",
+    )
+
+    def __init__(self, op: Any, path: str, traits: OpTraits) -> None:
+        self.op = op
+        self.path = path
+        self.traits = traits
+        self.key = hash(op)
+        self.is_view = traits.is_view
+        self.light = traits.is_infrastructure or traits.is_view
+        self.writes = bool(traits.mutated_args or traits.mutated_kwargs)
+        self.has_generator = bool(traits.generator_args or traits.generator_kwargs)
+        self.draws = traits.may_draw
+        self.savable = not traits.unsavable_reason or bool(traits.savable_if)
+        self.savable_if = CONDITIONS[traits.savable_if] if traits.savable_if else None
+        self.candidates: tuple[Candidate, ...] = ()
+        self.final: BoundRule | None = None
+        self.final_saves = False
+        self.must_save = False
+        self.must_save_condition: Condition | None = None
+        self.counts = False
+        self.always_saves = False
+
+
+class Table:
+    """The rules that hold for one layer of one stack, and the plans they make; see ``plan``.
+
+    ``must_save``: nondeterministic routing ops are kept although no rule says so (promise 10).
+    """
+
+    def __init__(
+        self, policy: Policy, rules: tuple[BoundRule, ...], *, must_save: bool = True
+    ) -> None:
+        self.policy = policy
+        self.rules = rules
+        self.default = policy.default
+        self.must_save = must_save
+        self.saves_everything = self._saves_everything()
+        self.could_save = False  # some op seen so far may be saved
+        self._plans: dict[str, dict[Any, Plan]] = {}
+
+    def scope(self, path: str) -> dict[Any, Plan]:
+        """Return the plans made so far for ops run inside the module at ``path`` (relative to the region)."""
+        return self._plans.setdefault(path, {})
+
+    def _saves_everything(self) -> bool:
+        """Whether the policy leaves nothing to recompute: autograd alone does what it asks."""
+        return all(bound.rule.do == Decision.SAVE.value and not bound.rule.speaks_of_module for bound in self.rules) and (
+            self.default is Decision.SAVE or any(_matches_every_call(bound.rule) for bound in self.rules)
+        )
+
+    def plan(self, op: Any, path: str) -> Plan:
+        """Make (and remember) the plan for ``op`` inside the module at ``path``."""
+        plan = Plan(op, path, traits_of(op))
+        if plan.savable and not plan.light:
+            self._bind(plan)
+            self.could_save |= plan.counts
+        self._plans.setdefault(path, {})[op] = plan
+        return plan
+
+    def _bind(self, plan: Plan) -> None:
+        candidates: list[Candidate] = []
+        plan.final_saves = self.default is Decision.SAVE
+        for bound in self.rules:
+            rule = bound.rule
+            if rule.module is not None and not rule.module.matches(plan.path):
+                continue
+            if not bound.matcher.matches(plan.op):
+                continue
+            name = bound.matcher.conditional(plan.op)
+            condition = CONDITIONS[name] if name else None
+            if rule.do != ALTERNATE and condition is None and not _depends_on_call(rule):
+                plan.final, plan.final_saves = bound, bound.saves
+                break
+            candidates.append(Candidate(bound, rule.do == ALTERNATE, bound.saves, condition))
+        plan.candidates = tuple(candidates)
+        plan.must_save, condition_name = self._must_save(plan)
+        plan.must_save_condition = CONDITIONS[condition_name] if condition_name else None
+        plan.counts = plan.final_saves or plan.must_save or any(candidate.saves for candidate in candidates)
+        plan.always_saves = not candidates and plan.final_saves
+
+    def _must_save(self, plan: Plan) -> tuple[bool, str]:
+        if not self.must_save:
+            return False, ""
+        named = [bound for bound in (plan.final, *(c.bound for c in plan.candidates)) if bound is not None]
+        if any(bound.rule.do == Decision.RECOMPUTE.value and bound.names(plan.op) for bound in named):
+            return False, ""
+        return is_must_save(plan.op)
+
+
+def first_tensor(out: Any) -> torch.Tensor | None:
+    """Return the first tensor of an op's result."""
+    if isinstance(out, torch.Tensor):
+        return out
+    if isinstance(out, (tuple, list)):
+        return next((found for found in map(first_tensor, out) if found is not None), None)
+    return None
+
+
+def _depends_on_call(rule: Rule) -> bool:
+    return rule.call is not None or rule.shape is not None or bool(rule.dtype) or rule.min_bytes > 0
+
+
+def _matches_every_call(rule: Rule) -> bool:
+    return "*" in rule.ops and rule.module is None and rule.layers is None and not _depends_on_call(rule)
+
+
+def _tensor_matches(rule: Rule, tensor: torch.Tensor) -> bool:
+    if rule.min_bytes and tensor.numel() * tensor.element_size() < rule.min_bytes:
+        return False
+    if rule.dtype and str(tensor.dtype).removeprefix("torch.") not in rule.dtype:
+        return False
+    return rule.fits_shape(tensor.shape)
+
+
+def plan_name(plan: Plan) -> str:
+    """Return how messages name the plan's op."""
+    return op_name(plan.op)

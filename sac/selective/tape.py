@@ -1,0 +1,76 @@
+"""The plain record of the ops that one region's forward ran, for trace and report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.flop_counter import flop_registry
+
+from sac.ops.names import op_name
+from sac.selective.labels import storage_bytes
+from sac.selective.table import BoundRule, Plan, first_tensor
+
+
+@dataclass(frozen=True, slots=True)
+class OpRow:
+    """One op of a region's forward. ``bytes`` are those of its results, ``flops`` by torch's formulas (0: none known).
+
+    ``decision`` is ``save`` or ``recompute``; ``reason`` says who decided: a rule's id, ``must-save``, ``default``, or
+    why the op cannot be saved.
+    """
+
+    module: str
+    op: str
+    call: int
+    decision: str
+    rule: str
+    reason: str
+    bytes: int
+    flops: int
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Tape:
+    """Collects one row per op that the dispatcher shows."""
+
+    def __init__(self) -> None:
+        self.rows: list[OpRow] = []
+        self._calls: dict[tuple[str, str], int] = {}
+
+    def add(
+        self, plan: Plan, rule: BoundRule | None, saves: bool, args: Any, kwargs: Any, out: Any, *, call: int | None = None
+    ) -> None:
+        """Append the op just run."""
+        name = op_name(plan.op)
+        count = self._calls.get((plan.path, name), 0)
+        self._calls[plan.path, name] = count + 1
+        tensor = first_tensor(out)
+        self.rows.append(
+            OpRow(
+                module=plan.path,
+                op=name,
+                call=count if call is None else call,
+                decision="save" if saves else "recompute",
+                rule=rule.rule.id if rule is not None else "",
+                reason=_reason(plan, rule, saves),
+                bytes=0 if plan.is_view or tensor is None else storage_bytes(tensor),
+                flops=_flops(plan.op, args, kwargs, out),
+                shape=tuple(tensor.shape) if tensor is not None else (),
+                dtype=str(tensor.dtype).removeprefix("torch.") if tensor is not None else "",
+            )
+        )
+
+
+def _reason(plan: Plan, rule: BoundRule | None, saves: bool) -> str:
+    if plan.traits.unsavable_reason:
+        return plan.traits.unsavable_reason
+    if rule is not None and (saves == rule.saves or not saves):
+        return f"rule {rule.rule.id}"
+    return "must-save" if saves and plan.must_save else "default"
+
+
+def _flops(op: Any, args: Any, kwargs: Any, out: Any) -> int:
+    formula = flop_registry.get(getattr(op, "_overloadpacket", op))
+    return int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
