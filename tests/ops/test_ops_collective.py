@@ -1,0 +1,66 @@
+"""What the functional collectives do to tensors, and that traits and sets say so."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from sac.ops.names import is_must_save, resolve_ops
+from sac.ops.traits import traits_of
+
+c10d = torch.ops._c10d_functional
+
+
+@pytest.fixture
+def group(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'rendezvous'}", rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_waiting_hands_back_the_tensor_it_waits_for(group):
+    x = torch.arange(4.0)
+    result = c10d.all_to_all_single(x, [4], [4], group.group_name)
+    assert c10d.wait_tensor(result) is result
+    assert traits_of(c10d.wait_tensor.default).is_view
+    assert result.data_ptr() != x.data_ptr()
+    assert traits_of(c10d.all_to_all_single.default).savable
+
+
+def test_a_kept_result_may_be_waited_for_again(group):
+    x = torch.arange(4.0)
+    result = c10d.all_reduce(x, "sum", group.group_name)
+    first = c10d.wait_tensor(result).clone()
+    again = c10d.wait_tensor(result)
+    assert again is result
+    assert torch.equal(first, again)
+    assert torch.equal(again, x)
+
+
+def test_a_result_that_forward_never_waited_for_is_complete_once_waited_for_later(group):
+    x = torch.arange(4.0)
+    kept = c10d.all_gather_into_tensor(x, 1, group.group_name)
+    assert torch.equal(c10d.wait_tensor(kept), x)
+
+
+def test_the_wrapper_of_a_pending_result_shares_its_storage(group):
+    import torch.distributed._functional_collectives as collectives
+
+    pending = collectives.all_reduce(torch.ones(2), "sum", group)
+    assert traits_of(c10d._wrap_tensor_autograd.default).is_view
+    assert not resolve_ops(["*"]).matches(c10d._wrap_tensor_autograd.default)
+    assert torch.equal(pending + 0, torch.ones(2))
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"])
+def test_functional_collectives_can_be_saved(name):
+    assert resolve_ops(["collective"]).certain(getattr(c10d, name).default)
+
+
+@pytest.mark.parametrize("name", ["all_reduce_", "broadcast_", "all_gather_into_tensor_out", "irecv", "batch_p2p_ops"])
+def test_collectives_that_write_cannot_be_saved(name):
+    assert traits_of(getattr(c10d, name).default).unsavable_reason.startswith("it writes its argument")
+
+
+def test_even_and_uneven_exchanges_are_told_apart():
+    assert is_must_save(c10d.all_to_all_single.default) == (True, "uneven_split")
+    assert is_must_save(c10d.all_reduce.default) == (False, "")

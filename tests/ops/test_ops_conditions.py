@@ -1,0 +1,88 @@
+import pytest
+import torch
+
+from sac.ops.conditions import CONDITIONS
+
+
+def on(device):
+    """Return a stand-in for a tensor on a device that this machine need not have."""
+    return Placed._make_wrapper_subclass(Placed, (2,), device=torch.device(device))
+
+
+class Placed(torch.Tensor):
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise NotImplementedError
+
+
+def test_the_plain_conditions_are_listed():
+    assert list(CONDITIONS) == ["device_to_host", "uneven_split"]
+    assert len(CONDITIONS) == 2
+
+
+@pytest.mark.parametrize("name", ["no_such_condition", "absent_of:1", "", "device_to_host & no_such_condition"])
+def test_an_unknown_condition_is_a_key_error(name):
+    with pytest.raises(KeyError):
+        CONDITIONS[name]
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "holds"),
+    [
+        ("cuda", "cpu", True),
+        ("xpu", "cpu", True),
+        ("cuda", "cuda", False),
+        ("cpu", "cpu", False),
+        ("cpu", "cuda", False),
+    ],
+)
+def test_device_to_host_looks_at_both_sides(source, target, holds):
+    condition = CONDITIONS["device_to_host"]
+    assert condition((on(source),), {}, on(target)) is holds
+    assert condition((), {"self": on(source)}, on(target)) is holds
+    assert condition((on(source),), {"device": torch.device(target)}, None) is holds
+
+
+def test_device_to_host_is_false_for_what_is_no_copy_of_a_tensor():
+    assert CONDITIONS["device_to_host"]((), {}, None) is False
+    assert CONDITIONS["device_to_host"]((on("cuda"),), {}, None) is False
+    assert CONDITIONS["device_to_host"]((torch.empty(2, device="meta"),), {"device": "cpu"}, None) is False
+
+
+@pytest.mark.parametrize(
+    ("received", "sent", "holds"),
+    [([4, 4], [4, 4], False), ([4], [4], False), ([], [], False), ([4, 5], [4, 4], True), ([4, 4], [3, 5], True)],
+)
+def test_uneven_split_compares_the_sizes_of_both_lists(received, sent, holds):
+    x = torch.zeros(8)
+    assert CONDITIONS["uneven_split"]((x, received, sent, "0"), {}, None) is holds
+    by_name = {"output_split_sizes": received, "input_split_sizes": sent}
+    assert CONDITIONS["uneven_split"]((x,), by_name, None) is holds
+
+
+def test_sizes_that_are_no_numbers_yet_count_as_uneven():
+    assert CONDITIONS["uneven_split"]((None, [object()], [4], "0"), {}, None) is True
+
+
+def test_absent_holds_when_every_named_argument_was_left_out():
+    condition = CONDITIONS["absent:2/out,/more"]
+    assert condition((0, 1, None), {}, None) is True
+    assert condition((0, 1), {}, None) is True
+    assert condition((0, 1, 2), {}, None) is False
+    assert condition((0, 1), {"out": 2}, None) is False
+    assert condition((0, 1), {"more": 2}, None) is False
+
+
+def test_truthy_holds_when_every_named_argument_is_true():
+    condition = CONDITIONS["truthy:0/dropout,1/train"]
+    assert condition((0.1, True), {}, None) is True
+    assert condition((0.0, True), {}, None) is False
+    assert condition((0.1,), {"train": False}, None) is False
+    assert condition((), {}, None) is False
+
+
+def test_two_conditions_can_be_asked_for_at_once():
+    condition = CONDITIONS["uneven_split & absent:3/out"]
+    assert condition((0, [1, 2], [1, 2]), {}, None) is True
+    assert condition((0, [1, 2], [1, 2], 0), {}, None) is False
+    assert condition((0, [1, 1], [1, 1]), {}, None) is False
