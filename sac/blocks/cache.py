@@ -7,7 +7,8 @@ as long. So the cache is turned off where training reads the switch: on the mode
 generating stays as fast as it was (held by a test).
 
 Models whose layers read the keys and values of another layer (Gemma 3n, Gemma 4) hand these through a dictionary that
-attention writes into. Recomputing that attention would write again, so there only the other sub-modules are regions.
+attention writes into, and did through the cache itself in older releases. Recomputing that attention would write again,
+so there only the other sub-modules are regions, and the switch of such a config is left as it is.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from sac.errors import ModelError, Problem
 
 __all__ = ["Restore", "cache_configs", "kv_free_submodules", "own_checkpointing", "shares_kv", "turn_off_cache"]
 
-SHARED_KV = ("num_kv_shared_layers",)  # on a config: how many layers read another's keys and values
+SHARED_LAYERS = "num_kv_shared_layers"  # on a config: how many layers read another's keys and values
 SHARING_MODES = "kv_sharing_modes"  # on a config: per layer None, "store", or a word that begins with "reuse"
 ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
 KV_ARGUMENTS = frozenset({"shared_kv_states", "past_key_values", "past_key_value", "layer_past"})
@@ -54,10 +55,13 @@ def cache_configs(model: nn.Module) -> Iterator[Any]:
 def turn_off_cache(model: nn.Module) -> tuple[Restore, ...]:
     """Set ``use_cache`` to False on every config that has it on, and return what undoes that.
 
-    See Note [K/V cache]. Raises ``ModelError``, with nothing changed, when a config cannot be written to.
+    A config whose layers share keys and values keeps it; see Note [K/V cache]. Raises ``ModelError``, with nothing
+    changed, when a config cannot be written to.
     """
     done: list[Restore] = []
     for config in cache_configs(model):
+        if any(_is_shared(part) for part in _with_parts(config)):
+            continue
         try:
             config.use_cache = False
         except (AttributeError, TypeError) as error:
@@ -70,14 +74,16 @@ def turn_off_cache(model: nn.Module) -> tuple[Restore, ...]:
 
 def shares_kv(model: nn.Module) -> bool:
     """Return whether layers of the model read the keys and values that another layer computed; Note [K/V cache]."""
-    for config in _configs(model):
-        counts = (getattr(config, name, 0) for name in SHARED_KV)
-        if any(isinstance(count, int) and count > 0 for count in counts):
-            return True
-        modes = getattr(config, SHARING_MODES, None)
-        if isinstance(modes, (list, tuple)) and any(str(mode).startswith("reuse") for mode in modes):
-            return True
+    if any(_is_shared(config) for config in _configs(model)):
+        return True
     return any(getattr(module, "is_kv_shared_layer", False) is True for module in model.modules())
+
+
+def _is_shared(config: Any) -> bool:
+    count, modes = getattr(config, SHARED_LAYERS, 0), getattr(config, SHARING_MODES, None)
+    if isinstance(count, int) and count > 0:
+        return True
+    return isinstance(modes, (list, tuple)) and any(str(mode).startswith("reuse") for mode in modes)
 
 
 def kv_free_submodules(block: Block) -> tuple[Block, ...]:
@@ -102,17 +108,26 @@ def _is_attention(path: str, module: nn.Module) -> bool:
 
 
 def _configs(model: nn.Module) -> Iterator[Any]:
-    """Yield every config object of a model: on its modules, and inside one another."""
+    """Yield every config object of a model once: on its modules, and inside one another."""
     seen: set[int] = set()
-    ahead: list[Any] = [config for module in model.modules() if (config := getattr(module, "config", None)) is not None]
-    ahead.reverse()
+    for module in model.modules():
+        for config in _with_parts(getattr(module, "config", None)):
+            if id(config) not in seen:
+                seen.add(id(config))
+                yield config
+
+
+def _with_parts(config: Any) -> Iterator[Any]:
+    """Yield a config and the configs it holds, at any depth."""
+    seen: set[int] = set()
+    ahead = [config]
     while ahead:
-        config = ahead.pop()
-        if id(config) in seen or isinstance(config, (nn.Module, type, str, int, float)):
+        part = ahead.pop()
+        if part is None or id(part) in seen or isinstance(part, (nn.Module, type, str, int, float)):
             continue
-        seen.add(id(config))
-        yield config
-        ahead.extend(value for value in getattr(config, "__dict__", {}).values() if _is_config(value))
+        seen.add(id(part))
+        yield part
+        ahead.extend(value for value in getattr(part, "__dict__", {}).values() if _is_config(value))
 
 
 def _is_config(value: object) -> bool:

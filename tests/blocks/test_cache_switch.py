@@ -23,7 +23,7 @@ SHARING = {"gemma3n", "gemma4"}
 # --- use_cache
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - SHARING))
 def test_no_cache_is_made_once_it_is_off(family: str) -> None:
     model, inputs = tiny(family)
     turned = turn_off_cache(model)
@@ -32,6 +32,14 @@ def test_no_cache_is_made_once_it_is_off(family: str) -> None:
     for name in ("past_key_values", "cache_params"):
         assert output.get(name) is None
     assert list(cache_configs(model)) == []
+
+
+@pytest.mark.parametrize("family", sorted(SHARING))
+def test_layers_that_share_keep_their_cache(family: str) -> None:
+    model, _ = tiny(family)
+    model.config = SimpleNamespace(model_type="outer", use_cache=True, text_config=model.config)
+    assert turn_off_cache(model) == ()
+    assert len(list(cache_configs(model))) == 2
 
 
 @pytest.mark.parametrize("family", FAMILIES)

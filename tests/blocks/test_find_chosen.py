@@ -1,0 +1,180 @@
+"""Blocks by patterns and by scope, and every way of finding none."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from sac.blocks.find import Block, find_blocks
+from sac.blocks.towers import parse_scope, tower_of
+from sac.errors import ConfigError, ModelError
+from sac.policy.patterns import PathPattern
+from tests.plain_zoo import Block as PlainBlock
+from tests.plain_zoo import plain
+
+
+def paths(blocks: tuple[Block, ...]) -> list[str]:
+    return [block.path for block in blocks]
+
+
+def patterns(*texts: str) -> list[PathPattern]:
+    return [PathPattern.parse(text) for text in texts]
+
+
+# --- patterns
+
+
+def test_patterns_override_what_would_be_found() -> None:
+    model, _ = plain("staged")
+    blocks = find_blocks(model, patterns=patterns("stages.*"))
+    assert [(b.path, b.layer, b.stack, b.stack_size) for b in blocks] == [
+        ("stages.0", 0, "stages", 2),
+        ("stages.1", 1, "stages", 2),
+    ]
+
+
+def test_a_match_inside_a_match_is_left_out() -> None:
+    model, _ = plain("titan")
+    assert paths(find_blocks(model, patterns=patterns("layers.0.**", "layers.*.attention"))) == [
+        "layers.0",
+        "layers.1.attention",
+        "layers.2.attention",
+    ]
+
+
+def test_the_empty_pattern_is_the_model_itself() -> None:
+    model, _ = plain("titan")
+    assert find_blocks(model, patterns=patterns("")) == (Block("", model, 0, "", 1, "language"),)
+
+
+def test_pattern_that_matches_nothing() -> None:
+    model, _ = plain("titan")
+    with pytest.raises(ModelError) as caught:
+        find_blocks(model, patterns=patterns("layers.*", "layer.*", "decoder.blocks.*"))
+    assert str(caught.value) == (
+        'regions.blocks: "layer.*" matches no module of TitanStyle\n'
+        '    did you mean: "layers.*"\n'
+        "    fix: patterns are matched against whole paths from the model down; * is one segment, ** any number\n"
+        'regions.blocks: "decoder.blocks.*" matches no module of TitanStyle\n'
+        "    legal: tok_embeddings, layers, layers.*, layers.*.attention_norm, layers.*.attention, "
+        "layers.*.attention.qkv, layers.*.attention.proj, layers.*.ffn_norm, … (7 more)\n"
+        "    fix: patterns are matched against whole paths from the model down; * is one segment, ** any number"
+    )
+
+
+def test_pattern_without_the_prefix_is_told_the_whole_path() -> None:
+    model = nn.ModuleDict({"model": plain("titan")[0]})
+    with pytest.raises(ModelError) as caught:
+        find_blocks(model, patterns=patterns("layers.*"))
+    assert str(caught.value) == (
+        'regions.blocks: "layers.*" matches no module of ModuleDict\n'
+        '    did you mean: "model.layers.*"\n'
+        "    fix: patterns are matched against whole paths from the model down; * is one segment, ** any number"
+    )
+
+
+def test_pattern_that_matches_only_a_list() -> None:
+    with pytest.raises(ModelError) as caught:
+        find_blocks(plain("titan")[0], patterns=patterns("layers"))
+    assert str(caught.value) == (
+        'regions.blocks: "layers" matches only layers, a ModuleDict, which is not called itself\n'
+        '    fix: write "layers.*" for its children'
+    )
+
+
+# --- nothing found, illegal arguments
+
+
+def test_no_blocks_found() -> None:
+    model = nn.Module()
+    model.taps = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2), nn.Tanh()])
+    model.head = nn.Sequential(nn.LayerNorm(2), nn.Linear(2, 2))
+    with pytest.raises(ModelError) as caught:
+        find_blocks(model)
+    assert str(caught.value) == (
+        "Module: no transformer blocks were found in this model; its largest lists: "
+        "taps (ModuleList of 2 Linear, 1 Tanh), head (Sequential of 1 LayerNorm, 1 Linear)\n"
+        "    legal: a ModuleList, Sequential or numbered ModuleDict of modules with parameters and parts; "
+        "Hugging Face layers; a model that is one block\n"
+        '    fix: name them in the policy or the config, for example regions.blocks: ["taps.*"]'
+    )
+
+
+def test_no_lists_at_all() -> None:
+    with pytest.raises(ModelError) as caught:
+        find_blocks(nn.Linear(2, 2))
+    assert str(caught.value) == (
+        "Linear: no transformer blocks were found in this model; it has no list of modules\n"
+        "    legal: a ModuleList, Sequential or numbered ModuleDict of modules with parameters and parts; "
+        "Hugging Face layers; a model that is one block\n"
+        '    fix: name them in the policy or the config, for example regions.blocks: ["path.to.layers.*"]'
+    )
+
+
+def test_illegal_granularity() -> None:
+    with pytest.raises(ConfigError) as caught:
+        find_blocks(plain("titan")[0], granularity="sub-module")
+    assert str(caught.value) == (
+        "granularity: 'sub-module' is not known\n    did you mean: submodule\n    legal: block, submodule"
+    )
+
+
+def test_not_a_module() -> None:
+    with pytest.raises(ConfigError) as caught:
+        find_blocks([PlainBlock()])  # type: ignore[arg-type]
+    assert str(caught.value) == "model: list is no torch.nn.Module"
+
+
+# --- scope
+
+
+def test_scopes_are_words_or_lists_of_them() -> None:
+    assert parse_scope("all") == {"language", "vision", "audio", "multimodal"}
+    assert parse_scope("Vision") == {"vision"}
+    assert parse_scope(["language", "AUDIO"]) == {"language", "audio"}
+
+
+def test_illegal_scope() -> None:
+    with pytest.raises(ConfigError) as caught:
+        find_blocks(plain("titan")[0], scope=["visoin", "text"])
+    assert str(caught.value) == (
+        "scope: 'visoin' is no part of a model\n"
+        "    did you mean: vision\n"
+        "    legal: all, language, vision, audio, multimodal, or a list of them\n"
+        "scope: 'text' is no part of a model\n"
+        "    legal: all, language, vision, audio, multimodal, or a list of them"
+    )
+
+
+@pytest.mark.parametrize("scope", [[], 3, None, [None], ""])
+def test_scope_of_a_wrong_kind(scope) -> None:
+    with pytest.raises(ConfigError, match="is no part of a model"):
+        parse_scope(scope)
+
+
+def test_scope_that_the_model_has_not() -> None:
+    with pytest.raises(ModelError) as caught:
+        find_blocks(plain("titan")[0], scope="vision")
+    assert str(caught.value) == (
+        "TitanStyle: no block of this model is in scope vision; it has language (3 blocks)\n"
+        "    fix: scope: language, or scope: all"
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "tower"),
+    [
+        ("model.layers.0", "language"),
+        ("vision_tower.encoder.layers.3", "vision"),
+        ("model.visual.blocks.1.mlp", "vision"),
+        ("model.visual.merger.mlp", "multimodal"),
+        ("multi_modal_projector.linear_1", "multimodal"),
+        ("model.embed_vision.embedding_projection", "multimodal"),
+        ("audio_tower.conformer.2", "audio"),
+        ("audio_embed.audio_encoder.layers.0", "audio"),
+        ("qformer.encoder.layer.0", "multimodal"),
+        ("vision_model.text_decoder.layers.0", "language"),
+    ],
+)
+def test_names_tell_towers(path: str, tower: str) -> None:
+    assert tower_of(path, nn.Module()) == tower
