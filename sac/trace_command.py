@@ -32,13 +32,16 @@ def print_trace(built: BuiltModel, value: str, *, device: str, as_json: bool) ->
 
 
 def print_decisions(region: str, rows: Sequence[DecisionRow]) -> None:
-    """Print one region kind: its ops in forward order, and what was decided in sum."""
+    """Print one region kind: its ops in forward order, and what was decided in sum; views are counted only."""
+    shown = [row for row in rows if row.bytes or row.flops or row.rule]
     print(region)
-    print_rows(COLUMNS, [_cells(row) for row in rows], right=("call", "bytes", "FLOPs"))
-    for decision in dict.fromkeys(row.decision for row in rows):
-        decided = [row for row in rows if row.decision == decision]
+    print_rows(COLUMNS, [_cells(row) for row in shown], right=("call", "bytes", "FLOPs"))
+    for decision in dict.fromkeys(row.decision for row in shown):
+        decided = [row for row in shown if row.decision == decision]
         sizes = bytes_text(sum(row.bytes for row in decided))
         print(f"  {decision}: {len(decided)} ops, {sizes}, {flops_text(sum(row.flops for row in decided))}")
+    if len(shown) < len(rows):
+        print(f"  not shown: {len(rows) - len(shown)} ops without memory of their own; --json has them")
     print()
 
 

@@ -18,7 +18,9 @@ LAYERS = (
     {"full"},
     {"config"},
     {"blocks"},
-    {"trace", "reporting", "planner"},
+    {"trace"},
+    {"reporting"},
+    {"planner"},
     {"compat"},
     {"__init__"},  # the face; what is above it is the command line, which uses sac as anyone would
     {"extras", "units", "built_model", "memory_timeline", "step_flops"},
