@@ -11,6 +11,7 @@ from sac.ops.registry import find_ops, op_name, read_registry
 from sac.ops.traits import HIDDEN_ALIASES, HIDDEN_WRITES, traits_of
 
 aten = torch.ops.aten
+NEWER_THAN_TORCH_2_11 = {"_c10d_functional.irecv", "_c10d_functional.batch_p2p_ops"}
 
 
 def tensors_in(value):
@@ -116,8 +117,10 @@ def test_every_entry_of_the_lists_is_an_op_whose_schema_is_silent():
     from torch._inductor import inductor_prims  # noqa: F401
 
     packets = read_registry().packets
-    assert [packet for packet in [*HIDDEN_WRITES, *HIDDEN_ALIASES] if packet not in packets] == []
+    assert {packet for packet in [*HIDDEN_WRITES, *HIDDEN_ALIASES] if packet not in packets} <= NEWER_THAN_TORCH_2_11
     for packet, names in HIDDEN_WRITES.items():
+        if packet not in packets:
+            continue
         silent = [op for op in find_ops(packet, packets[packet]) if not op._schema.is_mutable]
         assert silent, packet
         for op in silent:
