@@ -38,6 +38,9 @@ def selective(written: Mapping[str, Any], **more: Any) -> dict[str, Any]:
     return {"mode": "selective", "policy": dict(written), "blocks": ["blocks.*"], **more}
 
 
+FULL = {"mode": "full", "blocks": ["blocks.*"]}
+
+
 class Stack(nn.Module):
     """Blocks one after the other; a block's outputs are the next one's inputs.
 

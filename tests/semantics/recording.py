@@ -13,6 +13,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm)
 
 
 class Recorder(TorchDispatchMode):
@@ -24,12 +27,15 @@ class Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.ops: Counter[str] = Counter()
+        self.product_flops = 0
         self._made: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {_key(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
         result = func(*args, **(kwargs or {}))
         self.ops[str(func)] += 1
+        if func.overloadpacket in PRODUCTS:
+            self.product_flops += flop_registry[func.overloadpacket](*args, **(kwargs or {}), out_val=result)
         for x in tree_leaves(result):
             if isinstance(x, Tensor) and _key(x) not in given:
                 storage = x.untyped_storage()

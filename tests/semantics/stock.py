@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts, noop_context_fn
 
-from tests.semantics.blocks import Stack
+from tests.semantics.blocks import FULL, Stack
 
 SETS = {
     "attention": ("aten._scaled_dot_product_*",),
@@ -60,7 +60,7 @@ class Decider:
 def install_stock(model: Stack, value: Any, entry: str = "") -> Stack:
     """Put a config value on the model as torch alone would carry it out; "full" is torch's plain checkpoint."""
     del entry
-    if value == "full":
+    if value == FULL:
         model.context_fns = [noop_context_fn for _ in model.blocks]
     elif value != "none":
         model.context_fns = [functools.partial(_selective_contexts, value["policy"]) for _ in model.blocks]

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
-from torch.utils.flop_counter import FlopCounterMode
 
 from tests.semantics.blocks import (
+    FULL,
     FunctionBlock,
     GatedMLP,
     RootMeanSquareNorm,
@@ -28,7 +28,7 @@ from tests.semantics.blocks import (
     selective,
 )
 from tests.semantics.custom_ops import scale_by
-from tests.semantics.recording import Recorder, kept_bytes, step
+from tests.semantics.recording import Recorder, backward_ops, kept_bytes, step
 from tests.semantics.stock import install_stock
 from tests.semantics.training import built
 
@@ -118,7 +118,7 @@ def test_saving_everything_keeps_no_more_than_no_checkpointing(
 
 def test_full_keeps_only_block_inputs() -> None:
     """Of two blocks: the input of the second; that of the first was made outside."""
-    assert kept(llama, "full", given=embeddings()) == 4 * 32 * WIDTH * FLOAT
+    assert kept(llama, FULL, given=embeddings()) == 4 * 32 * WIDTH * FLOAT
 
 
 def test_attention_and_alternating_matmuls_keep_less_than_stock() -> None:
@@ -130,18 +130,10 @@ def test_attention_and_alternating_matmuls_keep_less_than_stock() -> None:
     without = kept(build, "none", given=embeddings())
     assert ours < without
     assert ours <= 0.88 * stock, f"{ours} bytes against stock's {stock}: {ours / stock:.3f}"
-    assert _backward_flops(install(built(build), ATTENTION_AND_ALTERNATING)) <= _backward_flops(
-        install_stock(built(build), ATTENTION_AND_ALTERNATING)
-    )
-
-
-def _backward_flops(model: Stack) -> int:
-    (x,) = embeddings()
-    step(model, (x,))
-    loss = model(x).sum()
-    with FlopCounterMode(display=False) as counter:
-        loss.backward()
-    return counter.get_total_flops()
+    run_by_ours = backward_ops(install(built(build), ATTENTION_AND_ALTERNATING), embeddings())
+    run_by_stock = backward_ops(install_stock(built(build), ATTENTION_AND_ALTERNATING), embeddings())
+    assert run_by_ours.product_flops <= run_by_stock.product_flops
+    assert run_by_ours.count("scaled_dot_product") <= run_by_stock.count("scaled_dot_product")
 
 
 def one_row(block: FunctionBlock, x: Tensor) -> Tensor:

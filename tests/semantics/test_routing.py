@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointError
 
-from tests.semantics.blocks import FunctionBlock, Stack, policy, save, selective, square
+from tests.semantics.blocks import FULL, FunctionBlock, Stack, policy, save, selective, square
 from tests.semantics.custom_ops import Wobble, wobble
 from tests.semantics.stock import install_stock
 from tests.semantics.training import assert_same_training
@@ -56,7 +56,7 @@ def sorted_mixture(block: FunctionBlock, x: Tensor) -> Tensor:
 
 BODIES = [dense_mixture, grouped_mixture, sorted_mixture]
 VALUES = {
-    "full": "full",
+    "full": FULL,
     "nothing": selective(policy()),
     "matmuls": selective(policy(save("matmul"))),
     "everything": selective(policy(default="save")),
@@ -79,4 +79,4 @@ def test_routing_of_forward_is_kept_by_context_fn(body: Any, name: str) -> None:
 @pytest.mark.parametrize("body", BODIES)
 def test_plain_checkpoint_reroutes(body: Any) -> None:
     with pytest.raises((AssertionError, CheckpointError)):
-        assert_same_training(lambda: Stack(FunctionBlock(body)), "full", make_input=square, put=install_stock)
+        assert_same_training(lambda: Stack(FunctionBlock(body)), FULL, make_input=square, put=install_stock)

@@ -12,7 +12,7 @@ import functools
 import pytest
 import torch
 
-from tests.semantics.blocks import alternate, policy, save, selective, square
+from tests.semantics.blocks import FULL, alternate, policy, save, selective, square
 from tests.semantics.defects import DEFECTS, EVERYTHING, NOTHING, Defect
 from tests.semantics.stock import install_stock
 from tests.semantics.training import assert_same_training, deterministic
@@ -55,7 +55,7 @@ def test_gradients_equal_under_every_other_policy(defect: Defect, name: str, dev
 @ON_EACH_DEFECT
 def test_gradients_equal_in_full(defect: Defect, device: str) -> None:
     with deterministic(device):
-        assert_same_training(defect.build, "full", device=device, make_input=square, steps=3)
+        assert_same_training(defect.build, FULL, device=device, make_input=square, steps=3)
 
 
 @pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="tells what torch 2.13 does, no other version")
