@@ -67,9 +67,9 @@ def _check_top(node: MapNode, entries: dict[str, Node], findings: Findings, *, n
         read_word(entries["schema"], "schema", (SCHEMA,), findings)
     elif needs_schema and lacks("schema", node, POLICY_KEYS):
         findings.add(node.mark, "the policy does not name its schema", expected=SCHEMA, fix=f'add "schema: {SCHEMA}"')
-    if lacks("rules", node, POLICY_KEYS) and lacks("extends", node, POLICY_KEYS):
+    if all(lacks(key, node, POLICY_KEYS) for key in ("rules", "extends", "default")):
         fix = 'add rules; "rules: []" means the default for every op'
-        findings.add(node.mark, "the policy has neither rules nor extends", expected="rules, extends, or both", fix=fix)
+        findings.add(node.mark, "the policy has neither rules nor extends", expected="rules, extends, default", fix=fix)
 
 
 def _texts(node: Node | None, what: str, findings: Findings) -> tuple[str, ...]:

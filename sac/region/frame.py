@@ -74,8 +74,10 @@ class Handle:
         self.task = -2  # the graph task that last unpacked it (-1 is autograd's "none")
 
     def keep(self, tensor: torch.Tensor) -> None:
-        """Hold ``tensor`` itself until autograd drops this handle."""
-        self.kept, self.value, self.watched, self.version = True, tensor, tensor, version_of(tensor)
+        """Hold the data of ``tensor`` until autograd drops this handle."""
+        # Autograd hands over the graph's own tensor, where it saves an op's input; its version counter is shared.
+        self.kept, self.version = True, version_of(tensor)
+        self.value = self.watched = tensor.detach() if tensor.requires_grad else tensor
 
 
     def kept_value(self, path: str) -> torch.Tensor:
@@ -121,7 +123,7 @@ class Recorder(Protocol):
 class Filling:
     """One recomputation's count of what autograd saves in it, and where to stop."""
 
-    __slots__ = ("count", "done", "frame", "last_missing", "last_tensor", "stop_in_pack", "task")
+    __slots__ = ("__weakref__", "count", "done", "frame", "last_missing", "last_tensor", "stop_in_pack", "task")
 
     def __init__(self, frame: Frame, last_missing: int, *, stop_in_pack: bool, task: int) -> None:
         self.frame = frame
@@ -133,7 +135,11 @@ class Filling:
         self.last_tensor: torch.Tensor | None = None
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Give the tensor to the handle it belongs to; the recomputed graph itself is never run backward."""
+        """Give the tensor to the handle it belongs to, and autograd the data alone.
+
+        With its graph (torch 2.13 hands over an op's output with it) the recomputed node would hold itself.
+        """
+        tensor = tensor.detach() if tensor.requires_grad else tensor
         index, self.count = self.count, self.count + 1
         if not self.done:
             self.frame.fill(index, tensor, self.task)
@@ -268,7 +274,7 @@ class Frame:
             return
         if tensor.shape != handle.shape or tensor.dtype != handle.dtype or tensor.device != handle.device:
             raise RegionError(self._differs(handle, tensor))
-        handle.value = tensor.detach()
+        handle.value = tensor
 
     @staticmethod
     def _waits(handle: Handle, task: int) -> bool:

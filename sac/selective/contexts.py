@@ -34,16 +34,20 @@ class CheckpointForwardMode(ForwardMode):
     def __enter__(self) -> CheckpointForwardMode:
         theirs = surrounding_hooks()
         self._watch = _Watch(self.record, theirs) if theirs is not None else None
+        self._hooks = None
         if self._watch is not None:
-            self._watch.hooks.__enter__()
+            self._hooks = saved_tensors_hooks(self._watch.pack, partial(_unpack, self._watch.theirs[1]))
+            self._hooks.__enter__()
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        # Let go of both: hooks and what they belong to would hold each other, and torch's frame with them.
         watch, self._watch = self._watch, None
-        if watch is not None:
-            watch.hooks.__exit__(*error)
+        hooks, self._hooks = self._hooks, None
+        if hooks is not None:
+            hooks.__exit__(*error)
         if error[0] is None:
             self.record.close([] if watch is None else watch.kept(), ALL if watch is None else watch.last_missing())
             self.record.decided = []
@@ -62,7 +66,6 @@ class _Watch:
         self.passed_on: list[int] = []
         self.places: set[int] = set()
         record.kept_places = self.places
-        self.hooks = saved_tensors_hooks(self.pack, partial(_unpack, theirs[1]))
 
     def pack(self, tensor: torch.Tensor) -> Any:
         handle = Handle(self.record.packs, tensor)
@@ -97,18 +100,20 @@ class CheckpointRecomputeMode(RecomputeMode):
 
     def __enter__(self) -> CheckpointRecomputeMode:
         theirs = surrounding_hooks()
-        self._late = None
+        self._late = self._hooks = None
         if theirs is not None and self.record.kept_places is not None:
             self.filling = self._late = _LatePacking(self.record, theirs[0])
-            self._late.hooks.__enter__()
+            self._hooks = saved_tensors_hooks(self._late.pack, _same)
+            self._hooks.__enter__()
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         late, self._late, self.filling = self._late, None, NeverDone()
-        if late is not None:
-            late.hooks.__exit__(*error)
+        hooks, self._hooks = self._hooks, None
+        if hooks is not None and late is not None:
+            hooks.__exit__(*error)
             if error[0] is None:
                 late.flush()
         if error[0] is None or late is not None and late.stopped:
@@ -134,7 +139,6 @@ class _LatePacking:
         self.waiting: torch.Tensor | None = None
         self.written = False
         self.stopped = False
-        self.hooks = saved_tensors_hooks(self.pack, _same)
 
     @property
     def done(self) -> bool:
@@ -143,6 +147,7 @@ class _LatePacking:
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         """Pass on what waited, and let this one wait."""
+        tensor = tensor.detach() if tensor.requires_grad else tensor
         self.flush()
         place, self.count = self.count, self.count + 1
         if place not in self.kept_places:

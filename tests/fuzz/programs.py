@@ -93,7 +93,7 @@ SELECTORS: dict[str, tuple[str, ...]] = {
     "matmul": ("aten.mm", "aten.addmm", "aten.bmm"),
     "random": ("aten.rand_like", "aten.bernoulli", "aten.native_dropout"),
     "nondeterministic": ("aten.topk", "aten.sort", "aten.multinomial"),
-    "aten.*norm*": ("aten.native_layer_norm"),
+    "aten.*norm*": ("aten.native_layer_norm",),
     "aten.*dropout*": ("aten.native_dropout",),
     "sactest::*": ("sactest::noisy_scale", "sactest::noisy_attention", "sactest::scale_by"),
     **dict.fromkeys(("attention", "aten.mm", "aten.addmm", "aten.bmm", "aten.sin", "aten.mul", "aten.add"), ()),

@@ -42,7 +42,7 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
         "schema: sac/v1\nname: x\n",
         (
             "p.yaml:1:1: the policy has neither rules nor extends",
-            "legal: rules, extends, or both",
+            "legal: rules, extends, default",
             'fix: add rules; "rules: []" means the default for every op',
         ),
     ),

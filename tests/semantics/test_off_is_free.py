@@ -24,7 +24,7 @@ from tests.semantics.blocks import (
     selective,
     square,
 )
-from tests.semantics.recording import step
+from tests.semantics.recording import Recorder, step, without_collector
 from tests.semantics.training import built
 
 SEEN: list[bool] = []
@@ -70,11 +70,16 @@ def test_no_grad_uses_no_random_state() -> None:
         assert torch.equal(after, torch.get_rng_state())
 
 
-def test_nothing_that_requires_grad_runs_the_original_forward() -> None:
+def test_frozen_region_keeps_nothing() -> None:
     model = watched_stack(MATMULS)
     model.requires_grad_(False)
-    assert not model(*square()).requires_grad
-    assert not any(SEEN)
+    with without_collector():
+        recorder = Recorder()
+        for _ in range(2):
+            with recorder:
+                out = model(*square())
+            assert not out.requires_grad
+            assert recorder.live_bytes(besides=out) == 0
 
 
 def test_eval_with_grad_still_recomputes() -> None:
@@ -109,7 +114,7 @@ def test_everything_saved_enters_no_mode_after_the_first_call() -> None:
     SEEN.clear()
     step(model, square())
     assert not any(SEEN)
-    assert model.blocks[0].calls in (3, 4)  # nothing need be run again
+    assert model.blocks[0].calls <= 4  # nothing need be run again, but it may be
 
 
 def test_none_enters_nothing() -> None:
