@@ -123,7 +123,7 @@ class Recorder(Protocol):
 class Filling:
     """One recomputation's count of what autograd saves in it, and where to stop."""
 
-    __slots__ = ("__weakref__", "count", "done", "frame", "last_missing", "last_tensor", "stop_in_pack", "task")
+    __slots__ = ("__weakref__", "count", "done", "frame", "last_missing", "since_op", "stop_in_pack", "task", "verify")
 
     def __init__(self, frame: Frame, last_missing: int, *, stop_in_pack: bool, task: int) -> None:
         self.frame = frame
@@ -132,7 +132,8 @@ class Filling:
         self.stop_in_pack = stop_in_pack
         self.task = task
         self.done = False
-        self.last_tensor: torch.Tensor | None = None
+        self.verify: Callable[[int, torch.Tensor], None] | None = None  # an engine's own check of what is filled in
+        self.since_op: list[torch.Tensor] = []  # what autograd has saved since the last op ran
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         """Give the tensor to the handle it belongs to, and autograd the data alone.
@@ -142,11 +143,15 @@ class Filling:
         tensor = tensor.detach() if tensor.requires_grad else tensor
         index, self.count = self.count, self.count + 1
         if not self.done:
+            if self.verify is not None and self.frame.wants(index, self.task):
+                self.verify(index, tensor)
             self.frame.fill(index, tensor, self.task)
-            if index >= self.last_missing:
-                self.done, self.last_tensor = True, tensor
-                if self.stop_in_pack:
+            self.done = index >= self.last_missing
+            if self.stop_in_pack:
+                if self.done:
                     raise StopRecompute(self.frame)
+            else:
+                self.since_op.append(tensor)
         return tensor
 
 
@@ -155,9 +160,14 @@ class Filling:
 
         It has to if it writes to what autograd saved right before it, as ``rrelu_with_noise`` fills its noise.
         """
-        last, self.last_tensor = self.last_tensor, None
-        if last is None or not shares_storage(last, written):
+        recent, self.since_op = self.since_op, []
+        if not any(shares_storage(tensor, written) for tensor in recent):
             raise StopRecompute(self.frame)
+
+    def after_op(self) -> None:
+        """An op has run: it cannot write any more to what autograd saved before it."""
+        if self.since_op:
+            self.since_op = []
 
 
 def _call(reference: weakref.ref[Handle]) -> Handle | None:
@@ -275,6 +285,11 @@ class Frame:
         if tensor.shape != handle.shape or tensor.dtype != handle.dtype or tensor.device != handle.device:
             raise RegionError(self._differs(handle, tensor))
         handle.value = tensor
+
+    def wants(self, index: int, task: int) -> bool:
+        """Return whether the ``index``-th handle waits for its value."""
+        handle = self._handles[index]() if index < len(self._handles) else None
+        return handle is not None and self._waits(handle, task)
 
     @staticmethod
     def _waits(handle: Handle, task: int) -> bool:

@@ -124,9 +124,13 @@ class NeverDone:
     """A recomputation whose end somebody else tells."""
 
     done = False
+    verify = None
 
     def settle(self, written: Sequence[torch.Tensor]) -> None:
         """Never asked."""
+
+    def after_op(self) -> None:
+        """Nothing to do."""
 
 
 class _LatePacking:
@@ -136,40 +140,44 @@ class _LatePacking:
         self.theirs = pack
         self.kept_places = record.kept_places or set()
         self.count = 0
-        self.waiting: torch.Tensor | None = None
-        self.written = False
+        self.waiting: list[torch.Tensor] = []
         self.stopped = False
+        self.verify: Callable[[int, torch.Tensor], None] | None = None
 
     @property
     def done(self) -> bool:
         """Whether a tensor waits to be passed on."""
-        return self.waiting is not None
+        return bool(self.waiting)
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Pass on what waited, and let this one wait."""
+        """Let this tensor wait."""
         tensor = tensor.detach() if tensor.requires_grad else tensor
-        self.flush()
         place, self.count = self.count, self.count + 1
         if place not in self.kept_places:
-            self.waiting = tensor
+            if self.verify is not None:
+                self.verify(place, tensor)
+            self.waiting.append(tensor)
         return tensor
 
     def settle(self, written: Sequence[torch.Tensor]) -> None:
-        """Pass on what waits, unless the op about to run writes to it."""
-        if not self.written and self.waiting is not None and shares_storage(self.waiting, written):
-            self.written = True
-        else:
+        """Pass on what waits, unless the op about to run writes to some of it."""
+        if not any(shares_storage(tensor, written) for tensor in self.waiting):
+            self.flush()
+
+    def after_op(self) -> None:
+        """Pass on what the op that has run was waited for, and what it has saved itself."""
+        if self.waiting:
             self.flush()
 
     def flush(self) -> None:
         """Pass on what waits; torch raises from here when it has all it wants."""
-        tensor, self.waiting, self.written = self.waiting, None, False
-        if tensor is not None:
-            try:
+        waiting, self.waiting = self.waiting, []
+        try:
+            for tensor in waiting:
                 self.theirs(tensor)
-            except BaseException:
-                self.stopped = True
-                raise
+        except BaseException:
+            self.stopped = True
+            raise
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:

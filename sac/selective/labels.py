@@ -33,32 +33,37 @@ Description = tuple[Any, ...]
 class Labels:
     """The labels of one pass over one region; see Note [Labels]."""
 
-    __slots__ = ("_by_storage", "_inputs", "_parameters", "foreign")
+    __slots__ = ("_by_storage", "_inputs", "_parameters", "_weak", "foreign")
 
     def __init__(self) -> None:
-        self._by_storage: dict[tuple[int, int], int] = {}
+        self._by_storage: dict[int, int] = {}
         self._inputs: set[int] = set()
         self._parameters: set[int] = set()
         self.foreign: set[int] = set()
+        self._weak: list[int] = []  # weak references: no address of a storage with a label is given to another
+
+    def __del__(self) -> None:
+        for reference in self._weak:
+            torch.UntypedStorage._free_weak_ref(reference)
 
     def name_input(self, tensor: torch.Tensor, position: int) -> None:
         """Give the storage of a region's input the label of its place."""
         for part in tensor_parts(tensor):
-            self._inputs.add(self._by_storage.setdefault(storage_key(part), hash(("input", position))))
+            self._inputs.add(self._by_storage.setdefault(storage_address(part), hash(("input", position))))
 
     def of(self, tensor: torch.Tensor) -> int:
         """Return the label of a tensor's storage."""
         kind = type(tensor)
         if kind is not torch.Tensor and kind is not Parameter and hasattr(kind, "__tensor_flatten__"):
             return self._of_wrapper(tensor)
-        key = storage_key(tensor)
+        key = storage_address(tensor)
         label = self._by_storage.get(key)
         if label is None:
             if kind is Parameter or isinstance(tensor, Parameter):
                 label = self._by_storage[key] = hash(("parameter", id(tensor)))
                 self._parameters.add(label)
             else:
-                label = hash(("foreign", storage_address(tensor)))
+                label = hash(("foreign", key))
                 self.foreign.add(label)
         return label
 
@@ -72,16 +77,16 @@ class Labels:
     def name_constant(self, tensor: Any) -> None:
         """Label a small tensor made from Python numbers by those numbers, since its storage is new in each pass."""
         if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu" and tensor.numel() <= _CONSTANT_NUMEL:
-            self._by_storage[storage_key(tensor)] = hash(("constant", str(tensor.tolist())))
+            self._by_storage[storage_address(tensor)] = hash(("constant", str(tensor.tolist())))
 
     def is_persistent(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor lies in an input or a parameter that nothing in the region has written to."""
-        label = self._by_storage.get(storage_key(tensor))
+        label = self._by_storage.get(storage_address(tensor))
         return label in self._parameters or label in self._inputs
 
     def origin(self, tensor: torch.Tensor) -> str:
         """Return where the tensor's storage comes from: ``parameter``, ``input``, ``foreign``, or ``op``."""
-        label = self._by_storage.get(storage_key(tensor))
+        label = self._by_storage.get(storage_address(tensor))
         if label is None:
             return "parameter" if isinstance(tensor, Parameter) else "foreign"
         if label in self._parameters:
@@ -92,10 +97,14 @@ class Labels:
         if isinstance(tensor, Parameter):
             label = hash(("parameter", id(tensor)))
             for part in wrapped_parts(tensor):
-                self._by_storage.setdefault(storage_key(part), label)
+                self._by_storage.setdefault(storage_address(part), label)
             self._parameters.add(label)
             return label
-        return hash(tuple(self.of(part) for part in wrapped_parts(tensor)))
+        labels = [self.of(part) for part in wrapped_parts(tensor)]
+        label = hash(tuple(labels))
+        if not self.foreign.isdisjoint(labels):
+            self.foreign.add(label)
+        return label
 
     def signature(self, key: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, bool]:
         """Return the signature of a call, and whether anything foreign went into it."""
@@ -138,13 +147,24 @@ class Labels:
             return tuple(self._describe_one(part) for part in value)
         return str(value) if type(value) in _PLAIN or isinstance(value, (float, list, tuple)) else type(value).__name__
 
+    def _name(self, tensor: torch.Tensor, label: int) -> None:
+        try:
+            storage = tensor.untyped_storage()
+        except (RuntimeError, NotImplementedError):
+            self._by_storage[id(tensor)] = label
+            return
+        address = storage._cdata
+        if address not in self._by_storage:
+            self._weak.append(storage._weak_ref())
+        self._by_storage[address] = label
+
     def name_output(self, out: Any, signature: int, foreign: bool) -> None:
         """Label an op's result."""
         if isinstance(out, torch.Tensor):
             if type(out) is not torch.Tensor and hasattr(type(out), "__tensor_flatten__"):
                 out = wrapped_parts(out)
             else:
-                self._by_storage[storage_key(out)] = signature
+                self._name(out, signature)
                 if foreign:
                     self.foreign.add(signature)
                 return
@@ -182,18 +202,6 @@ def storage_address(tensor: torch.Tensor) -> int:
         return tensor.untyped_storage()._cdata
     except (RuntimeError, NotImplementedError):
         return id(tensor)
-
-
-def storage_key(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return what tells the tensor's storage, and the memory behind it, from others alive.
-
-    Both, since an object at a recycled address would otherwise inherit the label of a storage that is gone.
-    """
-    try:
-        storage = tensor.untyped_storage()
-        return storage._cdata, storage.data_ptr()
-    except (RuntimeError, NotImplementedError):
-        return id(tensor), 0
 
 
 def storage_bytes(tensor: torch.Tensor) -> int:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from sac.errors import Problem
+from sac.region.inputs import describe
 from sac.selective.record import SavedValue
 from sac.selective.table import Plan, plan_name
 
@@ -21,6 +24,15 @@ def unmatched_problem(path: str, value: SavedValue, rivals: Sequence[tuple[Plan,
     return Problem(
         where=path or "region",
         found=f"call {value.call} of {plan_name(value.plan)} in {module} ran in forward with ({forward}) and {seen}",
+        fix="make the region's forward depend on its inputs, parameters and random state only",
+    )
+
+
+def swapped_problem(path: str, place: int, tensor: torch.Tensor) -> Problem:
+    """Return the problem that recomputation saves another value than forward did as the ``place``-th."""
+    return Problem(
+        where=path or "region",
+        found=f"saved tensor {place} ({describe(tensor)}) is computed from other values in recomputation than in forward",
         fix="make the region's forward depend on its inputs, parameters and random state only",
     )
 

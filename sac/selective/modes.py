@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sac.errors import Problem, RegionError
 from sac.selective import scope
 from sac.selective.labels import Labels, storage_address, tensor_parts
-from sac.selective.mismatch import unmatched_problem
+from sac.selective.mismatch import swapped_problem, unmatched_problem
 from sac.selective.record import CallRecord, SavedValue, default_generators, map_tensors, tensors_of, written_tensors
 from sac.selective.table import BoundRule, Plan
 from sac.selective.tape import Tape
@@ -22,10 +22,17 @@ _LIFT_FRESH = torch.ops.aten.lift_fresh.default
 class Settling(Protocol):
     """What the recomputation mode asks before each op: has everything been filled, and what then."""
 
-    done: bool
+    @property
+    def done(self) -> bool:
+        """Whether nothing more is wanted, once the op that comes next is known not to matter."""
+
+    verify: Callable[[int, torch.Tensor], None] | None
 
     def settle(self, written: Sequence[torch.Tensor]) -> None:
         """An op that writes to ``written`` is about to run although ``done``."""
+
+    def after_op(self) -> None:
+        """An op has run."""
 
 
 class ForwardMode(TorchDispatchMode):
@@ -94,7 +101,7 @@ class ForwardMode(TorchDispatchMode):
         record = self.record
         before = None
         if plan.draws and plan.counts:
-            before = [(generator, generator.get_state()) for generator in _generators(plan, args, kwargs)]
+            before = [(generator, generator.get_state()) for generator in _generators(args, kwargs)]
         out = plan.op(*args, **kwargs)
         call = record.calls[plan]
         saves, rule = decide(record, plan, args, kwargs, out)
@@ -138,6 +145,7 @@ class RecomputeMode(TorchDispatchMode):
         for position, tensor in self.inputs:
             self.labels.name_input(tensor, position)
         self.inputs = []
+        self.filling.verify = self.verify
         self._was_paused, self.record.paused = self.record.paused, not self.record.forward_over
         self.live: list[tuple[Plan, Any]] = []  # calls that ran although a saved value of the same op waits
         self.waiting = {signature: list(values) for signature, values in self.record.by_signature.items() if values}
@@ -150,6 +158,7 @@ class RecomputeMode(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         scope.leave(self._outer)
         super().__exit__(*error)
+        self.filling.verify = None
         self.record.paused = self._was_paused
         for storage, image in self._present:
             storage.copy_(image)
@@ -172,8 +181,6 @@ class RecomputeMode(TorchDispatchMode):
         if plan is None:
             plan = self.record.table.plan(func, self.path)
         filling = self.filling
-        if filling.done and not plan.traits.is_infrastructure:
-            filling.settle(written_tensors(plan, args, kwargs) if plan.writes else ())
         labels = self.labels
         if plan.light:
             labels.see(args)
@@ -181,9 +188,12 @@ class RecomputeMode(TorchDispatchMode):
             if plan.is_view and func is _LIFT_FRESH:
                 labels.name_constant(out)
             return out
+        if filling.done:
+            filling.settle(written_tensors(plan, args, kwargs) if plan.writes else ())
         signature, foreign = labels.signature(plan.key, args, kwargs)
         values = self.waiting.get(signature)
         if values:
+            filling.after_op()
             return self._serve(values.pop(0))
         if func in self.ops:
             value = self._match_by_order(plan, args, kwargs)
@@ -196,6 +206,7 @@ class RecomputeMode(TorchDispatchMode):
         if plan.writes:
             _relabel(labels, plan, signature, foreign, args, kwargs)
         labels.name_output(out, signature, foreign)
+        filling.after_op()
         return out
 
     def _serve(self, value: SavedValue) -> Any:
@@ -215,6 +226,15 @@ class RecomputeMode(TorchDispatchMode):
                 return value
         self.live.append((plan, seen))
         return None
+
+    def verify(self, place: int, tensor: torch.Tensor) -> None:
+        """Raise if the ``place``-th tensor that autograd saves is known to be another value than in forward."""
+        packed = self.record.packed
+        if place < len(packed):
+            label, foreign = packed[place]
+            seen = self.labels.of(tensor)
+            if label != seen and not foreign and seen not in self.labels.foreign:
+                raise RegionError(swapped_problem(self.record.path, place, tensor))
 
     def _check_write(self, plan: Plan, args: Any, kwargs: Any) -> None:
         """Raise if the region now writes to a held value that it did not write to in forward."""
@@ -289,12 +309,9 @@ def _relabel(labels: Labels, plan: Plan, signature: int, foreign: bool, args: An
         labels.name_output(part, hash((signature, "written", place)), foreign)
 
 
-def _passed_generators(plan: Plan, args: Any, kwargs: Any) -> list[torch.Generator]:
-    return [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
-
-
-def _generators(plan: Plan, args: Any, kwargs: Any) -> list[torch.Generator]:
-    return _passed_generators(plan, args, kwargs) if plan.has_generator else default_generators(args, kwargs)
+def _generators(args: Any, kwargs: Any) -> list[torch.Generator]:
+    passed = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
+    return passed or default_generators(args, kwargs)
 
 
 def _note_generators(record: CallRecord, args: Any, kwargs: Any) -> None:

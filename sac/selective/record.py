@@ -81,6 +81,7 @@ class CallRecord:
         self.hits: defaultdict[int, int] = defaultdict(int)
         self.dead_bytes = 0
         self.packs = 0
+        self.packed: list[tuple[int, bool]] = []  # per tensor that autograd saved: its label, and if it is foreign
         self.inputs: KeptInputs | None = None
         self.inputs_written = False
         self.late_write = False  # an op wrote to a tensor that autograd had saved right before the op ran
@@ -108,6 +109,8 @@ class CallRecord:
         self.packs += 1
         handle.storage = storage_address(tensor)
         parts = tensor_parts(tensor)
+        label = self.labels.of(tensor)
+        self.packed.append((label, label in self.labels.foreign))
         if self.table.saves_everything:
             handle.keep(tensor)
             handle.borrowed = all(self.labels.is_persistent(part) for part in parts)
@@ -207,11 +210,13 @@ def addresses_of(values: Iterable[SavedValue]) -> frozenset[int]:
     return frozenset(storage_address(part) for tensor in tensors for part in tensor_parts(tensor))
 
 
-def default_generators(args: tuple[Any, ...], out: Any) -> list[torch.Generator]:
-    """Return the default generators that an op on these tensors may draw from."""
-    devices = {tensor.device for tensor in tensors_of((args, out))} | {torch.device("cpu")}
-    found = (default_generator(device) for device in devices)
-    return [generator for generator in found if generator is not None]
+def default_generators(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Generator]:
+    """Return the default generators that an op with these arguments may draw from."""
+    devices = {tensor.device for tensor in tensors_of([*args, *kwargs.values()])} | {torch.device("cpu")}
+    if kwargs.get("device") is not None:
+        devices.add(torch.device(kwargs["device"]))
+    found = {id(generator): generator for generator in map(default_generator, devices) if generator is not None}
+    return list(found.values())
 
 
 def compact_views(handles: list[Handle]) -> None:

@@ -207,6 +207,30 @@ def test_stock_hands_out_the_wrong_value_of_swapped_ops() -> None:
         )
 
 
+def alike_sums(block: FunctionBlock, x: Tensor) -> Tensor:
+    """Two sums of one shape, each of products with the same two outside tensors: only their history tells them apart."""
+    left, right = x @ block.a, x @ block.b
+    left = left * block.cos[:8] + left.neg() * block.sin[:8]
+    right = right * block.cos[:8] + right.neg() * block.sin[:8]
+    return left.sin() * right.cos()
+
+
+@ON_EACH_ENTRY
+@pytest.mark.parametrize("op", ["aten.add", "aten.mul", "aten.neg", "aten.mm"])
+@pytest.mark.parametrize("index", [0, 1, 2, 3])
+def test_one_of_several_alike_ops_is_saved(entry: str, op: str, index: int) -> None:
+    """Stock passes this one: it counts. Matching by where arguments came from must not mix them up."""
+
+    def build() -> Stack:
+        block = FunctionBlock(alike_sums)
+        block.register_buffer("cos", torch.randn(16, 8))
+        block.register_buffer("sin", torch.randn(16, 8))
+        return Stack(block)
+
+    value = selective(policy(save(op, call={"index": index}, optional=True)))
+    assert_same_training(build, value, entry=entry, make_input=square, steps=2)
+
+
 def changes_shape_in_recompute(block: FunctionBlock, x: Tensor) -> Tensor:
     """The product has another shape on the second run: nothing that was kept can stand for it."""
     rows = x if block.calls % 2 else x[:4]
