@@ -208,7 +208,7 @@ def test_stock_hands_out_the_wrong_value_of_swapped_ops() -> None:
 
 
 def alike_sums(block: FunctionBlock, x: Tensor) -> Tensor:
-    """Two sums of one shape, each of products with the same two outside tensors: only their history tells them apart."""
+    """Two sums of one shape, of products with the same outside tensors: only their history tells them apart."""
     left, right = x @ block.a, x @ block.b
     left = left * block.cos[:8] + left.neg() * block.sin[:8]
     right = right * block.cos[:8] + right.neg() * block.sin[:8]
