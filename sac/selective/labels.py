@@ -20,8 +20,8 @@ from torch.nn import Parameter
 #
 # The last kind is called foreign: it may differ between the passes although nothing is wrong (autocast kept a cast
 # weight from an earlier region in forward and casts it anew in recomputation). What is computed from something foreign
-# is foreign too. A call whose signature is not found is matched by module, op and order, and then every argument has
-# to agree in metadata, and in label too unless one side is foreign.
+# is foreign too. A call whose signature forward did not see at all is matched by module, op and call, and then every
+# argument has to agree in metadata, and in label too unless one side is foreign. A call that finds nothing runs.
 
 _PLAIN = frozenset({int, bool, type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size})
 
@@ -33,13 +33,14 @@ Description = tuple[Any, ...]
 class Labels:
     """The labels of one pass over one region; see Note [Labels]."""
 
-    __slots__ = ("_by_storage", "_inputs", "_parameters", "_weak", "foreign")
+    __slots__ = ("_by_storage", "_inputs", "_parameters", "_weak", "foreign", "makers")
 
     def __init__(self) -> None:
         self._by_storage: dict[int, int] = {}
         self._inputs: set[int] = set()
         self._parameters: set[int] = set()
         self.foreign: set[int] = set()
+        self.makers: dict[int, Any] = {}  # label -> plan of the op that made it, for messages
         self._weak: list[int] = []  # weak references: no address of a storage with a label is given to another
 
     def __del__(self) -> None:

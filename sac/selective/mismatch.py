@@ -28,13 +28,25 @@ def unmatched_problem(path: str, value: SavedValue, rivals: Sequence[tuple[Plan,
     )
 
 
-def swapped_problem(path: str, place: int, tensor: torch.Tensor) -> Problem:
-    """Return the problem that recomputation saves another value than forward did as the ``place``-th."""
+def swapped_problem(
+    path: str, place: int, tensor: torch.Tensor, forward: Plan | None, recomputed: Plan | None
+) -> Problem:
+    """Return the problem that recomputation saves another value than forward did as the ``place``-th.
+
+    ``forward`` and ``recomputed`` are the plans of the ops that made the two, where an op did.
+    """
     return Problem(
         where=path or "region",
-        found=f"saved tensor {place} ({describe(tensor)}) is computed from other values in recomputation than in forward",
+        found=f"saved tensor {place} was {_made_by(forward)} in forward; in recomputation it is {_made_by(recomputed)}, "
+        f"{describe(tensor)}, computed from other values",
         fix="make the region's forward depend on its inputs, parameters and random state only",
     )
+
+
+def _made_by(plan: Plan | None) -> str:
+    if plan is None:
+        return "an input, a parameter or a part of an op's result"
+    return f"the result of {plan_name(plan)} in {plan.path or 'the region itself'}"
 
 
 def _argument(description: Any) -> str:

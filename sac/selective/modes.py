@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -92,6 +93,7 @@ class ForwardMode(TorchDispatchMode):
                 self.tape.add(plan, plan.final, False, args, kwargs, out)
         if plan.writes:
             _relabel(record.labels, plan, signature, foreign, args, kwargs)
+        record.labels.makers[signature] = plan
         record.labels.name_output(out, signature, foreign)
         record.after_op()
         return out
@@ -115,6 +117,8 @@ class ForwardMode(TorchDispatchMode):
             if before is not None:
                 value.rng_after = [(g, g.get_state()) for g, state in before if not torch.equal(g.get_state(), state)]
             record.save(value, out)
+        else:
+            record.not_saved.add(signature)
         if self.tape is not None:
             self.tape.add(plan, rule, saves, args, kwargs, out, call=call)
         return out
@@ -149,6 +153,7 @@ class RecomputeMode(TorchDispatchMode):
         self._was_paused, self.record.paused = self.record.paused, not self.record.forward_over
         self.live: list[tuple[Plan, Any]] = []  # calls that ran although a saved value of the same op waits
         self.waiting = {signature: list(values) for signature, values in self.record.by_signature.items() if values}
+        self.calls: defaultdict[Plan, int] = defaultdict(int)
         self.ops = {value.plan.op for value in self.record.saved}
         self._put_state_back()
         super().__enter__()
@@ -193,10 +198,13 @@ class RecomputeMode(TorchDispatchMode):
         signature, foreign = labels.signature(plan.key, args, kwargs)
         values = self.waiting.get(signature)
         if values:
+            self.calls[plan] += 1
             filling.after_op()
             return self._serve(values.pop(0))
         if func in self.ops:
-            value = self._match_by_order(plan, args, kwargs)
+            call = self.calls[plan]
+            self.calls[plan] = call + 1
+            value = None if signature in self.record.not_saved else self._match_by_order(plan, call, args, kwargs)
             if value is not None:
                 self.waiting[value.signature].remove(value)
                 return self._serve(value)
@@ -205,6 +213,7 @@ class RecomputeMode(TorchDispatchMode):
         out = func(*args, **kwargs)
         if plan.writes:
             _relabel(labels, plan, signature, foreign, args, kwargs)
+        labels.makers[signature] = plan
         labels.name_output(out, signature, foreign)
         filling.after_op()
         return out
@@ -217,13 +226,14 @@ class RecomputeMode(TorchDispatchMode):
         self.labels.name_output(out, value.signature, value.foreign)
         return out
 
-    def _match_by_order(self, plan: Plan, args: Any, kwargs: Any) -> SavedValue | None:
-        """Return the first waiting value of this op and module whose arguments may be the same, see Note [Labels]."""
+    def _match_by_order(self, plan: Plan, call: int, args: Any, kwargs: Any) -> SavedValue | None:
+        """Return the waiting value of this call in order if its arguments may be the same, see Note [Labels]."""
         seen = self.labels.describe(args, kwargs)
         for value in self.record.saved:
-            waits = value in self.waiting.get(value.signature, ())
-            if waits and value.plan.op is plan.op and value.plan.path == plan.path and agree(value.description, seen):
-                return value
+            if value.plan is plan and value.call == call and value in self.waiting.get(value.signature, ()):
+                if agree(value.description, seen):
+                    return value
+                break
         self.live.append((plan, seen))
         return None
 
@@ -231,10 +241,10 @@ class RecomputeMode(TorchDispatchMode):
         """Raise if the ``place``-th tensor that autograd saves is known to be another value than in forward."""
         packed = self.record.packed
         if place < len(packed):
-            label, foreign = packed[place]
+            label, foreign, maker = packed[place]
             seen = self.labels.of(tensor)
             if label != seen and not foreign and seen not in self.labels.foreign:
-                raise RegionError(swapped_problem(self.record.path, place, tensor))
+                raise RegionError(swapped_problem(self.record.path, place, tensor, maker, self.labels.makers.get(seen)))
 
     def _check_write(self, plan: Plan, args: Any, kwargs: Any) -> None:
         """Raise if the region now writes to a held value that it did not write to in forward."""
@@ -254,7 +264,7 @@ class RecomputeMode(TorchDispatchMode):
         for value in self.record.saved:
             if value.served or value not in self.waiting.get(value.signature, ()):
                 continue
-            rivals = [(plan, seen) for plan, seen in self.live if plan.op is value.plan.op and plan.path == value.plan.path]
+            rivals = [(plan, seen) for plan, seen in self.live if plan is value.plan]
             if rivals or value.must or value.rng_after:
                 raise RegionError(unmatched_problem(self.record.path, value, rivals))
 

@@ -80,8 +80,9 @@ class CallRecord:
         self.alternations: defaultdict[int, int] = defaultdict(int)
         self.hits: defaultdict[int, int] = defaultdict(int)
         self.dead_bytes = 0
+        self.not_saved: set[int] = set()  # signatures of calls that could have been saved and were not
         self.packs = 0
-        self.packed: list[tuple[int, bool]] = []  # per tensor that autograd saved: its label, and if it is foreign
+        self.packed: list[tuple[int, bool, Plan | None]] = []  # per tensor that autograd saved: label, foreign, maker
         self.inputs: KeptInputs | None = None
         self.inputs_written = False
         self.late_write = False  # an op wrote to a tensor that autograd had saved right before the op ran
@@ -110,7 +111,7 @@ class CallRecord:
         handle.storage = storage_address(tensor)
         parts = tensor_parts(tensor)
         label = self.labels.of(tensor)
-        self.packed.append((label, label in self.labels.foreign))
+        self.packed.append((label, label in self.labels.foreign, self.labels.makers.get(label)))
         if self.table.saves_everything:
             handle.keep(tensor)
             handle.borrowed = all(self.labels.is_persistent(part) for part in parts)
