@@ -36,7 +36,7 @@ def context_fn(policy: PolicySource, module: nn.Module | None = None) -> Callabl
         return partial(checkpoint_contexts, bound.table(0, 1), "")
     table = _table(bound, module, needing)
     scope_modules([module])
-    return partial(checkpoint_contexts, table, "")
+    return partial(checkpoint_contexts, table, "", module)
 
 
 def _table(bound: BoundPolicy, module: nn.Module, needing: list[Rule]) -> Table:

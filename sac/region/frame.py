@@ -13,9 +13,9 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from sac.errors import Problem, RegionError
-from sac.region.inputs import KeptInputs, Parked, describe, fetch, park, shares_storage, surrounding_hooks, version_of
+from sac.region.inputs import KeptInputs, PackHooks, Parked, describe, fetch, park, shares_storage, surrounding_hooks, version_of
 from sac.region.rng import RngSnapshot
-from sac.region.state import AutocastState, BufferBindings
+from sac.region.state import AttentionBackends, AutocastState, BufferBindings
 
 # Note [The walk of a region]
 #
@@ -80,6 +80,11 @@ class Handle:
         self.value = self.watched = tensor.detach() if tensor.requires_grad else tensor
 
 
+    def park(self, hooks: PackHooks) -> None:
+        """Hand the held tensor to the saved-tensor hooks around the region."""
+        if isinstance(self.value, torch.Tensor):
+            self.value, self.watched = park(self.value, hooks), None
+
     def kept_value(self, path: str) -> torch.Tensor:
         """Return the held tensor; raises ``RegionError`` if it has been written to since, as autograd would."""
         watched = self.watched
@@ -107,6 +112,9 @@ class Recorder(Protocol):
 
     def close(self, handles: list[Handle], last_missing: int) -> bool:
         """The forward is over; return whether the region can be recomputed without this recorder."""
+
+    def park(self, hooks: PackHooks) -> None:
+        """Hand what is held to the saved-tensor hooks around the region."""
 
     def recompute_mode(
         self, inputs: list[tuple[int, torch.Tensor]], filling: Filling
@@ -143,9 +151,8 @@ class Filling:
         tensor = tensor.detach() if tensor.requires_grad else tensor
         index, self.count = self.count, self.count + 1
         if not self.done:
-            if self.verify is not None and self.frame.wants(index, self.task):
+            if self.frame.fill(index, tensor, self.task) and self.verify is not None:
                 self.verify(index, tensor)
-            self.frame.fill(index, tensor, self.task)
             self.done = index >= self.last_missing
             if self.stop_in_pack:
                 if self.done:
@@ -212,6 +219,7 @@ class Frame:
         tensors = [kept.data for kept in self.inputs.tensors if isinstance(kept.data, torch.Tensor)]
         self.rng = RngSnapshot(tensors)
         self.autocast = AutocastState(tensor.device.type for tensor in tensors)
+        self.attention = AttentionBackends()
         self.bindings = BufferBindings(self.owners)
         with saved_tensors_hooks(self._pack, self._unpack):
             if self.recorder is None:
@@ -244,8 +252,9 @@ class Frame:
             self.inputs.close(self.hooks, self.path)
         if self.hooks is not None:
             for handle in kept:
-                if isinstance(handle.value, torch.Tensor) and handle.watched is not None:
-                    handle.value, handle.watched = park(handle.value, self.hooks), None
+                handle.park(self.hooks)
+            if self.recorder is not None:
+                self.recorder.park(self.hooks)
 
     def kept_handles(self) -> list[Handle]:
         """Return the handles that are alive and hold their value."""
@@ -275,21 +284,17 @@ class Frame:
                 handle.value = None
             return fetch(value)
 
-    def fill(self, index: int, tensor: torch.Tensor, task: int) -> None:
-        """Put the ``index``-th tensor that recomputation saves on its handle, if that still waits for it."""
+    def fill(self, index: int, tensor: torch.Tensor, task: int) -> bool:
+        """Put the ``index``-th tensor that recomputation saves on its handle; return whether that waited for it."""
         if index >= len(self._handles):
             raise RegionError(self._surplus(index, tensor))
         handle = self._handles[index]()
         if handle is None or not self._waits(handle, task):
-            return
+            return False
         if tensor.shape != handle.shape or tensor.dtype != handle.dtype or tensor.device != handle.device:
             raise RegionError(self._differs(handle, tensor))
         handle.value = tensor
-
-    def wants(self, index: int, task: int) -> bool:
-        """Return whether the ``index``-th handle waits for its value."""
-        handle = self._handles[index]() if index < len(self._handles) else None
-        return handle is not None and self._waits(handle, task)
+        return True
 
     @staticmethod
     def _waits(handle: Handle, task: int) -> bool:
@@ -307,6 +312,7 @@ class Frame:
         with ExitStack() as stack:
             stack.enter_context(self.rng)
             self.autocast.enter_on(stack)
+            stack.enter_context(self.attention)
             stack.enter_context(self.bindings)
             stack.enter_context(torch.enable_grad())
             stack.enter_context(saved_tensors_hooks(filling.pack, _same))

@@ -31,6 +31,40 @@ class AutocastState:
                 stack.enter_context(torch.autocast(name, dtype=dtype, enabled=enabled, cache_enabled=self._cache))
 
 
+_BACKENDS = ("flash", "mem_efficient", "math", "cudnn")
+
+
+class AttentionBackends:
+    """Which backends ``scaled_dot_product_attention`` might choose from in the forward (``sdpa_kernel`` sets them)."""
+
+    __slots__ = ("_current", "_forward")
+
+    def __init__(self) -> None:
+        self._forward = _allowed_backends()
+        self._current: list[tuple[bool, ...]] = []
+
+    def __enter__(self) -> None:
+        self._current.append(_allowed_backends())
+        if self._current[-1] != self._forward:
+            _allow_backends(self._forward)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        current = self._current.pop()
+        if current != self._forward:
+            _allow_backends(current)
+
+
+def _allowed_backends() -> tuple[bool, ...]:
+    return tuple(getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in _BACKENDS)
+
+
+def _allow_backends(allowed: tuple[bool, ...]) -> None:
+    for name, on in zip(_BACKENDS, allowed, strict=True):
+        getattr(torch.backends.cuda, f"enable_{name}_sdp")(on)
+
+
 class BufferBindings:
     """Which tensor each buffer name of a region meant, so that rebinding (``self.n = self.n + 1``) happens once.
 

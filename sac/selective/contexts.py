@@ -9,12 +9,14 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
 
 from sac.region.frame import Handle
 from sac.region.inputs import PackHooks, shares_storage, surrounding_hooks
+from sac.region.state import AttentionBackends, BufferBindings, buffer_owners
 from sac.selective.modes import ForwardMode, RecomputeMode, decide
 from sac.selective.record import CallRecord
 from sac.selective.table import Table
@@ -31,7 +33,12 @@ from sac.selective.table import Table
 class CheckpointForwardMode(ForwardMode):
     """``ForwardMode`` for a region whose frame is torch's; see Note [Inside torch.utils.checkpoint]."""
 
+    def __init__(self, record: CallRecord, state: _State) -> None:
+        super().__init__(record, None)
+        self._state = state
+
     def __enter__(self) -> CheckpointForwardMode:
+        self._state.note()
         theirs = surrounding_hooks()
         self._watch = _Watch(self.record, theirs) if theirs is not None else None
         self._hooks = None
@@ -49,11 +56,59 @@ class CheckpointForwardMode(ForwardMode):
         if hooks is not None:
             hooks.__exit__(*error)
         if error[0] is None:
-            self.record.close([] if watch is None else watch.kept(), ALL if watch is None else watch.last_missing())
+            kept = [] if watch is None else watch.kept()
+            self.record.close(kept, ALL if watch is None else watch.last_missing())
             self.record.decided = []
+            self._state.forward_is_over()
+            outer = hooks_below_top() if watch is not None else None
+            if outer is not None:
+                for handle in kept:
+                    handle.park(outer)
+                self.record.park(outer)
 
 
 ALL = 1 << 62  # the place of a last missing handle that nobody knows: everything saved is held
+
+
+class _State:
+    """What torch's checkpoint does not put back: attention backends, and buffers of ``module`` that were rebound."""
+
+    def __init__(self, module: nn.Module | None) -> None:
+        self._module = module
+        self._backends: AttentionBackends | None = None
+        self._bindings: BufferBindings | None = None
+
+    def note(self) -> None:
+        """The forward begins."""
+        self._backends = AttentionBackends()
+        self._bindings = BufferBindings(buffer_owners(self._module))
+
+    def forward_is_over(self) -> None:
+        """Keep nothing of buffers that are what they were."""
+        if self._bindings is not None:
+            self._bindings.forget_if_unchanged()
+
+    def __enter__(self) -> None:
+        if self._backends is not None and self._bindings is not None:
+            self._backends.__enter__()
+            self._bindings.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        if self._backends is not None and self._bindings is not None:
+            self._bindings.__exit__(*error)
+            self._backends.__exit__(*error)
+
+
+def hooks_below_top() -> PackHooks | None:
+    """Return the saved-tensor hooks below the innermost ones, which here are those of torch's checkpoint."""
+    top = surrounding_hooks()
+    if top is None:
+        return None
+    torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        return surrounding_hooks()
+    finally:
+        torch._C._autograd._push_saved_tensors_default_hooks(*top)
 
 
 class _Watch:
@@ -95,10 +150,12 @@ def _unpack(theirs: Callable[[Any], torch.Tensor], packed: Any) -> torch.Tensor:
 class CheckpointRecomputeMode(RecomputeMode):
     """``RecomputeMode`` for a region whose frame is torch's; see Note [Inside torch.utils.checkpoint]."""
 
-    def __init__(self, record: CallRecord) -> None:
+    def __init__(self, record: CallRecord, state: _State) -> None:
         super().__init__(record, [], NeverDone())
+        self._state = state
 
     def __enter__(self) -> CheckpointRecomputeMode:
+        self._state.__enter__()
         theirs = surrounding_hooks()
         self._late = self._hooks = None
         if theirs is not None and self.record.kept_places is not None:
@@ -110,6 +167,7 @@ class CheckpointRecomputeMode(RecomputeMode):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        self._state.__exit__(*error)
         late, self._late, self.filling = self._late, None, NeverDone()
         hooks, self._hooks = self._hooks, None
         if hooks is not None and late is not None:
@@ -184,13 +242,16 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def checkpoint_contexts(table: Table, path: str) -> tuple[TorchDispatchMode, TorchDispatchMode]:
+def checkpoint_contexts(
+    table: Table, path: str, module: nn.Module | None = None
+) -> tuple[TorchDispatchMode, TorchDispatchMode]:
     """Return the pair of modes for one call of ``torch.utils.checkpoint``, which calls this once per call."""
     if _is_traced():
         forward, recompute = create_selective_checkpoint_contexts(TracedPolicy(table, path))
         return forward, recompute
     record = CallRecord(table, path)
-    return CheckpointForwardMode(record, None), CheckpointRecomputeMode(record)
+    state = _State(module)
+    return CheckpointForwardMode(record, state), CheckpointRecomputeMode(record, state)
 
 
 def _is_traced() -> bool:

@@ -33,13 +33,14 @@ Description = tuple[Any, ...]
 class Labels:
     """The labels of one pass over one region; see Note [Labels]."""
 
-    __slots__ = ("_by_storage", "_inputs", "_parameters", "_weak", "foreign", "makers")
+    __slots__ = ("_by_storage", "_inputs", "_parameters", "_weak", "foreign", "makers", "parameter_addresses")
 
     def __init__(self) -> None:
         self._by_storage: dict[int, int] = {}
         self._inputs: set[int] = set()
         self._parameters: set[int] = set()
         self.foreign: set[int] = set()
+        self.parameter_addresses: set[int] = set()
         self.makers: dict[int, Any] = {}  # label -> plan of the op that made it, for messages
         self._weak: list[int] = []  # weak references: no address of a storage with a label is given to another
 
@@ -63,9 +64,12 @@ class Labels:
             if kind is Parameter or isinstance(tensor, Parameter):
                 label = self._by_storage[key] = hash(("parameter", id(tensor)))
                 self._parameters.add(label)
+                self.parameter_addresses.add(key)
             else:
                 label = hash(("foreign", key))
                 self.foreign.add(label)
+        elif kind is Parameter:
+            self.parameter_addresses.add(key)
         return label
 
     def see(self, args: tuple[Any, ...]) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sac.errors import Problem, RegionError
+from sac.region.inputs import Parked, fetch
 from sac.selective import scope
 from sac.selective.labels import Labels, storage_address, tensor_parts
 from sac.selective.mismatch import swapped_problem, unmatched_problem
@@ -222,7 +223,7 @@ class RecomputeMode(TorchDispatchMode):
         value.served = True
         for generator, state in value.rng_after:
             generator.set_state(state)
-        out = map_tensors(value.outputs, torch.Tensor.clone if value.written else torch.Tensor.detach)
+        out = map_tensors(value.outputs, _copied if value.written else _fresh)
         self.labels.name_output(out, value.signature, value.foreign)
         return out
 
@@ -243,7 +244,8 @@ class RecomputeMode(TorchDispatchMode):
         if place < len(packed):
             label, foreign, maker = packed[place]
             seen = self.labels.of(tensor)
-            if label != seen and not foreign and seen not in self.labels.foreign:
+            tolerated = (foreign or seen in self.labels.foreign) and seen not in self.record.known
+            if label != seen and not tolerated:
                 raise RegionError(swapped_problem(self.record.path, place, tensor, maker, self.labels.makers.get(seen)))
 
     def _check_write(self, plan: Plan, args: Any, kwargs: Any) -> None:
@@ -267,6 +269,14 @@ class RecomputeMode(TorchDispatchMode):
             rivals = [(plan, seen) for plan, seen in self.live if plan is value.plan]
             if rivals or value.must or value.rng_after:
                 raise RegionError(unmatched_problem(self.record.path, value, rivals))
+
+
+def _copied(kept: torch.Tensor | Parked) -> torch.Tensor:
+    return fetch(kept).clone()
+
+
+def _fresh(kept: torch.Tensor | Parked) -> torch.Tensor:
+    return fetch(kept).detach()
 
 
 def decide(record: CallRecord, plan: Plan, args: Any, kwargs: Any, out: Any) -> tuple[bool, BoundRule | None]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
 
 from sac.region.frame import Handle
-from sac.region.inputs import KeptInputs
+from sac.region.inputs import KeptInputs, PackHooks, Parked, fetch, park
 from sac.region.rng import default_generator
 from sac.selective.labels import Description, Labels, storage_address, storage_bytes, tensor_parts
 from sac.selective.table import BoundRule, Plan, Table
@@ -80,6 +80,7 @@ class CallRecord:
         self.alternations: defaultdict[int, int] = defaultdict(int)
         self.hits: defaultdict[int, int] = defaultdict(int)
         self.dead_bytes = 0
+        self.known: Collection[int] = ()  # after the forward: the signatures of all its calls
         self.not_saved: set[int] = set()  # signatures of calls that could have been saved and were not
         self.packs = 0
         self.packed: list[tuple[int, bool, Plan | None]] = []  # per tensor that autograd saved: label, foreign, maker
@@ -130,7 +131,7 @@ class CallRecord:
                 address = storage_address(part)
                 if address in self.by_storage:
                     self._copy_saved(address)
-                elif plan.traits.mutated_args:  # an out= variant overwrites: its target needs no image
+                else:
                     self._image(address, part)
                 if any(handle.storage == address for handle in self._packed_since_op):
                     self.late_write = True
@@ -177,6 +178,9 @@ class CallRecord:
         self.decided, self.saved = self.saved, alive
         self.held_addresses = addresses_of(value for value in alive if not value.written)
         self.by_storage.clear()
+        for address in self.labels.parameter_addresses:  # FSDP gathers a parameter into a storage by an out= op
+            self.images.pop(address, None)
+        self.known = self.labels.makers.keys()
         self.labels = Labels()
         return not (alive or self.needs_mode)
 
@@ -194,6 +198,11 @@ class CallRecord:
                     value.saved_bytes -= freed
         value.outputs = None
         self.by_signature[value.signature].remove(value)
+
+    def park(self, hooks: PackHooks) -> None:
+        """Hand the held values to the saved-tensor hooks around the region."""
+        for value in self.saved:
+            value.outputs = map_tensors(value.outputs, lambda tensor: park(tensor, hooks))
 
     # Recomputation
 
@@ -232,7 +241,7 @@ def compact_views(handles: list[Handle]) -> None:
             copies = {view: _dense_copy(tensor) for view, tensor in tensors.items()}
             for handle in group:
                 if isinstance(handle.value, torch.Tensor):
-                    handle.value = copies[_view_of(handle.value)]
+                    handle.value, handle.watched = copies[_view_of(handle.value)], None
 
 
 def _view_of(tensor: Any) -> tuple[Any, ...]:
@@ -254,7 +263,7 @@ def _detached(tensor: torch.Tensor) -> torch.Tensor:
 
 def map_tensors(value: Any, function: Any) -> Any:
     """Return ``value`` with ``function`` applied to its tensors, through tuples and lists."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, (torch.Tensor, Parked)):
         return function(value)
     if isinstance(value, (tuple, list)):
         return type(value)(map_tensors(part, function) for part in value)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from sac.region.frame import Filling, Handle
-from sac.region.inputs import KeptInputs
+from sac.region.inputs import KeptInputs, PackHooks
 from sac.selective.modes import ForwardMode, RecomputeMode
 from sac.selective.record import CallRecord
 from sac.selective.table import Table
@@ -45,6 +45,10 @@ class RerunRecorder:
         free = self.record.close(kept, last_missing)
         self.needs_mode = self.record.needs_mode
         return free
+
+    def park(self, hooks: PackHooks) -> None:
+        """See ``CallRecord.park``."""
+        self.record.park(hooks)
 
     def recompute_mode(self, inputs: list[tuple[int, torch.Tensor]], filling: Filling) -> RecomputeMode:
         """Return the mode that serves."""
