@@ -37,10 +37,14 @@ noisy_scale.register_autograd(_masked_grad, setup_context=_keep_mask)
 
 @torch.library.custom_op("sactest::noisy_attention", mutates_args=())
 def noisy_attention(q: Tensor, k: Tensor, v: Tensor, p: float) -> tuple[Tensor, Tensor]:
-    """Attention with dropout on its weights, and the dropped weights, which backward reads."""
-    weights = torch.softmax(q @ k.transpose(-1, -2), -1)
-    weights = weights * (torch.rand_like(weights) > p)
-    return weights @ v, weights
+    """Attention with dropout on its weights, and the dropped weights, which backward reads.
+
+    It turns autocast off: torch 2.13 turns it off inside a custom op under any dispatch mode, and only there.
+    """
+    with torch.autocast(q.device.type, enabled=False):
+        weights = torch.softmax(q @ k.transpose(-1, -2), -1)
+        weights = weights * (torch.rand_like(weights) > p)
+        return weights @ v, weights
 
 
 @noisy_attention.register_fake
