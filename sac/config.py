@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -32,7 +32,7 @@ class Config:
     policy: Policy | None = None
     engine: str = "auto"
     blocks: tuple[PathPattern, ...] = ()
-    layers: Layers = Layers()
+    layers: Layers = field(default_factory=Layers)
     scope: str | tuple[str, ...] = "all"
     granularity: str = "block"
     strict: bool = False
@@ -164,7 +164,9 @@ def _read_scope(value: Any) -> str | tuple[str, ...]:
         return value
     if isinstance(value, (list, tuple)) and value and all(isinstance(word, str) for word in value):
         return tuple(value)
-    raise ConfigError(_problem("scope", f"{value!r} is no scope", "all, language, vision, audio, multimodal, or a list"))
+    raise ConfigError(
+        _problem("scope", f"{value!r} is no scope", "all, language, vision, audio, multimodal, or a list")
+    )
 
 
 def _read_granularity(value: Any) -> str:
@@ -180,7 +182,7 @@ def _read_strict(value: Any) -> bool:
 
 
 def family_policy(model: nn.Module) -> Policy:
-    """Return the shipped policy that serves ``model``, by its config's ``model_type`` or its class; else ``general``."""
+    """Return the shipped policy for ``model``, by its config's ``model_type`` or its class; else ``general``."""
     names = list(_family_names(model))
     policies = [load_policy(name) for name in shipped_policies() if name != "general"]
     for name in names:
@@ -205,7 +207,11 @@ def _family_names(model: nn.Module) -> Iterator[str]:
 def usable_policy(policy: Policy) -> BoundPolicy:
     """Return ``policy`` with its names resolved; raises ``PolicyError`` for these and for what is not built yet."""
     problems = [
-        Problem(rule.where("do"), f'rule "{rule.id}" offloads, and offloading is not built yet', "save, recompute, alternate")
+        Problem(
+            rule.where("do"),
+            f'rule "{rule.id}" offloads, and offloading is not built yet',
+            "save, recompute, alternate",
+        )
         for rule in policy.rules
         if rule.do == Decision.OFFLOAD.value
     ]
@@ -227,7 +233,7 @@ def usable_policy(policy: Policy) -> BoundPolicy:
 
 @dataclass(frozen=True, slots=True)
 class PolicyCheck:
-    """What `sac check` shows of a policy: it is good, and ``missing`` names what this build of torch lacks, per rule."""
+    """What `sac check` shows of a good policy; ``missing``: per rule, what this build of torch lacks."""
 
     policy: Policy
     missing: Mapping[str, tuple[str, ...]]

@@ -59,6 +59,7 @@ class RegionForward:
         return self.original
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module as a region."""
         if not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
         if torch.compiler.is_compiling():

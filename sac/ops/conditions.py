@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -20,23 +20,6 @@ def device_to_host(args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -
     return target is not None and torch.device(target).type == "cpu"
 
 
-def uneven_split(args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> bool:
-    """Whether an all-to-all sends or receives parts of unequal size; sizes that are not plain numbers count as unequal.
-
-    The op always gets explicit sizes: `None` is spelled out before the dispatcher sees it. Two ranks of one call can
-    answer differently: with three ranks, one of them may send and receive equal parts while the other two do not.
-    """
-    sent_and_received = [
-        *args[1:3],
-        *(kwargs[name] for name in ("output_split_sizes", "input_split_sizes") if name in kwargs),
-    ]
-    return any(_are_uneven(sizes) for sizes in sent_and_received if isinstance(sizes, (list, tuple)))
-
-
-def _are_uneven(sizes: Sequence[Any]) -> bool:
-    return any(not isinstance(size, int) for size in sizes) or len(set(sizes)) > 1
-
-
 def _absent(places: tuple[str, ...]) -> Condition:
     return lambda args, kwargs, out: all(_argument(args, kwargs, place) is None for place in places)
 
@@ -50,7 +33,7 @@ def _argument(args: tuple[Any, ...], kwargs: Mapping[str, Any], place: str) -> A
     return args[int(position)] if position and int(position) < len(args) else kwargs.get(name)
 
 
-_PLAIN: Mapping[str, Condition] = {"device_to_host": device_to_host, "uneven_split": uneven_split}
+_PLAIN: Mapping[str, Condition] = {"device_to_host": device_to_host}
 _WITH_PLACES: Mapping[str, Callable[[tuple[str, ...]], Condition]] = {"absent": _absent, "truthy": _truthy}
 
 

@@ -13,7 +13,17 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from sac.errors import Problem, RegionError
-from sac.region.inputs import KeptInputs, PackHooks, Parked, describe, fetch, park, shares_storage, surrounding_hooks, version_of
+from sac.region.inputs import (
+    KeptInputs,
+    PackHooks,
+    Parked,
+    describe,
+    fetch,
+    park,
+    shares_storage,
+    surrounding_hooks,
+    version_of,
+)
 from sac.region.rng import RngSnapshot
 from sac.region.state import AttentionBackends, AutocastState, BufferBindings
 
@@ -79,7 +89,6 @@ class Handle:
         self.kept, self.version = True, version_of(tensor)
         self.value = self.watched = tensor.detach() if tensor.requires_grad else tensor
 
-
     def park(self, hooks: PackHooks) -> None:
         """Hand the held tensor to the saved-tensor hooks around the region."""
         if isinstance(self.value, torch.Tensor):
@@ -116,9 +125,7 @@ class Recorder(Protocol):
     def park(self, hooks: PackHooks) -> None:
         """Hand what is held to the saved-tensor hooks around the region."""
 
-    def recompute_mode(
-        self, inputs: list[tuple[int, torch.Tensor]], filling: Filling
-    ) -> AbstractContextManager[Any]:
+    def recompute_mode(self, inputs: list[tuple[int, torch.Tensor]], filling: Filling) -> AbstractContextManager[Any]:
         """Return the context in which the recomputation runs on ``inputs``, given with their positions."""
 
     def check_recomputed(self) -> None:
@@ -160,7 +167,6 @@ class Filling:
             else:
                 self.since_op.append(tensor)
         return tensor
-
 
     def settle(self, written: Sequence[torch.Tensor]) -> None:
         """Everything is filled and an op is about to run that writes to ``written``: stop, unless it has to run.
@@ -306,7 +312,9 @@ class Frame:
             raise RegionError(self._unfilled(wanted))
         last = last and self._forward_over  # a gradient taken inside the region's own forward drops nothing
         wanted.task = -2  # it may have been unpacked in this task before: a second read of ctx.saved_tensors
-        last_missing = max(handle.index for handle in map(_call, self._handles) if handle is not None and self._waits(handle, task))
+        last_missing = max(
+            handle.index for handle in map(_call, self._handles) if handle is not None and self._waits(handle, task)
+        )
         filling = Filling(self, last_missing, stop_in_pack=self.recorder is None, task=task)
         args, kwargs, tensors = self.inputs.rebuild(self.path)
         with ExitStack() as stack:

@@ -92,7 +92,7 @@ class _KeptTensor:
         if not self.needs_grad:
             return data
         leaf = data.detach().requires_grad_()
-        return _Alias.apply(leaf) if self.written else leaf  # type: ignore[no-any-return, no-untyped-call]
+        return _Alias.apply(leaf) if self.written else leaf  # type: ignore[no-untyped-call]
 
 
 def _copied(tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:

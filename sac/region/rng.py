@@ -49,7 +49,7 @@ def _device_module(device_type: str) -> Any:
 def _device_generators(tensors: Iterable[torch.Tensor]) -> list[torch.Generator]:
     """Return the generators of the devices of ``tensors`` and of each accelerator's current device."""
     devices = {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
         devices.add(torch.device("cuda", torch.cuda.current_device()))
     found = (default_generator(device) for device in sorted(devices, key=str))
     return [generator for generator in found if generator is not None]

@@ -22,9 +22,7 @@ class BoundPolicy:
     def table(self, layer: int, stack_size: int, *, must_save: bool = True) -> Table:
         """Return the table for one layer of a stack: the rules that speak of it."""
         chosen = [
-            bound
-            for bound in self.rules
-            if bound.rule.layers is None or layer in bound.rule.layers.select(stack_size)
+            bound for bound in self.rules if bound.rule.layers is None or layer in bound.rule.layers.select(stack_size)
         ]
         return Table(self.policy, tuple(chosen), must_save=must_save)
 

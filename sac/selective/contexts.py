@@ -174,7 +174,7 @@ class CheckpointRecomputeMode(RecomputeMode):
             hooks.__exit__(*error)
             if error[0] is None:
                 late.flush()
-        if error[0] is None or late is not None and late.stopped:
+        if error[0] is None or (late is not None and late.stopped):
             self.check()
 
 
@@ -182,7 +182,7 @@ class NeverDone:
     """A recomputation whose end somebody else tells."""
 
     done = False
-    verify = None
+    verify: Callable[[int, torch.Tensor], None] | None = None
 
     def settle(self, written: Sequence[torch.Tensor]) -> None:
         """Never asked."""

@@ -41,7 +41,9 @@ class Kind:
     def __deepcopy__(self, memo: dict[int, Any]) -> Kind:
         return self  # what it has learnt holds for copies of its regions too
 
-    def run(self, function: Any, module: nn.Module | None, path: str, stats: RegionStats, args: Any, kwargs: Any) -> Any:
+    def run(
+        self, function: Any, module: nn.Module | None, path: str, stats: RegionStats, args: Any, kwargs: Any
+    ) -> Any:
         """Run one region call; gradients are those of ``function(*args, **kwargs)``."""
         inputs = KeptInputs(args, kwargs)
         sort = (module is not None and module.training, inputs.kind)
@@ -66,7 +68,14 @@ class Kind:
         return output
 
     def _run_free(
-        self, function: Any, module: nn.Module | None, path: str, stats: RegionStats, inputs: KeptInputs, args: Any, kwargs: Any
+        self,
+        function: Any,
+        module: nn.Module | None,
+        path: str,
+        stats: RegionStats,
+        inputs: KeptInputs,
+        args: Any,
+        kwargs: Any,
     ) -> Any:
         frame = Frame(function, path, None, buffer_owners(module))
         output = frame.run(inputs, args, kwargs)

@@ -23,7 +23,9 @@ from torch.nn import Parameter
 # is foreign too. A call whose signature forward did not see at all is matched by module, op and call, and then every
 # argument has to agree in metadata, and in label too unless one side is foreign. A call that finds nothing runs.
 
-_PLAIN = frozenset({int, bool, type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size})
+_PLAIN = frozenset(
+    {int, bool, type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size}
+)
 
 _CONSTANT_NUMEL = 16
 
@@ -42,7 +44,7 @@ class Labels:
         self.foreign: set[int] = set()
         self.parameter_addresses: set[int] = set()
         self.makers: dict[int, Any] = {}  # label -> plan of the op that made it, for messages
-        self._weak: list[int] = []  # weak references: no address of a storage with a label is given to another
+        self._weak: list[Any] = []  # weak references: no address of a storage with a label is given to another
 
     def __del__(self) -> None:
         for reference in self._weak:
@@ -204,7 +206,8 @@ def metadata(tensor: torch.Tensor) -> tuple[Any, ...]:
 def storage_address(tensor: torch.Tensor) -> int:
     """Return the address of the tensor's storage object, or of the tensor where it has none (sparse layouts)."""
     try:
-        return tensor.untyped_storage()._cdata
+        address: int = tensor.untyped_storage()._cdata
+        return address
     except (RuntimeError, NotImplementedError):
         return id(tensor)
 

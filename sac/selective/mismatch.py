@@ -14,7 +14,7 @@ from sac.selective.table import Plan, plan_name
 
 
 def unmatched_problem(path: str, value: SavedValue, rivals: Sequence[tuple[Plan, Any]]) -> Problem:
-    """Return the problem that ``value``'s call did not come again in recomputation; ``rivals`` are what came instead."""
+    """Return the problem that ``value``'s call did not come again in recomputation; ``rivals`` came instead."""
     module = value.plan.path or "the region itself"
     forward = ", ".join(_argument(part) for part in value.description)
     if rivals:
@@ -37,7 +37,8 @@ def swapped_problem(
     """
     return Problem(
         where=path or "region",
-        found=f"saved tensor {place} was {_made_by(forward)} in forward; in recomputation it is {_made_by(recomputed)}, "
+        found=f"saved tensor {place} was {_made_by(forward)} in forward; in recomputation it is "
+        f"{_made_by(recomputed)}, "
         f"{describe(tensor)}, computed from other values",
         fix="make the region's forward depend on its inputs, parameters and random state only",
     )

@@ -48,20 +48,20 @@ class ForwardMode(TorchDispatchMode):
         return True
 
     def __init__(self, record: CallRecord, tape: Tape | None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.record = record
         self.tape = tape
         self.plans = record.table.scope("")
         self.path = ""
 
     def __enter__(self) -> ForwardMode:
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         self._outer = scope.enter(self)
         return self
 
     def __exit__(self, *error: Any) -> None:
         scope.leave(self._outer)
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -135,10 +135,8 @@ class RecomputeMode(TorchDispatchMode):
         """A compiled function inside the region may be used under this mode."""
         return True
 
-    def __init__(
-        self, record: CallRecord, inputs: list[tuple[int, torch.Tensor]], filling: Settling
-    ) -> None:
-        super().__init__()
+    def __init__(self, record: CallRecord, inputs: list[tuple[int, torch.Tensor]], filling: Settling) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self.record = record
         self.inputs = inputs
         self.filling = filling
@@ -157,13 +155,13 @@ class RecomputeMode(TorchDispatchMode):
         self.calls: defaultdict[Plan, int] = defaultdict(int)
         self.ops = {value.plan.op for value in self.record.saved}
         self._put_state_back()
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         self._outer = scope.enter(self)
         return self
 
     def __exit__(self, *error: Any) -> None:
         scope.leave(self._outer)
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         self.filling.verify = None
         self.record.paused = self._was_paused
         for storage, image in self._present:

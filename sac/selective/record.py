@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from sac.region.frame import Handle
-from sac.region.inputs import KeptInputs, PackHooks, Parked, fetch, park
+from sac.region.inputs import KeptInputs, PackHooks, Parked, park
 from sac.region.rng import default_generator
 from sac.selective.labels import Description, Labels, storage_address, storage_bytes, tensor_parts
 from sac.selective.table import BoundRule, Plan, Table

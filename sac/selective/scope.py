@@ -47,6 +47,7 @@ class ScopedForward:
         self.before = module.__dict__.get("forward")  # an instance-level forward that somebody else had put there
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module, and say so."""
         module = self.module
         original = self.before
         if torch.compiler.is_compiling():

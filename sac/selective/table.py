@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from sac.errors import SacWarning
 from sac.ops.names import OpMatcher, is_must_save, op_name
 from sac.ops.sets import CONDITIONS
 from sac.ops.traits import OpTraits, traits_of
@@ -18,7 +20,7 @@ Condition = Callable[[tuple[Any, ...], Mapping[str, Any], Any], bool]
 
 @dataclass(frozen=True, slots=True)
 class BoundRule:
-    """A rule of a policy with its op names resolved against this build of torch; ``index`` is its place in the table."""
+    """A rule of a policy with its op names resolved on this build of torch; ``index`` is its place in the policy."""
 
     rule: Rule
     matcher: OpMatcher
@@ -106,9 +108,7 @@ class Table:
     ``must_save``: nondeterministic routing ops are kept although no rule says so (promise 10).
     """
 
-    def __init__(
-        self, policy: Policy, rules: tuple[BoundRule, ...], *, must_save: bool = True
-    ) -> None:
+    def __init__(self, policy: Policy, rules: tuple[BoundRule, ...], *, must_save: bool = True) -> None:
         self.policy = policy
         self.rules = rules
         self.default = policy.default
@@ -123,9 +123,9 @@ class Table:
 
     def _saves_everything(self) -> bool:
         """Whether the policy leaves nothing to recompute: autograd alone does what it asks."""
-        return all(bound.rule.do == Decision.SAVE.value and not bound.rule.speaks_of_module for bound in self.rules) and (
-            self.default is Decision.SAVE or any(_matches_every_call(bound.rule) for bound in self.rules)
-        )
+        return all(
+            bound.rule.do == Decision.SAVE.value and not bound.rule.speaks_of_module for bound in self.rules
+        ) and (self.default is Decision.SAVE or any(_matches_every_call(bound.rule) for bound in self.rules))
 
     def plan(self, op: Any, path: str) -> Plan:
         """Make (and remember) the plan for ``op`` inside the module at ``path``."""
@@ -161,9 +161,17 @@ class Table:
         if not self.must_save:
             return False, ""
         named = [bound for bound in (plan.final, *(c.bound for c in plan.candidates)) if bound is not None]
-        if any(bound.rule.do == Decision.RECOMPUTE.value and bound.names(plan.op) for bound in named):
+        found = is_must_save(plan.op)
+        against = [one for one in named if one.rule.do == Decision.RECOMPUTE.value and one.names(plan.op)]
+        if found[0] and against:
+            warnings.warn(
+                f'{against[0].rule.where("do")}: rule "{against[0].rule.id}" recomputes {plan_name(plan)}, which may '
+                "answer differently the second time: gradients are then wrong, or backward fails",
+                SacWarning,
+                stacklevel=2,
+            )
             return False, ""
-        return is_must_save(plan.op)
+        return found
 
 
 def first_tensor(out: Any) -> torch.Tensor | None:

@@ -40,7 +40,15 @@ class Tape:
         self._calls: dict[tuple[str, str], int] = {}
 
     def add(
-        self, plan: Plan, rule: BoundRule | None, saves: bool, args: Any, kwargs: Any, out: Any, *, call: int | None = None
+        self,
+        plan: Plan,
+        rule: BoundRule | None,
+        saves: bool,
+        args: Any,
+        kwargs: Any,
+        out: Any,
+        *,
+        call: int | None = None,
     ) -> None:
         """Append the op just run."""
         name = op_name(plan.op)

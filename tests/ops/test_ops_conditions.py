@@ -16,8 +16,8 @@ class Placed(torch.Tensor):
 
 
 def test_the_plain_conditions_are_listed():
-    assert list(CONDITIONS) == ["device_to_host", "uneven_split"]
-    assert len(CONDITIONS) == 2
+    assert list(CONDITIONS) == ["device_to_host"]
+    assert len(CONDITIONS) == 1
 
 
 @pytest.mark.parametrize("name", ["no_such_condition", "absent_of:1", "", "device_to_host & no_such_condition"])
@@ -49,21 +49,6 @@ def test_device_to_host_is_false_for_what_is_no_copy_of_a_tensor():
     assert CONDITIONS["device_to_host"]((torch.empty(2, device="meta"),), {"device": "cpu"}, None) is False
 
 
-@pytest.mark.parametrize(
-    ("received", "sent", "holds"),
-    [([4, 4], [4, 4], False), ([4], [4], False), ([], [], False), ([4, 5], [4, 4], True), ([4, 4], [3, 5], True)],
-)
-def test_uneven_split_compares_the_sizes_of_both_lists(received, sent, holds):
-    x = torch.zeros(8)
-    assert CONDITIONS["uneven_split"]((x, received, sent, "0"), {}, None) is holds
-    by_name = {"output_split_sizes": received, "input_split_sizes": sent}
-    assert CONDITIONS["uneven_split"]((x,), by_name, None) is holds
-
-
-def test_sizes_that_are_no_numbers_yet_count_as_uneven():
-    assert CONDITIONS["uneven_split"]((None, [object()], [4], "0"), {}, None) is True
-
-
 def test_absent_holds_when_every_named_argument_was_left_out():
     condition = CONDITIONS["absent:2/out,/more"]
     assert condition((0, 1, None), {}, None) is True
@@ -82,7 +67,7 @@ def test_truthy_holds_when_every_named_argument_is_true():
 
 
 def test_two_conditions_can_be_asked_for_at_once():
-    condition = CONDITIONS["uneven_split & absent:3/out"]
-    assert condition((0, [1, 2], [1, 2]), {}, None) is True
-    assert condition((0, [1, 2], [1, 2], 0), {}, None) is False
-    assert condition((0, [1, 1], [1, 1]), {}, None) is False
+    condition = CONDITIONS["truthy:1/train & absent:3/out"]
+    assert condition((0, True, 1), {}, None) is True
+    assert condition((0, True, 1, 0), {}, None) is False
+    assert condition((0, False, 1), {}, None) is False
