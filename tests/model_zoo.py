@@ -356,9 +356,13 @@ FAMILIES: tuple[str, ...] = tuple(RECIPES)
 
 def tiny(family: str, *, dropout: float = 0.0, **changes: Any) -> tuple[nn.Module, dict[str, Any]]:
     """Return a tiny model in training mode and inputs that give it a ``.loss``; ``changes`` go to its config."""
+    return build(RECIPES[family], dropout=dropout, **changes)
+
+
+def build(recipe: Recipe, *, dropout: float = 0.0, **changes: Any) -> tuple[nn.Module, dict[str, Any]]:
+    """Return the model of a recipe, as ``tiny`` does."""
     import transformers
 
-    recipe = RECIPES[family]
     parts = {key: getattr(transformers, kind)(**fields) for key, (kind, fields) in recipe.parts.items()}
     config = getattr(transformers, recipe.config)(**{**recipe.fields, **parts, **changes})
     for part in (config, *parts.values()):

@@ -1,0 +1,72 @@
+"""The shipped policies as files: complete, told apart by their models, and the same after a round trip."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sac.config import check_policy, usable_policy
+from sac.policy.files import dump_policy, load_policy
+from sac.policy.shipped import shipped_policies, shipped_policy_path
+from tests.policies.families import FAMILIES
+
+EXPECTED = ("bert", "deepseek_v3", "gemma", "general", "gpt2", "llama", "mamba", "moe", "t5", "vit")
+
+
+def test_these_policies_are_shipped() -> None:
+    assert shipped_policies() == EXPECTED
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_policy_survives_being_written_out(name: str, tmp_path: Path) -> None:
+    policy = load_policy(name)
+    (tmp_path / "copy.yaml").write_text(dump_policy(policy), encoding="utf-8")
+    again = load_policy(tmp_path / "copy.yaml")
+    assert again == policy
+    assert dump_policy(again) == dump_policy(policy)
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_policy_is_named_as_its_file_and_can_be_used(name: str) -> None:
+    policy = load_policy(name)
+    assert policy.name == name
+    assert [bound.rule for bound in usable_policy(policy).rules] == list(policy.rules)
+    assert set(check_policy(policy).missing) <= {rule.id for rule in policy.rules}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_header_says_what_the_file_is_for_and_how_its_numbers_are_printed(name: str) -> None:
+    header = shipped_policy_path(name).read_text(encoding="utf-8").partition("\nschema:")[0]
+    assert all(line.startswith("#") for line in header.splitlines())
+    assert f"#     scripts/policy_numbers {name}\n" in header
+
+
+@pytest.mark.parametrize("name", [name for name in EXPECTED if name != "general"])
+def test_family_policies_stand_on_general(name: str) -> None:
+    policy = load_policy(name)
+    assert policy.extends == ("general",)
+    kept_everywhere = {"attention", "routing", "collectives", "host-copies", "scales"}
+    assert kept_everywhere <= {rule.id for rule in policy.rules if rule.origin == "general"}
+    assert "alternate" not in {rule.do for rule in policy.rules if rule.id in ("matmuls", "experts")}
+
+
+def test_no_model_has_two_policies() -> None:
+    served = [model.lower() for name in EXPECTED for model in load_policy(name).models]
+    assert len(served) == len(set(served))
+    assert not [model for model in served if set(model) & set("*?[")]  # names in full: no glob is ever too wide
+
+
+def test_every_model_that_a_policy_names_is_tested() -> None:
+    named = {(name, model) for name in EXPECTED for model in load_policy(name).models}
+    assert named == {(family.policy, family.name) for family in FAMILIES}
+
+
+def test_models_of_a_family_say_its_name() -> None:
+    """A family of these tests is a model that says the very name which the policy looks for."""
+    for family in FAMILIES:
+        model, _ = family.build(0.0)
+        config = getattr(model, "config", None)
+        text = getattr(config, "text_config", None)
+        said = {getattr(config, "model_type", ""), getattr(text, "model_type", ""), type(model).__name__}
+        assert family.name in said, f"{family}: {said}"

@@ -1,0 +1,71 @@
+"""The numbers in the headers of the shipped policies are those that their command prints today."""
+
+from __future__ import annotations
+
+import re
+import sys
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import transformers
+
+from sac.policy.shipped import shipped_policies, shipped_policy_path
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "policy_numbers"
+QUICK = ("llama", "bert")
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    """The script as a module; it has no ending by which the import system would know it."""
+    spec = spec_from_loader("policy_numbers", SourceFileLoader("policy_numbers", str(SCRIPT)))
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules["policy_numbers"] = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def printed_in_header(name: str) -> list[str]:
+    """Return the lines below the command in a policy's header."""
+    text = shipped_policy_path(name).read_text(encoding="utf-8")
+    found = re.search(rf"^#     scripts/policy_numbers {name}\n((?:#     .*\n)+)", text, re.MULTILINE)
+    assert found, f"{name}.yaml has no table below its command"
+    return [line.removeprefix("#     ") for line in found[1].splitlines()]
+
+
+def test_every_policy_is_measured(script: ModuleType) -> None:
+    assert set(script.MEASURED) == set(shipped_policies())
+    assert {label for labels in script.MEASURED.values() for label in labels} == set(script.SHAPES)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in shipped_policies()]
+)
+def test_numbers_of_the_header_are_those_of_today(script: ModuleType, name: str) -> None:
+    header = printed_in_header(name)
+    measured_with = (
+        f"torch {torch.__version__.partition('+')[0]}, transformers {transformers.__version__}, CPU, float32"
+    )
+    if header[0] != measured_with:
+        pytest.skip(f"the header was measured with {header[0]}, and here is {measured_with}")
+    assert script.table(name) == header
+
+
+@pytest.mark.parametrize("name", shipped_policies())
+def test_policy_lies_between_full_and_none(name: str) -> None:
+    for line in printed_in_header(name)[2:]:
+        kept, full_kept, again, full_again = (float(number) for number in re.findall(r"([\d.]+)%", line))
+        assert full_kept < kept <= 51, line
+        assert again < full_again / 2 + 8, line
+
+
+def test_tables_are_written_below_their_command(script: ModuleType) -> None:
+    text = "# Why.\n#\n#     scripts/policy_numbers llama\n#     old\n#     older\nschema: sac/v1\n"
+    assert script.with_table(text, "llama", ["new \\1", "newer"]) == (
+        "# Why.\n#\n#     scripts/policy_numbers llama\n#     new \\1\n#     newer\nschema: sac/v1\n"
+    )

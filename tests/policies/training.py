@@ -1,0 +1,80 @@
+"""One model trained with and without a policy: what both must agree on, and what each keeps."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import sac
+from sac.blocks.wrap import regions_of
+from tests.policies.families import Family, loss_of
+from tests.semantics.recording import Recorder, without_collector
+
+DROPOUT = 0.1
+STEPS = 2  # the second one runs with what the first has shown
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What training showed; ``hits`` are the ids of all rules that matched an op in some region."""
+
+    seen: dict[str, Tensor]
+    hits: frozenset[str]
+    model: nn.Module
+
+
+def pair(family: Family, value: Any) -> tuple[nn.Module, nn.Module, dict[str, Any]]:
+    """Return the model as it is, a copy with ``value`` applied, and the inputs of both."""
+    plain, inputs = family.build(DROPOUT)
+    turn_off_cache(plain)
+    return plain, sac.apply(copy.deepcopy(plain), value), inputs
+
+
+def turn_off_cache(model: nn.Module) -> None:
+    """Do to the oracle what checkpointing needs: attention rounds differently on the layouts that a cache leaves."""
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        for part in (config, getattr(config, "text_config", None)):
+            if getattr(part, "use_cache", False) and not getattr(part, "num_kv_shared_layers", 0):
+                part.use_cache = False
+
+
+def train(model: nn.Module, inputs: dict[str, Any]) -> Trained:
+    """Run some steps without an optimizer, so that gradients add up; ``seen`` is every tensor that training leaves."""
+    torch.manual_seed(0)
+    seen = {}
+    for step in range(STEPS):
+        loss = loss_of(model, inputs)
+        loss.backward()
+        seen[f"loss {step}"] = loss.detach()
+    seen |= {f"gradient of {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
+    seen |= {f"buffer {name}": buffer for name, buffer in model.named_buffers()}
+    seen["random numbers"] = torch.get_rng_state()
+    hits = {
+        bound.rule.id
+        for region in regions_of(model)
+        for bound in region.kind.table.rules
+        if region.stats.hits.get(bound.index)
+    }
+    return Trained(seen, frozenset(hits), model)
+
+
+def unequal(expected: Trained, found: Trained) -> list[str]:
+    """Return the names of what the two trainings do not agree on, bit for bit."""
+    assert expected.seen.keys() == found.seen.keys(), sorted(expected.seen.keys() ^ found.seen.keys())
+    return [name for name in expected.seen if not torch.equal(expected.seen[name], found.seen[name])]
+
+
+def kept_bytes(model: nn.Module, inputs: dict[str, Any]) -> int:
+    """Bytes that a forward leaves for backward, found by watching which storages live on; nothing asks sac."""
+    for _ in range(2):
+        loss_of(model, inputs).backward()
+    with without_collector():
+        recorder = Recorder()
+        with recorder:
+            loss = loss_of(model, inputs)
+        return recorder.live_bytes(besides=(loss, list(model.buffers())))
