@@ -231,6 +231,27 @@ def test_one_of_several_alike_ops_is_saved(entry: str, op: str, index: int) -> N
     assert_same_training(build, value, entry=entry, make_input=square, steps=2)
 
 
+def twins(block: FunctionBlock, x: Tensor) -> Tensor:
+    """The same product four times, two of them written to: nothing but their order tells them apart."""
+    first, second, third, fourth = x @ block.a, x @ block.a, x @ block.a, x @ block.a
+    second.add_(x)
+    fourth.mul_(2.0)
+    return first.sin() * second.cos() * third.tanh() + (x + 1).masked_fill_(x > 0, 0.5) * fourth.sin()
+
+
+@ON_EACH_ENTRY
+@pytest.mark.parametrize("kept", [[0], [1], [2], [3], [0, 2], [1, 3], [0, 1, 2]], ids=str)
+def test_twin_ops_of_which_some_are_written_to(entry: str, kept: list[int]) -> None:
+    value = selective(policy(save("aten.mm", call={"index": kept})))
+    assert_same_training(lambda: Stack(FunctionBlock(twins)), value, entry=entry, make_input=square, steps=2)
+
+
+@ON_EACH_ENTRY
+def test_twin_ops_under_alternation(entry: str) -> None:
+    value = selective(policy(alternate("*")))
+    assert_same_training(lambda: Stack(FunctionBlock(twins)), value, entry=entry, make_input=square, steps=2)
+
+
 def changes_shape_in_recompute(block: FunctionBlock, x: Tensor) -> Tensor:
     """The product has another shape on the second run: nothing that was kept can stand for it."""
     rows = x if block.calls % 2 else x[:4]
