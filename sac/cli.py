@@ -9,10 +9,10 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from sac.built_model import BuiltModel, Scale
 from sac.errors import SacError
-from sac.mode_run import OPTIMIZERS, Training
-from sac.modelspec import FORMS, load_model
+from sac.measuring.built_model import BuiltModel, Scale
+from sac.measuring.mode_run import OPTIMIZERS, Training
+from sac.measuring.modelspec import FORMS, load_model
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,21 +30,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    from sac.check_command import check_file
+    from sac.commands.check import check_file
 
     return check_file(arguments.file, verbose=arguments.verbose, as_json=arguments.json)
 
 
 def _trace(arguments: argparse.Namespace) -> int:
-    from sac.trace_command import print_trace
+    from sac.commands.trace import print_trace
 
     return print_trace(_build(arguments), arguments.policy, device=arguments.device, as_json=arguments.json)
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    from sac.compare import compare
-    from sac.picture import save_picture
-    from sac.render import print_comparison, progress_bar
+    from sac.commands.picture import save_picture
+    from sac.commands.render import print_comparison, progress_bar
+    from sac.measuring.compare import compare
 
     training = Training(arguments.steps, arguments.optimizer, arguments.lr, arguments.seed, arguments.device)
     modes = [mode.strip() for mode in arguments.modes.split(",") if mode.strip()]

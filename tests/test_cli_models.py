@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from sac.built_model import Scale
+from sac.measuring.built_model import Scale
 from sac.errors import ConfigError
-from sac.hf_models import scale_config
-from sac.modelspec import load_model
+from sac.measuring.hf_models import scale_config
+from sac.measuring.modelspec import load_model
 
 LLAMA = Path(__file__).parent.parent / "examples" / "llama-3.2-1b.json"
 TEXT = LLAMA.parent / "text.txt"

@@ -23,11 +23,9 @@ LAYERS = (
     {"planner"},
     {"compat"},
     {"__init__"},  # the face; what is above it is the command line, which uses sac as anyone would
-    {"extras", "units", "built_model", "memory_timeline", "step_flops"},
-    {"batches", "comparison"},
-    {"hf_models", "mode_run"},
-    {"modelspec", "compare", "render", "picture"},
-    {"check_command", "trace_command"},
+    {"extras"},
+    {"measuring"},
+    {"commands"},
     {"cli"},
 )
 RANKS = {unit: rank for rank, layer in enumerate(LAYERS) for unit in layer}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from torch import nn
 
+from sac.blocks.block import Block
 from sac.blocks.frozen import drop_frozen, is_trained
 from sac.blocks.paths import Node, children_of, clean_path, root_node, walk
 from sac.blocks.stacks import find_stacks, is_callable, numbering
@@ -33,18 +33,6 @@ class Pattern(Protocol):
 
     def matches(self, path: str) -> bool:
         """Return whether the module at ``path`` is meant."""
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """One module to be checkpointed: a transformer block, or a sub-module of one."""
-
-    path: str  # clean dotted path in the model: "model.layers.3", and "" for the model itself
-    module: nn.Module
-    layer: int  # its index within its stack
-    stack: str  # path of the stack: "model.layers"
-    stack_size: int  # what layer indices count up to
-    tower: str  # language, vision, audio, or multimodal (projectors, resamplers)
 
 
 def find_blocks(

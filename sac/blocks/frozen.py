@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from torch import nn
 
+from sac.blocks.block import Block
 from sac.blocks.paths import walk
 from sac.blocks.towers import TOWERS, Towers
-
-if TYPE_CHECKING:
-    from sac.blocks.find import Block
 
 # What may run before each tower: encoders begin at their own inputs, projectors follow encoders, language follows all.
 UPSTREAM = {

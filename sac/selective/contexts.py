@@ -247,7 +247,7 @@ def checkpoint_contexts(
 ) -> tuple[TorchDispatchMode, TorchDispatchMode]:
     """Return the pair of modes for one call of ``torch.utils.checkpoint``, which calls this once per call."""
     if _is_traced():
-        forward, recompute = create_selective_checkpoint_contexts(TracedPolicy(table, path))
+        forward, recompute = create_selective_checkpoint_contexts(TracedPolicy(table, path, module))
         return forward, recompute
     record = CallRecord(table, path)
     state = _State(module)
@@ -260,16 +260,29 @@ def _is_traced() -> bool:
     return torch.compiler.is_compiling() or (key is not None and torch._C._get_dispatch_mode(key) is not None)
 
 
+# Note [Modules under torch.compile]
+#
+# Nothing of a module runs when its ops are traced: Dynamo has inlined it, and leaves on each node of its graph the stack
+# of modules that the node came from, as pairs of a path and a class. What is asked for is a path relative to the region.
+# torch calls the context function before it traces the first op of a region, with the node of the region itself as the
+# one at work (torch 2.13, held by tests/face/test_compile_modules.py): the innermost module there is the region's block,
+# or the module that calls it. Only with `module` given is the second possible: the block is then the first deeper module
+# of its class. No module at all is at work where the block is what is compiled (`block.compile()`): paths then begin at
+# the function that Dynamo began with, which is our own forward (`L['self'].module.mlp`) or a method of the block.
+
+
 class TracedPolicy:
     """A table as the policy function that torch's own modes ask under ``torch.compile``: tags for the partitioner."""
 
-    def __init__(self, table: Table, path: str) -> None:
+    def __init__(self, table: Table, path: str, module: nn.Module | None = None) -> None:
         self.record = CallRecord(table, path)
+        self._base = _modules_at_work()
+        self._block = type(module) if module is not None else None
 
     def __call__(self, context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         """Return torch's word for the decision on this call."""
         table, record = self.record.table, self.record
-        path = _traced_module(record.path)
+        path = _traced_module(self._base, self._block)
         plan = table.scope(path).get(op) or table.plan(op, path)
         if plan.light or not (plan.counts or plan.candidates):
             return CheckpointPolicy.PREFER_RECOMPUTE
@@ -277,21 +290,30 @@ class TracedPolicy:
         return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _traced_module(region: str) -> str:
-    """Return the path, relative to the region, of the module that is being traced now."""
+def _modules_at_work() -> list[tuple[str, Any]]:
+    """Return path and class of each module from which the node now traced came, outermost first."""
     stack = torch.fx.traceback.current_meta.get("nn_module_stack") or {}
-    paths = [_clean(entry[0]) for entry in stack.values()]
-    if not paths:
+    return [(_clean(path), kind) for path, kind in stack.values()]
+
+
+def _traced_module(region: list[tuple[str, Any]], block: type[nn.Module] | None) -> str:
+    """Return the path, relative to the region, of the module that is being traced now.
+
+    ``region`` are the modules at work when the region began. See Note [Modules under torch.compile].
+    """
+    now = _modules_at_work()
+    if block is not None and not (region and region[-1][1] is block):
+        region = next((now[: place + 1] for place in range(len(region), len(now)) if now[place][1] is block), region)
+    if len(now) <= len(region):
         return ""
-    last = paths[-1]
-    for base in paths:
-        if region and (base == region or base.endswith("." + region)):
-            return last.removeprefix(base).removeprefix(".")
-    return last.removeprefix(paths[0]).removeprefix(".")
+    if region:
+        return now[-1][0].removeprefix(region[-1][0]).removeprefix(".")
+    below = now[-1][0].partition(".")[2]
+    return below.removeprefix("module.") if block is None else below
 
 
 def _clean(path: str) -> str:
-    """Return ``L['self'].layers[3].mlp`` as ``self.layers.3.mlp``."""
-    text = re.sub(r"^L\['(\w+)'\]", r"\1", path)
+    """Return ``L['self'].layers[3].mlp`` as ``self.layers.3.mlp``, without what our own forwards and wrappers add."""
+    text = re.sub(r"^[LG]\['(\w+)'\]", r"\1", path)
     text = re.sub(r"\[\s*['\"]?([\w]+)['\"]?\s*\]", r".\1", text)
-    return text.replace("._modules", "").replace("._orig_mod", "")
+    return text.replace("._modules", "").replace("._orig_mod", "").replace(".forward.module", "")

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.flop_counter import flop_registry
-
+from sac.ops.flops import flops_of
 from sac.ops.names import op_name
 from sac.selective.labels import storage_bytes
 from sac.selective.table import BoundRule, Plan, first_tensor
@@ -64,7 +63,7 @@ class Tape:
                 rule=rule.rule.id if rule is not None else "",
                 reason=_reason(plan, rule, saves),
                 bytes=0 if plan.is_view or tensor is None else storage_bytes(tensor),
-                flops=_flops(plan.op, args, kwargs, out),
+                flops=flops_of(plan.op, args, kwargs, out),
                 shape=tuple(tensor.shape) if tensor is not None else (),
                 dtype=str(tensor.dtype).removeprefix("torch.") if tensor is not None else "",
             )
@@ -77,8 +76,3 @@ def _reason(plan: Plan, rule: BoundRule | None, saves: bool) -> str:
     if rule is not None and (saves == rule.saves or not saves):
         return f"rule {rule.rule.id}"
     return "must-save" if saves and plan.must_save else "default"
-
-
-def _flops(op: Any, args: Any, kwargs: Any, out: Any) -> int:
-    formula = flop_registry.get(getattr(op, "_overloadpacket", op))
-    return int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0

@@ -14,9 +14,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from sac.built_model import BuiltModel
-from sac.comparison import Comparison
-from sac.mode_run import NONE, ModeRun, Training
+from sac.measuring.built_model import BuiltModel
+from sac.measuring.comparison import Comparison
+from sac.measuring.mode_run import NONE, ModeRun, Training
 
 Progress = Callable[[int, int, str], None]
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from sac.built_model import BuiltModel, Scale
 from sac.errors import ConfigError, Problem, listing, nearest
-from sac.hf_models import build_from_config
+from sac.measuring.built_model import BuiltModel, Scale
+from sac.measuring.hf_models import build_from_config
 
 FORMS = "hf:CONFIG.json (a Hugging Face config file), package.module:function (returns a model and its inputs)"
 

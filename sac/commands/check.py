@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
+from sac.commands.render import print_rows
 from sac.policy.files import load_policy
 from sac.policy.model import Calls, Dim, Layers, Policy, Rule
-from sac.render import print_rows
 from sac.selective.bind import bind_policy
 
 COLUMNS = ("rule", "do", "ops", "names here", "only where", "of policy", "place")

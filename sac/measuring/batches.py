@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sac.built_model import DTYPES, Scale
 from sac.errors import ConfigError, Problem
+from sac.measuring.built_model import DTYPES, Scale
 
 
 def batches_of(

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from sac.comparison import Comparison, ModeResult
+from sac.commands.units import bytes_text, flops_text, parameters_text, time_text
 from sac.errors import SacError
 from sac.extras import import_extra
-from sac.units import bytes_text, flops_text, parameters_text, time_text
+from sac.measuring.comparison import Comparison, ModeResult
 
 PROGRESS_AFTER_S = 2.0  # what is done sooner needs no bar
 _NUMBERS = ("kept", "kept per block", "peak", "recomputed", "step", "loss", "gradient difference")

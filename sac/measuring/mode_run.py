@@ -16,11 +16,11 @@ from torch.utils._pytree import tree_map_only
 
 import sac
 from sac.blocks.stacks import find_stacks
-from sac.built_model import Inputs
-from sac.comparison import ModeResult
 from sac.errors import ConfigError, Problem, SacError, nearest
-from sac.memory_timeline import MemoryTimeline, mark, measure_memory
-from sac.step_flops import count_flops
+from sac.measuring.built_model import Inputs
+from sac.measuring.comparison import ModeResult
+from sac.measuring.memory_timeline import MemoryTimeline, mark, measure_memory
+from sac.measuring.step_flops import count_flops
 
 NONE = "none"
 OPTIMIZERS: dict[str, Any] = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sac.batches import batches_of
-from sac.built_model import DTYPES, BuiltModel, Scale
 from sac.errors import ConfigError, Problem, listing, nearest
 from sac.extras import import_extra
+from sac.measuring.batches import batches_of
+from sac.measuring.built_model import DTYPES, BuiltModel, Scale
 
 # Every name under which a config of transformers counts the layers of a stack.
 _LAYER_KEYS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_decoder_layers", "encoder_layers",

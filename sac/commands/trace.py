@@ -8,11 +8,11 @@ from dataclasses import asdict
 from itertools import groupby
 
 import sac
-from sac.built_model import BuiltModel
-from sac.mode_run import forward_backward, inputs_on
-from sac.render import print_rows
+from sac.commands.render import print_rows
+from sac.commands.units import bytes_text, flops_text
+from sac.measuring.built_model import BuiltModel
+from sac.measuring.mode_run import forward_backward, inputs_on
 from sac.trace import DecisionRow, decisions_of
-from sac.units import bytes_text, flops_text
 
 COLUMNS = ("module", "op", "call", "decision", "rule", "bytes", "FLOPs", "reason")
 

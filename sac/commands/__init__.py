@@ -1,0 +1,1 @@
+"""What the commands of `sac` print: tables, a picture, progress."""
