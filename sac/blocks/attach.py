@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -148,10 +148,14 @@ def _kinds(bound: BoundPolicy, blocks: Sequence[Block], mode: str) -> list[tuple
     tables: dict[tuple[int, ...], Table] = {}
     pairs = []
     for block in blocks:
-        table = bound.table(block.layer, block.stack_size)
-        rules = tuple(one.index for one in table.rules)
-        table = tables.setdefault(rules, table)
+        rules = tuple(rule.index for rule in bound.rules_of(block.layer, block.stack_size, _has_module(block)))
+        table = tables.setdefault(rules, bound.table(rules))
         part = block.path.removeprefix(block.stack).lstrip(".").partition(".")[2]
         key = (rules, block.stack, part, type(block.module))
         pairs.append((block, kinds.setdefault(key, Kind(table, mode))))
     return pairs
+
+
+def _has_module(block: Block) -> Callable[[Rule], bool]:
+    paths = [path for path, _ in block.module.named_modules()]
+    return lambda rule: rule.module is None or any(rule.module.matches(path) for path in paths)

@@ -33,7 +33,7 @@ def context_fn(policy: PolicySource, module: nn.Module | None = None) -> Callabl
     if module is None:
         if needing:
             raise ConfigError([_needs_module(rule) for rule in needing])
-        return partial(checkpoint_contexts, bound.table(0, 1), "")
+        return partial(checkpoint_contexts, _table_of(bound, 0), "")
     table = _table(bound, module, needing)
     scope_modules([module])
     return partial(checkpoint_contexts, table, "", module)
@@ -42,7 +42,7 @@ def context_fn(policy: PolicySource, module: nn.Module | None = None) -> Callabl
 def _table(bound: BoundPolicy, module: nn.Module, needing: list[Rule]) -> Table:
     layered = [rule for rule in needing if rule.layers is not None and not rule.layers.is_all]
     if not layered:
-        return bound.table(0, 1)
+        return _table_of(bound, 0)
     layer = layer_index(module)
     ends = [rule for rule in layered if rule.layers is not None and rule.layers.last is not None]
     if layer is None or ends:
@@ -56,7 +56,11 @@ def _table(bound: BoundPolicy, module: nn.Module, needing: list[Rule]) -> Table:
                 fix="use sac.apply on the whole model",
             )
         )
-    return bound.table(layer, layer + 1)
+    return _table_of(bound, layer)
+
+
+def _table_of(bound: BoundPolicy, layer: int) -> Table:
+    return bound.table(rule.index for rule in bound.rules_of(layer, layer + 1, lambda rule: True))
 
 
 def _needs_module(rule: Rule) -> Problem:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from sac.errors import PolicyError, Problem
 from sac.ops.names import NameProblem, check_sets, resolve_ops
-from sac.policy.model import Decision, Policy
+from sac.policy.model import Decision, Policy, Rule
 from sac.selective.table import BoundRule, Table
 
 
@@ -19,12 +19,21 @@ class BoundPolicy:
     rules: tuple[BoundRule, ...]
     missing: dict[str, tuple[str, ...]]
 
-    def table(self, layer: int, stack_size: int, *, must_save: bool = True) -> Table:
-        """Return the table for one layer of a stack: the rules that speak of it."""
-        chosen = [
-            bound for bound in self.rules if bound.rule.layers is None or layer in bound.rule.layers.select(stack_size)
+    def rules_of(self, layer: int, stack_size: int, applies: Callable[[Rule], bool]) -> list[BoundRule]:
+        """Return the rules that hold for one layer of a stack.
+
+        A rule for some layers only is left out where it does not apply at all (``applies``), so that layers which it
+        could not tell apart are of one kind.
+        """
+        return [
+            bound
+            for bound in self.rules
+            if bound.rule.layers is None or (layer in bound.rule.layers.select(stack_size) and applies(bound.rule))
         ]
-        return Table(self.policy, tuple(chosen), must_save=must_save)
+
+    def table(self, rules: Iterable[int], *, must_save: bool = True) -> Table:
+        """Return the table of the rules with these indices."""
+        return Table(self.policy, tuple(self.rules[index] for index in rules), must_save=must_save)
 
 
 def bind_policy(policy: Policy) -> BoundPolicy:
@@ -54,5 +63,4 @@ def _told(where: str, problem: NameProblem) -> Problem:
 
 def rebuild_table(policy: Policy, indices: Iterable[int], must_save: bool) -> Table:
     """Make a table again from what a pickle holds of it."""
-    bound = bind_policy(policy)
-    return Table(policy, tuple(bound.rules[index] for index in indices), must_save=must_save)
+    return bind_policy(policy).table(indices, must_save=must_save)

@@ -263,57 +263,55 @@ def _is_traced() -> bool:
 # Note [Modules under torch.compile]
 #
 # Nothing of a module runs when its ops are traced: Dynamo has inlined it, and leaves on each node of its graph the stack
-# of modules that the node came from, as pairs of a path and a class. What is asked for is a path relative to the region.
-# torch calls the context function before it traces the first op of a region, with the node of the region itself as the
-# one at work (torch 2.13, held by tests/face/test_compile_modules.py): the innermost module there is the region's block,
-# or the module that calls it. Only with `module` given is the second possible: the block is then the first deeper module
-# of its class. No module at all is at work where the block is what is compiled (`block.compile()`): paths then begin at
-# the function that Dynamo began with, which is our own forward (`L['self'].module.mlp`) or a method of the block.
+# of modules that the node came from, outermost first: the module's id, the way by which Dynamo came to it, and its class
+# (torch 2.13, held by tests/face/test_compile_modules.py). Which module of the region that is, is told by the ids where
+# the region's block is at hand. Otherwise by the ways: torch calls the context function before it traces the first op of
+# a region, with the call of the region itself as the node at work, so that the innermost module is the block then. None
+# is at work where the block is what is compiled (`block.compile()`): ways then begin at our own forward
+# (`L['self'].module.mlp`).
 
 
 class TracedPolicy:
-    """A table as the policy function that torch's own modes ask under ``torch.compile``: tags for the partitioner."""
+    """A table as the policy function that torch's own modes ask under ``torch.compile``: tags for the partitioner.
+
+    ``module`` is the region's block, where it is at hand.
+    """
 
     def __init__(self, table: Table, path: str, module: nn.Module | None = None) -> None:
         self.record = CallRecord(table, path)
-        self._base = _modules_at_work()
-        self._block = type(module) if module is not None else None
+        self._paths = {} if module is None else {str(id(part)): name for name, part in module.named_modules()}
+        stack = _modules_at_work()
+        self._base = stack[-1][1] if stack else ""
 
     def __call__(self, context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         """Return torch's word for the decision on this call."""
         table, record = self.record.table, self.record
-        path = _traced_module(self._base, self._block)
+        path = self._module()
         plan = table.scope(path).get(op) or table.plan(op, path)
         if plan.light or not (plan.counts or plan.candidates):
             return CheckpointPolicy.PREFER_RECOMPUTE
         saves, _ = decide(record, plan, args, kwargs, getattr(context, "op_output", None))
         return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
 
+    def _module(self) -> str:
+        """Return the path, relative to the region, of the module that is being traced now."""
+        stack = _modules_at_work()
+        if self._paths:
+            return next((self._paths[key] for key, _ in reversed(stack) if key in self._paths), "")
+        if not stack or stack[-1][1] == self._base:
+            return ""
+        base = self._base or f"{stack[-1][1].partition('.')[0]}.module"
+        return stack[-1][1].removeprefix(base).removeprefix(".")
 
-def _modules_at_work() -> list[tuple[str, Any]]:
-    """Return path and class of each module from which the node now traced came, outermost first."""
+
+def _modules_at_work() -> list[tuple[str, str]]:
+    """Return id and way of each module from which the node now traced came, outermost first."""
     stack = torch.fx.traceback.current_meta.get("nn_module_stack") or {}
-    return [(_clean(path), kind) for path, kind in stack.values()]
+    return [(str(key).partition("@")[0], _clean(way)) for key, (way, _) in stack.items()]
 
 
-def _traced_module(region: list[tuple[str, Any]], block: type[nn.Module] | None) -> str:
-    """Return the path, relative to the region, of the module that is being traced now.
-
-    ``region`` are the modules at work when the region began. See Note [Modules under torch.compile].
-    """
-    now = _modules_at_work()
-    if block is not None and not (region and region[-1][1] is block):
-        region = next((now[: place + 1] for place in range(len(region), len(now)) if now[place][1] is block), region)
-    if len(now) <= len(region):
-        return ""
-    if region:
-        return now[-1][0].removeprefix(region[-1][0]).removeprefix(".")
-    below = now[-1][0].partition(".")[2]
-    return below.removeprefix("module.") if block is None else below
-
-
-def _clean(path: str) -> str:
+def _clean(way: str) -> str:
     """Return ``L['self'].layers[3].mlp`` as ``self.layers.3.mlp``, without what our own forwards and wrappers add."""
-    text = re.sub(r"^[LG]\['(\w+)'\]", r"\1", path)
+    text = re.sub(r"^[LG]\['(\w+)'\]", r"\1", way)
     text = re.sub(r"\[\s*['\"]?([\w]+)['\"]?\s*\]", r".\1", text)
     return text.replace("._modules", "").replace("._orig_mod", "").replace(".forward.module", "")
