@@ -36,7 +36,6 @@ def _like(family: str, prefix: str, **fields: Any) -> Recipe:
 
 
 _GPT = {"rotary_dim": 8}
-_MLA = {"n_group": None, "topk_group": None}
 _MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _LINEAR = {
     "layer_types": ["linear_attention", "full_attention"],

@@ -56,6 +56,28 @@ def test_numbers_of_the_header_are_those_of_today(script: ModuleType, name: str)
     assert script.table(name) == header
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "model"), [("moe", "mixtral"), ("deepseek_v3", "deepseek_v3")])
+def test_policy_of_the_header_keeps_less(script: ModuleType, name: str, model: str, tmp_path: Path) -> None:
+    """The lines that a header offers for a policy of one's own are one, and do what it says."""
+    header = shipped_policy_path(name).read_text(encoding="utf-8")
+    offered = re.search(rf"^#     extends: {name}\n(?:#     .*\n)+", header, re.MULTILINE)
+    assert offered
+    lines = [line.removeprefix("#     ") for line in offered[0].splitlines()]
+    (tmp_path / "own.yaml").write_text("\n".join(["schema: sac/v1", "name: own", *lines]), encoding="utf-8")
+    shipped, own = (
+        next(line for line in table if line.startswith(model))
+        for table in (script.table(name), script.table(name, str(tmp_path / "own.yaml")))
+    )
+    (kept, _, again, _), (own_kept, _, own_again, _) = (
+        [float(number) for number in re.findall(r"([\d.]+)%", line)] for line in (shipped, own)
+    )
+    assert own_kept < kept
+    assert own_again > again
+    if name == "moe":  # for experts of this size it is the better bargain, too
+        assert (100 - again) / kept < (100 - own_again) / own_kept
+
+
 @pytest.mark.parametrize("name", shipped_policies())
 def test_policy_lies_between_full_and_none(name: str) -> None:
     for line in printed_in_header(name)[2:]:
