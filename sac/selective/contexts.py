@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,14 +11,15 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from sac.region.frame import Handle
 from sac.region.inputs import PackHooks, shares_storage, surrounding_hooks
 from sac.region.state import AttentionBackends, BufferBindings, buffer_owners
-from sac.selective.modes import ForwardMode, RecomputeMode, decide
+from sac.selective.modes import ForwardMode, RecomputeMode
 from sac.selective.record import CallRecord
 from sac.selective.table import Table
+from sac.selective.traced import TracedPolicy, is_traced
 
 # Note [Inside torch.utils.checkpoint]
 #
@@ -243,75 +243,12 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def checkpoint_contexts(
-    table: Table, path: str, module: nn.Module | None = None
+    table: Table, path: str = "", module: nn.Module | None = None
 ) -> tuple[TorchDispatchMode, TorchDispatchMode]:
     """Return the pair of modes for one call of ``torch.utils.checkpoint``, which calls this once per call."""
-    if _is_traced():
+    if is_traced():
         forward, recompute = create_selective_checkpoint_contexts(TracedPolicy(table, path, module))
         return forward, recompute
     record = CallRecord(table, path)
     state = _State(module)
     return CheckpointForwardMode(record, state), CheckpointRecomputeMode(record, state)
-
-
-def _is_traced() -> bool:
-    # Private names of torch 2.13, as torch.utils.checkpoint asks itself: is AOTAutograd tracing right now?
-    key = getattr(getattr(torch._C, "_TorchDispatchModeKey", None), "PROXY", None)
-    return torch.compiler.is_compiling() or (key is not None and torch._C._get_dispatch_mode(key) is not None)
-
-
-# Note [Modules under torch.compile]
-#
-# Nothing of a module runs when its ops are traced: Dynamo has inlined it, and leaves on each node of its graph the stack
-# of modules that the node came from, outermost first: the module's id, the way by which Dynamo came to it, and its class
-# (torch 2.13, held by tests/face/test_compile_modules.py). Which module of the region that is, is told by the ids where
-# the region's block is at hand. Otherwise by the ways: torch calls the context function before it traces the first op of
-# a region, with the call of the region itself as the node at work, so that the innermost module is the block then. None
-# is at work where the block is what is compiled (`block.compile()`): ways then begin at our own forward
-# (`L['self'].module.mlp`).
-
-
-class TracedPolicy:
-    """A table as the policy function that torch's own modes ask under ``torch.compile``: tags for the partitioner.
-
-    ``module`` is the region's block, where it is at hand.
-    """
-
-    def __init__(self, table: Table, path: str, module: nn.Module | None = None) -> None:
-        self.record = CallRecord(table, path)
-        self._paths = {} if module is None else {str(id(part)): name for name, part in module.named_modules()}
-        stack = _modules_at_work()
-        self._base = stack[-1][1] if stack else ""
-
-    def __call__(self, context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        """Return torch's word for the decision on this call."""
-        table, record = self.record.table, self.record
-        path = self._module()
-        plan = table.scope(path).get(op) or table.plan(op, path)
-        if plan.light or not (plan.counts or plan.candidates):
-            return CheckpointPolicy.PREFER_RECOMPUTE
-        saves, _ = decide(record, plan, args, kwargs, getattr(context, "op_output", None))
-        return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
-
-    def _module(self) -> str:
-        """Return the path, relative to the region, of the module that is being traced now."""
-        stack = _modules_at_work()
-        if self._paths:
-            return next((self._paths[key] for key, _ in reversed(stack) if key in self._paths), "")
-        if not stack or stack[-1][1] == self._base:
-            return ""
-        base = self._base or f"{stack[-1][1].partition('.')[0]}.module"
-        return stack[-1][1].removeprefix(base).removeprefix(".")
-
-
-def _modules_at_work() -> list[tuple[str, str]]:
-    """Return id and way of each module from which the node now traced came, outermost first."""
-    stack = torch.fx.traceback.current_meta.get("nn_module_stack") or {}
-    return [(str(key).partition("@")[0], _clean(way)) for key, (way, _) in stack.items()]
-
-
-def _clean(way: str) -> str:
-    """Return ``L['self'].layers[3].mlp`` as ``self.layers.3.mlp``, without what our own forwards and wrappers add."""
-    text = re.sub(r"^[LG]\['(\w+)'\]", r"\1", way)
-    text = re.sub(r"\[\s*['\"]?([\w]+)['\"]?\s*\]", r".\1", text)
-    return text.replace("._modules", "").replace("._orig_mod", "").replace(".forward.module", "")

@@ -107,19 +107,19 @@ class ForwardMode(TorchDispatchMode):
             before = [(generator, generator.get_state()) for generator in _generators(args, kwargs)]
         out = plan.op(*args, **kwargs)
         call = record.calls[plan]
+        twin = record.twins[signature]
+        record.twins[signature] = twin + 1
         saves, rule = decide(record, plan, args, kwargs, out)
         if rule is not None:
             record.hits[rule.index] += 1
         if saves and _aliases(args, kwargs, out):
             saves = False
         if saves:
-            value = SavedValue(plan, call, rule, signature, foreign)
+            value = SavedValue(plan, call, rule, signature, twin, foreign)
             value.description = record.labels.describe(args, kwargs)
             if before is not None:
                 value.rng_after = [(g, g.get_state()) for g, state in before if not torch.equal(g.get_state(), state)]
             record.save(value, out)
-        else:
-            record.not_saved.add(signature)
         if self.tape is not None:
             self.tape.add(plan, rule, saves, args, kwargs, out, call=call)
         return out
@@ -151,7 +151,8 @@ class RecomputeMode(TorchDispatchMode):
         self.filling.verify = self.verify
         self._was_paused, self.record.paused = self.record.paused, not self.record.forward_over
         self.live: list[tuple[Plan, Any]] = []  # calls that ran although a saved value of the same op waits
-        self.waiting = {signature: list(values) for signature, values in self.record.by_signature.items() if values}
+        self.waiting = {(value.signature, value.twin): value for value in self.record.saved}
+        self.twins: defaultdict[int, int] = defaultdict(int)
         self.calls: defaultdict[Plan, int] = defaultdict(int)
         self.ops = {value.plan.op for value in self.record.saved}
         self._put_state_back()
@@ -195,17 +196,10 @@ class RecomputeMode(TorchDispatchMode):
         if filling.done:
             filling.settle(written_tensors(plan, args, kwargs) if plan.writes else ())
         signature, foreign = labels.signature(plan.key, args, kwargs)
-        values = self.waiting.get(signature)
-        if values:
-            self.calls[plan] += 1
-            filling.after_op()
-            return self._serve(values.pop(0))
         if func in self.ops:
-            call = self.calls[plan]
-            self.calls[plan] = call + 1
-            value = None if signature in self.record.not_saved else self._match_by_order(plan, call, args, kwargs)
+            value = self._find(plan, signature, args, kwargs)
             if value is not None:
-                self.waiting[value.signature].remove(value)
+                filling.after_op()
                 return self._serve(value)
         if plan.writes:
             self._check_write(plan, args, kwargs)
@@ -218,18 +212,30 @@ class RecomputeMode(TorchDispatchMode):
         return out
 
     def _serve(self, value: SavedValue) -> Any:
-        value.served = True
         for generator, state in value.rng_after:
             generator.set_state(state)
         out = map_tensors(value.outputs, _copied if value.written else _fresh)
         self.labels.name_output(out, value.signature, value.foreign)
         return out
 
+    def _find(self, plan: Plan, signature: int, args: Any, kwargs: Any) -> SavedValue | None:
+        """Return the saved value of this call, if it has one, and take it off the waiting list."""
+        call = self.calls[plan]
+        twin = self.twins[signature]
+        self.calls[plan] = call + 1
+        self.twins[signature] = twin + 1
+        value = self.waiting.pop((signature, twin), None)
+        if value is None and signature not in self.record.twins:
+            value = self._match_by_order(plan, call, args, kwargs)
+            if value is not None:
+                del self.waiting[value.signature, value.twin]
+        return value
+
     def _match_by_order(self, plan: Plan, call: int, args: Any, kwargs: Any) -> SavedValue | None:
         """Return the waiting value of this call in order if its arguments may be the same, see Note [Labels]."""
         seen = self.labels.describe(args, kwargs)
         for value in self.record.saved:
-            if value.plan is plan and value.call == call and value in self.waiting.get(value.signature, ()):
+            if value.plan is plan and value.call == call and (value.signature, value.twin) in self.waiting:
                 if agree(value.description, seen):
                     return value
                 break
@@ -262,7 +268,7 @@ class RecomputeMode(TorchDispatchMode):
     def check(self) -> None:
         """Raise if a saved value found no call although a call of its op found no value."""
         for value in self.record.saved:
-            if value.served or value not in self.waiting.get(value.signature, ()):
+            if (value.signature, value.twin) not in self.waiting:
                 continue
             rivals = [(plan, seen) for plan, seen in self.live if plan is value.plan]
             if rivals or value.must or value.rng_after:

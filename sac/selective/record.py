@@ -42,16 +42,17 @@ class SavedValue:
         "rng_after",
         "rule",
         "saved_bytes",
-        "served",
         "signature",
+        "twin",
         "written",
     )
 
-    def __init__(self, plan: Plan, call: int, rule: BoundRule | None, signature: int, foreign: bool) -> None:
+    def __init__(self, plan: Plan, call: int, rule: BoundRule | None, signature: int, twin: int, foreign: bool) -> None:
         self.plan = plan
         self.call = call
         self.rule = rule
         self.signature = signature
+        self.twin = twin  # how many calls had the same signature before
         self.foreign = foreign
         self.must = plan.must_save
         self.description: Description = ()
@@ -59,7 +60,6 @@ class SavedValue:
         self.packs_before = 0
         self.rng_after: list[tuple[torch.Generator, torch.Tensor]] = []
         self.saved_bytes = 0
-        self.served = False
         self.written = False  # the region writes to it later: it is held, and served, as a copy
 
 
@@ -72,7 +72,6 @@ class CallRecord:
         self.labels = Labels()
         self.saved: list[SavedValue] = []
         self.decided: list[SavedValue] = []  # after the forward: all that was decided to be saved, for the report
-        self.by_signature: dict[int, list[SavedValue]] = {}
         self.by_storage: dict[int, list[SavedValue]] = {}
         self.generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
         self.images: dict[int, tuple[Any, Any]] = {}  # storage address -> (storage, its image before the first write)
@@ -81,7 +80,7 @@ class CallRecord:
         self.hits: defaultdict[int, int] = defaultdict(int)
         self.dead_bytes = 0
         self.known: Collection[int] = ()  # after the forward: the signatures of all its calls
-        self.not_saved: set[int] = set()  # signatures of calls that could have been saved and were not
+        self.twins: defaultdict[int, int] = defaultdict(int)  # signature -> how many calls that may be saved had it
         self.packs = 0
         self.packed: list[tuple[int, bool, Plan | None]] = []  # per tensor that autograd saved: label, foreign, maker
         self.inputs: KeptInputs | None = None
@@ -100,7 +99,6 @@ class CallRecord:
         value.outputs = map_tensors(out, _detached)
         value.packs_before = self.packs
         self.saved.append(value)
-        self.by_signature.setdefault(value.signature, []).append(value)
         for tensor in tensors_of(out):
             value.saved_bytes += storage_bytes(tensor)
             for part in tensor_parts(tensor):
@@ -197,7 +195,6 @@ class CallRecord:
                     self.dead_bytes += freed
                     value.saved_bytes -= freed
         value.outputs = None
-        self.by_signature[value.signature].remove(value)
 
     def park(self, hooks: PackHooks) -> None:
         """Hand the held values to the saved-tensor hooks around the region."""
@@ -209,7 +206,6 @@ class CallRecord:
     def drop(self) -> None:
         """Let every held value go."""
         self.saved = []
-        self.by_signature = {}
         self.images = {}
         self.generators = {}
 

@@ -1,0 +1,76 @@
+"""A policy under ``torch.compile``: tags for the partitioner, by the module that each traced op came from."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
+
+from sac.selective.modes import decide
+from sac.selective.record import CallRecord
+from sac.selective.table import Table
+
+# Note [Modules under torch.compile]
+#
+# Nothing of a module runs when its ops are traced: Dynamo has inlined it, and leaves on each node of its graph the
+# stack of modules that the node came from, outermost first: id, the way by which Dynamo came to it, class (torch 2.13,
+# held by tests/face/test_compile_modules.py). Which module of the region that is, the ids tell where the region's block
+# is at hand. Otherwise the ways do: torch calls the context function before it traces the first op of a region, with
+# the call of the region itself as the node at work, so that the innermost module is the block then. None is at work
+# where the block is what is compiled (`block.compile()`): ways then begin at our own forward (`L['self'].module.mlp`).
+
+
+def is_traced() -> bool:
+    """Return whether ops are traced now, and not run."""
+    # Private names of torch 2.13, as torch.utils.checkpoint asks itself: is AOTAutograd tracing right now?
+    key = getattr(getattr(torch._C, "_TorchDispatchModeKey", None), "PROXY", None)
+    return torch.compiler.is_compiling() or (key is not None and torch._C._get_dispatch_mode(key) is not None)
+
+
+class TracedPolicy:
+    """A table as the policy function that torch's own modes ask under ``torch.compile``: tags for the partitioner.
+
+    ``module`` is the region's block, where it is at hand.
+    """
+
+    def __init__(self, table: Table, path: str, module: nn.Module | None = None) -> None:
+        self.record = CallRecord(table, path)
+        self._paths = {} if module is None else {str(id(part)): name for name, part in module.named_modules()}
+        stack = _modules_at_work()
+        self._base = stack[-1][1] if stack else ""
+
+    def __call__(self, context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        """Return torch's word for the decision on this call."""
+        table, record = self.record.table, self.record
+        path = self._module()
+        plan = table.scope(path).get(op) or table.plan(op, path)
+        if plan.light or not (plan.counts or plan.candidates):
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        saves, _ = decide(record, plan, args, kwargs, getattr(context, "op_output", None))
+        return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def _module(self) -> str:
+        """Return the path, relative to the region, of the module that is being traced now."""
+        stack = _modules_at_work()
+        if self._paths:
+            return next((self._paths[key] for key, _ in reversed(stack) if key in self._paths), "")
+        if not stack or stack[-1][1] == self._base:
+            return ""
+        base = self._base or f"{stack[-1][1].partition('.')[0]}.module"
+        return stack[-1][1].removeprefix(base).removeprefix(".")
+
+
+def _modules_at_work() -> list[tuple[str, str]]:
+    """Return id and way of each module from which the node now traced came, outermost first."""
+    stack = torch.fx.traceback.current_meta.get("nn_module_stack") or {}
+    return [(str(key).partition("@")[0], _clean(way)) for key, (way, _) in stack.items()]
+
+
+def _clean(way: str) -> str:
+    """Return ``L['self'].layers[3].mlp`` as ``self.layers.3.mlp``, without what our forwards and wrappers add."""
+    text = re.sub(r"^[LG]\['(\w+)'\]", r"\1", way)
+    text = re.sub(r"\[\s*['\"]?([\w]+)['\"]?\s*\]", r".\1", text)
+    return re.sub(r"\._modules|\._orig_mod|\.forward(\.__self__)?\.module", "", text)
