@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import nn
 
-from sac.blocks.wrap import RegionForward, regions_of
+from sac.blocks.wrap import regions_of
 from sac.errors import ModelError, Problem
-from sac.selective.kind import Kind
+from sac.selective.kind import Kind, Region
 from sac.selective.stats import NO_RULE
 from sac.trace import group_label, regions_by_kind
 
@@ -101,15 +101,15 @@ def report(model: nn.Module) -> Report:
 
     Raises ``ModelError`` if ``sac.apply`` has put no region on it. Before the first forward all numbers are 0.
     """
-    regions = list(regions_of(model))
-    if not regions:
+    forwards = list(regions_of(model))
+    if not forwards:
         raise ModelError(
             Problem(type(model).__name__, "there is no region on this model", fix="call sac.apply(model, …) first")
         )
-    applied = regions[0].applied
-    kinds = tuple(_kind_report(kind, of_kind) for kind, of_kind in regions_by_kind(model))
+    applied = forwards[0].applied
+    kinds = tuple(_kind_report(kind, regions) for kind, regions in _alike(model))
     hit = {use.rule for kind in kinds for use in kind.rules if use.hits}
-    rules = {bound.rule.id for region in regions for bound in region.kind.table.rules}
+    rules = {bound.rule.id for forward in forwards for bound in forward.region.kind.table.rules}
     return Report(
         applied.mode,
         kinds,
@@ -119,7 +119,17 @@ def report(model: nn.Module) -> Report:
     )
 
 
-def _kind_report(kind: Kind, regions: Sequence[RegionForward]) -> KindReport:
+def _alike(model: nn.Module) -> Iterable[tuple[Kind, list[Region]]]:
+    """Yield the region kinds of a model, each split into regions whose last calls kept the same."""
+    for kind, regions in regions_by_kind(model):
+        groups: dict[tuple[object, ...], list[Region]] = {}
+        for region in regions:
+            groups.setdefault(region.stats.figures(), []).append(region)
+        for alike in groups.values():
+            yield kind, alike
+
+
+def _kind_report(kind: Kind, regions: Sequence[Region]) -> KindReport:
     stats = regions[-1].stats
     return KindReport(
         regions=group_label(region.path for region in regions),
@@ -133,7 +143,7 @@ def _kind_report(kind: Kind, regions: Sequence[RegionForward]) -> KindReport:
     )
 
 
-def _rule_uses(kind: Kind, regions: Sequence[RegionForward]) -> Iterable[RuleUse]:
+def _rule_uses(kind: Kind, regions: Sequence[Region]) -> Iterable[RuleUse]:
     stats = regions[-1].stats
     for bound in kind.table.rules:
         yield RuleUse(bound.rule.id, stats.hits.get(bound.index, 0), stats.by_rule.get(bound.index, 0))

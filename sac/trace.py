@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from sac.blocks.wrap import RegionForward, regions_of
-from sac.selective.kind import Kind
+from sac.blocks.wrap import regions_of
+from sac.selective.kind import Kind, Region
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +45,10 @@ def decisions_of(model: nn.Module) -> tuple[DecisionRow, ...]:
     return tuple(rows)
 
 
-def regions_by_kind(model: nn.Module) -> list[tuple[Kind, list[RegionForward]]]:
+def regions_by_kind(model: nn.Module) -> list[tuple[Kind, list[Region]]]:
     """Return the region kinds on a model, each with its regions, in module order."""
-    groups: dict[int, tuple[Kind, list[RegionForward]]] = {}
-    for region in regions_of(model):
+    groups: dict[int, tuple[Kind, list[Region]]] = {}
+    for region in (forward.region for forward in regions_of(model)):
         groups.setdefault(id(region.kind), (region.kind, []))[1].append(region)
     return list(groups.values())
 

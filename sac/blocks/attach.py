@@ -61,7 +61,7 @@ def _refuse_second(model: nn.Module) -> None:
     name = type(model).__name__
     present = next(regions_of(model), None)
     if present is not None:
-        where = present.path or name
+        where = present.region.path or name
         raise ModelError(
             Problem(where, "sac.apply has been called on this model before", fix="call sac.remove(model) first")
         )
@@ -143,7 +143,7 @@ def _place(rule: Rule) -> str:
 
 
 def _kinds(bound: BoundPolicy, blocks: Sequence[Block], mode: str) -> list[tuple[Block, Kind]]:
-    """Return each block with its kind; blocks of one class in one stack under the same rules share one."""
+    """Return each block with its kind; blocks of one structure in one stack under the same rules share one."""
     kinds: dict[tuple[object, ...], Kind] = {}
     tables: dict[tuple[int, ...], Table] = {}
     pairs = []
@@ -151,7 +151,8 @@ def _kinds(bound: BoundPolicy, blocks: Sequence[Block], mode: str) -> list[tuple
         rules = tuple(rule.index for rule in bound.rules_of(block.layer, block.stack_size, _has_module(block)))
         table = tables.setdefault(rules, bound.table(rules))
         part = block.path.removeprefix(block.stack).lstrip(".").partition(".")[2]
-        key = (rules, block.stack, part, type(block.module))
+        structure = tuple((path, type(module)) for path, module in block.module.named_modules())
+        key = (rules, block.stack, part, structure)
         pairs.append((block, kinds.setdefault(key, Kind(table, mode))))
     return pairs
 

@@ -16,9 +16,8 @@ from sac.blocks.find import Block
 from sac.blocks.zero_hits import HitWatch
 from sac.errors import ModelError, Problem
 from sac.selective.contexts import checkpoint_contexts
-from sac.selective.kind import Kind
+from sac.selective.kind import Kind, Region
 from sac.selective.scope import ScopedForward
-from sac.selective.stats import RegionStats
 
 
 @dataclass(slots=True)
@@ -40,12 +39,8 @@ class RegionForward:
 
     def __init__(self, block: Block, kind: Kind, applied: Applied) -> None:
         self.module = block.module
-        self.path = block.path
-        self.layer = block.layer
-        self.stack = block.stack
-        self.kind = kind
+        self.region = Region(kind, block.path)
         self.applied = applied
-        self.stats = RegionStats()
         self.before = block.module.__dict__.get("forward")
 
     @property
@@ -62,12 +57,13 @@ class RegionForward:
         """Run the module as a region."""
         if not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
+        region = self.region
         if torch.compiler.is_compiling():
-            contexts = partial(checkpoint_contexts, self.kind.table, self.path)
+            contexts = partial(checkpoint_contexts, region.kind.table, region.path)
             return torch_checkpoint(self.original, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-        output = self.kind.run(self.original, self.module, self.path, self.stats, args, kwargs)
+        output = region.run(self.original, self.module, args, kwargs)
         if self.applied.watch.waits:
-            self.applied.watch.saw(self.path, self.kind.table, self.stats)
+            self.applied.watch.saw(region.path, region.kind.table, region.stats)
         return output
 
 

@@ -19,20 +19,20 @@ from sac.selective.tape import OpRow, Tape
 
 # Note [Evidence]
 #
-# The first call of a kind of region always runs under the recorder, in `full` mode too. If it shows nothing that needs
-# a dispatch mode (no op that may be saved, no generator passed by the caller, no write to something from outside, no
-# last op that writes to what autograd has saved), later calls of the same kind enter none. A kind is a table and a sort
-# of inputs: dtypes, numbers of dimensions, which need gradients, and whether the module is in training.
+# The first call of a region always runs under the recorder, in `full` mode too. If it shows nothing that needs a
+# dispatch mode (no op that may be saved, no generator passed by the caller, no write to something from outside, no last
+# op that writes to what autograd has saved), later calls of that region on the same sort of inputs enter none. Inputs
+# are of one sort if dtypes, numbers of dimensions and needed gradients are the same, and the module is in training or
+# not as before. Evidence is per region: blocks of one class may differ by a plain attribute that no one can compare.
 
 
 class Kind:
-    """Regions of one sort; ``run`` runs a call of one of them."""
+    """Regions of one sort: the table they share, and the ops that the first of them ran."""
 
     def __init__(self, table: Table, name: str) -> None:
         self.table = table
         self.name = name
         self.rows: tuple[OpRow, ...] = ()
-        self._free: set[Any] = set()  # sorts of inputs that need no mode
 
     def __reduce__(self) -> tuple[Any, ...]:
         table = self.table
@@ -41,46 +41,50 @@ class Kind:
     def __deepcopy__(self, memo: dict[int, Any]) -> Kind:
         return self  # what it has learnt holds for copies of its regions too
 
-    def run(
-        self, function: Any, module: nn.Module | None, path: str, stats: RegionStats, args: Any, kwargs: Any
-    ) -> Any:
-        """Run one region call; gradients are those of ``function(*args, **kwargs)``."""
+
+class Region:
+    """One checkpointed module: its kind, what its calls have shown, and what the last one kept."""
+
+    def __init__(self, kind: Kind, path: str) -> None:
+        self.kind = kind
+        self.path = path
+        self.stats = RegionStats()
+        self._free: set[Any] = set()  # sorts of inputs that need no mode
+
+    def run(self, function: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one call; gradients are those of ``function(*args, **kwargs)``, which is the module's own forward."""
         inputs = KeptInputs(args, kwargs)
-        sort = (module is not None and module.training, inputs.kind)
-        if sort in self._free:
-            if self.table.saves_everything and surrounding_hooks() is None:
-                stats.calls += 1
+        sort = (module.training, inputs.kind)
+        everything = self.kind.table.saves_everything
+        recorder = None
+        if sort not in self._free:
+            recorder = self._recorder(inputs)
+        elif everything:
+            if surrounding_hooks() is None:
+                self.stats.calls += 1
                 return function(*args, **kwargs)
-            if not self.table.saves_everything:
-                return self._run_free(function, module, path, stats, inputs, args, kwargs)
-        tape = Tape() if not self.rows else None
-        recorder = RerunRecorder(self.table, path, tape)
-        recorder.begin(inputs)
-        frame = Frame(function, path, recorder, buffer_owners(module))
+            recorder = self._recorder(inputs)
+        frame = Frame(function, self.path, recorder, buffer_owners(module))
         output = frame.run(inputs, args, kwargs)
-        if tape is not None:
-            self.rows = tuple(tape.rows)
-            announce(path, self.rows)
-        if self.table.saves_everything or not (self.table.could_save or recorder.needs_mode):
-            self._free.add(sort)
-        stats.take(recorder.record, frame.kept_handles(), frame.input_bytes)
-        recorder.record.decided = []
+        if recorder is None:
+            self.stats.take(None, (), frame.input_bytes)
+        else:
+            self._learn(recorder, frame, sort)
         return output
 
-    def _run_free(
-        self,
-        function: Any,
-        module: nn.Module | None,
-        path: str,
-        stats: RegionStats,
-        inputs: KeptInputs,
-        args: Any,
-        kwargs: Any,
-    ) -> Any:
-        frame = Frame(function, path, None, buffer_owners(module))
-        output = frame.run(inputs, args, kwargs)
-        stats.take(None, (), frame.input_bytes)
-        return output
+    def _recorder(self, inputs: KeptInputs) -> RerunRecorder:
+        recorder = RerunRecorder(self.kind.table, self.path, Tape() if not self.kind.rows else None)
+        recorder.begin(inputs)
+        return recorder
+
+    def _learn(self, recorder: RerunRecorder, frame: Frame, sort: Any) -> None:
+        if recorder.tape is not None:
+            self.kind.rows = tuple(recorder.tape.rows)
+            announce(self.path, self.kind.rows)
+        if self.kind.table.saves_everything or not recorder.needs_mode:
+            self._free.add(sort)
+        self.stats.take(recorder.record, frame.kept_handles(), frame.input_bytes)
+        recorder.record.decided = []
 
 
 def _rebuild(policy: Policy, indices: tuple[int, ...], must_save: bool, name: str) -> Kind:

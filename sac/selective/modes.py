@@ -15,7 +15,7 @@ from sac.selective import scope
 from sac.selective.labels import Labels, storage_address, tensor_parts
 from sac.selective.mismatch import swapped_problem, unmatched_problem
 from sac.selective.record import CallRecord, SavedValue, default_generators, map_tensors, tensors_of, written_tensors
-from sac.selective.table import BoundRule, Plan
+from sac.selective.table import BoundRule, Plan, run_op
 from sac.selective.tape import Tape
 
 _LIFT_FRESH = torch.ops.aten.lift_fresh.default
@@ -87,7 +87,7 @@ class ForwardMode(TorchDispatchMode):
         if plan.counts or plan.candidates:
             out = self._run_decided(plan, signature, foreign, args, kwargs)
         else:
-            out = func(*args, **kwargs)
+            out = run_op(plan, args, kwargs) if plan.own_body else func(*args, **kwargs)
             if plan.final is not None:
                 record.hits[plan.final.index] += 1
             if self.tape is not None:
@@ -105,7 +105,8 @@ class ForwardMode(TorchDispatchMode):
         before = None
         if plan.draws and plan.counts:
             before = [(generator, generator.get_state()) for generator in _generators(args, kwargs)]
-        out = plan.op(*args, **kwargs)
+        out = run_op(plan, args, kwargs)
+        record.may_save = record.may_save or plan.counts
         call = record.calls[plan]
         twin = record.twins[signature]
         record.twins[signature] = twin + 1
@@ -203,7 +204,7 @@ class RecomputeMode(TorchDispatchMode):
                 return self._serve(value)
         if plan.writes:
             self._check_write(plan, args, kwargs)
-        out = func(*args, **kwargs)
+        out = run_op(plan, args, kwargs) if plan.own_body else func(*args, **kwargs)
         if plan.writes:
             _relabel(labels, plan, signature, foreign, args, kwargs)
         labels.makers[signature] = plan

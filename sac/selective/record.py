@@ -85,6 +85,7 @@ class CallRecord:
         self.packed: list[tuple[int, bool, Plan | None]] = []  # per tensor that autograd saved: label, foreign, maker
         self.inputs: KeptInputs | None = None
         self.inputs_written = False
+        self.may_save = False  # some op ran that another call of this region may save
         self.late_write = False  # an op wrote to a tensor that autograd had saved right before the op ran
         self.forward_over = False
         self.paused = False  # a recomputation runs inside the region's own forward: nothing of it is recorded
@@ -180,10 +181,15 @@ class CallRecord:
             self.images.pop(address, None)
         self.known = self.labels.makers.keys()
         self.labels = Labels()
-        return not (alive or self.needs_mode)
+        return not (alive or self.writes_or_draws)
 
     @property
     def needs_mode(self) -> bool:
+        """Whether later calls like this one have to run under a dispatch mode."""
+        return self.may_save or self.writes_or_draws
+
+    @property
+    def writes_or_draws(self) -> bool:
         """Whether this call did something that a recomputation without a dispatch mode would get wrong."""
         return bool(self.images or self.generators or self.late_write or self.inputs_written)
 

@@ -30,6 +30,11 @@ class RegionStats:
     by_rule: dict[int, int] = field(default_factory=dict)
     hits: dict[int, int] = field(default_factory=dict)
 
+    def figures(self) -> tuple[object, ...]:
+        """Return all but the number of calls, to be compared."""
+        kept = (self.saved_bytes, self.input_bytes, self.dead_bytes)
+        return (*kept, tuple(sorted(self.by_rule.items())), tuple(sorted(self.hits.items())))
+
     def take(self, record: CallRecord | None, kept: Iterable[Handle], input_bytes: int) -> None:
         """Overwrite with what the call just run keeps; ``record`` is None where no mode was needed."""
         self.calls += 1

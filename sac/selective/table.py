@@ -14,6 +14,7 @@ from sac.ops.names import OpMatcher, is_must_save, op_name
 from sac.ops.sets import CONDITIONS
 from sac.ops.traits import OpTraits, traits_of
 from sac.policy.model import ALTERNATE, Decision, Policy, Rule
+from sac.selective.autocast import as_called, has_own_body
 
 Condition = Callable[[tuple[Any, ...], Mapping[str, Any], Any], bool]
 
@@ -74,6 +75,7 @@ class Plan:
         "must_save",
         "must_save_condition",
         "op",
+        "own_body",
         "path",
         "savable",
         "savable_if",
@@ -99,7 +101,16 @@ class Plan:
         self.must_save = False
         self.must_save_condition: Condition | None = None
         self.counts = False
+        self.own_body = has_own_body(op)
         self.always_saves = False
+
+
+def run_op(plan: Plan, args: Any, kwargs: Any) -> Any:
+    """Run the plan's op as its caller would have run it without a mode."""
+    if plan.own_body:
+        with as_called(plan.op, args):
+            return plan.op(*args, **kwargs)
+    return plan.op(*args, **kwargs)
 
 
 class Table:
@@ -114,7 +125,6 @@ class Table:
         self.default = policy.default
         self.must_save = must_save
         self.saves_everything = self._saves_everything()
-        self.could_save = False  # some op seen so far may be saved
         self._plans: dict[str, dict[Any, Plan]] = {}
 
     def scope(self, path: str) -> dict[Any, Plan]:
@@ -132,7 +142,6 @@ class Table:
         plan = Plan(op, path, traits_of(op))
         if plan.savable and not plan.light:
             self._bind(plan)
-            self.could_save |= plan.counts
         self._plans.setdefault(path, {})[op] = plan
         return plan
 

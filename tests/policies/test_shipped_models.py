@@ -54,7 +54,7 @@ def chosen(family: Family) -> dict[str, object]:
 
 
 def saved_bytes(model: nn.Module) -> int:
-    return sum(region.stats.saved_bytes for region in regions_of(model))
+    return sum(region.region.stats.saved_bytes for region in regions_of(model))
 
 
 def test_quick_families_exist() -> None:

@@ -57,8 +57,8 @@ def train(model: nn.Module, inputs: dict[str, Any]) -> Trained:
     hits = {
         bound.rule.id
         for region in regions_of(model)
-        for bound in region.kind.table.rules
-        if region.stats.hits.get(bound.index)
+        for bound in region.region.kind.table.rules
+        if region.region.stats.hits.get(bound.index)
     }
     return Trained(seen, frozenset(hits), model)
 

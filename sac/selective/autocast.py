@@ -1,0 +1,34 @@
+"""Autocast inside the body of a custom op, which a dispatch mode would turn off."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+# Torch excludes the autocast key while a mode's handler runs (2.11 to 2.13), and excluding it is what turns autocast
+# off: a custom op whose body leans on autocast would compute in another precision than without the mode. The state
+# at the op's call is in the snapshot that torch takes for reentrant dispatch. An op with an autocast kernel of its own
+# has had its casts made before the mode sees it, and its body runs without autocast in either case.
+
+_BUILT_IN = frozenset({"aten", "prims", "_c10d_functional", "c10d", "fsdp", "profiler", "inductor"})
+
+
+def has_own_body(op: Any) -> bool:
+    """Return whether ``op`` comes from a library, so that its body may call ops that autocast casts for."""
+    return isinstance(op, torch._ops.OpOverload) and op.namespace not in _BUILT_IN
+
+
+def as_called(op: Any, args: Any) -> AbstractContextManager[Any]:
+    """Return the context that gives the body of ``op`` the autocast of its caller."""
+    tensor = next((value for value in args if isinstance(value, torch.Tensor)), None)
+    name = f"Autocast{'CPU' if tensor is None else tensor.device.type.upper()}"
+    key = getattr(torch._C.DispatchKey, name, None)
+    snapshot = getattr(torch._C, "_RestorePythonTLSSnapshot", None)
+    if key is None or snapshot is None or torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), name):
+        return nullcontext()
+    with snapshot():
+        excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(key)
+    guard: AbstractContextManager[Any] = torch._C._SetExcludeDispatchKeyGuard(key, excluded)
+    return guard
