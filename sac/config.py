@@ -14,13 +14,16 @@ from sac.errors import ConfigError, PolicyError, Problem, SacError, listing, nea
 from sac.policy.files import load_policy, shipped_policies
 from sac.policy.matchers import read_layers, read_patterns
 from sac.policy.model import Decision, Layers, Policy
-from sac.policy.nodes import Findings, node_from_value
+from sac.policy.nodes import Findings, node_from_value, shown
 from sac.policy.patterns import PathPattern
+from sac.policy.shipped import looks_like_path
 from sac.selective.bind import BoundPolicy, bind_policy
 
 MODES = ("none", "full", "selective")
 KEYS = ("mode", "policy", "engine", "blocks", "layers", "scope", "granularity", "strict")
 ENGINES = ("auto", "rerun")
+SCOPES = ("all", "language", "vision", "audio", "multimodal")
+GRANULARITIES = ("block", "submodule")
 WORDS = "none, full, selective, a shipped policy's name, a path to a YAML file, or a mapping"
 
 
@@ -60,7 +63,9 @@ def parse_config(value: Any) -> Config:
     if isinstance(value, str):
         return _parse_word(value)
     raise ConfigError(
-        Problem("activation_checkpointing", f"a value of type {type(value).__name__}: {value!r}", expected=WORDS)
+        Problem(
+            "activation_checkpointing", f"a value of type {type(value).__name__}: {shown(repr(value))}", expected=WORDS
+        )
     )
 
 
@@ -72,13 +77,13 @@ def _parse_word(text: str) -> Config:
         return Config("none" if word == "false" else "full")
     if word in shipped_policies():
         return Config("selective", load_policy(word))
-    if text.endswith((".yaml", ".yml")) or os.sep in text:
+    if looks_like_path(text):
         return Config("selective", load_policy(text, where="activation_checkpointing"))
     legal = (*MODES, *shipped_policies())
     raise ConfigError(
         Problem(
             "activation_checkpointing",
-            f'"{text}" is not known',
+            f'"{shown(text)}" is not known',
             expected=f"{listing(legal)}, a path to a YAML file, or a mapping",
             nearest=nearest(word, legal),
         )
@@ -86,16 +91,8 @@ def _parse_word(text: str) -> Config:
 
 
 def _parse_mapping(value: Mapping[Any, Any]) -> Config:
-    problems: list[Problem] = []
-    for key in value:
-        if key not in KEYS:
-            problems.append(_unknown_key(key))
-    mode = value.get("mode")
-    if mode is None:
-        problems.append(_problem("mode", "the key `mode` is missing", listing(MODES)))
-    elif not isinstance(mode, str) or mode.strip().lower() not in MODES:
-        near = nearest(mode, MODES) if isinstance(mode, str) else ""
-        problems.append(_problem("mode", f"{mode!r} is not a mode", listing(MODES), near))
+    problems: list[Problem] = [_unknown_key(key) for key in value if key not in KEYS]
+    mode = _read_mode(value, problems)
     readers = {
         "policy": _read_policy,
         "engine": _read_engine,
@@ -112,12 +109,27 @@ def _parse_mapping(value: Mapping[Any, Any]) -> Config:
                 read[key] = reader(value[key])
             except SacError as error:
                 problems.extend(error.problems)
-    if "policy" in value and isinstance(mode, str) and mode.strip().lower() != "selective":
-        problems.append(_problem("policy", f"mode {mode} takes no policy", "policy goes with mode: selective"))
+    if "policy" in value and mode in ("none", "full"):
+        fix = "write `mode: selective`, or leave the policy out"
+        problems.append(_problem("policy", f"mode {mode} takes no policy", fix=fix))
     if problems:
         raise ConfigError(problems)
-    assert isinstance(mode, str)
-    return Config(mode.strip().lower(), **read)
+    return Config(mode, **read)
+
+
+def _read_mode(value: Mapping[Any, Any], problems: list[Problem]) -> str:
+    """Return the mode; where it is none, note a problem and return an empty word."""
+    if "mode" not in value:
+        problems.append(_problem("mode", "the key `mode` is missing", listing(MODES)))
+        return ""
+    mode = value["mode"]
+    word = mode.strip().lower() if isinstance(mode, str) else ""
+    if word in MODES:
+        return word
+    near = {True: "full", False: "none", None: "none"}[mode] if mode is None or isinstance(mode, bool) else ""
+    near = nearest(word, MODES) if word else near
+    problems.append(_problem("mode", f"{shown(repr(mode))} is not a mode", listing(MODES), near))
+    return ""
 
 
 def _problem(key: str, found: str, expected: str = "", near: str = "", fix: str = "") -> Problem:
@@ -126,7 +138,7 @@ def _problem(key: str, found: str, expected: str = "", near: str = "", fix: str 
 
 def _unknown_key(key: Any) -> Problem:
     near = nearest(key, KEYS) if isinstance(key, str) else ""
-    return Problem("activation_checkpointing", f"unknown key {key!r}", expected=listing(KEYS), nearest=near)
+    return Problem("activation_checkpointing", f"unknown key {shown(repr(key))}", expected=listing(KEYS), nearest=near)
 
 
 def _read_policy(value: Any) -> Policy:
@@ -134,10 +146,12 @@ def _read_policy(value: Any) -> Policy:
 
 
 def _read_engine(value: Any) -> str:
-    word = value.strip().lower() if isinstance(value, str) else ""
+    word = _word_of(value)
+    if word == "replay":
+        fix = "leave `engine` out: this version has one engine, rerun"
+        raise ConfigError(_problem("engine", "the replay engine is not built yet", listing(ENGINES), fix=fix))
     if word not in ENGINES:
-        fix = "leave `engine` out: this version has one engine, rerun" if word == "replay" else ""
-        raise ConfigError(_problem("engine", f"{value!r} is no engine", listing(ENGINES), nearest(word, ENGINES), fix))
+        raise ConfigError(_illegal("engine", value, "no engine", ENGINES, listing(ENGINES)))
     return word
 
 
@@ -160,25 +174,33 @@ def _read_layers(value: Any) -> Layers:
 
 
 def _read_scope(value: Any) -> str | tuple[str, ...]:
-    if isinstance(value, str):
-        return value
-    if isinstance(value, (list, tuple)) and value and all(isinstance(word, str) for word in value):
-        return tuple(value)
-    raise ConfigError(
-        _problem("scope", f"{value!r} is no scope", "all, language, vision, audio, multimodal, or a list")
-    )
+    words = [value] if isinstance(value, str) else list(value) if isinstance(value, (list, tuple)) else []
+    legal = f"{listing(SCOPES)}, or a list of them"
+    wrong = [word for word in words if _word_of(word) not in SCOPES]
+    if wrong or not words:
+        raise ConfigError(_illegal("scope", word, "no part of a model", SCOPES, legal) for word in wrong or [value])
+    return _word_of(value) if isinstance(value, str) else tuple(_word_of(word) for word in words)
 
 
 def _read_granularity(value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    raise ConfigError(_problem("granularity", f"{value!r} is no granularity", "block, submodule"))
+    if _word_of(value) not in GRANULARITIES:
+        raise ConfigError(_illegal("granularity", value, "no granularity", GRANULARITIES, listing(GRANULARITIES)))
+    return _word_of(value)
+
+
+def _word_of(value: Any) -> str:
+    return value.strip().lower() if isinstance(value, str) else ""
+
+
+def _illegal(key: str, value: Any, what: str, words: tuple[str, ...], legal: str) -> Problem:
+    near = nearest(value, words) if isinstance(value, str) else ""
+    return _problem(key, f"{shown(repr(value))} is {what}", legal, near)
 
 
 def _read_strict(value: Any) -> bool:
     if isinstance(value, bool):
         return value
-    raise ConfigError(_problem("strict", f"{value!r} is not true or false", "true, false"))
+    raise ConfigError(_problem("strict", f"{shown(repr(value))} is not true or false", "true, false"))
 
 
 def family_policy(model: nn.Module) -> Policy:
@@ -226,9 +248,13 @@ def usable_policy(policy: Policy) -> BoundPolicy:
     ]
     if policy.default is Decision.OFFLOAD:
         problems.append(Problem(policy.where("default"), "offloading is not built yet", "save, recompute"))
+    try:
+        bound = bind_policy(policy)
+    except PolicyError as error:
+        problems += error.problems
     if problems:
         raise PolicyError(problems)
-    return bind_policy(policy)
+    return bound
 
 
 @dataclass(frozen=True, slots=True)

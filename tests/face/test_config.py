@@ -1,0 +1,258 @@
+"""The config value of `activation_checkpointing:`: each legal form, and the whole text told of others."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+import sac
+from sac import config
+from sac.blocks.find import GRANULARITIES
+from sac.blocks.towers import SCOPES
+from sac.config import Config, parse_config
+from sac.errors import ConfigError, PolicyError, RegionError
+from sac.policy.files import load_policy, shipped_policies
+from sac.policy.model import Layers
+from sac.policy.patterns import PathPattern
+
+KEYS = "mode, policy, engine, blocks, layers, scope, granularity, strict"
+WORDS = "none, full, selective, a shipped policy's name, a path to a YAML file, or a mapping"
+SHIPPED = ", ".join(shipped_policies())
+GENERAL = str(Path(__file__).parents[2] / "policies" / "general.yaml")
+
+
+@pytest.mark.parametrize("value", [None, False, "none", "NONE", " none ", "False", {"mode": "none"}, {"mode": "None"}])
+def test_forms_of_none(value: Any) -> None:
+    assert parse_config(value) == Config("none")
+
+
+@pytest.mark.parametrize("value", [True, "full", "Full", "true", {"mode": "full"}, {"mode": " FULL "}])
+def test_forms_of_full(value: Any) -> None:
+    assert parse_config(value) == Config("full")
+
+
+@pytest.mark.parametrize("value", ["selective", "Selective", {"mode": "selective"}])
+def test_selective_alone_leaves_the_policy_to_the_family(value: Any) -> None:
+    assert parse_config(value) == Config("selective", None)
+
+
+def policy_forms() -> dict[str, Any]:
+    loaded = load_policy("general")
+    mapping = {"schema": "sac/v1", "extends": "general"}
+    return {
+        "name": "general",
+        "capitals": "GENERAL",
+        "text path": GENERAL,
+        "relative path": os.path.relpath(GENERAL),
+        "PathLike": Path(GENERAL),
+        "Policy": loaded,
+        "name in a mapping": {"mode": "selective", "policy": "General"},
+        "path in a mapping": {"mode": "selective", "policy": GENERAL},
+        "PathLike in a mapping": {"mode": "selective", "policy": Path(GENERAL)},
+        "Policy in a mapping": {"mode": "selective", "policy": loaded},
+        "mapping in a mapping": {"mode": "selective", "policy": mapping},
+    }
+
+
+@pytest.mark.parametrize("value", policy_forms().values(), ids=policy_forms().keys())
+def test_forms_of_a_policy(value: Any) -> None:
+    parsed = parse_config(value)
+    assert parsed.mode == "selective"
+    assert parsed.policy is not None
+    assert parsed.policy.rules == load_policy("general").rules
+
+
+def test_hyphens_of_shipped_names_do_not_matter() -> None:
+    assert parse_config("DeepSeek-V3") == parse_config("deepseek_v3")
+
+
+def test_every_key() -> None:
+    parsed = parse_config(
+        {
+            "mode": "Selective",
+            "policy": "llama",
+            "engine": "Rerun",
+            "blocks": ["model.layers.*"],
+            "layers": {"last": 2},
+            "scope": ["Language", "vision"],
+            "granularity": "SubModule",
+            "strict": True,
+        }
+    )
+    blocks = (PathPattern.parse("model.layers.*"),)
+    expected = Config("selective", load_policy("llama"), "rerun", blocks, Layers(last=2))
+    assert parsed == Config(
+        expected.mode,
+        expected.policy,
+        expected.engine,
+        expected.blocks,
+        expected.layers,
+        ("language", "vision"),
+        "submodule",
+        True,
+    )
+
+
+def test_parsed_config_passes_through() -> None:
+    parsed = parse_config("full")
+    assert parse_config(parsed) is parsed
+
+
+def test_words_are_those_of_the_blocks() -> None:
+    assert config.SCOPES == SCOPES
+    assert config.GRANULARITIES == GRANULARITIES
+
+
+MODE_MISSING = "activation_checkpointing.mode: the key `mode` is missing\n    legal: none, full, selective"
+SCOPES_LEGAL = "    legal: all, language, vision, audio, multimodal, or a list of them"
+LAYERS_LEGAL = '    legal: all, {first: n}, {last: n}, {every: k, offset: j}, or a list such as ["0-7", "12"]'
+ILLEGAL: dict[str, tuple[Any, str]] = {
+    "number": (3, f"activation_checkpointing: a value of type int: 3\n    legal: {WORDS}"),
+    "one is not true": (1, f"activation_checkpointing: a value of type int: 1\n    legal: {WORDS}"),
+    "list": (["full"], f"activation_checkpointing: a value of type list: ['full']\n    legal: {WORDS}"),
+    "bytes": (b"full", f"activation_checkpointing: a value of type bytes: b'full'\n    legal: {WORDS}"),
+    "model": (
+        nn.Sequential(*(nn.Linear(100, 100) for _ in range(9))),
+        "activation_checkpointing: a value of type Sequential: Sequential(\\n  (0): Linear(in_features=100, "
+        f"out_features=1...\n    legal: {WORDS}",
+    ),
+    "misspelled": (
+        "selectiv",
+        'activation_checkpointing: "selectiv" is not known\n    did you mean: selective\n'
+        f"    legal: none, full, selective, {SHIPPED}, a path to a YAML file, or a mapping",
+    ),
+    "nothing near": (
+        "checkpoint-all",
+        'activation_checkpointing: "checkpoint-all" is not known\n    legal: none, full, selective, '
+        f"{SHIPPED}, a path to a YAML file, or a mapping",
+    ),
+    "empty mapping": ({}, MODE_MISSING),
+    "no mode": ({"policy": "llama"}, MODE_MISSING),
+    "mode is null": (
+        {"mode": None},
+        "activation_checkpointing.mode: None is not a mode\n    did you mean: none\n    legal: none, full, selective",
+    ),
+    "mode is true": (
+        {"mode": True},
+        "activation_checkpointing.mode: True is not a mode\n    did you mean: full\n    legal: none, full, selective",
+    ),
+    "mode misspelled": (
+        {"mode": "ful"},
+        "activation_checkpointing.mode: 'ful' is not a mode\n    did you mean: full\n    legal: none, full, selective",
+    ),
+    "unknown key": (
+        {"mode": "full", "stric": True},
+        f"activation_checkpointing: unknown key 'stric'\n    did you mean: strict\n    legal: {KEYS}",
+    ),
+    "key that is no text": (
+        {"mode": "full", 3: 4},
+        f"activation_checkpointing: unknown key 3\n    legal: {KEYS}",
+    ),
+    "policy with mode full": (
+        {"mode": "full", "policy": "llama"},
+        "activation_checkpointing.policy: mode full takes no policy\n"
+        "    fix: write `mode: selective`, or leave the policy out",
+    ),
+    "policy unknown": (
+        {"mode": "selective", "policy": "lama"},
+        'activation_checkpointing.policy: no shipped policy is called "lama"\n    did you mean: llama\n'
+        f'    legal: {SHIPPED}\n    fix: to name a file, give a path that ends in .yaml or has a "/" in it',
+    ),
+    "policy of the wrong type": (
+        {"mode": "selective", "policy": 3},
+        "activation_checkpointing.policy: a policy is meant, this is a value of type int\n"
+        f"    legal: a path, a mapping, a Policy, or one of {SHIPPED}",
+    ),
+    "replay engine": (
+        {"mode": "full", "engine": "replay"},
+        "activation_checkpointing.engine: the replay engine is not built yet\n    legal: auto, rerun\n"
+        "    fix: leave `engine` out: this version has one engine, rerun",
+    ),
+    "engine misspelled": (
+        {"mode": "full", "engine": "re-run"},
+        "activation_checkpointing.engine: 're-run' is no engine\n    did you mean: rerun\n    legal: auto, rerun",
+    ),
+    "blocks": (
+        {"mode": "full", "blocks": ["layers.*", "a..b"]},
+        'activation_checkpointing.blocks[1]: blocks is "a..b": it has an empty segment: two dots in a row, or a dot '
+        'at an end\n    legal: a dotted module path, such as "self_attn.{q,k}_proj" or "mlp.**"',
+    ),
+    "layers": (
+        {"mode": "full", "layers": 3},
+        f"activation_checkpointing.layers: layers is 3\n{LAYERS_LEGAL}\n"
+        "    fix: write [3] for that layer alone, {first: 3} for the first ones",
+    ),
+    "layers misspelled": (
+        {"mode": "full", "layers": {"frist": 3}},
+        'activation_checkpointing.layers.frist: unknown key "frist" in layers\n    did you mean: first\n'
+        '    legal: first, last, every, offset\n    fix: write "first"',
+    ),
+    "scope": (
+        {"mode": "none", "scope": "lang"},
+        "activation_checkpointing.scope: 'lang' is no part of a model\n    did you mean: language\n" + SCOPES_LEGAL,
+    ),
+    "scope is a number": (
+        {"mode": "full", "scope": 3},
+        "activation_checkpointing.scope: 3 is no part of a model\n" + SCOPES_LEGAL,
+    ),
+    "scope is empty": (
+        {"mode": "full", "scope": []},
+        "activation_checkpointing.scope: [] is no part of a model\n" + SCOPES_LEGAL,
+    ),
+    "two scopes wrong": (
+        {"mode": "full", "scope": ["visio", "audio", 4]},
+        "activation_checkpointing.scope: 'visio' is no part of a model\n    did you mean: vision\n"
+        f"{SCOPES_LEGAL}\nactivation_checkpointing.scope: 4 is no part of a model\n{SCOPES_LEGAL}",
+    ),
+    "granularity": (
+        {"mode": "full", "granularity": "blocks"},
+        "activation_checkpointing.granularity: 'blocks' is no granularity\n    did you mean: block\n"
+        "    legal: block, submodule",
+    ),
+    "strict": (
+        {"mode": "full", "strict": "yes"},
+        "activation_checkpointing.strict: 'yes' is not true or false\n    legal: true, false",
+    ),
+    "all at once": (
+        {"strict": 5, "bad": 1, "engine": None},
+        f"activation_checkpointing: unknown key 'bad'\n    legal: {KEYS}\n{MODE_MISSING}\n"
+        "activation_checkpointing.engine: None is no engine\n    legal: auto, rerun\n"
+        "activation_checkpointing.strict: 5 is not true or false\n    legal: true, false",
+    ),
+}
+
+
+@pytest.mark.parametrize(("value", "text"), ILLEGAL.values(), ids=ILLEGAL.keys())
+def test_illegal_values(value: Any, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        sac.apply(nn.Linear(2, 2), value)
+    assert str(caught.value) == text
+    assert isinstance(caught.value, sac.SacError)
+    assert isinstance(caught.value, ValueError)
+
+
+def test_file_that_is_not_there() -> None:
+    with pytest.raises(PolicyError) as caught:
+        parse_config("no/such.yaml")
+    assert str(caught.value) == ('activation_checkpointing: there is no file "no/such.yaml"\n    fix: check the path')
+
+
+def test_shipped_name_written_as_a_path() -> None:
+    with pytest.raises(PolicyError) as caught:
+        parse_config(Path("llama"))
+    assert str(caught.value) == (
+        'activation_checkpointing: there is no file "./llama"\n    did you mean: llama\n'
+        '    fix: the shipped policy is written "llama", without a path'
+    )
+
+
+def test_kinds_of_errors() -> None:
+    assert issubclass(ConfigError, ValueError)
+    assert issubclass(PolicyError, ValueError)
+    assert issubclass(sac.SacError, Exception)
+    assert issubclass(RegionError, RuntimeError)
+    assert not issubclass(RegionError, ValueError)

@@ -1,0 +1,95 @@
+"""Policies that can be read and not be carried out: refused at `apply`, with their place in the file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import sac
+from sac.config import check_policy, parse_config
+from sac.errors import PolicyError
+from sac.ops.sets import SET_NAMES
+from tests.semantics.blocks import llama_stack
+from tests.semantics.test_invisible import flat
+from tests.semantics.training import built
+
+OFFLOADS = """schema: sac/v1
+default: offload
+rules:
+  - id: attention
+    ops: attention
+    do: offload
+  - id: products
+    ops: matmul
+    do: save
+"""
+WHOLE_MODULE = """schema: sac/v1
+rules:
+  - id: mlp
+    module: mlp
+    do: save
+  - id: misspelled
+    ops: [matmul, aten.mmm]
+    do: save
+"""
+UNKNOWN = """schema: sac/v1
+rules:
+  - id: products
+    ops: [aten.mm, aten.mmm,
+          attentionn]
+    do: save
+"""
+PASSED_OVER = (
+    "    fix: correct the name, or put it into a save-set under `sets:`, where an op that is not there is passed over"
+)
+
+
+def told(text: str, folder: Path) -> str:
+    """Write the file, see it refused by `apply` with nothing changed, and return the text without the folder."""
+    path = folder / "policy.yaml"
+    path.write_text(text)
+    model = built(llama_stack)
+    before = flat(model)
+    value: Any = {"mode": "selective", "policy": path, "blocks": "blocks.*"}
+    assert parse_config(value).policy is not None
+    with pytest.raises(PolicyError) as caught:
+        sac.apply(model, value)
+    assert flat(model) == before
+    return str(caught.value).replace(f"{folder}/", "")
+
+
+def test_offloading_is_refused(tmp_path: Path) -> None:
+    assert told(OFFLOADS, tmp_path) == (
+        'policy.yaml:6:9: rule "attention" offloads, and offloading is not built yet\n'
+        "    legal: save, recompute, alternate\n"
+        "policy.yaml:2:10: offloading is not built yet\n    legal: save, recompute"
+    )
+
+
+def test_whole_module_rule_is_refused_with_what_else_is_wrong(tmp_path: Path) -> None:
+    assert told(WHOLE_MODULE, tmp_path) == (
+        'policy.yaml:4:13: rule "mlp" speaks of whole modules (`module` without `ops`), which comes with the replay '
+        'engine\n    fix: add `ops`, for example ops: "*", to speak of the ops inside the module\n'
+        f"policy.yaml:7:19: no op aten.mmm is registered\n    did you mean: aten.mm\n{PASSED_OVER}"
+    )
+
+
+def test_unknown_ops_are_told_with_their_places(tmp_path: Path) -> None:
+    sets = ", ".join(SET_NAMES)
+    assert told(UNKNOWN, tmp_path) == (
+        "policy.yaml:4:20: no op aten.mmm is registered\n"
+        f"{PASSED_OVER}\n"
+        'policy.yaml:5:11: unknown save-set "attentionn"\n    did you mean: attention\n'
+        f"    legal: {sets}; or an op (aten.mm, aten::mm), one overload (aten.mm.default), a glob (aten.*mm*)\n"
+        "    fix: write an op with its namespace, or define the set under `sets:`"
+    )
+
+
+def test_check_policy_reads_on(tmp_path: Path) -> None:
+    path = tmp_path / "policy.yaml"
+    path.write_text(OFFLOADS)
+    policy = parse_config(path).policy
+    assert policy is not None
+    assert check_policy(policy).policy is policy
