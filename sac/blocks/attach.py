@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from sac.blocks.cache import kv_free_submodules, own_checkpointing, shares_kv, turn_off_cache
-from sac.blocks.find import Block, drop_frozen, find_blocks
-from sac.blocks.wrap import Applied, install, regions_of
+from sac.blocks.find import Block, drop_frozen, find_blocks, submodules
+from sac.blocks.wrap import Applied, Ours, RegionForward, install
 from sac.blocks.zero_hits import HitWatch
 from sac.config import Config, family_policy, parse_config, usable_policy
 from sac.errors import ConfigError, ModelError, PolicyError, Problem, SacWarning
@@ -39,37 +39,52 @@ def apply(model: nn.Module, value: Any) -> nn.Module:
     _refuse_second(model)
     if config.mode == "none":
         return model
+    _refuse_own_checkpointing(model)
     policy = FULL if config.mode == "full" else (config.policy or family_policy(model))
     bound = usable_policy(policy)
     blocks, notes = _choose_blocks(model, config, policy)
     blocks, left_alone = drop_frozen(blocks, model)
     if not blocks:
-        warnings.warn("every block of this model is frozen: sac.apply had nothing to do", SacWarning, stacklevel=3)
+        warnings.warn("every block of this model is frozen: sac.apply had nothing to do", SacWarning, stacklevel=2)
         return model
     _check_static(bound, blocks, strict=config.strict)
     pairs = _kinds(bound, blocks, config.mode)
     watch = HitWatch((block.path for block in blocks), policy.rules, strict=config.strict)
     applied = Applied(config.mode, (), watch, tuple(block.path for block in left_alone), notes)
+    for note in notes:  # now: a warning may be made an error, and the model is to be as it was then
+        warnings.warn(note, SacWarning, stacklevel=2)
     applied.restores = turn_off_cache(model)
     install(pairs, applied)
-    for note in notes:
-        warnings.warn(note, SacWarning, stacklevel=3)
     return model
 
 
 def _refuse_second(model: nn.Module) -> None:
-    name = type(model).__name__
-    present = next(regions_of(model), None)
-    if present is not None:
-        where = present.region.path or name
-        raise ModelError(
-            Problem(where, "sac.apply has been called on this model before", fix="call sac.remove(model) first")
-        )
+    """Raise if sac is on the model already: as regions, as what ``context_fn`` names modules by, or from further out."""
+    present = [
+        (path, module.__dict__["forward"])
+        for path, module in model.named_modules()
+        if isinstance(module.__dict__.get("forward"), Ours)
+    ]
+    if not present:
+        return
+    name, fix = type(model).__name__, "call sac.remove(model) first"
+    region = next((forward for _, forward in present if isinstance(forward, RegionForward)), None)
+    if region is not None:
+        where = region.region.path or name
+        raise ModelError(Problem(where, "sac.apply has been called on this model before", fix=fix))
+    if not present[0][0]:
+        fix = "call sac.remove on the whole model first, or leave this part as it is"
+        raise ModelError(Problem(name, "this module is part of a block that sac is on already", fix=fix))
+    found = "sac.context_fn has been given a module of this model, whose checkpoint would be inside a region"
+    raise ModelError(Problem(present[0][0], found, fix=fix))
+
+
+def _refuse_own_checkpointing(model: nn.Module) -> None:
     own = own_checkpointing(model)
     if own:
         raise ModelError(
             Problem(
-                name,
+                type(model).__name__,
                 f"the model's own checkpointing is on: {own}",
                 fix="turn it off, then call sac.apply; two at once would run every block three times",
             )
@@ -77,6 +92,7 @@ def _refuse_second(model: nn.Module) -> None:
 
 
 def _choose_blocks(model: nn.Module, config: Config, policy: Policy) -> tuple[tuple[Block, ...], tuple[str, ...]]:
+    """Return the modules that are to be regions, and notes on them for the user."""
     patterns = config.blocks or policy.blocks
     blocks = find_blocks(model, patterns=patterns, scope=config.scope)
     chosen = tuple(block for block in blocks if _is_chosen(block, config, policy))
@@ -89,17 +105,22 @@ def _choose_blocks(model: nn.Module, config: Config, policy: Policy) -> tuple[tu
                 fix="choose layers that exist",
             )
         )
-    if shares_kv(model):
-        parts = tuple(part for block in chosen for part in kv_free_submodules(block))
-        note = (
-            f"layers of {type(model).__name__} share keys and values: attention is not recomputed, "
-            f"the regions are {len(parts)} other sub-modules"
-        )
-        return parts, (note,)
-    if config.granularity.strip().lower() != "block":
-        parts = find_blocks(model, patterns=patterns, scope=config.scope, granularity=config.granularity)
-        return tuple(part for part in parts if _is_chosen(part, config, policy)), ()
-    return chosen, ()
+    sharing = [block for block in chosen if block.tower == "language"] if shares_kv(model) else []
+    divided = {id(block.module): kv_free_submodules(block) for block in sharing}
+    if config.granularity == "submodule":
+        divided = {id(block.module): submodules(block) for block in chosen} | divided
+    parts: dict[int, Block] = {}
+    for part in (part for block in chosen for part in divided.get(id(block.module), (block,))):
+        parts.setdefault(id(part.module), part)  # a shared one once
+    count = sum(len(divided[id(block.module)]) for block in sharing)
+    if not parts:
+        raise ModelError(Problem(type(model).__name__, f"{_sharing(model)}, and the blocks hold nothing else"))
+    note = f"{_sharing(model)}: in its blocks the regions are {count} other sub-modules"
+    return tuple(parts.values()), (note,) if sharing else ()
+
+
+def _sharing(model: nn.Module) -> str:
+    return f"layers of {type(model).__name__} share keys and values, so that attention cannot be recomputed"
 
 
 def _is_chosen(block: Block, config: Config, policy: Policy) -> bool:
@@ -116,7 +137,7 @@ def _check_static(bound: BoundPolicy, blocks: Sequence[Block], *, strict: bool) 
     problems = [
         Problem(
             rule.where("module" if rule.module is not None else "layers"),
-            f'rule "{rule.id}" speaks of {_place(rule)}, which no block of the model has',
+            f'rule "{rule.id}" speaks of {_place(rule)} no region has',
             fix="`sac trace` lists the modules there are; mark the rule `optional: true` if it may match nothing",
         )
         for rule in idle
@@ -124,7 +145,7 @@ def _check_static(bound: BoundPolicy, blocks: Sequence[Block], *, strict: bool) 
     if strict or len(idle) == len(needed):
         raise PolicyError(problems)
     for problem in problems:
-        warnings.warn(str(problem), SacWarning, stacklevel=4)
+        warnings.warn(str(problem), SacWarning, stacklevel=3)
 
 
 def _has_place(rule: Rule, blocks: Sequence[Block]) -> bool:
@@ -137,9 +158,10 @@ def _has_place(rule: Rule, blocks: Sequence[Block]) -> bool:
 
 
 def _place(rule: Rule) -> str:
-    module = f'module "{rule.module.text}"' if rule.module is not None else ""
-    layers = "these layers" if rule.layers is not None else ""
-    return " in ".join(filter(None, (module, layers)))
+    """Return what the rule asks for, up to the relative pronoun."""
+    if rule.module is None:
+        return "layers that"
+    return f'module "{rule.module.text}"{" in layers" if rule.layers is not None else ""}, which'
 
 
 def _kinds(bound: BoundPolicy, blocks: Sequence[Block], mode: str) -> list[tuple[Block, Kind]]:

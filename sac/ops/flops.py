@@ -22,6 +22,12 @@ def flops_of(op: Any, args: Any, kwargs: Any, out: Any) -> int:
     return int(formula(*args, **kwargs, out_val=out))
 
 
+def has_formula(op: Any) -> bool:
+    """Return whether ``op`` is one of those that cost FLOPs worth counting."""
+    packet = getattr(op, "_overloadpacket", op)
+    return packet in flop_registry or packet in added_formulas()
+
+
 def added_formulas() -> dict[Any, Any]:
     """Return formulas over shapes, by packet, for ops of this build that torch's counter does not know.
 

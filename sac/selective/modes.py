@@ -87,6 +87,7 @@ class ForwardMode(TorchDispatchMode):
         if plan.counts or plan.candidates:
             out = self._run_decided(plan, signature, foreign, args, kwargs)
         else:
+            record.note_reads(args)
             out = run_op(plan, args, kwargs) if plan.own_body else func(*args, **kwargs)
             if plan.final is not None:
                 record.hits[plan.final.index] += 1
@@ -121,6 +122,8 @@ class ForwardMode(TorchDispatchMode):
             if before is not None:
                 value.rng_after = [(g, g.get_state()) for g, state in before if not torch.equal(g.get_state(), state)]
             record.save(value, out)
+        else:
+            record.note_reads(args)
         if self.tape is not None:
             self.tape.add(plan, rule, saves, args, kwargs, out, call=call)
         return out

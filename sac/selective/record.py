@@ -20,7 +20,10 @@ from sac.selective.table import BoundRule, Plan, Table
 # kept. And recomputation serves it instead of running the op: then it has to be held until the last missing handle is
 # filled. At the end of the forward an output that does neither is let go (it is dead: backward can never read it):
 #  - no handle is missing: nothing is run again, so only what handles keep stays;
-#  - the op runs after the last missing handle is filled: early stop never reaches it.
+#  - the op runs after the last missing handle is filled: early stop never reaches it;
+#  - only saved ops read it, which recomputation serves without their arguments. The Python that runs again still passes
+#    the op: it runs anew, so that whatever looks at the value unseen by the dispatcher sees the true one. That is done
+#    for ops without FLOPs only (a norm's inner sums, say); a matmul whose result nothing recomputed reads stays held.
 # A handle whose tensor is a small view of a big output that nothing else needs keeps a copy of the view instead.
 #
 # In-place writes. A held output is copied right before an op of the region writes to its storage, and served as a copy.
@@ -39,6 +42,7 @@ class SavedValue:
         "outputs",
         "packs_before",
         "plan",
+        "read",
         "rng_after",
         "rule",
         "saved_bytes",
@@ -60,6 +64,7 @@ class SavedValue:
         self.packs_before = 0
         self.rng_after: list[tuple[torch.Generator, torch.Tensor]] = []
         self.saved_bytes = 0
+        self.read = False  # an op that is not saved reads it, and so will be in need of it in recomputation
         self.written = False  # the region writes to it later: it is held, and served, as a copy
 
 
@@ -104,6 +109,14 @@ class CallRecord:
             value.saved_bytes += storage_bytes(tensor)
             for part in tensor_parts(tensor):
                 self.by_storage.setdefault(storage_address(part), []).append(value)
+
+    def note_reads(self, args: tuple[Any, ...]) -> None:
+        """An op that is not saved has read ``args``."""
+        if self.by_storage:
+            for tensor in tensors_of(args):
+                for part in tensor_parts(tensor):
+                    for value in self.by_storage.get(storage_address(part), ()):
+                        value.read = True
 
     def pack(self, tensor: torch.Tensor, handle: Handle) -> None:
         """Autograd saves ``tensor``: keep it if it is, or is a view of, a saved output, a parameter or an input."""
@@ -166,11 +179,11 @@ class CallRecord:
         """Let dead outputs go; return whether the region can be run again without this record."""
         self.forward_over = True
         self._packed_since_op.clear()
-        alive = [value for value in self.saved if value.packs_before <= last_missing]
+        in_handles = {handle.storage for handle in kept}
+        alive = [v for v in self.saved if v.packs_before <= last_missing and not self._is_dead(v, in_handles)]
         held = {id(value) for value in alive}
         addresses = addresses_of(alive)
         compact_views([handle for handle in kept if not handle.borrowed and handle.storage not in addresses])
-        in_handles = {h.storage for h in kept}
         for value in self.saved:
             if id(value) not in held:
                 self._let_go(value, in_handles)
@@ -192,6 +205,13 @@ class CallRecord:
     def writes_or_draws(self) -> bool:
         """Whether this call did something that a recomputation without a dispatch mode would get wrong."""
         return bool(self.images or self.generators or self.late_write or self.inputs_written)
+
+    @staticmethod
+    def _is_dead(value: SavedValue, in_handles: set[int]) -> bool:
+        """Whether only saved ops read the result, so that nothing recomputed is made from it, and it is cheap."""
+        if value.read or value.written or value.must or value.rng_after or not value.plan.is_cheap:
+            return False
+        return in_handles.isdisjoint(addresses_of([value]))
 
     def _let_go(self, value: SavedValue, in_handles: set[int]) -> None:
         for tensor in tensors_of(value.outputs):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from sac.errors import SacWarning
+from sac.ops.flops import has_formula
 from sac.ops.names import OpMatcher, is_must_save, op_name
 from sac.ops.sets import CONDITIONS
 from sac.ops.traits import OpTraits, traits_of
@@ -69,6 +70,7 @@ class Plan:
         "final",
         "final_saves",
         "has_generator",
+        "is_cheap",
         "is_view",
         "key",
         "light",
@@ -102,6 +104,7 @@ class Plan:
         self.must_save_condition: Condition | None = None
         self.counts = False
         self.own_body = has_own_body(op)
+        self.is_cheap = op_name(op).startswith("aten.") and not has_formula(op)
         self.always_saves = False
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
+import sac
 from tests.semantics.blocks import (
     FULL,
     FunctionBlock,
@@ -231,3 +232,12 @@ def test_save_on_cpu_around_a_region_gives_the_same_gradients(entry: str) -> Non
         ours = torch.autograd.grad(out.square().sum(), [x, *model.parameters()])
         theirs = torch.autograd.grad(reference(x).square().sum(), [x, *reference.parameters()])
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_cheap_values_that_only_saved_ops_read_are_let_go() -> None:
+    """All but one op saved: a norm's inner sums are read by saved ops only, which recomputation serves as they are."""
+    value = {"mode": "selective", "policy": {"default": "save", "rules": [{"ops": "aten.silu", "do": "recompute"}]}}
+    x = embeddings()
+    model = install(built(llama), value)
+    assert kept_bytes(model, x) <= 1.06 * kept_bytes(built(llama), x)
+    assert sum(kind["dead_bytes"] for kind in sac.report(model).to_dict()["kinds"]) > 0
