@@ -59,7 +59,7 @@ def apply(model: nn.Module, value: Any) -> nn.Module:
 
 
 def _refuse_second(model: nn.Module) -> None:
-    """Raise if sac is on the model already: as regions, as what ``context_fn`` names modules by, or from further out."""
+    """Raise if sac is on the model already: as regions, for ``context_fn``, or on a module that this is part of."""
     present = [
         (path, module.__dict__["forward"])
         for path, module in model.named_modules()
@@ -161,7 +161,7 @@ def _place(rule: Rule) -> str:
     """Return what the rule asks for, up to the relative pronoun."""
     if rule.module is None:
         return "layers that"
-    return f'module "{rule.module.text}"{" in layers" if rule.layers is not None else ""}, which'
+    return f'module "{rule.module.text}"{" in its layers" if rule.layers is not None else ""}, which'
 
 
 def _kinds(bound: BoundPolicy, blocks: Sequence[Block], mode: str) -> list[tuple[Block, Kind]]:

@@ -79,7 +79,7 @@ def test_whole_module_rule_is_refused_with_what_else_is_wrong(tmp_path: Path) ->
 def test_unknown_ops_are_told_with_their_places(tmp_path: Path) -> None:
     sets = ", ".join(SET_NAMES)
     assert told(UNKNOWN, tmp_path) == (
-        "policy.yaml:4:20: no op aten.mmm is registered\n"
+        "policy.yaml:4:20: no op aten.mmm is registered\n    did you mean: aten.mm\n"
         f"{PASSED_OVER}\n"
         'policy.yaml:5:11: unknown save-set "attentionn"\n    did you mean: attention\n'
         f"    legal: {sets}; or an op (aten.mm, aten::mm), one overload (aten.mm.default), a glob (aten.*mm*)\n"
