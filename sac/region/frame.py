@@ -13,6 +13,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from sac.errors import Problem, RegionError
+from sac.region.detach import detached
 from sac.region.inputs import (
     KeptInputs,
     PackHooks,
@@ -87,7 +88,7 @@ class Handle:
         """Hold the data of ``tensor`` until autograd drops this handle."""
         # Autograd hands over the graph's own tensor, where it saves an op's input; its version counter is shared.
         self.kept, self.version = True, version_of(tensor)
-        self.value = self.watched = tensor.detach() if tensor.requires_grad else tensor
+        self.value = self.watched = detached(tensor) if tensor.requires_grad else tensor
 
     def park(self, hooks: PackHooks) -> None:
         """Hand the held tensor to the saved-tensor hooks around the region."""
@@ -155,7 +156,8 @@ class Filling:
 
         With its graph (torch 2.13 hands over an op's output with it) the recomputed node would hold itself.
         """
-        tensor = tensor.detach() if tensor.requires_grad else tensor
+        if tensor.requires_grad:
+            tensor = tensor.detach() if self.stop_in_pack else detached(tensor)  # no recorder: no mode to pass by
         index, self.count = self.count, self.count + 1
         if not self.done:
             if self.frame.fill(index, tensor, self.task) and self.verify is not None:

@@ -173,7 +173,7 @@ class KeptInputs:
 
 def storage_sizes(tensor: torch.Tensor) -> dict[int, int]:
     """Return the address and the bytes of each storage that holds data of ``tensor``."""
-    if hasattr(type(tensor), "__tensor_flatten__"):
+    if type(tensor) is not torch.Tensor and hasattr(type(tensor), "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         return {address: size for name in names for address, size in storage_sizes(getattr(tensor, name)).items()}
     if tensor.layout is not torch.strided:

@@ -106,4 +106,15 @@ def _bind(owners: tuple[nn.Module, ...], bindings: list[dict[str, Any]]) -> None
 
 def buffer_owners(module: nn.Module | None) -> tuple[nn.Module, ...]:
     """Return the modules of a region that have buffers."""
-    return tuple(owner for owner in module.modules() if owner._buffers) if module is not None else ()
+    seen: set[nn.Module | None] = {None}
+    owners: list[nn.Module] = []
+    waiting = [module]
+    while waiting:  # by hand: module.modules() makes the names of all of them, in every call of a region
+        owner = waiting.pop()
+        if owner is None or owner in seen:
+            continue
+        seen.add(owner)
+        if owner._buffers:
+            owners.append(owner)
+        waiting.extend(owner._modules.values())
+    return tuple(owners)

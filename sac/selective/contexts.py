@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
+from sac.region.detach import detached
 from sac.region.frame import Handle
 from sac.region.inputs import PackHooks, shares_storage, surrounding_hooks
 from sac.region.state import AttentionBackends, BufferBindings, buffer_owners
@@ -209,7 +210,7 @@ class _LatePacking:
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         """Let this tensor wait."""
-        tensor = tensor.detach() if tensor.requires_grad else tensor
+        tensor = detached(tensor) if tensor.requires_grad else tensor
         place, self.count = self.count, self.count + 1
         if place not in self.kept_places:
             if self.verify is not None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import Parameter
 
 # Note [Labels]
@@ -58,12 +59,15 @@ class Labels:
     def of(self, tensor: torch.Tensor) -> int:
         """Return the label of a tensor's storage."""
         kind = type(tensor)
-        if kind is not torch.Tensor and kind is not Parameter and hasattr(kind, "__tensor_flatten__"):
+        if kind is not Tensor and kind is not Parameter and hasattr(kind, "__tensor_flatten__"):
             return self._of_wrapper(tensor)
-        key = storage_address(tensor)
+        return self.of_plain(tensor, kind, storage_address(tensor))
+
+    def of_plain(self, tensor: Tensor, kind: type, key: int) -> int:
+        """Return the label of the storage at ``key``, in which ``tensor``, of type ``kind``, lies."""
         label = self._by_storage.get(key)
         if label is None:
-            if kind is Parameter or isinstance(tensor, Parameter):
+            if kind is Parameter or (kind is not Tensor and isinstance(tensor, Parameter)):
                 label = self._by_storage[key] = hash(("parameter", id(tensor)))
                 self._parameters.add(label)
                 self.parameter_addresses.add(key)
@@ -88,7 +92,10 @@ class Labels:
 
     def is_persistent(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor lies in an input or a parameter that nothing in the region has written to."""
-        label = self._by_storage.get(storage_address(tensor))
+        return self.lasts(self._by_storage.get(storage_address(tensor)))
+
+    def lasts(self, label: int | None) -> bool:
+        """Whether ``label`` is that of an input or a parameter."""
         return label in self._parameters or label in self._inputs
 
     def origin(self, tensor: torch.Tensor) -> str:
@@ -127,11 +134,15 @@ class Labels:
         foreign = False
         for value in values:
             kind = type(value)
-            if kind in _PLAIN:
+            if kind is Tensor or kind is Parameter:
+                label = self.of_plain(value, kind, storage_address(value))
+                parts.append((label, *metadata(value)))
+                foreign = foreign or label in self.foreign
+            elif kind in _PLAIN:
                 parts.append(value)
             elif kind is float:
                 parts.append(value if value == value else "nan")
-            elif isinstance(value, torch.Tensor):
+            elif isinstance(value, Tensor):
                 label = self.of(value)
                 parts.append((label, *metadata(value)))
                 foreign = foreign or label in self.foreign
@@ -167,6 +178,11 @@ class Labels:
 
     def name_output(self, out: Any, signature: int, foreign: bool) -> None:
         """Label an op's result."""
+        if type(out) is Tensor:
+            self._name(out, signature)
+            if foreign:
+                self.foreign.add(signature)
+            return
         if isinstance(out, torch.Tensor):
             if type(out) is not torch.Tensor and hasattr(type(out), "__tensor_flatten__"):
                 out = wrapped_parts(out)
@@ -193,7 +209,10 @@ def wrapped_parts(tensor: Any) -> list[torch.Tensor]:
 
 def tensor_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the plain tensors that hold the data of ``tensor``: itself, or those inside a wrapper subclass."""
-    return wrapped_parts(tensor) if hasattr(type(tensor), "__tensor_flatten__") else [tensor]
+    kind = type(tensor)
+    if kind is Tensor or kind is Parameter or not hasattr(kind, "__tensor_flatten__"):
+        return [tensor]
+    return wrapped_parts(tensor)
 
 
 def metadata(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -214,7 +233,7 @@ def storage_address(tensor: torch.Tensor) -> int:
 
 def storage_bytes(tensor: torch.Tensor) -> int:
     """Return the bytes that keeping ``tensor`` keeps: those of its whole storage."""
-    if hasattr(type(tensor), "__tensor_flatten__"):
+    if type(tensor) is not Tensor and hasattr(type(tensor), "__tensor_flatten__"):
         return sum(storage_bytes(part) for part in wrapped_parts(tensor))
     try:
         return tensor.untyped_storage().nbytes()

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from sac.errors import Problem, RegionError
 from sac.region.inputs import Parked, fetch
 from sac.selective import scope
+from sac.selective.bare_mode import BareMode
 from sac.selective.labels import Labels, storage_address, tensor_parts
 from sac.selective.mismatch import swapped_problem, unmatched_problem
 from sac.selective.record import CallRecord, SavedValue, default_generators, map_tensors, tensors_of, written_tensors
@@ -37,7 +37,7 @@ class Settling(Protocol):
         """An op has run."""
 
 
-class ForwardMode(TorchDispatchMode):
+class ForwardMode(BareMode):
     """Runs a region's forward: decides per op, and holds what is saved on the call's record."""
 
     supports_higher_order_operators = True
@@ -73,7 +73,7 @@ class ForwardMode(TorchDispatchMode):
             plan = record.table.plan(func, self.path)
         if plan.light:
             record.labels.see(args)
-            out = func(*args, **kwargs)
+            out = plan.run(*args, **kwargs)
             if plan.is_view and func is _LIFT_FRESH:
                 record.labels.name_constant(out)
             if self.tape is not None:
@@ -88,7 +88,7 @@ class ForwardMode(TorchDispatchMode):
             out = self._run_decided(plan, signature, foreign, args, kwargs)
         else:
             record.note_reads(args)
-            out = run_op(plan, args, kwargs) if plan.own_body else func(*args, **kwargs)
+            out = run_op(plan, args, kwargs) if plan.own_body else plan.run(*args, **kwargs)
             if plan.final is not None:
                 record.hits[plan.final.index] += 1
             if self.tape is not None:
@@ -129,7 +129,7 @@ class ForwardMode(TorchDispatchMode):
         return out
 
 
-class RecomputeMode(TorchDispatchMode):
+class RecomputeMode(BareMode):
     """Runs a region again: serves held values in place of their ops, and stops when nothing more is needed."""
 
     supports_higher_order_operators = True
@@ -193,7 +193,7 @@ class RecomputeMode(TorchDispatchMode):
         labels = self.labels
         if plan.light:
             labels.see(args)
-            out = func(*args, **kwargs)
+            out = plan.run(*args, **kwargs)
             if plan.is_view and func is _LIFT_FRESH:
                 labels.name_constant(out)
             return out
@@ -207,7 +207,7 @@ class RecomputeMode(TorchDispatchMode):
                 return self._serve(value)
         if plan.writes:
             self._check_write(plan, args, kwargs)
-        out = run_op(plan, args, kwargs) if plan.own_body else func(*args, **kwargs)
+        out = run_op(plan, args, kwargs) if plan.own_body else plan.run(*args, **kwargs)
         if plan.writes:
             _relabel(labels, plan, signature, foreign, args, kwargs)
         labels.makers[signature] = plan

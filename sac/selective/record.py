@@ -121,7 +121,27 @@ class CallRecord:
     def pack(self, tensor: torch.Tensor, handle: Handle) -> None:
         """Autograd saves ``tensor``: keep it if it is, or is a view of, a saved output, a parameter or an input."""
         self.packs += 1
-        handle.storage = storage_address(tensor)
+        handle.storage = address = storage_address(tensor)
+        kind = type(tensor)
+        if kind is not torch.Tensor and kind is not torch.nn.Parameter:
+            self._pack_other(tensor, handle)
+            return
+        labels = self.labels
+        label = labels.of_plain(tensor, kind, address)
+        self.packed.append((label, label in labels.foreign, labels.makers.get(label)))
+        if self.table.saves_everything:
+            handle.keep(tensor)
+            handle.borrowed = labels.lasts(label)
+            return
+        self._packed_since_op.append(handle)
+        if address in self.by_storage:
+            handle.keep(tensor)
+        elif labels.lasts(label):
+            handle.keep(tensor)
+            handle.borrowed = True
+
+    def _pack_other(self, tensor: torch.Tensor, handle: Handle) -> None:
+        """Do what ``pack`` does, for a subclass of tensor: it may have several storages."""
         parts = tensor_parts(tensor)
         label = self.labels.of(tensor)
         self.packed.append((label, label in self.labels.foreign, self.labels.makers.get(label)))

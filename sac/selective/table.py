@@ -79,6 +79,7 @@ class Plan:
         "op",
         "own_body",
         "path",
+        "run",
         "savable",
         "savable_if",
         "traits",
@@ -87,6 +88,7 @@ class Plan:
 
     def __init__(self, op: Any, path: str, traits: OpTraits) -> None:
         self.op = op
+        self.run = op._op if type(op) is torch._ops.OpOverload else op  # what calling the op calls
         self.path = path
         self.traits = traits
         self.key = hash(op)
@@ -113,7 +115,7 @@ def run_op(plan: Plan, args: Any, kwargs: Any) -> Any:
     if plan.own_body:
         with as_called(plan.op, args):
             return plan.op(*args, **kwargs)
-    return plan.op(*args, **kwargs)
+    return plan.run(*args, **kwargs)
 
 
 class Table:
