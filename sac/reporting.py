@@ -87,6 +87,8 @@ class Report:
 
     def __str__(self) -> str:
         lines = [f"activation checkpointing: {self.mode}, {sum(kind.count for kind in self.kinds)} regions"]
+        if not any(kind.calls for kind in self.kinds):
+            lines.append("no forward with grad has run yet; what torch.compile has compiled does not count")
         for kind in self.kinds:
             lines += _kind_lines(kind)
         if self.zero_hit_rules:
@@ -149,7 +151,8 @@ def _rule_uses(kind: Kind, regions: Sequence[Region]) -> Iterable[RuleUse]:
         yield RuleUse(bound.rule.id, stats.hits.get(bound.index, 0), stats.by_rule.get(bound.index, 0))
     if NO_RULE in stats.by_rule:
         name = "default" if kind.table.default.value == "save" else "must-save"
-        yield RuleUse(name, stats.hits.get(NO_RULE, 0), stats.by_rule[NO_RULE])
+        hits = sum(row.decision == "save" and not row.rule for row in kind.rows)
+        yield RuleUse(name, hits, stats.by_rule[NO_RULE])
 
 
 def _unmatched(kind: Kind) -> Iterable[UnmatchedOp]:
