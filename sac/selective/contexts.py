@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from sac.region.detach import detached
-from sac.region.frame import Handle
+from sac.region.handles import Handle
 from sac.region.inputs import PackHooks, shares_storage, surrounding_hooks
 from sac.region.state import AttentionBackends, BufferBindings, buffer_owners
 from sac.selective.modes import ForwardMode, RecomputeMode

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from sac.selective.tensors import metadata, storage_address, tensor_parts, wrapped_parts
+
 # Note [Labels]
 #
 # A saved value is found again in recomputation by what it was computed from, not by counting ops: extra ops (FSDP's
@@ -195,47 +197,3 @@ class Labels:
             for place, part in enumerate(out):
                 if part is not None:
                     self.name_output(part, hash((signature, place)), foreign)
-
-
-def wrapped_parts(tensor: Any) -> list[torch.Tensor]:
-    """Return the plain tensors inside a wrapper subclass such as DTensor."""
-    names, _ = tensor.__tensor_flatten__()
-    parts: list[torch.Tensor] = []
-    for name in names:
-        part = getattr(tensor, name)
-        parts.extend(wrapped_parts(part) if hasattr(type(part), "__tensor_flatten__") else [part])
-    return parts
-
-
-def tensor_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the plain tensors that hold the data of ``tensor``: itself, or those inside a wrapper subclass."""
-    kind = type(tensor)
-    if kind is Tensor or kind is Parameter or not hasattr(kind, "__tensor_flatten__"):
-        return [tensor]
-    return wrapped_parts(tensor)
-
-
-def metadata(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return shape, stride, offset and dtype of a tensor."""
-    if tensor.layout is not torch.strided:
-        return tensor.shape, tensor.dtype, tensor.layout
-    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
-
-
-def storage_address(tensor: torch.Tensor) -> int:
-    """Return the address of the tensor's storage object, or of the tensor where it has none (sparse layouts)."""
-    try:
-        address: int = tensor.untyped_storage()._cdata
-        return address
-    except (RuntimeError, NotImplementedError):
-        return id(tensor)
-
-
-def storage_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes that keeping ``tensor`` keeps: those of its whole storage."""
-    if type(tensor) is not Tensor and hasattr(type(tensor), "__tensor_flatten__"):
-        return sum(storage_bytes(part) for part in wrapped_parts(tensor))
-    try:
-        return tensor.untyped_storage().nbytes()
-    except (RuntimeError, NotImplementedError):
-        return tensor.numel() * tensor.element_size()

@@ -59,3 +59,23 @@ def _argument(description: Any) -> str:
     if isinstance(description, tuple):
         return "[" + ", ".join(_argument(part) for part in description) + "]"
     return str(description)
+
+
+def agree(forward: Any, recomputed: Any) -> bool:
+    """Return whether two argument descriptions may mean the same call: equal but for labels that are foreign."""
+    if len(forward) != len(recomputed):
+        return False
+    for one, other in zip(forward, recomputed, strict=True):
+        if _is_tensor(one) and _is_tensor(other):
+            if one[2] != other[2] or (one[0] != other[0] and not (one[1] or other[1])):
+                return False
+        elif isinstance(one, tuple) and isinstance(other, tuple):
+            if not agree(one, other):
+                return False
+        elif one != other:
+            return False
+    return True
+
+
+def _is_tensor(description: Any) -> bool:
+    return isinstance(description, tuple) and len(description) == 3 and isinstance(description[1], bool)

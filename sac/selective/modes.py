@@ -12,11 +12,12 @@ from sac.errors import Problem, RegionError
 from sac.region.inputs import Parked, fetch
 from sac.selective import scope
 from sac.selective.bare_mode import BareMode
-from sac.selective.labels import Labels, storage_address, tensor_parts
-from sac.selective.mismatch import swapped_problem, unmatched_problem
-from sac.selective.record import CallRecord, SavedValue, default_generators, map_tensors, tensors_of, written_tensors
+from sac.selective.labels import Labels
+from sac.selective.mismatch import agree, swapped_problem, unmatched_problem
+from sac.selective.record import CallRecord, SavedValue, default_generators, written_tensors
 from sac.selective.table import BoundRule, Plan, run_op
 from sac.selective.tape import Tape
+from sac.selective.tensors import map_tensors, storage_address, tensor_parts, tensors_of
 
 _LIFT_FRESH = torch.ops.aten.lift_fresh.default
 
@@ -306,26 +307,6 @@ def decide(record: CallRecord, plan: Plan, args: Any, kwargs: Any, out: Any) -> 
     if saves and plan.savable_if is not None:
         saves = plan.savable_if(args, kwargs, out)
     return saves, rule
-
-
-def agree(forward: Any, recomputed: Any) -> bool:
-    """Return whether two argument descriptions may mean the same call: equal but for labels that are foreign."""
-    if len(forward) != len(recomputed):
-        return False
-    for one, other in zip(forward, recomputed, strict=True):
-        if _is_tensor(one) and _is_tensor(other):
-            if one[2] != other[2] or (one[0] != other[0] and not (one[1] or other[1])):
-                return False
-        elif isinstance(one, tuple) and isinstance(other, tuple):
-            if not agree(one, other):
-                return False
-        elif one != other:
-            return False
-    return True
-
-
-def _is_tensor(description: Any) -> bool:
-    return isinstance(description, tuple) and len(description) == 3 and isinstance(description[1], bool)
 
 
 def _written_parts(plan: Plan, args: Any, kwargs: Any) -> list[torch.Tensor]:

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 
-from sac.region.frame import Handle
-from sac.region.inputs import KeptInputs, PackHooks, Parked, park
+from sac.region.handles import Handle
+from sac.region.inputs import KeptInputs, PackHooks, park
 from sac.region.rng import default_generator
-from sac.selective.labels import Description, Labels, storage_address, storage_bytes, tensor_parts
+from sac.selective.compact import compact_views
+from sac.selective.labels import Description, Labels
 from sac.selective.table import BoundRule, Plan, Table
+from sac.selective.tensors import map_tensors, storage_address, storage_bytes, tensor_parts, tensors_of
 
 # Note [What is kept, and what is not]
 #
@@ -271,54 +273,12 @@ def default_generators(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[to
     return list(found.values())
 
 
-def compact_views(handles: list[Handle]) -> None:
-    """Replace views that are small against their storage by copies, so that they do not pin it."""
-    groups: dict[int, list[Handle]] = defaultdict(list)
-    for handle in handles:
-        groups[handle.storage].append(handle)
-    for group in groups.values():
-        tensors = {_view_of(h.value): h.value for h in group if isinstance(h.value, torch.Tensor)}
-        whole = max(storage_bytes(t) for t in tensors.values())
-        if sum(t.numel() * t.element_size() for t in tensors.values()) < whole:
-            copies = {view: _dense_copy(tensor) for view, tensor in tensors.items()}
-            for handle in group:
-                if isinstance(handle.value, torch.Tensor):
-                    handle.value, handle.watched = copies[_view_of(handle.value)], None
-
-
-def _view_of(tensor: Any) -> tuple[Any, ...]:
-    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
-
-
-def _dense_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy with the same order of dimensions in memory and none of the gaps."""
-    return tensor.clone(memory_format=torch.preserve_format)
-
-
 def _copy_if_at(tensor: torch.Tensor, address: int) -> torch.Tensor:
     return tensor.clone() if any(storage_address(part) == address for part in tensor_parts(tensor)) else tensor
 
 
 def _detached(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach()
-
-
-def map_tensors(value: Any, function: Any) -> Any:
-    """Return ``value`` with ``function`` applied to its tensors, through tuples and lists."""
-    if isinstance(value, (torch.Tensor, Parked)):
-        return function(value)
-    if isinstance(value, (tuple, list)):
-        return type(value)(map_tensors(part, function) for part in value)
-    return value
-
-
-def tensors_of(value: Any) -> list[torch.Tensor]:
-    """Return the tensors in ``value``, through tuples and lists."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, (tuple, list)):
-        return [tensor for part in value for tensor in tensors_of(part)]
-    return []
 
 
 def written_tensors(plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sac.region.frame import Filling, Handle
+from sac.region.handles import Filling, Handle
 from sac.region.inputs import KeptInputs, PackHooks
 from sac.selective.modes import ForwardMode, RecomputeMode
 from sac.selective.record import CallRecord

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from sac.region.frame import Handle
+from sac.region.handles import Handle
 from sac.region.inputs import storage_sizes
-from sac.selective.record import CallRecord, tensors_of
+from sac.selective.record import CallRecord
+from sac.selective.tensors import tensors_of
 
 NO_RULE = -1  # the key of what the must-save tier or the policy's default saved
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from sac.ops.flops import flops_of
 from sac.ops.names import op_name
-from sac.selective.labels import storage_bytes
 from sac.selective.table import BoundRule, Plan, first_tensor
+from sac.selective.tensors import storage_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,133 @@
+"""What autograd holds instead of a region's tensors, and how a recomputation fills it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from sac.errors import Problem, RegionError
+from sac.region.detach import detached
+from sac.region.inputs import PackHooks, Parked, describe, fetch, park, shares_storage, version_of
+
+
+class Fillable(Protocol):
+    """The frame, as far as its handles are concerned."""
+
+    def fill(self, index: int, tensor: torch.Tensor, task: int) -> bool:
+        """Put a recomputed tensor on its handle; return whether that waited for it."""
+
+
+class StopRecompute(BaseException):
+    """Ends a recomputation that has nothing more to fill; not an Exception, so that no model code swallows it."""
+
+    def __init__(self, frame: Fillable) -> None:
+        self.frame = frame
+
+
+class Handle:
+    """What autograd holds instead of a tensor. Kept and missing are told apart by ``kept``."""
+
+    __slots__ = (
+        "__weakref__",
+        "borrowed",
+        "device",
+        "dtype",
+        "index",
+        "kept",
+        "shape",
+        "storage",
+        "task",
+        "value",
+        "version",
+        "watched",
+    )
+
+    def __init__(self, index: int, tensor: torch.Tensor) -> None:
+        self.index = index
+        self.shape = tensor.shape
+        self.dtype = tensor.dtype
+        self.device = tensor.device
+        self.kept = False
+        self.storage = 0  # address of the tensor's storage object, where a recorder wants to know it
+        self.borrowed = False  # the kept value lives elsewhere too: an input, a parameter
+        self.value: torch.Tensor | Parked | None = None
+        self.watched: torch.Tensor | None = None  # shares the value's version counter
+        self.version = 0
+        self.task = -2  # the graph task that last unpacked it (-1 is autograd's "none")
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Hold the data of ``tensor`` until autograd drops this handle."""
+        # Autograd hands over the graph's own tensor, where it saves an op's input; its version counter is shared.
+        self.kept, self.version = True, version_of(tensor)
+        self.value = self.watched = detached(tensor) if tensor.requires_grad else tensor
+
+    def park(self, hooks: PackHooks) -> None:
+        """Hand the held tensor to the saved-tensor hooks around the region."""
+        if isinstance(self.value, torch.Tensor):
+            self.value, self.watched = park(self.value, hooks), None
+
+    def kept_value(self, path: str) -> torch.Tensor:
+        """Return the held tensor; raises ``RegionError`` if it has been written to since, as autograd would."""
+        watched = self.watched
+        if watched is not None and version_of(watched) != self.version:
+            raise RegionError(
+                Problem(
+                    where=path or "region",
+                    found=f"a tensor that backward needs ({describe(watched)}) was changed in place: it is at version "
+                    f"{version_of(watched)}, backward expects version {self.version}",
+                    fix="do not change it in place between the op that uses it and backward",
+                )
+            )
+        assert self.value is not None
+        return fetch(self.value)
+
+
+class Filling:
+    """One recomputation's count of what autograd saves in it, and where to stop."""
+
+    __slots__ = ("__weakref__", "count", "done", "frame", "last_missing", "since_op", "stop_in_pack", "task", "verify")
+
+    def __init__(self, frame: Fillable, last_missing: int, *, stop_in_pack: bool, task: int) -> None:
+        self.frame = frame
+        self.count = 0
+        self.last_missing = last_missing
+        self.stop_in_pack = stop_in_pack
+        self.task = task
+        self.done = False
+        self.verify: Callable[[int, torch.Tensor], None] | None = None  # an engine's own check of what is filled in
+        self.since_op: list[torch.Tensor] = []  # what autograd has saved since the last op ran
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Give the tensor to the handle it belongs to, and autograd the data alone.
+
+        With its graph (torch 2.13 hands over an op's output with it) the recomputed node would hold itself.
+        """
+        if tensor.requires_grad:
+            tensor = tensor.detach() if self.stop_in_pack else detached(tensor)  # no recorder: no mode to pass by
+        index, self.count = self.count, self.count + 1
+        if not self.done:
+            if self.frame.fill(index, tensor, self.task) and self.verify is not None:
+                self.verify(index, tensor)
+            self.done = index >= self.last_missing
+            if self.stop_in_pack:
+                if self.done:
+                    raise StopRecompute(self.frame)
+            else:
+                self.since_op.append(tensor)
+        return tensor
+
+    def settle(self, written: Sequence[torch.Tensor]) -> None:
+        """Everything is filled and an op is about to run that writes to ``written``: stop, unless it has to run.
+
+        It has to if it writes to what autograd saved right before it, as ``rrelu_with_noise`` fills its noise.
+        """
+        recent, self.since_op = self.since_op, []
+        if not any(shares_storage(tensor, written) for tensor in recent):
+            raise StopRecompute(self.frame)
+
+    def after_op(self) -> None:
+        """An op has run: it cannot write any more to what autograd saved before it."""
+        if self.since_op:
+            self.since_op = []

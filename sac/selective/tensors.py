@@ -1,0 +1,73 @@
+"""Tensors inside arguments and results, and the storages they lie in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from sac.region.inputs import Parked
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """Return the tensors in ``value``, through tuples and lists."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (tuple, list)):
+        return [tensor for part in value for tensor in tensors_of(part)]
+    return []
+
+
+def map_tensors(value: Any, function: Any) -> Any:
+    """Return ``value`` with ``function`` applied to its tensors, through tuples and lists."""
+    if isinstance(value, (torch.Tensor, Parked)):
+        return function(value)
+    if isinstance(value, (tuple, list)):
+        return type(value)(map_tensors(part, function) for part in value)
+    return value
+
+
+def tensor_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the plain tensors that hold the data of ``tensor``: itself, or those inside a wrapper subclass."""
+    kind = type(tensor)
+    if kind is Tensor or kind is Parameter or not hasattr(kind, "__tensor_flatten__"):
+        return [tensor]
+    return wrapped_parts(tensor)
+
+
+def wrapped_parts(tensor: Any) -> list[torch.Tensor]:
+    """Return the plain tensors inside a wrapper subclass such as DTensor."""
+    names, _ = tensor.__tensor_flatten__()
+    parts: list[torch.Tensor] = []
+    for name in names:
+        part = getattr(tensor, name)
+        parts.extend(wrapped_parts(part) if hasattr(type(part), "__tensor_flatten__") else [part])
+    return parts
+
+
+def metadata(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return shape, stride, offset and dtype of a tensor."""
+    if tensor.layout is not torch.strided:
+        return tensor.shape, tensor.dtype, tensor.layout
+    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
+
+
+def storage_address(tensor: torch.Tensor) -> int:
+    """Return the address of the tensor's storage object, or of the tensor where it has none (sparse layouts)."""
+    try:
+        address: int = tensor.untyped_storage()._cdata
+        return address
+    except (RuntimeError, NotImplementedError):
+        return id(tensor)
+
+
+def storage_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes that keeping ``tensor`` keeps: those of its whole storage."""
+    if type(tensor) is not Tensor and hasattr(type(tensor), "__tensor_flatten__"):
+        return sum(storage_bytes(part) for part in wrapped_parts(tensor))
+    try:
+        return tensor.untyped_storage().nbytes()
+    except (RuntimeError, NotImplementedError):
+        return tensor.numel() * tensor.element_size()
