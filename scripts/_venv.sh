@@ -5,7 +5,7 @@
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
-python=$root/.venv/bin/python
+python=${SAC_PYTHON:-$root/.venv/bin/python} # an interpreter of your own is used as it is: nothing is installed
 
 make_venv() {
     [ -x "$python" ] && return
@@ -35,6 +35,7 @@ install_with_note() {
 }
 
 prepare() {
+    [ -n "${SAC_PYTHON:-}" ] && return
     local extras=$1 wanted covering
     wanted=$(cat pyproject.toml constraints.txt | cksum)
     case $extras in

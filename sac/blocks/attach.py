@@ -14,13 +14,12 @@ from sac.blocks.wrap import Applied, Ours, RegionForward, install
 from sac.blocks.zero_hits import HitWatch
 from sac.config import Config, family_policy, parse_config, usable_policy
 from sac.errors import ConfigError, ModelError, PolicyError, Problem, SacWarning
+from sac.full.checkpoint import FULL
 from sac.policy.model import Policy, Rule
 from sac.selective.announce import check_trace_target
 from sac.selective.bind import BoundPolicy
 from sac.selective.kind import Kind
 from sac.selective.table import Table
-
-FULL = Policy(name="full", source="full")
 
 
 def apply(model: nn.Module, value: Any) -> nn.Module:
