@@ -146,11 +146,6 @@ class Frame:
             if self.recorder is not None:
                 self.recorder.park(self.hooks)
 
-    def kept_handles(self) -> list[Handle]:
-        """Return the handles that are alive and hold their value."""
-        alive = (reference() for reference in self._handles)
-        return [handle for handle in alive if handle is not None and handle.kept]
-
     def _drop(self) -> None:
         """Hold nothing any more that could run the region again."""
         self._dropped = True

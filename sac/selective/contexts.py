@@ -176,7 +176,7 @@ class CheckpointRecomputeMode(RecomputeMode):
             if error[0] is None:
                 late.flush()
         if error[0] is None or (late is not None and late.stopped):
-            self.check()
+            self.check(late.count - 1 if late is not None else ALL)
 
 
 class NeverDone:

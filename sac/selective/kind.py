@@ -67,7 +67,7 @@ class Region:
         frame = Frame(function, self.path, recorder, buffer_owners(module))
         output = frame.run(inputs, args, kwargs)
         if recorder is None:
-            self.stats.take(None, (), frame.input_bytes)
+            self.stats.take(None, frame.input_bytes)
         else:
             self._learn(recorder, frame, sort)
         return output
@@ -83,8 +83,7 @@ class Region:
             announce(self.path, self.kind.rows)
         if self.kind.table.saves_everything or not recorder.needs_mode:
             self._free.add(sort)
-        self.stats.take(recorder.record, frame.kept_handles(), frame.input_bytes)
-        recorder.record.decided = []
+        self.stats.take(recorder.figures, frame.input_bytes)
 
 
 def _rebuild(policy: Policy, indices: tuple[int, ...], must_save: bool, name: str) -> Kind:

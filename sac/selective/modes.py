@@ -270,10 +270,13 @@ class RecomputeMode(BareMode):
                     )
                 )
 
-    def check(self) -> None:
-        """Raise if a saved value found no call although a call of its op found no value."""
+    def check(self, reached: int) -> None:
+        """Raise if a saved value found no call although a call of its op found no value.
+
+        ``reached`` is the last of the tensors saved in forward that this run was to fill: what comes later was not run.
+        """
         for value in self.record.saved:
-            if (value.signature, value.twin) not in self.waiting:
+            if (value.signature, value.twin) not in self.waiting or value.packs_before > reached:
                 continue
             rivals = [(plan, seen) for plan, seen in self.live if plan is value.plan]
             if rivals or value.must or value.rng_after:

@@ -47,7 +47,6 @@ class SavedValue:
         "read",
         "rng_after",
         "rule",
-        "saved_bytes",
         "signature",
         "twin",
         "written",
@@ -65,7 +64,6 @@ class SavedValue:
         self.outputs: Any = None
         self.packs_before = 0
         self.rng_after: list[tuple[torch.Generator, torch.Tensor]] = []
-        self.saved_bytes = 0
         self.read = False  # an op that is not saved reads it, and so will be in need of it in recomputation
         self.written = False  # the region writes to it later: it is held, and served, as a copy
 
@@ -86,6 +84,7 @@ class CallRecord:
         self.alternations: defaultdict[int, int] = defaultdict(int)
         self.hits: defaultdict[int, int] = defaultdict(int)
         self.dead_bytes = 0
+        self.rule_of: dict[int, int] = {}  # after the forward: storage address of a result -> rule that saved it
         self.known: Collection[int] = ()  # after the forward: the signatures of all its calls
         self.twins: defaultdict[int, int] = defaultdict(int)  # signature -> how many calls that may be saved had it
         self.packs = 0
@@ -108,7 +107,6 @@ class CallRecord:
         value.packs_before = self.packs
         self.saved.append(value)
         for tensor in tensors_of(out):
-            value.saved_bytes += storage_bytes(tensor)
             for part in tensor_parts(tensor):
                 self.by_storage.setdefault(storage_address(part), []).append(value)
 
@@ -133,7 +131,7 @@ class CallRecord:
         self.packed.append((label, label in labels.foreign, labels.makers.get(label)))
         if self.table.saves_everything:
             handle.keep(tensor)
-            handle.borrowed = labels.lasts(label)
+            handle.borrowed = labels.origin(tensor) != "op"
             return
         self._packed_since_op.append(handle)
         if address in self.by_storage:
@@ -202,6 +200,12 @@ class CallRecord:
         self.forward_over = True
         self._packed_since_op.clear()
         in_handles = {handle.storage for handle in kept}
+        self.rule_of = {
+            address: value.rule.index
+            for value in self.saved
+            if value.rule is not None
+            for address in addresses_of([value])
+        }
         alive = [v for v in self.saved if v.packs_before <= last_missing and not self._is_dead(v, in_handles)]
         held = {id(value) for value in alive}
         addresses = addresses_of(alive)
@@ -239,9 +243,7 @@ class CallRecord:
         for tensor in tensors_of(value.outputs):
             for part in tensor_parts(tensor):
                 if storage_address(part) not in in_handles:
-                    freed = storage_bytes(part)
-                    self.dead_bytes += freed
-                    value.saved_bytes -= freed
+                    self.dead_bytes += storage_bytes(part)
         value.outputs = None
 
     def park(self, hooks: PackHooks) -> None:

@@ -11,6 +11,7 @@ from sac.region.handles import Filling, Handle
 from sac.region.inputs import KeptInputs, PackHooks
 from sac.selective.modes import ForwardMode, RecomputeMode
 from sac.selective.record import CallRecord
+from sac.selective.stats import KeptFigures, figures_of
 from sac.selective.table import Table
 from sac.selective.tape import Tape
 
@@ -22,7 +23,9 @@ class RerunRecorder:
         self.record = CallRecord(table, path)
         self.tape = tape
         self.needs_mode = False
+        self.figures: KeptFigures | None = None
         self._recompute: RecomputeMode | None = None
+        self._reached = -1
 
     def begin(self, inputs: KeptInputs) -> None:
         """The region is about to run on ``inputs``."""
@@ -43,6 +46,8 @@ class RerunRecorder:
     def close(self, kept: list[Handle], last_missing: int) -> bool:
         """See ``CallRecord.close``."""
         free = self.record.close(kept, last_missing)
+        self.figures = figures_of(self.record, kept)
+        self.record.decided = []
         self.needs_mode = self.record.needs_mode
         return free
 
@@ -53,13 +58,14 @@ class RerunRecorder:
     def recompute_mode(self, inputs: list[tuple[int, torch.Tensor]], filling: Filling) -> RecomputeMode:
         """Return the mode that serves."""
         self._recompute = RecomputeMode(self.record, inputs, filling)
+        self._reached = filling.last_missing
         return self._recompute
 
     def check_recomputed(self) -> None:
         """Raise if a saved value could not be matched."""
         if self._recompute is not None:
             mode, self._recompute = self._recompute, None
-            mode.check()
+            mode.check(self._reached)
 
     def drop(self) -> None:
         """Let every held value go."""

@@ -36,24 +36,41 @@ class RegionStats:
         kept = (self.saved_bytes, self.input_bytes, self.dead_bytes)
         return (*kept, tuple(sorted(self.by_rule.items())), tuple(sorted(self.hits.items())))
 
-    def take(self, record: CallRecord | None, kept: Iterable[Handle], input_bytes: int) -> None:
-        """Overwrite with what the call just run keeps; ``record`` is None where no mode was needed."""
+    def take(self, kept: KeptFigures | None, input_bytes: int) -> None:
+        """Overwrite with what the call just run keeps; ``kept`` is None where no mode was needed."""
         self.calls += 1
         self.input_bytes = input_bytes
-        if record is None:
-            self.saved_bytes = self.dead_bytes = 0
-            return
-        self.dead_bytes = record.dead_bytes
-        self.hits = dict(record.hits)
-        sizes: dict[int, int] = {}
-        for handle in kept:
-            if not handle.borrowed and isinstance(handle.value, torch.Tensor):
-                sizes.update(storage_sizes(handle.value))
-        rules: defaultdict[int, int] = defaultdict(int)
-        for value in record.decided:
-            rules[value.rule.index if value.rule is not None else NO_RULE] += value.saved_bytes
-        for value in record.saved:
-            for tensor in tensors_of(value.outputs):
-                sizes.update(storage_sizes(tensor))
-        self.by_rule = dict(rules)
-        self.saved_bytes = sum(sizes.values())
+        self.saved_bytes = kept.saved_bytes if kept is not None else 0
+        self.dead_bytes = kept.dead_bytes if kept is not None else 0
+        if kept is not None:
+            self.by_rule, self.hits = kept.by_rule, kept.hits
+
+
+@dataclass(frozen=True, slots=True)
+class KeptFigures:
+    """What one call's record and handles keep, counted before anything is handed to surrounding hooks."""
+
+    saved_bytes: int
+    dead_bytes: int
+    by_rule: dict[int, int]
+    hits: dict[int, int]
+
+
+def figures_of(record: CallRecord, kept: Iterable[Handle]) -> KeptFigures:
+    """Count the storages that ``record`` and the handles of its region hold, each once and under its rule."""
+    sizes: dict[int, tuple[int, int]] = {}  # address -> (bytes, rule)
+    for value in record.saved:
+        rule = value.rule.index if value.rule is not None else NO_RULE
+        for tensor in tensors_of(value.outputs):
+            sizes.update({address: (size, rule) for address, size in storage_sizes(tensor).items()})
+    for handle in kept:
+        if not handle.borrowed and isinstance(handle.value, torch.Tensor):
+            rule = record.rule_of.get(handle.storage, NO_RULE)
+            for address, size in storage_sizes(handle.value).items():
+                sizes.setdefault(address, (size, rule))
+    rules: defaultdict[int, int] = defaultdict(int)
+    for value in record.decided:
+        rules[value.rule.index if value.rule is not None else NO_RULE] += 0
+    for size, rule in sizes.values():
+        rules[rule] += size
+    return KeptFigures(sum(size for size, _ in sizes.values()), record.dead_bytes, dict(rules), dict(record.hits))

@@ -8,7 +8,7 @@ from typing import Any
 from sac.ops.flops import flops_of
 from sac.ops.names import op_name
 from sac.selective.table import BoundRule, Plan, first_tensor
-from sac.selective.tensors import storage_bytes
+from sac.selective.tensors import storage_bytes, tensors_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Tape:
                 decision="save" if saves else "recompute",
                 rule=rule.rule.id if rule is not None else "",
                 reason=_reason(plan, rule, saves),
-                bytes=0 if plan.is_view or tensor is None else storage_bytes(tensor),
+                bytes=0 if plan.is_view else sum(map(storage_bytes, tensors_of(out))),
                 flops=flops_of(plan.op, args, kwargs, out),
                 shape=tuple(tensor.shape) if tensor is not None else (),
                 dtype=str(tensor.dtype).removeprefix("torch.") if tensor is not None else "",

@@ -201,3 +201,14 @@ def test_saved_tensors_may_be_read_twice(name: str) -> None:
 def test_plain_checkpoint_refuses_to_be_read_twice() -> None:
     with pytest.raises(RuntimeError, match="already unpacked once"):
         assert_same_training(lambda: Stack(FunctionBlock(reads_twice)), FULL, make_input=square, put=install_stock)
+
+
+def routed_then_read_twice(block: FunctionBlock, x: Tensor) -> Tensor:
+    h = reads_twice(block, x)
+    rows = (h > 0).nonzero()
+    return h.cos() * h.sin() + rows.sum()
+
+
+def test_reading_twice_does_not_ask_for_what_comes_later() -> None:
+    """The second read fills one tensor and stops there, before the routing op whose result is held."""
+    assert_same_training(lambda: Stack(FunctionBlock(routed_then_read_twice)), FULL, make_input=square, backward=twice)
