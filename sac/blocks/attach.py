@@ -10,7 +10,7 @@ from torch import nn
 
 from sac.blocks.cache import kv_free_submodules, own_checkpointing, shares_kv, turn_off_cache
 from sac.blocks.find import Block, drop_frozen, find_blocks, submodules
-from sac.blocks.wrap import Applied, Ours, RegionForward, install
+from sac.blocks.wrap import Applied, RegionForward, install, ours_on
 from sac.blocks.zero_hits import HitWatch
 from sac.config import Config, family_policy, parse_config, usable_policy
 from sac.errors import ConfigError, ModelError, PolicyError, Problem, SacWarning
@@ -59,11 +59,7 @@ def apply(model: nn.Module, value: Any) -> nn.Module:
 
 def _refuse_second(model: nn.Module) -> None:
     """Raise if sac is on the model already: as regions, for ``context_fn``, or on a module that this is part of."""
-    present = [
-        (path, module.__dict__["forward"])
-        for path, module in model.named_modules()
-        if isinstance(module.__dict__.get("forward"), Ours)
-    ]
+    present = [(path, forward) for path, module in model.named_modules() if (forward := ours_on(module)) is not None]
     if not present:
         return
     name, fix = type(model).__name__, "call sac.remove(model) first"

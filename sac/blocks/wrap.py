@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -59,7 +60,7 @@ class RegionForward:
             return self.original(*args, **kwargs)
         region = self.region
         if torch.compiler.is_compiling():
-            contexts = partial(checkpoint_contexts, region.kind.table, region.path)
+            contexts = partial(checkpoint_contexts, region.kind.table)  # no path: Dynamo would compile each block anew
             return torch_checkpoint(self.original, *args, use_reentrant=False, context_fn=contexts, **kwargs)
         output = region.run(self.original, self.module, args, kwargs)
         if self.applied.watch.waits:
@@ -67,7 +68,10 @@ class RegionForward:
         return output
 
 
-Ours = (RegionForward, ScopedForward)
+def ours_on(module: nn.Module) -> RegionForward | ScopedForward | None:
+    """Return what sac has put on ``module``, if anything."""
+    owner = getattr(module.__dict__.get("forward"), "__self__", None)
+    return owner if isinstance(owner, (RegionForward, ScopedForward)) else None
 
 
 def install(pairs: Sequence[tuple[Block, Kind]], applied: Applied) -> None:
@@ -82,19 +86,21 @@ def scope_modules(blocks: Sequence[nn.Module]) -> None:
     roots = {id(block) for block in blocks}
     for block in blocks:
         for path, module in block.named_modules():
-            if id(module) not in roots and not isinstance(module.__dict__.get("forward"), Ours):
+            if id(module) not in roots and ours_on(module) is None:
                 _set_forward(module, ScopedForward(module, path))
 
 
-def _set_forward(module: nn.Module, forward: Any) -> None:
-    # Not by setattr: a module may guard it, and the name of a method is no parameter, buffer or sub-module.
-    module.__dict__["forward"] = forward
+def _set_forward(module: nn.Module, forward: RegionForward | ScopedForward) -> None:
+    # As a bound method, for which Dynamo guards on the function: a callable object would be guarded by its identity,
+    # and blocks that are alike compiled one by one. Not by setattr: a module may guard it, and the name of a method is
+    # no parameter, buffer or sub-module.
+    module.__dict__["forward"] = MethodType(type(forward).__call__, forward)
 
 
 def regions_of(model: nn.Module) -> Iterator[RegionForward]:
     """Yield the regions that are on ``model``, in module order."""
     for module in model.modules():
-        forward = module.__dict__.get("forward")
+        forward = ours_on(module)
         if isinstance(forward, RegionForward):
             yield forward
 
@@ -104,7 +110,7 @@ def remove(model: nn.Module) -> nn.Module:
 
     Raises ``ModelError``, with nothing changed, when something else has since put its own forward over a region's.
     """
-    owned = [(module, module.__dict__["forward"]) for module in model.modules() if _is_ours(module)]
+    owned = [(module, forward) for module in model.modules() if (forward := ours_on(module)) is not None]
     buried = [(name, module) for name, module in model.named_modules() if _buries_ours(module)]
     if buried:
         name, module = buried[0]
@@ -127,17 +133,13 @@ def remove(model: nn.Module) -> nn.Module:
     return model
 
 
-def _is_ours(module: nn.Module) -> bool:
-    return isinstance(module.__dict__.get("forward"), Ours)
-
-
 def _buries_ours(module: nn.Module) -> bool:
     """Whether an instance-level forward that is not ours leads to one that is, as ``functools.wraps`` tells."""
     forward = module.__dict__.get("forward")
-    if forward is None or isinstance(forward, Ours):
+    if forward is None or ours_on(module) is not None:
         return False
     below = [getattr(forward, "__wrapped__", None), getattr(module, "_old_forward", None)]
-    return any(isinstance(one, Ours) for one in below)
+    return any(isinstance(getattr(one, "__self__", None), (RegionForward, ScopedForward)) for one in below)
 
 
 def _described(forward: Any) -> str:

@@ -81,7 +81,6 @@ def test_blocks_of_two_tables_are_compiled_apart() -> None:
     assert_same(reference, ours)
 
 
-@pytest.mark.xfail(strict=True, reason="Dynamo guards each region by its path and by its forward")
 def test_alike_blocks_are_compiled_once() -> None:
     """As without us; past `recompile_limit` (8) Dynamo gives up on the ninth block."""
     _, plain = train_compiled(lambda: llama_stack(10), nothing, compile_it=each_block(by_compile))
