@@ -49,11 +49,6 @@ class RegionForward:
         """The forward that the module would have without sac."""
         return self.before if self.before is not None else type(self.module).forward.__get__(self.module)
 
-    @property
-    def __wrapped__(self) -> Any:
-        """What ``inspect.signature`` looks at."""
-        return self.original
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module as a region."""
         if not torch.is_grad_enabled():

@@ -61,8 +61,3 @@ class ScopedForward:
             return type(module).forward(module, *args, **kwargs) if original is None else original(*args, **kwargs)
         finally:
             mode.path, mode.plans = path, plans
-
-    @property
-    def __wrapped__(self) -> Any:
-        """What ``inspect.signature`` looks at."""
-        return self.before if self.before is not None else type(self.module).forward.__get__(self.module)
