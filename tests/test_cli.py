@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from sac.commands.check import limits_of
 from sac.cli import main
-from sac.policy.files import load_policy
+from sac.commands.check import limits_of
 from sac.commands.units import bytes_text, flops_text, parameters_text, time_text
+from sac.policy.files import load_policy
 
 ROOT = Path(__file__).parent.parent
 LLAMA = ROOT / "examples" / "llama-3.2-1b.json"

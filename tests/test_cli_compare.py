@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from sac.measuring.built_model import BuiltModel
 from sac.cli import main
-from sac.measuring.compare import compare
 from sac.errors import ConfigError
 from sac.extras import import_extra
+from sac.measuring.built_model import BuiltModel
+from sac.measuring.compare import compare
 from sac.measuring.mode_run import Training, blocks_of, largest_difference, loss_of
 
 WIDTH, ROWS, BLOCKS = 32, 8, 3

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from sac.measuring.built_model import Scale
 from sac.errors import ConfigError
+from sac.measuring.built_model import Scale
 from sac.measuring.hf_models import scale_config
 from sac.measuring.modelspec import load_model
 
