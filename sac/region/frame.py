@@ -195,7 +195,8 @@ class Frame:
             handle.index for handle in map(_call, self._handles) if handle is not None and self._waits(handle, task)
         )
         filling = Filling(self, last_missing, stop_in_pack=self.recorder is None, task=task)
-        args, kwargs, tensors = self.inputs.rebuild(self.path)
+        with torch.enable_grad():
+            args, kwargs, tensors = self.inputs.rebuild(self.path)
         with ExitStack() as stack:
             stack.enter_context(self.rng)
             self.autocast.enter_on(stack)

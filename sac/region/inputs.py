@@ -97,7 +97,7 @@ class _KeptTensor:
 
 def _copied(tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:
     """Return ``tensor`` on a copy of its storage, the same copy for all tensors that share one."""
-    if type(tensor) is not torch.Tensor:
+    if type(tensor) is not torch.Tensor or tensor.is_conj() or tensor.is_neg():
         return tensor.clone()
     storage = tensor.untyped_storage()
     copy = storages.setdefault(storage._cdata, storage.clone())
@@ -107,7 +107,7 @@ def _copied(tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage]) -> 
 class KeptInputs:
     """Arguments of one region call in any structure; tensors are kept without their graph.
 
-    ``kind`` says what sort of inputs these are (dtypes, numbers of dimensions, gradients): equal for equal uses.
+    ``kind`` says what sort of inputs these are (dtypes, shapes, gradients, plain values): equal for equal uses.
     """
 
     __slots__ = ("_leaves", "_spec", "kind", "tensors")
@@ -119,12 +119,12 @@ class KeptInputs:
         kind: list[Any] = []
         for position, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
-                kind.append((type(leaf), leaf.dtype, leaf.ndim, leaf.requires_grad))
+                kind.append((type(leaf), leaf.dtype, leaf.shape, leaf.requires_grad))
                 if not isinstance(leaf, torch.nn.Parameter):
                     leaves[position] = kept = _KeptTensor(leaf, position)
                     self.tensors.append(kept)
             else:
-                kind.append(type(leaf))
+                kind.append(leaf if type(leaf) in (bool, int, float, str) else type(leaf))
         self.kind = tuple(kind)
 
     def close(self, hooks: PackHooks | None, path: str) -> None:

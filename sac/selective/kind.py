@@ -22,8 +22,11 @@ from sac.selective.tape import OpRow, Tape
 # The first call of a region always runs under the recorder, in `full` mode too. If it shows nothing that needs a
 # dispatch mode (no op that may be saved, no generator passed by the caller, no write to something from outside, no last
 # op that writes to what autograd has saved), later calls of that region on the same sort of inputs enter none. Inputs
-# are of one sort if dtypes, numbers of dimensions and needed gradients are the same, and the module is in training or
+# are of one sort if dtypes, shapes, needed gradients and plain values are the same, and the module is in training or
 # not as before. Evidence is per region: blocks of one class may differ by a plain attribute that no one can compare.
+
+
+SORTS = 1024  # of inputs that a region remembers; variable lengths must not make it grow for ever
 
 
 class Kind:
@@ -82,6 +85,8 @@ class Region:
             self.kind.rows = tuple(recorder.tape.rows)
             announce(self.path, self.kind.rows)
         if self.kind.table.saves_everything or not recorder.needs_mode:
+            if len(self._free) >= SORTS:
+                self._free.clear()
             self._free.add(sort)
         self.stats.take(recorder.figures, frame.input_bytes)
 

@@ -38,7 +38,7 @@ Description = tuple[Any, ...]
 class Labels:
     """The labels of one pass over one region; see Note [Labels]."""
 
-    __slots__ = ("_by_storage", "_inputs", "_parameters", "_weak", "foreign", "makers", "parameter_addresses")
+    __slots__ = ("_by_storage", "_draws", "_inputs", "_parameters", "_weak", "foreign", "makers", "parameter_addresses")
 
     def __init__(self) -> None:
         self._by_storage: dict[int, int] = {}
@@ -46,6 +46,7 @@ class Labels:
         self._parameters: set[int] = set()
         self.foreign: set[int] = set()
         self.parameter_addresses: set[int] = set()
+        self._draws: dict[int, int] = {}
         self.makers: dict[int, Any] = {}  # label -> plan of the op that made it, for messages
         self._weak: list[Any] = []  # weak references: no address of a storage with a label is given to another
 
@@ -154,6 +155,11 @@ class Labels:
             else:
                 parts.append(kind)  # a Generator, an Enum, a graph module: its kind has to do
         return foreign
+
+    def draw(self, key: int, signature: int) -> int:
+        """Return the signature of a call that draws random numbers: two draws from equal arguments are not equal."""
+        number = self._draws[key] = self._draws.get(key, 0) + 1
+        return hash((signature, "draw", number))
 
     def describe(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Description:
         """Return what ``signature`` hashes, for matching by eye: tensors as ``(label, foreign, shape, …)``."""

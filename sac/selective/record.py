@@ -91,6 +91,10 @@ class CallRecord:
         self.packed: list[tuple[int, bool, Plan | None]] = []  # per tensor that autograd saved: label, foreign, maker
         self.inputs: KeptInputs | None = None
         self.inputs_written = False
+        # Inputs and parameters are kept as they are, but not through hooks around the region: those may belong to an
+        # outer checkpoint, which counts, and has to see the same with and without a recorder.
+        self.keeps_persistent = True
+        self.lenient = False  # a gradient was taken inside the forward: what that unpacked has no label of its own
         self.may_save = False  # some op ran that another call of this region may save
         self.late_write = False  # an op wrote to a tensor that autograd had saved right before the op ran
         self.forward_over = False
@@ -136,7 +140,7 @@ class CallRecord:
         self._packed_since_op.append(handle)
         if address in self.by_storage:
             handle.keep(tensor)
-        elif labels.lasts(label):
+        elif self.keeps_persistent and labels.lasts(label):
             handle.keep(tensor)
             handle.borrowed = True
 
@@ -152,7 +156,7 @@ class CallRecord:
         self._packed_since_op.append(handle)
         if all(storage_address(part) in self.by_storage for part in parts):
             handle.keep(tensor)
-        elif all(self.labels.is_persistent(part) for part in parts):
+        elif self.keeps_persistent and all(self.labels.is_persistent(part) for part in parts):
             handle.keep(tensor)
             handle.borrowed = True
 
@@ -248,6 +252,7 @@ class CallRecord:
 
     def park(self, hooks: PackHooks) -> None:
         """Hand the held values to the saved-tensor hooks around the region."""
+        self.held_addresses = frozenset()  # what comes back from the hooks is nobody else's to write to
         for value in self.saved:
             value.outputs = map_tensors(value.outputs, lambda tensor: park(tensor, hooks))
 

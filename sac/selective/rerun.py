@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from sac.region.handles import Filling, Handle
-from sac.region.inputs import KeptInputs, PackHooks
+from sac.region.inputs import KeptInputs, PackHooks, surrounding_hooks
 from sac.selective.modes import ForwardMode, RecomputeMode
 from sac.selective.record import CallRecord
 from sac.selective.stats import KeptFigures, figures_of
@@ -30,6 +30,7 @@ class RerunRecorder:
     def begin(self, inputs: KeptInputs) -> None:
         """The region is about to run on ``inputs``."""
         self.record.inputs = inputs
+        self.record.keeps_persistent = surrounding_hooks() is None
         for kept in inputs.tensors:
             if isinstance(kept.data, torch.Tensor):
                 self.record.labels.name_input(kept.data, kept.position)

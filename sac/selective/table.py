@@ -71,6 +71,7 @@ class Plan:
         "final_saves",
         "has_generator",
         "is_cheap",
+        "is_random",
         "is_view",
         "key",
         "light",
@@ -105,6 +106,7 @@ class Plan:
         self.must_save = False
         self.must_save_condition: Condition | None = None
         self.counts = False
+        self.is_random = traits.is_random
         self.own_body = has_own_body(op)
         self.is_cheap = op_name(op).startswith("aten.") and not has_formula(op)
         self.always_saves = False
