@@ -11,7 +11,7 @@ from torch import nn
 from sac.policy.model import Policy
 from sac.region.frame import Frame
 from sac.region.inputs import KeptInputs
-from sac.region.state import buffer_owners
+from sac.region.state import owners_of
 from sac.selective.rerun import RerunRecorder
 from sac.selective.table import Table
 
@@ -35,4 +35,4 @@ def checkpoint(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> An
     module = function if isinstance(function, nn.Module) else None
     recorder = RerunRecorder(Table(FULL, ()), name)
     recorder.begin(inputs)
-    return Frame(function, name, recorder, buffer_owners(module)).run(inputs, args, kwargs)
+    return Frame(function, name, recorder, owners_of(module)).run(inputs, args, kwargs)

@@ -22,7 +22,7 @@ from sac.region.inputs import (
     surrounding_hooks,
 )
 from sac.region.rng import RngSnapshot
-from sac.region.state import AttentionBackends, AutocastState, BufferBindings
+from sac.region.state import AttentionBackends, AutocastState, Bindings
 
 # Note [The walk of a region]
 #
@@ -110,7 +110,7 @@ class Frame:
         self.rng = RngSnapshot(tensors)
         self.autocast = AutocastState(tensor.device.type for tensor in tensors)
         self.attention = AttentionBackends()
-        self.bindings = BufferBindings(self.owners)
+        self.bindings = Bindings(self.owners)
         with saved_tensors_hooks(self._pack, self._unpack):
             if self.recorder is None:
                 output = self.function(*args, **kwargs)

@@ -65,37 +65,56 @@ def _allow_backends(allowed: tuple[bool, ...]) -> None:
         getattr(torch.backends.cuda, f"enable_{name}_sdp")(on)
 
 
-class BufferBindings:
+class Bindings:
     """Which tensor each buffer name of a region meant, so that rebinding (``self.n = self.n + 1``) happens once.
 
-    ``owners`` are the region's modules that have buffers. A buffer changed in place is the recorder's part.
+    The same for parameters, for which ``torch.func.functional_call`` puts others in place for one call only. (Wrapper
+    subclasses are left alone: FSDP exchanges its sharded parameters between forward and backward.) ``owners`` are the
+    region's modules that have either. A buffer changed in place is the recorder's part.
     """
 
-    __slots__ = ("_before", "_current", "_owners")
+    __slots__ = ("_before", "_buffered", "_current", "_parameters")
 
     def __init__(self, owners: tuple[nn.Module, ...]) -> None:
-        self._owners = owners
-        self._before = [dict(owner._buffers) for owner in owners]
-        self._current: list[list[dict[str, Any]]] = []
+        self._buffered = tuple(owner for owner in owners if owner._buffers)
+        self._before = [dict(owner._buffers) for owner in self._buffered]
+        self._parameters = [(owner._parameters, dict(owner._parameters)) for owner in owners if owner._parameters]
+        self._current: list[tuple[list[dict[str, Any]], list[tuple[dict[str, Any], dict[str, Any]]]]] = []
 
     def forget_if_unchanged(self) -> bool:
         """After the forward: return True, and keep nothing, if no buffer was rebound."""
         same = all(
             len(owner._buffers) == len(before) and all(owner._buffers[name] is before.get(name) for name in before)
-            for owner, before in zip(self._owners, self._before, strict=True)
+            for owner, before in zip(self._buffered, self._before, strict=True)
         )
         if same:
-            self._owners, self._before = (), []
+            self._buffered, self._before = (), []
         return same
 
     def __enter__(self) -> None:
-        self._current.append([dict(owner._buffers) for owner in self._owners])
-        _bind(self._owners, self._before)
+        buffers = [dict(owner._buffers) for owner in self._buffered]
+        parameters = []
+        for bound, before in self._parameters:
+            other = {name: value for name, value in before.items() if _was_exchanged(value, bound.get(name))}
+            if other:
+                parameters.append((bound, {name: bound[name] for name in other}))
+                bound.update(other)
+        self._current.append((buffers, parameters))
+        _bind(self._buffered, self._before)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _bind(self._owners, self._current.pop())
+        buffers, parameters = self._current.pop()
+        _bind(self._buffered, buffers)
+        for bound, found in parameters:
+            bound.update(found)
+
+
+def _was_exchanged(before: Any, now: Any) -> bool:
+    """Return whether a plain tensor or parameter stood where another one stands now."""
+    plain = (torch.Tensor, nn.Parameter)
+    return before is not now and type(before) in plain and type(now) in plain
 
 
 def _bind(owners: tuple[nn.Module, ...], bindings: list[dict[str, Any]]) -> None:
@@ -104,8 +123,8 @@ def _bind(owners: tuple[nn.Module, ...], bindings: list[dict[str, Any]]) -> None
         owner._buffers.update(buffers)
 
 
-def buffer_owners(module: nn.Module | None) -> tuple[nn.Module, ...]:
-    """Return the modules of a region that have buffers."""
+def owners_of(module: nn.Module | None) -> tuple[nn.Module, ...]:
+    """Return the modules of a region that have buffers or parameters."""
     seen: set[nn.Module | None] = {None}
     owners: list[nn.Module] = []
     waiting = [module]
@@ -114,7 +133,7 @@ def buffer_owners(module: nn.Module | None) -> tuple[nn.Module, ...]:
         if owner is None or owner in seen:
             continue
         seen.add(owner)
-        if owner._buffers:
+        if owner._buffers or owner._parameters:
             owners.append(owner)
         waiting.extend(owner._modules.values())
     return tuple(owners)

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from sac.region.detach import detached
 from sac.region.handles import Handle
 from sac.region.inputs import PackHooks, shares_storage, surrounding_hooks
-from sac.region.state import AttentionBackends, BufferBindings, buffer_owners
+from sac.region.state import AttentionBackends, Bindings, owners_of
 from sac.selective.modes import ForwardMode, RecomputeMode
 from sac.selective.record import CallRecord
 from sac.selective.table import Table
@@ -77,12 +77,12 @@ class _State:
     def __init__(self, module: nn.Module | None) -> None:
         self._module = module
         self._backends: AttentionBackends | None = None
-        self._bindings: BufferBindings | None = None
+        self._bindings: Bindings | None = None
 
     def note(self) -> None:
         """The forward begins."""
         self._backends = AttentionBackends()
-        self._bindings = BufferBindings(buffer_owners(self._module))
+        self._bindings = Bindings(owners_of(self._module))
 
     def forward_is_over(self) -> None:
         """Keep nothing of buffers that are what they were."""

@@ -9,7 +9,7 @@ from torch import nn
 from sac.policy.model import Policy
 from sac.region.frame import Frame
 from sac.region.inputs import KeptInputs, surrounding_hooks
-from sac.region.state import buffer_owners
+from sac.region.state import owners_of
 from sac.selective.announce import announce
 from sac.selective.bind import rebuild_table
 from sac.selective.rerun import RerunRecorder
@@ -67,7 +67,7 @@ class Region:
                 self.stats.calls += 1
                 return function(*args, **kwargs)
             recorder = self._recorder(inputs)
-        frame = Frame(function, self.path, recorder, buffer_owners(module))
+        frame = Frame(function, self.path, recorder, owners_of(module))
         output = frame.run(inputs, args, kwargs)
         if recorder is None:
             self.stats.take(None, frame.input_bytes)

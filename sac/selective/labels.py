@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from sac.selective.tensors import metadata, storage_address, tensor_parts, wrapped_parts
+from sac.selective.tensors import has_storage, metadata, storage_address, tensor_parts, wrapped_parts
 
 # Note [Labels]
 #
@@ -35,10 +35,42 @@ _CONSTANT_NUMEL = 16
 Description = tuple[Any, ...]
 
 
+class WeakStorages:
+    """Weak references to storages: as long as they are held, the address of none is given to another storage."""
+
+    __slots__ = ("_references",)
+
+    def __init__(self) -> None:
+        self._references: list[Any] = []
+
+    def add(self, storage: Any) -> None:
+        """Hold a weak reference to ``storage``."""
+        self._references.append(storage._weak_ref())
+
+    def watch(self, tensor: torch.Tensor) -> None:
+        """Hold a weak reference to the tensor's storage, if it has one."""
+        if has_storage(tensor):
+            self.add(tensor.untyped_storage())
+
+    def __del__(self) -> None:
+        for reference in self._references:
+            torch.UntypedStorage._free_weak_ref(reference)
+
+
 class Labels:
     """The labels of one pass over one region; see Note [Labels]."""
 
-    __slots__ = ("_by_storage", "_draws", "_inputs", "_parameters", "_weak", "foreign", "makers", "parameter_addresses")
+    __slots__ = (
+        "_by_storage",
+        "_draws",
+        "_inputs",
+        "_parameters",
+        "_weak",
+        "foreign",
+        "makers",
+        "parameter_addresses",
+        "visitors",
+    )
 
     def __init__(self) -> None:
         self._by_storage: dict[int, int] = {}
@@ -48,11 +80,8 @@ class Labels:
         self.parameter_addresses: set[int] = set()
         self._draws: dict[int, int] = {}
         self.makers: dict[int, Any] = {}  # label -> plan of the op that made it, for messages
-        self._weak: list[Any] = []  # weak references: no address of a storage with a label is given to another
-
-    def __del__(self) -> None:
-        for reference in self._weak:
-            torch.UntypedStorage._free_weak_ref(reference)
+        self.visitors = WeakStorages()  # those of foreign tensors
+        self._weak = WeakStorages()
 
     def name_input(self, tensor: torch.Tensor, position: int) -> None:
         """Give the storage of a region's input the label of its place."""
@@ -76,7 +105,9 @@ class Labels:
                 self.parameter_addresses.add(key)
             else:
                 label = hash(("foreign", key))
-                self.foreign.add(label)
+                if label not in self.foreign:
+                    self.foreign.add(label)
+                    self.visitors.watch(tensor)
         elif kind is Parameter:
             self.parameter_addresses.add(key)
         return label
@@ -181,7 +212,7 @@ class Labels:
             return
         address = storage._cdata
         if address not in self._by_storage:
-            self._weak.append(storage._weak_ref())
+            self._weak.add(storage)
         self._by_storage[address] = label
 
     def name_output(self, out: Any, signature: int, foreign: bool) -> None:

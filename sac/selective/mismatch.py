@@ -54,8 +54,9 @@ def _argument(description: Any) -> str:
     if isinstance(description, tuple) and len(description) == 3 and isinstance(description[1], bool):
         label, foreign, metadata = description
         origin = "from outside" if foreign else f"value {label & 0xFFFF:04x}"
-        dtype = str(metadata[-1]).removeprefix("torch.")
-        return f"{dtype}{list(metadata[0])} {origin}"
+        dtype = next(str(part) for part in metadata if isinstance(part, torch.dtype)).removeprefix("torch.")
+        shape = metadata[0] if isinstance(metadata[0], str) else list(metadata[0])
+        return f"{dtype}{shape} {origin}"
     if isinstance(description, tuple):
         return "[" + ", ".join(_argument(part) for part in description) + "]"
     return str(description)

@@ -85,6 +85,7 @@ class CallRecord:
         self.hits: defaultdict[int, int] = defaultdict(int)
         self.dead_bytes = 0
         self.rule_of: dict[int, int] = {}  # after the forward: storage address of a result -> rule that saved it
+        self.visitors = self.labels.visitors
         self.known: Collection[int] = ()  # after the forward: the signatures of all its calls
         self.twins: defaultdict[int, int] = defaultdict(int)  # signature -> how many calls that may be saved had it
         self.packs = 0
@@ -223,6 +224,9 @@ class CallRecord:
         for address in self.labels.parameter_addresses:  # FSDP gathers a parameter into a storage by an out= op
             self.images.pop(address, None)
         self.known = self.labels.makers.keys()
+        self.visitors = (
+            self.labels.visitors
+        )  # a foreign tensor of the recomputation never has the label of one of these
         self.labels = Labels()
         return not (alive or self.writes_or_draws)
 

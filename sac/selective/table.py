@@ -94,8 +94,9 @@ class Plan:
         self.traits = traits
         self.key = hash(op)
         self.is_view = traits.is_view
-        self.light = traits.is_infrastructure or traits.is_view
         self.writes = bool(traits.mutated_args or traits.mutated_kwargs)
+        # What returns no tensor and writes none asks for a size, a stride or a value: there is nothing to hold or name.
+        self.light = traits.is_infrastructure or traits.is_view or not (traits.returns_tensor or self.writes)
         self.has_generator = bool(traits.generator_args or traits.generator_kwargs)
         self.draws = traits.may_draw
         self.savable = not traits.unsavable_reason or bool(traits.savable_if)

@@ -48,7 +48,9 @@ def wrapped_parts(tensor: Any) -> list[torch.Tensor]:
 
 
 def metadata(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return shape, stride, offset and dtype of a tensor."""
+    """Return shape, stride, offset and dtype of a tensor, in a form that can be hashed."""
+    if type(tensor) is not Tensor and hasattr(type(tensor), "__tensor_flatten__"):
+        return str(tensor.shape), tensor.dtype  # sizes of a jagged tensor are symbols, which have no hash
     if tensor.layout is not torch.strided:
         return tensor.shape, tensor.dtype, tensor.layout
     return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
@@ -61,6 +63,11 @@ def storage_address(tensor: torch.Tensor) -> int:
         return address
     except (RuntimeError, NotImplementedError):
         return id(tensor)
+
+
+def has_storage(tensor: torch.Tensor) -> bool:
+    """Return whether the tensor lies in a storage at all; sparse ones do not."""
+    return tensor.layout is torch.strided
 
 
 def storage_bytes(tensor: torch.Tensor) -> int:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import sac
 from sac.region.detach import detached
-from sac.region.state import buffer_owners
+from sac.region.state import owners_of
 from sac.selective.bare_mode import CAN_MARK, BareMode
 from tests.semantics.blocks import alternate, llama_stack, policy, save, selective, tokens
 
@@ -152,11 +152,11 @@ def test_compiled_with_a_graph_break_has_the_gradients_of_eager(inner: bool) -> 
     assert all(map(torch.equal, *found))
 
 
-def test_buffer_owners_are_each_module_with_buffers_once() -> None:
+def test_owners_of_are_each_module_with_buffers_once() -> None:
     model = llama_stack(blocks=2)
     model.again = model.blocks[0].self_attn
     expected = {module for module in model.modules() if module._buffers}
-    owners = buffer_owners(model)
+    owners = owners_of(model)
     assert len(owners) == len(expected) == 2
     assert set(owners) == expected
-    assert buffer_owners(None) == ()
+    assert owners_of(None) == ()
