@@ -106,6 +106,7 @@ def test_double_backward(backward: Callable[..., Any], name: str, entry: str) ->
     )
 
 
+@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="tells what torch 2.13 does, no other version")
 @pytest.mark.parametrize("backward", [twice, three_times_by_grad, inputs_then_weights, gradient_penalty])
 def test_stock_allows_backward_only_once(backward: Callable[..., Any]) -> None:
     with pytest.raises(RuntimeError, match="backward an extra time"):
