@@ -255,17 +255,3 @@ def usable_policy(policy: Policy) -> BoundPolicy:
     if problems:
         raise PolicyError(problems)
     return bound
-
-
-@dataclass(frozen=True, slots=True)
-class PolicyCheck:
-    """What `sac check` shows of a good policy; ``missing``: per rule, what this build of torch lacks."""
-
-    policy: Policy
-    missing: Mapping[str, tuple[str, ...]]
-
-
-def check_policy(policy: Policy) -> PolicyCheck:
-    """Resolve a policy's names on this build of torch; raises ``PolicyError`` with all that mean nothing."""
-    bound = bind_policy(policy)
-    return PolicyCheck(bound.policy, bound.missing)

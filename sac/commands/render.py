@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from sac.commands.units import bytes_text, flops_text, parameters_text, time_text
-from sac.errors import SacError
 from sac.extras import import_extra
 from sac.measuring.comparison import Comparison, ModeResult
 
@@ -37,11 +35,6 @@ def print_rows(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: 
     for row in rows:
         table.add_row(*row)
     _console().print(table)
-
-
-def print_error(error: SacError) -> None:
-    """Print an error's whole text to stderr."""
-    print(error, file=sys.stderr)
 
 
 @contextmanager

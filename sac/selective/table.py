@@ -63,7 +63,6 @@ class Plan:
     """All that the modes need to know of one op at one module path."""
 
     __slots__ = (
-        "always_saves",
         "candidates",
         "counts",
         "draws",
@@ -110,7 +109,6 @@ class Plan:
         self.is_random = traits.is_random
         self.own_body = has_own_body(op)
         self.is_cheap = op_name(op).startswith("aten.") and not has_formula(op)
-        self.always_saves = False
 
 
 def run_op(plan: Plan, args: Any, kwargs: Any) -> Any:
@@ -172,7 +170,6 @@ class Table:
         plan.must_save, condition_name = self._must_save(plan)
         plan.must_save_condition = CONDITIONS[condition_name] if condition_name else None
         plan.counts = plan.final_saves or plan.must_save or any(candidate.saves for candidate in candidates)
-        plan.always_saves = not candidates and plan.final_saves
 
     def _must_save(self, plan: Plan) -> tuple[bool, str]:
         if not self.must_save:

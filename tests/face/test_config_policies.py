@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 import sac
-from sac.config import check_policy, parse_config
+from sac.config import parse_config
 from sac.errors import PolicyError
 from sac.ops.sets import SET_NAMES
+from sac.selective.bind import bind_policy
 from tests.semantics.blocks import llama_stack
 from tests.semantics.test_invisible import flat
 from tests.semantics.training import built
@@ -87,9 +88,9 @@ def test_unknown_ops_are_told_with_their_places(tmp_path: Path) -> None:
     )
 
 
-def test_check_policy_reads_on(tmp_path: Path) -> None:
+def test_binding_reads_on(tmp_path: Path) -> None:
     path = tmp_path / "policy.yaml"
     path.write_text(OFFLOADS)
     policy = parse_config(path).policy
     assert policy is not None
-    assert check_policy(policy).policy is policy
+    assert bind_policy(policy).policy is policy

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from sac.config import check_policy, usable_policy
+from sac.config import usable_policy
 from sac.policy.files import dump_policy, load_policy
 from sac.policy.shipped import shipped_policies, shipped_policy_path
+from sac.selective.bind import bind_policy
 from tests.policies.families import FAMILIES
 
 EXPECTED = ("bert", "deepseek_v3", "gemma", "general", "gpt2", "llama", "mamba", "moe", "t5", "vit")
@@ -32,7 +33,7 @@ def test_policy_is_named_as_its_file_and_can_be_used(name: str) -> None:
     policy = load_policy(name)
     assert policy.name == name
     assert [bound.rule for bound in usable_policy(policy).rules] == list(policy.rules)
-    assert set(check_policy(policy).missing) <= {rule.id for rule in policy.rules}
+    assert set(bind_policy(policy).missing) <= {rule.id for rule in policy.rules}
 
 
 @pytest.mark.parametrize("name", EXPECTED)
