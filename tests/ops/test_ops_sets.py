@@ -110,6 +110,8 @@ def test_every_random_op_that_a_mode_can_see_is_random_or_attention_or_a_network
     composite = "CompositeImplicitAutograd"
     visible = [op for op in tagged if not torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), composite)]
     rest = {op_name(op) for op in visible if not known.matches(op) and "backward" not in op_name(op)}
+    # Inductor registers its own when some other test imports it; they are in compiled graphs only.
+    rest = {name for name in rest if not name.startswith("prims.inductor_")}
     # Of the rest, RNNs draw for their dropout, one makes the state for that, and one is tagged though it draws nothing.
     assert rest <= {"aten._cudnn_rnn.default", "aten.miopen_rnn.default", "aten._lstm_mps.default",
                     "aten._cudnn_init_dropout_state.default",
