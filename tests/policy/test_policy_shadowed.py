@@ -8,15 +8,16 @@ import pytest
 
 from sac.errors import PolicyError
 from sac.policy.files import load_policy
+from sac.policy.model import Policy
 
 
-def load(first: str, second: str) -> None:
+def load(first: str, second: str) -> Policy:
     rules = [dict(part.split(": ", 1) for part in rule.split("; ")) for rule in (first, second)]
     Path("p.yaml").write_text(
         "schema: sac/v1\nrules:\n"
         + "".join(f"  - {{{', '.join(f'{k}: {v}' for k, v in rule.items())}}}\n" for rule in rules)
     )
-    load_policy("p.yaml")
+    return load_policy("p.yaml")
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +75,7 @@ def test_a_rule_that_can_never_fire(first: str, second: str) -> None:
     ],
 )
 def test_rules_that_can_both_fire(first: str, second: str) -> None:
-    load(first, second)
+    assert len(load(first, second).rules) == 2
 
 
 def test_a_broken_rule_shadows_nothing() -> None:
