@@ -11,6 +11,8 @@ from typing import Any
 from torch import nn
 
 from sac.errors import ConfigError, PolicyError, Problem, SacError, listing, nearest
+from sac.full import full_config
+from sac.full.full_config import CallOptions, FullConfig
 from sac.policy.files import load_policy, shipped_policies
 from sac.policy.matchers import read_layers, read_patterns
 from sac.policy.model import Decision, Layers, Policy
@@ -20,7 +22,8 @@ from sac.policy.shipped import looks_like_path
 from sac.selective.bind import BoundPolicy, bind_policy
 
 MODES = ("none", "full", "selective")
-KEYS = ("mode", "policy", "engine", "blocks", "layers", "scope", "granularity", "strict")
+OWN_KEYS = ("mode", "policy", "engine", "blocks", "layers", "scope", "granularity", "strict")
+KEYS = (*OWN_KEYS, *full_config.CALL_KEYS, *full_config.KEYS)
 ENGINES = ("auto", "rerun")
 SCOPES = ("all", "language", "vision", "audio", "multimodal")
 GRANULARITIES = ("block", "submodule")
@@ -39,6 +42,8 @@ class Config:
     scope: str | tuple[str, ...] = "all"
     granularity: str = "block"
     strict: bool = False
+    full: FullConfig = full_config.DEFAULT_CONFIG
+    options: CallOptions = full_config.DEFAULT_OPTIONS
 
 
 def parse_config(value: Any) -> Config:
@@ -112,9 +117,16 @@ def _parse_mapping(value: Mapping[Any, Any]) -> Config:
     if "policy" in value and mode in ("none", "full"):
         fix = "write `mode: selective`, or leave the policy out"
         problems.append(_problem("policy", f"mode {mode} takes no policy", fix=fix))
+    given = {key: value[key] for key in (*full_config.CALL_KEYS, *full_config.KEYS) if key in value}
+    problems += full_config.problems_in(given, "activation_checkpointing")
+    if given.get("use_reentrant") is True and mode != "full":
+        fix = "leave it out: per-op decisions need the non-reentrant mode"
+        problems.append(_problem("use_reentrant", f"mode {mode} has no reentrant form", fix=fix))
     if problems:
         raise ConfigError(problems)
-    return Config(mode, **read)
+    options = CallOptions(**{key: given[key] for key in full_config.CALL_KEYS if key in given})
+    full = FullConfig(**{key: given[key] for key in full_config.KEYS if key in given})
+    return Config(mode, **read, full=full, options=options)
 
 
 def _read_mode(value: Mapping[Any, Any], problems: list[Problem]) -> str:

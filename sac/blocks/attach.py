@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -14,7 +15,8 @@ from sac.blocks.wrap import Applied, RegionForward, install, ours_on
 from sac.blocks.zero_hits import HitWatch
 from sac.config import Config, family_policy, parse_config, usable_policy
 from sac.errors import ConfigError, ModelError, PolicyError, Problem, SacWarning
-from sac.full.checkpoint import FULL
+from sac.full.full_config import settings_of
+from sac.full.function_regions import FULL
 from sac.policy.model import Policy, Rule
 from sac.selective.announce import check_trace_target
 from sac.selective.bind import BoundPolicy
@@ -22,11 +24,18 @@ from sac.selective.kind import Kind
 from sac.selective.table import Table
 
 
-def apply(model: nn.Module, value: Any) -> nn.Module:
+def apply(
+    model: nn.Module,
+    value: Any,
+    *,
+    tp_group: Any = None,
+    get_rng_state_tracker: Callable[[], Any] | None = None,
+) -> nn.Module:
     """Put activation checkpointing on ``model``, in place, and return it.
 
     ``value`` is what a training config holds under ``activation_checkpointing:``; see ``sac.config.parse_config`` for
     its forms. Gradients stay bit for bit what they were; names, ``state_dict``, classes, ``deepcopy`` and pickle too.
+    ``tp_group`` and ``get_rng_state_tracker`` are those of ``sac.checkpoint``.
 
     Raises ``ConfigError`` or ``PolicyError`` for the value, ``ModelError`` for the model (no blocks found, sac or the
     model's own checkpointing already on). The model is then as it was.
@@ -34,6 +43,8 @@ def apply(model: nn.Module, value: Any) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise ConfigError(Problem("sac.apply", f"model is a {type(model).__name__}", expected="a torch.nn.Module"))
     config = parse_config(value)
+    options = replace(config.options, tp_group=tp_group, get_rng_state_tracker=get_rng_state_tracker)
+    settings = settings_of(config.full, options, "sac.apply")
     check_trace_target()
     _refuse_second(model)
     if config.mode == "none":
@@ -49,7 +60,7 @@ def apply(model: nn.Module, value: Any) -> nn.Module:
     _check_static(bound, blocks, strict=config.strict)
     pairs = _kinds(bound, blocks, config.mode)
     watch = HitWatch((block.path for block in blocks), policy.rules, strict=config.strict)
-    applied = Applied(config.mode, (), watch, tuple(block.path for block in left_alone), notes)
+    applied = Applied(config.mode, (), watch, tuple(block.path for block in left_alone), notes, settings)
     for note in notes:  # now: a warning may be made an error, and the model is to be as it was then
         warnings.warn(note, SacWarning, stacklevel=2)
     applied.restores = turn_off_cache(model)

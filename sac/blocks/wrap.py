@@ -16,6 +16,8 @@ from sac.blocks.cache import Restore
 from sac.blocks.find import Block
 from sac.blocks.zero_hits import HitWatch
 from sac.errors import ModelError, Problem
+from sac.region.settings import PLAIN, Settings
+from sac.region.state import owners_of
 from sac.selective.contexts import checkpoint_contexts
 from sac.selective.kind import Kind, Region
 from sac.selective.scope import ScopedForward
@@ -30,6 +32,7 @@ class Applied:
     watch: HitWatch
     left_alone: tuple[str, ...] = ()  # paths of frozen blocks
     notes: tuple[str, ...] = ()
+    settings: Settings = PLAIN
 
 
 class RegionForward:
@@ -57,7 +60,9 @@ class RegionForward:
         if torch.compiler.is_compiling():
             contexts = partial(checkpoint_contexts, region.kind.table)  # no path: Dynamo would compile each block anew
             return torch_checkpoint(self.original, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-        output = region.run(self.original, self.module, args, kwargs)
+        output = region.run(
+            self.original, owners_of(self.module), self.module.training, self.applied.settings, args, kwargs
+        )
         if self.applied.watch.waits:
             self.applied.watch.saw(region.path, region.kind.table, region.stats)
         return output

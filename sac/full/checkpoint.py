@@ -6,33 +6,55 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
-from sac.policy.model import Policy
-from sac.region.frame import Frame
-from sac.region.inputs import KeptInputs
-from sac.region.state import owners_of
-from sac.selective.rerun import RerunRecorder
-from sac.selective.table import Table
-
-FULL = Policy(name="full", source="full")
+from sac.full.full_config import DEFAULT_CONFIG, CallOptions, FullConfig, settings_of
+from sac.full.function_regions import region_of
 
 
-def checkpoint(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def checkpoint(
+    function: Callable[..., Any],
+    /,
+    *args: Any,
+    use_reentrant: bool = False,
+    distribute_saved_activations: bool = False,
+    tp_group: Any = None,
+    get_rng_state_tracker: Callable[[], Any] | None = None,
+    preserve_rng_state: bool = True,
+    early_stop: bool = True,
+    determinism_check: str = "default",
+    config: FullConfig | None = None,
+    **kwargs: Any,
+) -> Any:
     """Run ``function(*args, **kwargs)`` as a region that is recomputed as a whole in backward; return its result.
 
     Arguments and results have any structure. Gradients are bit for bit those of the plain call, dropout included:
     random states, autocast and the buffers of ``function`` (if it is a module) are as they were in forward.
     Nondeterministic routing ops keep their results. Without grad mode it is the plain call.
 
-    Raises ``RegionError`` in backward when the function does not repeat itself, or when an input was changed in place
-    after the forward.
+    ``use_reentrant``: recompute inside an autograd function whose backward calls backward again. Leave it off: only the
+    other mode stops early, and allows ``torch.autograd.grad`` and double backward.
+    ``distribute_saved_activations``: keep the first floating-point input scattered over ``tp_group`` (a process group
+    or a mesh of one dimension, with this rank in it): each rank holds 1 / group size of it until backward.
+    ``get_rng_state_tracker``: returns a tracker of named RNG states (ours, Megatron's, TransformerEngine's,
+    DeepSpeed's), which is put back too. ``preserve_rng_state``: whether random states are put back at all.
+    ``early_stop``: end recomputation when all that backward needs is there. ``determinism_check``: ``default``
+    compares what recomputation saves with what forward saved, ``none`` does not.
+    ``config``: everything else.
+
+    Raises ``ConfigError`` at the call for options that cannot be carried out; ``RegionError`` in backward when the
+    function does not repeat itself, or when an input was changed in place after the forward.
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    inputs = KeptInputs(args, kwargs)
-    name = getattr(function, "__qualname__", type(function).__name__)
-    module = function if isinstance(function, nn.Module) else None
-    recorder = RerunRecorder(Table(FULL, ()), name)
-    recorder.begin(inputs)
-    return Frame(function, name, recorder, owners_of(module)).run(inputs, args, kwargs)
+    options = CallOptions(
+        use_reentrant,
+        distribute_saved_activations,
+        tp_group,
+        get_rng_state_tracker,
+        preserve_rng_state,
+        early_stop,
+        determinism_check,
+    )
+    settings = settings_of(config or DEFAULT_CONFIG, options, "sac.checkpoint")
+    found = region_of(function)
+    return found.region.run(function, found.owners, found.training, settings, args, kwargs)

@@ -14,15 +14,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from sac.errors import Problem, RegionError
 from sac.region.handles import Filling, Handle, StopRecompute
-from sac.region.inputs import (
-    KeptInputs,
-    PackHooks,
-    describe,
-    fetch,
-    surrounding_hooks,
-)
-from sac.region.rng import RngSnapshot
-from sac.region.state import AttentionBackends, AutocastState, Bindings
+from sac.region.inputs import KeptInputs
+from sac.region.parking import PackHooks, fetch, surrounding_hooks
+from sac.region.settings import PLAIN, Settings
+from sac.region.storages import describe
+from sac.region.surroundings import Surroundings
 
 # Note [The walk of a region]
 #
@@ -71,6 +67,10 @@ def _call(reference: weakref.ref[Handle]) -> Handle | None:
     return reference()
 
 
+def _metadata(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
 def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
@@ -78,8 +78,7 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 class Frame:
     """One call of one checkpointed region; see Note [The walk of a region].
 
-    ``path`` names the region in messages. ``owners`` are its modules with buffers. ``stop_in_pack``: the engine's
-    evidence says that the region's last op may be cut off before it runs (see ``selective.evidence``).
+    ``path`` names the region in messages. ``owners`` are its modules with buffers or parameters.
     """
 
     def __init__(
@@ -88,16 +87,18 @@ class Frame:
         path: str,
         recorder: Recorder | None,
         owners: tuple[nn.Module, ...] = (),
+        settings: Settings = PLAIN,
     ) -> None:
         self.function = function
         self.path = path
         self.recorder = recorder
         self.owners = owners
+        self.settings = settings
         self._handles: list[weakref.ref[Handle]] = []
         self._forward_over = False
         self._lock = threading.RLock()
         self._dropped = False
-        self.input_bytes = 0  # of whole storages, each once; 0 where no recomputation will come
+        self.input_bytes = (0, 0)  # on devices and on the host for them; 0 where no recomputation will come
 
     def run(self, inputs: KeptInputs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the region's forward and keep what its backward needs; returns the function's result.
@@ -107,10 +108,7 @@ class Frame:
         self.hooks = surrounding_hooks()
         self.inputs = inputs
         tensors = [kept.data for kept in self.inputs.tensors if isinstance(kept.data, torch.Tensor)]
-        self.rng = RngSnapshot(tensors)
-        self.autocast = AutocastState(tensor.device.type for tensor in tensors)
-        self.attention = AttentionBackends()
-        self.bindings = Bindings(self.owners)
+        self.surroundings = Surroundings(tensors, self.owners, self.settings)
         with saved_tensors_hooks(self._pack, self._unpack):
             if self.recorder is None:
                 output = self.function(*args, **kwargs)
@@ -132,7 +130,7 @@ class Frame:
         alive = [handle for handle in (reference() for reference in self._handles) if handle is not None]
         kept = [handle for handle in alive if handle.kept]
         last_missing = max((handle.index for handle in alive if not handle.kept), default=-1)
-        self.bindings.forget_if_unchanged()
+        self.surroundings.close()
         if self.recorder is not None and self.recorder.close(kept, last_missing):
             self.recorder = None
         if last_missing < 0:
@@ -176,7 +174,7 @@ class Frame:
         handle = self._handles[index]()
         if handle is None or not self._waits(handle, task):
             return False
-        if tensor.shape != handle.shape or tensor.dtype != handle.dtype or tensor.device != handle.device:
+        if self.settings.checks_metadata and _metadata(tensor) != (handle.shape, handle.dtype, handle.device):
             raise RegionError(self._differs(handle, tensor))
         handle.value = tensor
         return True
@@ -194,14 +192,12 @@ class Frame:
         last_missing = max(
             handle.index for handle in map(_call, self._handles) if handle is not None and self._waits(handle, task)
         )
-        filling = Filling(self, last_missing, stop_in_pack=self.recorder is None, task=task)
+        early = self.settings.early_stop
+        filling = Filling(self, last_missing, stop_in_pack=self.recorder is None, task=task, early_stop=early)
         with torch.enable_grad():
             args, kwargs, tensors = self.inputs.rebuild(self.path)
         with ExitStack() as stack:
-            stack.enter_context(self.rng)
-            self.autocast.enter_on(stack)
-            stack.enter_context(self.attention)
-            stack.enter_context(self.bindings)
+            self.surroundings.enter_on(stack)
             stack.enter_context(torch.enable_grad())
             stack.enter_context(saved_tensors_hooks(filling.pack, _same))
             if self.recorder is not None:

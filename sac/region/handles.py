@@ -9,7 +9,8 @@ import torch
 
 from sac.errors import Problem, RegionError
 from sac.region.detach import detached
-from sac.region.inputs import PackHooks, Parked, describe, fetch, park, shares_storage, version_of
+from sac.region.parking import PackHooks, Parked, fetch, park
+from sac.region.storages import describe, shares_storage, version_of
 
 
 class Fillable(Protocol):
@@ -87,9 +88,23 @@ class Handle:
 class Filling:
     """One recomputation's count of what autograd saves in it, and where to stop."""
 
-    __slots__ = ("__weakref__", "count", "done", "frame", "last_missing", "since_op", "stop_in_pack", "task", "verify")
+    __slots__ = (
+        "__weakref__",
+        "count",
+        "done",
+        "early_stop",
+        "frame",
+        "last_missing",
+        "since_op",
+        "stop_in_pack",
+        "task",
+        "verify",
+    )
 
-    def __init__(self, frame: Fillable, last_missing: int, *, stop_in_pack: bool, task: int) -> None:
+    def __init__(
+        self, frame: Fillable, last_missing: int, *, stop_in_pack: bool, task: int, early_stop: bool = True
+    ) -> None:
+        self.early_stop = early_stop
         self.frame = frame
         self.count = 0
         self.last_missing = last_missing
@@ -107,24 +122,24 @@ class Filling:
         if tensor.requires_grad:
             tensor = tensor.detach() if self.stop_in_pack else detached(tensor)  # no recorder: no mode to pass by
         index, self.count = self.count, self.count + 1
-        if not self.done:
+        if not self.done or not self.early_stop:
             if self.frame.fill(index, tensor, self.task) and self.verify is not None:
                 self.verify(index, tensor)
             self.done = index >= self.last_missing
             if self.stop_in_pack:
-                if self.done:
+                if self.done and self.early_stop:
                     raise StopRecompute(self.frame)
             else:
                 self.since_op.append(tensor)
         return tensor
 
     def settle(self, written: Sequence[torch.Tensor]) -> None:
-        """Everything is filled and an op is about to run that writes to ``written``: stop, unless it has to run.
+        """Everything is filled and an op is about to run that writes to ``written``: stop early, unless it has to run.
 
         It has to if it writes to what autograd saved right before it, as ``rrelu_with_noise`` fills its noise.
         """
         recent, self.since_op = self.since_op, []
-        if not any(shares_storage(tensor, written) for tensor in recent):
+        if self.early_stop and not any(shares_storage(tensor, written) for tensor in recent):
             raise StopRecompute(self.frame)
 
     def after_op(self) -> None:

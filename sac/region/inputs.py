@@ -2,48 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from sac.errors import Problem, RegionError
-
-PackHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
-
-
-@dataclass(frozen=True, slots=True)
-class Parked:
-    """A tensor handed to the saved-tensor hooks that stood around the region: they decide where it lies."""
-
-    packed: Any
-    unpack: Callable[[Any], torch.Tensor]
-
-    def fetch(self) -> torch.Tensor:
-        """Return the tensor again."""
-        return self.unpack(self.packed)
-
-
-def park(tensor: torch.Tensor, hooks: PackHooks | None) -> torch.Tensor | Parked:
-    """Return ``tensor`` itself, or what the surrounding saved-tensor hooks made of it."""
-    return tensor if hooks is None else Parked(hooks[0](tensor), hooks[1])
-
-
-def fetch(kept: torch.Tensor | Parked) -> torch.Tensor:
-    """Return the tensor behind ``kept``."""
-    return kept.fetch() if isinstance(kept, Parked) else kept
-
-
-def surrounding_hooks() -> PackHooks | None:
-    """Return the innermost saved-tensor hooks now active (``save_on_cpu``, an outer region), if torch tells them.
-
-    Private name ``_top_saved_tensors_default_hooks`` (torch 2.4 to 2.13): its absence means that the hooks around a
-    region do not see what the region keeps, as in ``torch.utils.checkpoint``.
-    """
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return top(False) if top is not None else None
+from sac.region.parking import PackHooks, Parked, fetch, park
+from sac.region.placements import Keeping, Stored
+from sac.region.storages import describe, storage_sizes, version_of
 
 
 class _Alias(torch.autograd.Function):
@@ -59,26 +27,71 @@ class _Alias(torch.autograd.Function):
 
 
 class _KeptTensor:
-    """One tensor input: the data, whether it needs a gradient, and its version when the forward had ended."""
+    """One tensor input: the data, whether it needs a gradient, and its version when the forward had ended.
 
-    __slots__ = ("alias", "data", "needs_grad", "position", "version", "written")
+    ``data`` is the caller's, or a copy if the region writes to it, or what hooks around the region made of it. Where a
+    copy was ``stored`` before the forward, ``data`` goes when the forward is over.
+    """
+
+    __slots__ = ("alias", "data", "needs_grad", "position", "stored", "version", "written")
 
     def __init__(self, tensor: torch.Tensor, position: int) -> None:
         self.position = position
         self.needs_grad = tensor.requires_grad
         self.alias: torch.Tensor | None = tensor.detach() if tensor.requires_grad else tensor
-        self.data: torch.Tensor | Parked = self.alias
+        self.data: torch.Tensor | Parked | None = self.alias
         self.version = version_of(tensor)
         self.written = False
+        self.stored: Stored | None = None
 
-    def copy_onto(self, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:
-        """Return the data on a copy of its storage; ``storages`` holds the copies made so far."""
-        return _copied(fetch(self.data), storages)
+    @property
+    def was_changed(self) -> bool:
+        """Whether the caller's data was written to since the region began, unseen by the recorder."""
+        return self.alias is not None and version_of(self.alias) != self.version
+
+    def copy_onto(self, storages: dict[int, torch.UntypedStorage]) -> None:
+        """Keep a copy of the data from here on; ``storages`` holds the copies made so far."""
+        assert isinstance(self.data, torch.Tensor)
+        if self.stored is not None:
+            self.stored.drop()
+            self.stored = None
+        self.data, self.alias, self.written = _copied(self.data, storages), None, True
+
+    def close(self, hooks: PackHooks | None, path: str) -> None:
+        """The forward is over: check the version, or be content with what is stored."""
+        if self.stored is not None:
+            self.written = self.written or self.was_changed
+            self.alias = self.data = None
+            self.stored.close(hooks)
+            return
+        if self.was_changed:
+            assert self.alias is not None
+            raise RegionError(
+                Problem(
+                    where=path or "region",
+                    found=f"the region wrote to its input {self.position} ({describe(self.alias)}) in place, "
+                    "unseen by the recorder",
+                    fix="clone the input inside the region before writing to it",
+                )
+            )
+        if hooks is not None and isinstance(self.data, torch.Tensor):
+            self.data = park(self.data, hooks)
 
     def rebuild(self, storages: dict[int, torch.UntypedStorage], path: str) -> torch.Tensor:
         """Return the input for one recomputation; ``storages`` holds the copies made for it so far."""
+        data = self.stored.fetch() if self.stored is not None else self._checked(path)
+        if self.written and (self.stored is None or not self.stored.placed.fresh):
+            data = _copied(data, storages)  # the recomputation will write to it too, and may not be the last
+        if not self.needs_grad:
+            return data
+        leaf = data.detach().requires_grad_()
+        return _Alias.apply(leaf) if self.written else leaf  # type: ignore[no-untyped-call]
+
+    def _checked(self, path: str) -> torch.Tensor:
+        assert self.data is not None
         data = fetch(self.data)
-        if self.alias is not None and version_of(self.alias) != self.version:
+        if self.was_changed:
+            assert self.alias is not None
             raise RegionError(
                 Problem(
                     where=path or "region",
@@ -87,12 +100,7 @@ class _KeptTensor:
                     fix="do not write to the input of a checkpointed region before backward, or pass a clone",
                 )
             )
-        if self.written:  # the recomputation will write to it too, and may not be the last
-            data = _copied(data, storages)
-        if not self.needs_grad:
-            return data
-        leaf = data.detach().requires_grad_()
-        return _Alias.apply(leaf) if self.written else leaf  # type: ignore[no-untyped-call]
+        return data
 
 
 def _copied(tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:
@@ -127,27 +135,40 @@ class KeptInputs:
                 kind.append(leaf if type(leaf) in (bool, int, float, str) else type(leaf))
         self.kind = tuple(kind)
 
+    def store(self, keeping: Keeping, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before the forward: copy the chosen inputs to where they are to lie. ``args`` and ``kwargs`` as before.
+
+        A tensor that is passed twice is stored once.
+        """
+        leaves, _ = tree_flatten((args, kwargs))
+        stored: dict[int, Stored] = {}
+        kept_at = {kept.position: kept for kept in self.tensors}
+        for position in keeping.choose(leaves):
+            tensor = leaves[position]
+            if id(tensor) not in stored:
+                name = partial(argument_name, args, kwargs, position)
+                stored[id(tensor)] = Stored(tensor, keeping.placement, name)
+            kept_at[position].stored = stored[id(tensor)]
+
     def close(self, hooks: PackHooks | None, path: str) -> None:
         """At the end of the forward: check versions, and hand the data to the surrounding hooks."""
         for kept in self.tensors:
-            if kept.alias is not None and version_of(kept.alias) != kept.version:
-                raise RegionError(
-                    Problem(
-                        where=path or "region",
-                        found=f"the region wrote to its input {kept.position} ({describe(kept.alias)}) in place, "
-                        "unseen by the recorder",
-                        fix="clone the input inside the region before writing to it",
-                    )
-                )
-            if hooks is not None and isinstance(kept.data, torch.Tensor):
-                kept.data = park(kept.data, hooks)
+            kept.close(hooks, path)
 
     def copy_storage(self, address: int) -> None:
         """The region is about to write to this storage: keep copies of the inputs that lie in it."""
+        inside = [
+            kept
+            for kept in self.tensors
+            if not kept.written and isinstance(kept.data, torch.Tensor) and address in storage_sizes(kept.data)
+        ]
+        if len(inside) == 1 and inside[0].stored is not None:
+            inside[0].stored.placed.settle()
+            inside[0].written = True
+            return
         storages: dict[int, torch.UntypedStorage] = {}
-        for kept in self.tensors:
-            if not kept.written and isinstance(kept.data, torch.Tensor) and address in storage_sizes(kept.data):
-                kept.data, kept.written, kept.alias = kept.copy_onto(storages), True, None
+        for kept in inside:  # together: what is written through one of them is seen through the others
+            kept.copy_onto(storages)
 
     def rebuild(self, path: str) -> tuple[tuple[Any, ...], dict[str, Any], list[tuple[int, torch.Tensor]]]:
         """Return ``(args, kwargs)`` for one recomputation, each tensor a fresh leaf, and the tensors by position."""
@@ -156,43 +177,31 @@ class KeptInputs:
         storages: dict[int, torch.UntypedStorage] = {}
         leaves = [leaf.rebuild(storages, path) if isinstance(leaf, _KeptTensor) else leaf for leaf in self._leaves]
         args, kwargs = tree_unflatten(leaves, self._spec)
+        for kept in self.tensors:
+            if kept.stored is not None:
+                kept.stored.placed.prefetch()
         return args, kwargs, [(kept.position, leaves[kept.position]) for kept in self.tensors]
 
-    def bytes(self) -> int:
-        """Return the bytes of the storages in which the inputs lie, each counted once."""
+    def bytes(self) -> tuple[int, int]:
+        """Return the bytes held on devices (whole storages, each counted once) and those held for one on the host."""
         sizes: dict[int, int] = {}
+        host: dict[int, int] = {}
         for kept in self.tensors:
-            if isinstance(kept.data, torch.Tensor):
+            if kept.stored is not None:
+                sizes[id(kept.stored)], host[id(kept.stored)] = kept.stored.bytes()
+            elif isinstance(kept.data, torch.Tensor):
                 sizes.update(storage_sizes(kept.data))
-        return sum(sizes.values())
+        return sum(sizes.values()), sum(host.values())
 
     def drop(self) -> None:
         """Let the data go: no recomputation will come."""
+        for kept in self.tensors:
+            if kept.stored is not None:
+                kept.stored.drop()
         self._leaves, self.tensors = None, []
 
 
-def storage_sizes(tensor: torch.Tensor) -> dict[int, int]:
-    """Return the address and the bytes of each storage that holds data of ``tensor``."""
-    if type(tensor) is not torch.Tensor and hasattr(type(tensor), "__tensor_flatten__"):
-        names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-        return {address: size for name in names for address, size in storage_sizes(getattr(tensor, name)).items()}
-    if tensor.layout is not torch.strided:
-        return {id(tensor): tensor.numel() * tensor.element_size()}
-    storage = tensor.untyped_storage()
-    return {storage._cdata: storage.nbytes()}
-
-
-def shares_storage(tensor: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:
-    """Return whether ``tensor`` lies in a storage in which one of ``others`` lies."""
-    mine = storage_sizes(tensor).keys()
-    return any(not mine.isdisjoint(storage_sizes(other)) for other in others)
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    """Return the tensor's version counter; 0 for an inference tensor, which has none."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def describe(tensor: torch.Tensor) -> str:
-    """Return dtype and shape as errors print them: ``float32[2, 8]``."""
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+def argument_name(args: tuple[Any, ...], kwargs: dict[str, Any], position: int) -> str:
+    """Return how a call writes the leaf at ``position``: ``args[0]``, ``kwargs['mask']``, ``args[1]['x']``."""
+    path, _ = tree_flatten_with_path((args, kwargs))[0][position]
+    return ("kwargs" if keystr(path[:1]) == "[1]" else "args") + keystr(path[1:])

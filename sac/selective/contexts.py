@@ -15,8 +15,9 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from sac.region.detach import detached
 from sac.region.handles import Handle
-from sac.region.inputs import PackHooks, shares_storage, surrounding_hooks
+from sac.region.parking import PackHooks, surrounding_hooks
 from sac.region.state import AttentionBackends, Bindings, owners_of
+from sac.region.storages import shares_storage
 from sac.selective.modes import ForwardMode, RecomputeMode
 from sac.selective.record import CallRecord
 from sac.selective.table import Table

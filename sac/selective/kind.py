@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from torch import nn
 
 from sac.policy.model import Policy
 from sac.region.frame import Frame
-from sac.region.inputs import KeptInputs, surrounding_hooks
-from sac.region.state import owners_of
+from sac.region.inputs import KeptInputs
+from sac.region.parking import surrounding_hooks
+from sac.region.reentrant import ReentrantFrame
+from sac.region.settings import Settings
 from sac.selective.announce import announce
 from sac.selective.bind import rebuild_table
 from sac.selective.rerun import RerunRecorder
@@ -54,20 +57,40 @@ class Region:
         self.stats = RegionStats()
         self._free: set[Any] = set()  # sorts of inputs that need no mode
 
-    def run(self, function: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one call; gradients are those of ``function(*args, **kwargs)``, which is the module's own forward."""
+    def run(
+        self,
+        function: Callable[..., Any],
+        owners: tuple[nn.Module, ...],
+        mark: Hashable,
+        settings: Settings,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run one call; gradients are those of ``function(*args, **kwargs)``.
+
+        ``owners`` are the function's modules with buffers or parameters. Calls with another ``mark`` (whether the
+        module is in training, say) share no evidence.
+        """
         inputs = KeptInputs(args, kwargs)
-        sort = (module.training, inputs.kind)
+        sort = (mark, inputs.kind)
         everything = self.kind.table.saves_everything
         recorder = None
         if sort not in self._free:
-            recorder = self._recorder(inputs)
+            recorder = self._recorder()
         elif everything:
             if surrounding_hooks() is None:
                 self.stats.calls += 1
                 return function(*args, **kwargs)
-            recorder = self._recorder(inputs)
-        frame = Frame(function, self.path, recorder, owners_of(module))
+            recorder = self._recorder()
+        if settings.keeping is not None:
+            inputs.store(settings.keeping, args, kwargs)
+        if recorder is not None:
+            recorder.begin(inputs)
+        frame: Frame | ReentrantFrame
+        if settings.use_reentrant:
+            frame = ReentrantFrame(function, self.path, recorder, owners, settings)
+        else:
+            frame = Frame(function, self.path, recorder, owners, settings)
         output = frame.run(inputs, args, kwargs)
         if recorder is None:
             self.stats.take(None, frame.input_bytes)
@@ -75,12 +98,10 @@ class Region:
             self._learn(recorder, frame, sort)
         return output
 
-    def _recorder(self, inputs: KeptInputs) -> RerunRecorder:
-        recorder = RerunRecorder(self.kind.table, self.path, Tape() if not self.kind.rows else None)
-        recorder.begin(inputs)
-        return recorder
+    def _recorder(self) -> RerunRecorder:
+        return RerunRecorder(self.kind.table, self.path, Tape() if not self.kind.rows else None)
 
-    def _learn(self, recorder: RerunRecorder, frame: Frame, sort: Any) -> None:
+    def _learn(self, recorder: RerunRecorder, frame: Frame | ReentrantFrame, sort: Any) -> None:
         if recorder.tape is not None:
             self.kind.rows = tuple(recorder.tape.rows)
             announce(self.path, self.kind.rows)

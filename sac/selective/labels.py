@@ -63,6 +63,7 @@ class Labels:
     __slots__ = (
         "_by_storage",
         "_draws",
+        "_elsewhere",
         "_inputs",
         "_parameters",
         "_weak",
@@ -75,6 +76,7 @@ class Labels:
     def __init__(self) -> None:
         self._by_storage: dict[int, int] = {}
         self._inputs: set[int] = set()
+        self._elsewhere: set[int] = set()
         self._parameters: set[int] = set()
         self.foreign: set[int] = set()
         self.parameter_addresses: set[int] = set()
@@ -83,10 +85,16 @@ class Labels:
         self.visitors = WeakStorages()  # those of foreign tensors
         self._weak = WeakStorages()
 
-    def name_input(self, tensor: torch.Tensor, position: int) -> None:
-        """Give the storage of a region's input the label of its place."""
+    def name_input(self, tensor: torch.Tensor, position: int, *, lasts: bool = True) -> None:
+        """Give the storage of a region's input the label of its place.
+
+        ``lasts``: the region holds the caller's tensor until backward; not if it keeps a copy elsewhere.
+        """
         for part in tensor_parts(tensor):
-            self._inputs.add(self._by_storage.setdefault(storage_address(part), hash(("input", position))))
+            label = self._by_storage.setdefault(storage_address(part), hash(("input", position)))
+            self._inputs.add(label)
+            if not lasts:
+                self._elsewhere.add(label)
 
     def of(self, tensor: torch.Tensor) -> int:
         """Return the label of a tensor's storage."""
@@ -129,8 +137,8 @@ class Labels:
         return self.lasts(self._by_storage.get(storage_address(tensor)))
 
     def lasts(self, label: int | None) -> bool:
-        """Whether ``label`` is that of an input or a parameter."""
-        return label in self._parameters or label in self._inputs
+        """Whether ``label`` is that of a parameter, or of an input that the region holds as it is."""
+        return label in self._parameters or (label in self._inputs and label not in self._elsewhere)
 
     def origin(self, tensor: torch.Tensor) -> str:
         """Return where the tensor's storage comes from: ``parameter``, ``input``, ``foreign``, or ``op``."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from sac.errors import Problem
-from sac.region.inputs import describe
+from sac.region.storages import describe
 from sac.selective.record import SavedValue
 from sac.selective.table import Plan, plan_name
 

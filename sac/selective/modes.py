@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from sac.errors import Problem, RegionError
-from sac.region.inputs import Parked, fetch
+from sac.region.parking import Parked, fetch
 from sac.selective import scope
 from sac.selective.bare_mode import BareMode
 from sac.selective.labels import Labels

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from sac.region.handles import Handle
-from sac.region.inputs import KeptInputs, PackHooks, park
+from sac.region.inputs import KeptInputs
+from sac.region.parking import PackHooks, park
 from sac.region.rng import default_generator
 from sac.selective.compact import compact_views
 from sac.selective.labels import Description, Labels

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from sac.region.handles import Filling, Handle
-from sac.region.inputs import KeptInputs, PackHooks, surrounding_hooks
+from sac.region.inputs import KeptInputs
+from sac.region.parking import PackHooks, surrounding_hooks
 from sac.selective.modes import ForwardMode, RecomputeMode
 from sac.selective.record import CallRecord
 from sac.selective.stats import KeptFigures, figures_of
@@ -33,7 +34,7 @@ class RerunRecorder:
         self.record.keeps_persistent = surrounding_hooks() is None
         for kept in inputs.tensors:
             if isinstance(kept.data, torch.Tensor):
-                self.record.labels.name_input(kept.data, kept.position)
+                self.record.labels.name_input(kept.data, kept.position, lasts=kept.stored is None)
 
     def forward_mode(self) -> AbstractContextManager[Any]:
         """Return the mode that decides."""

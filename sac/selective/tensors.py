@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from sac.region.inputs import Parked
+from sac.region.parking import Parked
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:

@@ -1,0 +1,45 @@
+"""What a region does beyond the plain: where its inputs are kept, and what of the surroundings is put back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from sac.region.placements import Keeping
+
+
+@runtime_checkable
+class StateProvider(Protocol):
+    """State of the user's own that a region's forward reads or changes: FP8 scales, counters."""
+
+    def snapshot(self) -> Any:
+        """Return the state as it is now; later changes must not change what was returned."""
+
+    def restore(self, state: Any) -> None:
+        """Put back what ``snapshot`` returned."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How regions keep their inputs and meet their surroundings again; one object for many regions.
+
+    ``keeping``: which inputs are kept elsewhere, and where; None: each where the caller holds it. ``trackers``: called
+    to get a tracker of named RNG states. ``generators``: put back beside the default ones. ``checks_metadata``: compare
+    shape, dtype and device of what recomputation saves with what forward saved.
+    """
+
+    keeping: Keeping | None = None
+    trackers: tuple[Callable[[], Any], ...] = ()
+    generators: tuple[torch.Generator, ...] = ()
+    providers: tuple[StateProvider, ...] = ()
+    preserve_rng_state: bool = True
+    freeze_buffers: bool = True
+    early_stop: bool = True
+    checks_metadata: bool = True
+    use_reentrant: bool = False
+
+
+PLAIN = Settings()

@@ -1,0 +1,34 @@
+"""What the region asks of a tensor: in which storages it lies, its version, its name in messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def storage_sizes(tensor: torch.Tensor) -> dict[int, int]:
+    """Return the address and the bytes of each storage that holds data of ``tensor``."""
+    if type(tensor) is not torch.Tensor and hasattr(type(tensor), "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        return {address: size for name in names for address, size in storage_sizes(getattr(tensor, name)).items()}
+    if tensor.layout is not torch.strided:
+        return {id(tensor): tensor.numel() * tensor.element_size()}
+    storage = tensor.untyped_storage()
+    return {storage._cdata: storage.nbytes()}
+
+
+def shares_storage(tensor: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:
+    """Return whether ``tensor`` lies in a storage in which one of ``others`` lies."""
+    mine = storage_sizes(tensor).keys()
+    return any(not mine.isdisjoint(storage_sizes(other)) for other in others)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return the tensor's version counter; 0 for an inference tensor, which has none."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def describe(tensor: torch.Tensor) -> str:
+    """Return dtype and shape as errors print them: ``float32[2, 8]``."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
