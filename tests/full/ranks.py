@@ -1,7 +1,7 @@
 """Real process groups in tests: worker processes that stay, one pool per world size, gloo over loopback.
 
-`run_ranks(2, function, *args)` calls `function(*args)` in two processes at once, each with the default process group, and
-returns what they returned, by rank. `function` is found by name, so it stands at the top of a module; arguments and
+`run_ranks(2, function, *args)` calls `function(*args)` in two processes at once, each with the default process group,
+and returns what they returned, by rank. `function` is found by name, so it stands at the top of a module; arguments and
 results travel as bytes, tensors included.
 """
 
@@ -70,7 +70,7 @@ class _Pool:
         finally:
             os.environ.clear()
             os.environ.update(before)
-        self._collect("the ranks did not start", START_SECONDS)
+        self._collect("did not start", START_SECONDS)
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
         message = _packed((function, args))
@@ -89,8 +89,7 @@ class _Pool:
             waiting = {p: rank for rank, p in enumerate(self.pipes) if rank not in results and rank not in failures}
             ready = wait(list(waiting), max(0.0, limit - time.monotonic()))
             if not ready:
-                ranks = ", ".join(map(str, waiting.values()))
-                failures |= {rank: f"{late} within {timeout:g} s in rank {ranks}" for rank in waiting.values()}
+                failures |= dict.fromkeys(waiting.values(), late if failures else f"{late} within {timeout:g} s")
             for pipe in ready:
                 rank = waiting[pipe]  # type: ignore[index]
                 try:

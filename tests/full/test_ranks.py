@@ -60,7 +60,7 @@ def test_tensors_go_there_and_come_back():
 
 
 def test_an_exception_surfaces_and_the_pool_works_again():
-    with pytest.raises(RankError, match="rank 1: Traceback(.|\n)*raise_on(.|\n)*ValueError: this rank is no good"):
+    with pytest.raises(RankError, match=r"rank 1: Traceback(.|\n)*raise_on(.|\n)*ValueError: this rank is no good"):
         run_ranks(2, raise_on, 1)
     assert [result[1] for result in run_ranks(2, whoami, "a")] == [0, 1]
 
@@ -72,8 +72,9 @@ def test_a_process_that_dies_is_told():
 
 
 def test_a_hang_is_cut_off():
-    with pytest.raises(RankError, match="sleep did not end within 1 s in rank 0, 1"):
+    with pytest.raises(RankError) as error:
         run_ranks(2, sleep, timeout=1)
+    assert str(error.value) == "rank 0: sleep did not end within 1 s\nrank 1: sleep did not end within 1 s"
     assert [result[1] for result in run_ranks(2, whoami, "a")] == [0, 1]
 
 
