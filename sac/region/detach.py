@@ -1,11 +1,12 @@
-"""Detaching a tensor without asking the dispatch modes that are on."""
+"""Detaching and copying a tensor without asking the dispatch modes that are on."""
 
 from __future__ import annotations
 
 import torch
 
 # Private to torch (2.11 to 2.13): a guard object; while it lives, neither modes nor subclasses see an op. Without it
-# `detached` is `Tensor.detach`, which costs a trip through every mode. See test_detached_is_seen_by_no_mode.
+# these are `Tensor.detach` and `Tensor.clone`, which cost a trip through every mode. See
+# test_detached_is_seen_by_no_mode.
 _Unseen = getattr(torch._C, "_DisableTorchDispatch", None)
 
 
@@ -17,5 +18,16 @@ def detached(tensor: torch.Tensor) -> torch.Tensor:
     guard = _Unseen()
     try:
         return tensor.detach()
+    finally:
+        del guard
+
+
+def cloned(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor.clone()`` of a plain tensor, seen by no mode: bookkeeping, not an op of the model."""
+    if _Unseen is None or type(tensor) is not torch.Tensor:
+        return tensor.clone()
+    guard = _Unseen()
+    try:
+        return tensor.clone()
     finally:
         del guard

@@ -19,7 +19,7 @@ class Surroundings:
     __slots__ = ("attention", "autocast", "bindings", "rng")
 
     def __init__(self, tensors: Sequence[torch.Tensor], owners: tuple[nn.Module, ...], settings: Settings) -> None:
-        self.rng = RngSnapshot(tensors) if settings.preserve_rng_state else None
+        self.rng = RngSnapshot(tensors, settings) if settings.preserve_rng_state else None
         self.autocast = AutocastState(tensor.device.type for tensor in tensors)
         self.attention = AttentionBackends()
         self.bindings = Bindings(owners)
