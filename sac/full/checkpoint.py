@@ -9,6 +9,7 @@ import torch
 
 from sac.full.full_config import DEFAULT_CONFIG, CallOptions, FullConfig, settings_of
 from sac.full.function_regions import region_of
+from sac.region.settings import Settings
 
 
 def checkpoint(
@@ -55,6 +56,12 @@ def checkpoint(
         early_stop,
         determinism_check,
     )
-    settings = settings_of(config or DEFAULT_CONFIG, options, "sac.checkpoint")
+    return run_with(settings_of(config or DEFAULT_CONFIG, options, "sac.checkpoint"), function, args, kwargs)
+
+
+def run_with(settings: Settings, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run ``function(*args, **kwargs)`` as a region with settings made before; every keyword is the function's own."""
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
     found = region_of(function)
     return found.region.run(function, found.owners, found.training, settings, args, kwargs)
