@@ -1,0 +1,165 @@
+"""A tensor laid flat comes back as it was: every bit, every stride."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sac.region.layout import Layout
+
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.complex64,
+    torch.complex128,
+    torch.bool,
+    torch.uint8,
+    torch.int32,
+    torch.int64,
+)
+
+
+def filled(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Every bit pattern counts, NaNs too; a bool holds 0 and 1 only."""
+    count = math.prod(shape)
+    if dtype == torch.bool:
+        return torch.rand(shape) > 0.5
+    return torch.randint(0, 256, (count * dtype.itemsize,), dtype=torch.uint8).view(dtype).view(shape)
+
+
+def bits(x: Tensor) -> Tensor:
+    return torch.empty(x.numel(), dtype=x.dtype).copy_(x.reshape(-1)).view(torch.uint8)
+
+
+def there_and_back(x: Tensor) -> Tensor:
+    layout, flat = Layout.of(x)
+    assert flat.dim() == 1
+    assert flat.stride() == (1,)
+    return layout.restore(flat.clone())
+
+
+def assert_back(x: Tensor) -> None:
+    before = bits(x).clone()
+    back = there_and_back(x)
+    assert back.shape == x.shape
+    assert back.dtype == x.dtype
+    assert back.stride() == x.stride()
+    assert back.is_conj() == x.is_conj()
+    assert back.is_neg() == x.is_neg()
+    assert torch.equal(bits(back), before)
+    assert torch.equal(bits(x), before), "the caller's tensor was written to"
+
+
+@st.composite
+def strided(draw: st.DrawFn) -> Tensor:
+    """Some tensor that a program makes by slicing, permuting, and expanding; no two elements of it overlap in part."""
+    shape = draw(st.lists(st.integers(0, 4), max_size=4))
+    x = filled(*shape, dtype=draw(st.sampled_from(DTYPES)))
+    for dimension, size in enumerate(shape):
+        start = draw(st.integers(0, size))
+        step = draw(st.integers(1, 3))
+        x = x[(slice(None),) * dimension + (slice(start, None, step),)]
+    x = x.permute(draw(st.permutations(range(x.dim()))))
+    if draw(st.booleans()):
+        place = draw(st.integers(0, x.dim()))
+        x = x.unsqueeze(place)
+        x = x.expand([draw(st.integers(0, 3)) if i == place else size for i, size in enumerate(x.shape)])
+    if x.is_complex() and draw(st.booleans()):
+        x = x.conj()
+    if x.is_complex() and x.dtype == torch.complex64 and draw(st.booleans()):
+        x = x.imag  # of a lazily conjugated tensor: lazily negated
+    return x
+
+
+@given(strided())
+@settings(max_examples=400, deadline=None)
+def test_every_tensor_comes_back(x):
+    assert_back(x)
+
+
+@given(strided())
+@settings(max_examples=200, deadline=None)
+def test_no_element_is_kept_twice(x):
+    _, flat = Layout.of(x)
+    distinct = math.prod(1 if step == 0 and size > 1 else size for size, step in zip(x.shape, x.stride(), strict=True))
+    assert flat.numel() == distinct
+
+
+@given(st.lists(st.integers(1, 3), max_size=3), st.data())
+@settings(max_examples=200, deadline=None)
+def test_strides_of_any_sort_keep_the_values(shape, data):
+    steps = [data.draw(st.integers(0, 5)) for _ in shape]
+    x = filled(64).as_strided(shape, steps, 3)
+    back = there_and_back(x)
+    assert back.shape == x.shape
+    assert torch.equal(bits(back), bits(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dtypes(dtype):
+    x = filled(4, 6, dtype=dtype)
+    for one in (x, x.t(), x[:, ::2], x[1], x[1, 1], x[:0], x[:1].expand(3, 6)):
+        assert_back(one)
+
+
+@pytest.mark.parametrize(
+    "x",
+    [filled(2, 3, 4, 5).to(memory_format=torch.channels_last), filled(6, 4).t(), filled(8, 4)[2:6], filled(2, 1, 3)],
+    ids=["channels last", "transposed", "rows", "one in the middle"],
+)
+def test_what_lies_dense_is_not_copied(x):
+    layout, flat = Layout.of(x)
+    assert flat.data_ptr() == x.data_ptr()
+    assert layout.restore(flat).data_ptr() == x.data_ptr()
+    assert_back(x)
+
+
+def test_a_dimension_of_one_element_keeps_its_odd_stride():
+    assert_back(filled(64).as_strided((2, 1, 3), (3, 17, 1)))
+    assert_back(filled(64).as_strided((2, 1, 3), (5, 17, 1)))
+
+
+def test_overlapping_windows_come_back_contiguous():
+    x = filled(10).unfold(0, 4, 2)
+    back = there_and_back(x)
+    assert torch.equal(back, x)
+    assert back.is_contiguous()
+
+
+def test_a_scalar_and_an_expanded_scalar():
+    assert_back(torch.tensor(1.5))
+    assert_back(torch.tensor(1.5).expand(3, 4))
+    assert Layout.of(torch.tensor(1.5).expand(3, 4))[1].numel() == 1
+
+
+def test_a_negated_view():
+    x = torch.randn(3, dtype=torch.cfloat).conj().imag
+    assert x.is_neg()
+    assert_back(x)
+
+
+def test_the_layout_holds_no_tensor():
+    x = filled(4, 4)
+    layout, _ = Layout.of(x)
+    assert not any(isinstance(getattr(layout, name), Tensor) for name in layout.__slots__)
+
+
+def test_what_fits():
+    assert Layout.fits(torch.ones(2))
+    assert Layout.fits(torch.ones(2, device="meta"))
+    assert not Layout.fits(torch.ones(2, 2).to_sparse())
+    assert not Layout.fits(torch.nn.Parameter(torch.ones(2)))
+    jagged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    assert not Layout.fits(jagged)
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    assert not Layout.fits(TwoTensor(torch.ones(2), torch.ones(2)))
