@@ -68,6 +68,9 @@ class Placement(Protocol):
     def put(self, flat: torch.Tensor, name: Callable[[], str]) -> Placed:
         """Copy ``flat`` to where it is kept; ``name`` tells the argument's name, for errors."""
 
+    def describe(self) -> str:
+        """Say where inputs are kept, for reports: ``in host memory``."""
+
 
 class Here:
     """Keeps a copy on the device where the tensor is."""
@@ -79,6 +82,10 @@ class Here:
     def put(self, flat: torch.Tensor, name: Callable[[], str]) -> Placed:
         """Copy ``flat``."""
         return PlacedHere(flat.clone())
+
+    def describe(self) -> str:
+        """Say where inputs are kept."""
+        return "as copies"
 
 
 class PlacedHere:

@@ -1,0 +1,150 @@
+"""Copies between a device and host memory: on a stream of their own, ordered with the caller's by events."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+# Note [Copies on a side stream]
+#
+# All copies between one device and the host run on one side stream, so they are ordered among themselves: host memory
+# may be overwritten by the next copy to it without asking whether the last copy from it is done. Each copy comes after
+# what the caller's stream had queued when it was asked for. Nothing comes after a copy by itself: whoever writes to or
+# frees its source or its target calls `order` before, whoever reads the target on the host calls `finish`. So the
+# caching allocators need not be told of the side stream: memory returns to the stream it came from, which has waited.
+# (Pinned memory is guarded by torch too: it is not handed out again before the copies that used it are done.)
+#
+# Held by tests/full/test_streams.py, which runs regions on simulated streams and finds every access that is not
+# ordered, and by the tests marked gpu in tests/full/test_host.py.
+
+
+class Copying(Protocol):
+    """One copy under way."""
+
+    def order(self) -> None:
+        """See that what the current stream and the stream of the copy's caller do from now on comes after the copy."""
+
+    def finish(self) -> None:
+        """Return when the copy is done, as the host sees it."""
+
+
+class Copies(Protocol):
+    """Copies between one device and the host."""
+
+    def host_memory(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return uninitialised host memory that copies are fast with."""
+
+    def start(self, source: torch.Tensor, target: torch.Tensor) -> Copying:
+        """Copy ``source`` to ``target``, one of them on the device and one on the host, both contiguous."""
+
+    def adopt(self, tensor: torch.Tensor) -> None:
+        """The current stream is about to use ``tensor``, which was made on the device, perhaps on another stream."""
+
+
+class SideStream:
+    """See Note [Copies on a side stream]. ``module`` is torch's module for the device's type: ``torch.cuda``."""
+
+    def __init__(self, device: torch.device, module: Any) -> None:
+        self._device = device
+        self._module = module
+        self._stream = module.Stream(device)
+
+    def host_memory(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return pinned memory."""
+        return torch.empty(elements, dtype=dtype, device="cpu", pin_memory=True)
+
+    def start(self, source: torch.Tensor, target: torch.Tensor) -> Copying:
+        """Queue the copy on the side stream."""
+        caller = self.current()
+        self._stream.wait_stream(caller)
+        with self._module.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+            event = self._stream.record_event()
+        return _Queued(self.current, caller, event)
+
+    def adopt(self, tensor: torch.Tensor) -> None:
+        """Tell the allocator."""
+        tensor.record_stream(self.current())
+
+    def current(self) -> Any:
+        """Return the device's current stream."""
+        return self._module.current_stream(self._device)
+
+
+class _Queued:
+    """A copy on the side stream."""
+
+    __slots__ = ("_caller", "_current", "_event")
+
+    def __init__(self, current: Callable[[], Any], caller: Any, event: Any) -> None:
+        self._current = current
+        self._caller = caller
+        self._event = event
+
+    def order(self) -> None:
+        """Let both streams wait for the event."""
+        self._caller.wait_event(self._event)
+        current = self._current()
+        if current != self._caller:
+            current.wait_event(self._event)
+
+    def finish(self) -> None:
+        """Let the host wait for the event."""
+        self._event.synchronize()
+
+
+class DirectCopies:
+    """Copies to and from a device without streams, done on the spot."""
+
+    def host_memory(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return plain memory."""
+        return torch.empty(elements, dtype=dtype, device="cpu")
+
+    def start(self, source: torch.Tensor, target: torch.Tensor) -> Copying:
+        """Copy."""
+        target.copy_(source)
+        return _Done()
+
+    def adopt(self, tensor: torch.Tensor) -> None:
+        """There is but one order of things."""
+
+
+class _Done:
+    """A copy that is over."""
+
+    __slots__ = ()
+
+    def order(self) -> None:
+        """It is."""
+
+    def finish(self) -> None:
+        """It is."""
+
+
+def device_module(device: torch.device) -> Any:
+    """Return torch's module for a device that has memory of its own, such as ``torch.cuda``; else None."""
+    return None if device.type in ("cpu", "meta") else torch.get_device_module(device)
+
+
+def has_streams(module: Any) -> bool:
+    """Return whether a device module knows streams (``torch.mps`` does not)."""
+    return all(hasattr(module, name) for name in ("Stream", "stream", "current_stream"))
+
+
+class CopiesByDevice:
+    """The side streams of one placement, each made when the first tensor of its device comes."""
+
+    def __init__(self) -> None:
+        self._of: dict[torch.device, Copies | None] = {}
+
+    def of(self, device: torch.device) -> Copies | None:
+        """Return the copies between ``device`` and the host; None where the device's memory is the host's."""
+        if device not in self._of:
+            module = device_module(device)
+            made: Copies | None = None
+            if module is not None:
+                made = SideStream(device, module) if has_streams(module) else DirectCopies()
+            self._of.setdefault(device, made)
+        return self._of[device]
