@@ -12,10 +12,11 @@ from torch import nn
 
 from sac.errors import ConfigError, PolicyError, Problem, SacError, listing, nearest
 from sac.full import full_config
+from sac.full.checks import check_flag, check_word, problems_in, word_of
 from sac.full.full_config import CallOptions, FullConfig
 from sac.policy.files import load_policy, shipped_policies
-from sac.policy.matchers import read_layers, read_patterns
-from sac.policy.model import Decision, Layers, Policy
+from sac.policy.matchers import read_layer_plan, read_patterns
+from sac.policy.model import Chunks, Decision, Layers, Policy
 from sac.policy.nodes import Findings, node_from_value, shown
 from sac.policy.patterns import PathPattern
 from sac.policy.shipped import looks_like_path
@@ -23,22 +24,29 @@ from sac.selective.bind import BoundPolicy, bind_policy
 
 MODES = ("none", "full", "selective")
 OWN_KEYS = ("mode", "policy", "engine", "blocks", "layers", "scope", "granularity", "strict")
-KEYS = (*OWN_KEYS, *full_config.CALL_KEYS, *full_config.KEYS)
+FULL_KEYS = (*full_config.CALL_KEYS, *full_config.KEYS)
+KEYS = (*OWN_KEYS, *FULL_KEYS)
+ARGUMENTS = ("tp_group", "get_rng_state_tracker")  # of sac.apply: objects, which no config file can hold
 ENGINES = ("auto", "rerun")
 SCOPES = ("all", "language", "vision", "audio", "multimodal")
+NO_SCOPE = "no part of a model"
 GRANULARITIES = ("block", "submodule")
+WHERE = "activation_checkpointing"
 WORDS = "none, full, selective, a shipped policy's name, a path to a YAML file, or a mapping"
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """A config value as it was meant; ``policy`` None in mode selective means the family's policy."""
+    """A config value as it was meant.
+
+    ``policy`` None in mode selective means the family's policy. ``full`` and ``options`` say how regions are run.
+    """
 
     mode: str = "none"
     policy: Policy | None = None
     engine: str = "auto"
     blocks: tuple[PathPattern, ...] = ()
-    layers: Layers = field(default_factory=Layers)
+    layers: Layers | Chunks = field(default_factory=Layers)
     scope: str | tuple[str, ...] = "all"
     granularity: str = "block"
     strict: bool = False
@@ -51,6 +59,11 @@ def parse_config(value: Any) -> Config:
 
     ``value`` is None or False (none), True (full), a word (``none``, ``full``, ``selective``, a shipped policy's name:
     case and hyphens do not matter), a path to a policy file, a ``Policy``, or a mapping with the keys of ``KEYS``.
+
+    Modes full and selective both take the keys of the full path (those of ``FullConfig``, and the switches among the
+    arguments of ``sac.checkpoint``), except that ``use_reentrant`` and chunks of layers are for mode full alone. Mode
+    none takes every key and makes nothing of it, so that a base config can be turned off by its mode.
+
     Raises ``ConfigError`` or ``PolicyError`` with all that is wrong.
     """
     if value is None or value is False:
@@ -64,18 +77,14 @@ def parse_config(value: Any) -> Config:
     if isinstance(value, Mapping):
         return _parse_mapping(value)
     if isinstance(value, os.PathLike):
-        return Config("selective", load_policy(value, where="activation_checkpointing"))
+        return Config("selective", load_policy(value, where=WHERE))
     if isinstance(value, str):
         return _parse_word(value)
-    raise ConfigError(
-        Problem(
-            "activation_checkpointing", f"a value of type {type(value).__name__}: {shown(repr(value))}", expected=WORDS
-        )
-    )
+    raise ConfigError(Problem(WHERE, f"a value of type {type(value).__name__}: {shown(repr(value))}", expected=WORDS))
 
 
 def _parse_word(text: str) -> Config:
-    word = text.strip().lower().replace("-", "_")
+    word = word_of(text)
     if word in MODES:
         return Config(word)
     if word in ("false", "true"):
@@ -83,11 +92,11 @@ def _parse_word(text: str) -> Config:
     if word in shipped_policies():
         return Config("selective", load_policy(word))
     if looks_like_path(text):
-        return Config("selective", load_policy(text, where="activation_checkpointing"))
+        return Config("selective", load_policy(text, where=WHERE))
     legal = (*MODES, *shipped_policies())
     raise ConfigError(
         Problem(
-            "activation_checkpointing",
+            WHERE,
             f'"{shown(text)}" is not known',
             expected=f"{listing(legal)}, a path to a YAML file, or a mapping",
             nearest=nearest(word, legal),
@@ -114,19 +123,36 @@ def _parse_mapping(value: Mapping[Any, Any]) -> Config:
                 read[key] = reader(value[key])
             except SacError as error:
                 problems.extend(error.problems)
-    if "policy" in value and mode in ("none", "full"):
-        fix = "write `mode: selective`, or leave the policy out"
-        problems.append(_problem("policy", f"mode {mode} takes no policy", fix=fix))
-    given = {key: value[key] for key in (*full_config.CALL_KEYS, *full_config.KEYS) if key in value}
-    problems += full_config.problems_in(given, "activation_checkpointing")
-    if given.get("use_reentrant") is True and mode != "full":
-        fix = "leave it out: per-op decisions need the non-reentrant mode"
-        problems.append(_problem("use_reentrant", f"mode {mode} has no reentrant form", fix=fix))
+    given = {key: value[key] for key in FULL_KEYS if key in value}
+    wrong = [*problems_in(given, WHERE)]
+    problems += [*wrong, *_misplaced(value, mode, read.get("layers"))]
+    if mode in ("full", "selective") and not wrong:
+        problems += full_config.idle_keys(given, WHERE)
+    if not wrong:
+        problems += full_config.contradictions(given, WHERE)
     if problems:
         raise ConfigError(problems)
     options = CallOptions(**{key: given[key] for key in full_config.CALL_KEYS if key in given})
     full = FullConfig(**{key: given[key] for key in full_config.KEYS if key in given})
     return Config(mode, **read, full=full, options=options)
+
+
+def _misplaced(value: Mapping[Any, Any], mode: str, layers: Layers | Chunks | None) -> Iterator[Problem]:
+    """Yield the keys that are legal, and not in this mode or beside each other."""
+    if "policy" in value and mode == "full":
+        fix = "write `mode: selective`, or leave the policy out"
+        yield _problem("policy", "mode full takes no policy", fix=fix)
+    if value.get("use_reentrant") is True and mode == "selective":
+        fix = "leave it out: per-op decisions need the non-reentrant mode"
+        yield _problem("use_reentrant", "mode selective has no reentrant form", fix=fix)
+    if not isinstance(layers, Chunks):
+        return
+    if mode == "selective":
+        found = "mode selective decides op by op within one layer, and a chunk of layers is one region"
+        yield _problem("layers", found, fix="write `mode: full`, or choose layers: {every: k}, {fraction: f}, …")
+    if word_of(value.get("granularity")) == "submodule":
+        found = "a chunk of layers is one region, and granularity submodule makes several of each layer"
+        yield _problem("layers", found, fix="leave one of the two out")
 
 
 def _read_mode(value: Mapping[Any, Any], problems: list[Problem]) -> str:
@@ -135,7 +161,7 @@ def _read_mode(value: Mapping[Any, Any], problems: list[Problem]) -> str:
         problems.append(_problem("mode", "the key `mode` is missing", listing(MODES)))
         return ""
     mode = value["mode"]
-    word = mode.strip().lower() if isinstance(mode, str) else ""
+    word = word_of(mode)
     if word in MODES:
         return word
     near = {True: "full", False: "none", None: "none"}[mode] if mode is None or isinstance(mode, bool) else ""
@@ -145,41 +171,46 @@ def _read_mode(value: Mapping[Any, Any], problems: list[Problem]) -> str:
 
 
 def _problem(key: str, found: str, expected: str = "", near: str = "", fix: str = "") -> Problem:
-    return Problem(f"activation_checkpointing.{key}", found, expected=expected, nearest=near, fix=fix)
+    return Problem(f"{WHERE}.{key}", found, expected=expected, nearest=near, fix=fix)
 
 
 def _unknown_key(key: Any) -> Problem:
+    if key in ARGUMENTS:
+        fix = f"pass it as an argument: sac.apply(model, value, {key}=…)"
+        return Problem(WHERE, f"{key} is no key of a config value", fix=fix)
     near = nearest(key, KEYS) if isinstance(key, str) else ""
-    return Problem("activation_checkpointing", f"unknown key {shown(repr(key))}", expected=listing(KEYS), nearest=near)
+    return Problem(WHERE, f"unknown key {shown(repr(key))}", expected=listing(KEYS), nearest=near)
 
 
 def _read_policy(value: Any) -> Policy:
-    return load_policy(value, where="activation_checkpointing.policy")
+    return load_policy(value, where=f"{WHERE}.policy")
 
 
 def _read_engine(value: Any) -> str:
-    word = _word_of(value)
-    if word == "replay":
+    if word_of(value) == "replay":
         fix = "leave `engine` out: this version has one engine, rerun"
         raise ConfigError(_problem("engine", "the replay engine is not built yet", listing(ENGINES), fix=fix))
-    if word not in ENGINES:
-        raise ConfigError(_illegal("engine", value, "no engine", ENGINES, listing(ENGINES)))
-    return word
+    return _read_word("engine", value, ENGINES, "no engine")
+
+
+def _read_word(key: str, value: Any, words: tuple[str, ...], what: str, legal: str = "") -> str:
+    finding = check_word(value, words, what, legal)
+    if finding is not None:
+        raise ConfigError(_problem(key, *finding))
+    return word_of(value)
 
 
 def _read_blocks(value: Any) -> tuple[PathPattern, ...]:
-    where = "activation_checkpointing.blocks"
     findings = Findings()
-    patterns = read_patterns(node_from_value(value, where, findings), "blocks", findings)
+    patterns = read_patterns(node_from_value(value, f"{WHERE}.blocks", findings), "blocks", findings)
     if len(findings):
         raise ConfigError(findings.problems())
     return patterns
 
 
-def _read_layers(value: Any) -> Layers:
-    where = "activation_checkpointing.layers"
+def _read_layers(value: Any) -> Layers | Chunks:
     findings = Findings()
-    layers = read_layers(node_from_value(value, where, findings), "layers", findings)
+    layers = read_layer_plan(node_from_value(value, f"{WHERE}.layers", findings), "layers", findings)
     if layers is None or len(findings):
         raise ConfigError(findings.problems())
     return layers
@@ -188,31 +219,21 @@ def _read_layers(value: Any) -> Layers:
 def _read_scope(value: Any) -> str | tuple[str, ...]:
     words = [value] if isinstance(value, str) else list(value) if isinstance(value, (list, tuple)) else []
     legal = f"{listing(SCOPES)}, or a list of them"
-    wrong = [word for word in words if _word_of(word) not in SCOPES]
-    if wrong or not words:
-        raise ConfigError(_illegal("scope", word, "no part of a model", SCOPES, legal) for word in wrong or [value])
-    return _word_of(value) if isinstance(value, str) else tuple(_word_of(word) for word in words)
+    findings = [finding for word in words or [value] if (finding := check_word(word, SCOPES, NO_SCOPE, legal))]
+    if findings:
+        raise ConfigError(_problem("scope", *finding) for finding in findings)
+    return word_of(value) if isinstance(value, str) else tuple(word_of(word) for word in words)
 
 
 def _read_granularity(value: Any) -> str:
-    if _word_of(value) not in GRANULARITIES:
-        raise ConfigError(_illegal("granularity", value, "no granularity", GRANULARITIES, listing(GRANULARITIES)))
-    return _word_of(value)
-
-
-def _word_of(value: Any) -> str:
-    return value.strip().lower() if isinstance(value, str) else ""
-
-
-def _illegal(key: str, value: Any, what: str, words: tuple[str, ...], legal: str) -> Problem:
-    near = nearest(value, words) if isinstance(value, str) else ""
-    return _problem(key, f"{shown(repr(value))} is {what}", legal, near)
+    return _read_word("granularity", value, GRANULARITIES, "no granularity")
 
 
 def _read_strict(value: Any) -> bool:
-    if isinstance(value, bool):
-        return value
-    raise ConfigError(_problem("strict", f"{shown(repr(value))} is not true or false", "true, false"))
+    finding = check_flag(value)
+    if finding is not None:
+        raise ConfigError(_problem("strict", *finding))
+    return bool(value)
 
 
 def family_policy(model: nn.Module) -> Policy:

@@ -10,14 +10,15 @@ from typing import Any
 from torch import nn
 
 from sac.blocks.cache import kv_free_submodules, own_checkpointing, shares_kv, turn_off_cache
+from sac.blocks.chunks import find_chains, install_chunks
 from sac.blocks.find import Block, drop_frozen, find_blocks, submodules
-from sac.blocks.wrap import Applied, RegionForward, install, ours_on
+from sac.blocks.wrap import Applied, install, ours_on, regions_of
 from sac.blocks.zero_hits import HitWatch
 from sac.config import Config, family_policy, parse_config, usable_policy
 from sac.errors import ConfigError, ModelError, PolicyError, Problem, SacWarning
 from sac.full.full_config import settings_of
 from sac.full.function_regions import FULL
-from sac.policy.model import Policy, Rule
+from sac.policy.model import Chunks, Policy, Rule
 from sac.selective.announce import check_trace_target
 from sac.selective.bind import BoundPolicy
 from sac.selective.kind import Kind
@@ -35,20 +36,25 @@ def apply(
 
     ``value`` is what a training config holds under ``activation_checkpointing:``; see ``sac.config.parse_config`` for
     its forms. Gradients stay bit for bit what they were; names, ``state_dict``, classes, ``deepcopy`` and pickle too.
-    ``tp_group`` and ``get_rng_state_tracker`` are those of ``sac.checkpoint``.
+    ``tp_group`` and ``get_rng_state_tracker`` are those of ``sac.checkpoint``; a group is used only where the config
+    scatters inputs, so it can be given with every config.
+
+    Under ``torch.compile`` regions are part of the graph. What no graph can hold (inputs kept elsewhere, trackers,
+    generators, state providers, ``use_reentrant``) runs in eager inside the compiled model, with a graph break.
 
     Raises ``ConfigError`` or ``PolicyError`` for the value, ``ModelError`` for the model (no blocks found, sac or the
-    model's own checkpointing already on). The model is then as it was.
+    model's own checkpointing already on, chunks of layers asked for where layers are called one by one). The model is
+    then as it was.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(Problem("sac.apply", f"model is a {type(model).__name__}", expected="a torch.nn.Module"))
     config = parse_config(value)
-    options = replace(config.options, tp_group=tp_group, get_rng_state_tracker=get_rng_state_tracker)
-    settings = settings_of(config.full, options, "sac.apply")
     check_trace_target()
     _refuse_second(model)
     if config.mode == "none":
         return model
+    options = replace(config.options, tp_group=tp_group, get_rng_state_tracker=get_rng_state_tracker)
+    settings = settings_of(config.full, options, "sac.apply")
     _refuse_own_checkpointing(model)
     policy = FULL if config.mode == "full" else (config.policy or family_policy(model))
     bound = usable_policy(policy)
@@ -58,13 +64,15 @@ def apply(
         warnings.warn("every block of this model is frozen: sac.apply had nothing to do", SacWarning, stacklevel=2)
         return model
     _check_static(bound, blocks, strict=config.strict)
-    pairs = _kinds(bound, blocks, config.mode)
-    watch = HitWatch((block.path for block in blocks), policy.rules, strict=config.strict)
+    chains = find_chains(model, blocks, config.layers) if isinstance(config.layers, Chunks) else ()
+    pairs = [] if chains else _kinds(bound, blocks, config.mode)
+    watch = HitWatch((block.path for block, _ in pairs), policy.rules, strict=config.strict)
     applied = Applied(config.mode, (), watch, tuple(block.path for block in left_alone), notes, settings)
     for note in notes:  # now: a warning may be made an error, and the model is to be as it was then
         warnings.warn(note, SacWarning, stacklevel=2)
     applied.restores = turn_off_cache(model)
     install(pairs, applied)
+    install_chunks(chains, bound.table(()), applied)
     return model
 
 
@@ -74,9 +82,9 @@ def _refuse_second(model: nn.Module) -> None:
     if not present:
         return
     name, fix = type(model).__name__, "call sac.remove(model) first"
-    region = next((forward for _, forward in present if isinstance(forward, RegionForward)), None)
-    if region is not None:
-        where = region.region.path or name
+    installed = next(regions_of(model), None)
+    if installed is not None:
+        where = installed.region.path or name
         raise ModelError(Problem(where, "sac.apply has been called on this model before", fix=fix))
     if not present[0][0]:
         fix = "call sac.remove on the whole model first, or leave this part as it is"

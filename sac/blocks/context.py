@@ -44,19 +44,24 @@ def _table(bound: BoundPolicy, module: nn.Module, needing: list[Rule]) -> Table:
     if not layered:
         return _table_of(bound, 0)
     layer = layer_index(module)
-    ends = [rule for rule in layered if rule.layers is not None and rule.layers.last is not None]
-    if layer is None or ends:
-        rule = ends[0] if ends else layered[0]
-        reason = "counts from the last layer" if ends else "speaks of layers"
+    counting = [rule for rule in layered if rule.layers is not None and rule.layers.needs_count]
+    if layer is None or counting:
+        rule = counting[0] if counting else layered[0]
+        reason = _counts(rule) if counting else "speaks of layers"
         raise ModelError(
             Problem(
                 rule.where("layers"),
                 f'rule "{rule.id}" {reason}, and {type(module).__name__} does not tell '
-                f"{'how many there are' if ends else 'which one it is'} ({', '.join(NAMES)})",
+                f"{'how many there are' if counting else 'which one it is'} ({', '.join(NAMES)})",
                 fix="use sac.apply on the whole model",
             )
         )
     return _table_of(bound, layer)
+
+
+def _counts(rule: Rule) -> str:
+    from_the_end = rule.layers is not None and rule.layers.last is not None
+    return "counts from the last layer" if from_the_end else "speaks of a fraction of the layers"
 
 
 def _table_of(bound: BoundPolicy, layer: int) -> Table:

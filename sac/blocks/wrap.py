@@ -1,16 +1,15 @@
-"""Puts regions on blocks by instance-level forwards, and takes them off again."""
+"""Puts regions on modules by instance-level forwards, and takes them off again."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from sac.blocks.cache import Restore
 from sac.blocks.find import Block
@@ -18,7 +17,7 @@ from sac.blocks.zero_hits import HitWatch
 from sac.errors import ModelError, Problem
 from sac.region.settings import PLAIN, Settings
 from sac.region.state import owners_of
-from sac.selective.contexts import checkpoint_contexts
+from sac.selective.compiled import run_in_eager, run_traced
 from sac.selective.kind import Kind, Region
 from sac.selective.scope import ScopedForward
 
@@ -35,50 +34,73 @@ class Applied:
     settings: Settings = PLAIN
 
 
-class RegionForward:
-    """An instance-level ``forward`` that runs its module as a region.
+class InstalledForward(ABC):
+    """An instance-level ``forward`` that runs its module, or parts of it, as regions.
 
     Picklable, and right after ``deepcopy``: it refers to its module as an attribute, which both of them follow.
     """
 
-    def __init__(self, block: Block, kind: Kind, applied: Applied) -> None:
-        self.module = block.module
-        self.region = Region(kind, block.path)
+    def __init__(self, module: nn.Module, applied: Applied) -> None:
+        self.module = module
         self.applied = applied
-        self.before = block.module.__dict__.get("forward")
+        self.before = module.__dict__.get("forward")
 
     @property
     def original(self) -> Any:
         """The forward that the module would have without sac."""
         return self.before if self.before is not None else type(self.module).forward.__get__(self.module)
 
+    @property
+    @abstractmethod
+    def regions(self) -> tuple[Region, ...]:
+        """The regions that it runs, in order."""
+
+    @abstractmethod
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module."""
+
+
+class RegionForward(InstalledForward):
+    """Runs a module as one region."""
+
+    def __init__(self, block: Block, kind: Kind, applied: Applied) -> None:
+        super().__init__(block.module, applied)
+        self.region = Region(kind, block.path)
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        """The one region."""
+        return (self.region,)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module as a region."""
         if not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
-        region = self.region
         if torch.compiler.is_compiling():
-            contexts = partial(checkpoint_contexts, region.kind.table)  # no path: Dynamo would compile each block anew
-            return torch_checkpoint(self.original, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-        output = region.run(
-            self.original, owners_of(self.module), self.module.training, self.applied.settings, args, kwargs
-        )
-        if self.applied.watch.waits:
-            self.applied.watch.saw(region.path, region.kind.table, region.stats)
+            if self.applied.settings.needs_frame:
+                return run_in_eager(self._run, *args, **kwargs)
+            return run_traced(self.original, self.region.kind.table, args, kwargs)
+        return self._run(*args, **kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        region, module, watch = self.region, self.module, self.applied.watch
+        output = region.run(self.original, owners_of(module), module.training, self.applied.settings, args, kwargs)
+        if watch.waits:
+            watch.saw(region.path, region.kind.table, region.stats)
         return output
 
 
-def ours_on(module: nn.Module) -> RegionForward | ScopedForward | None:
+def ours_on(module: nn.Module) -> InstalledForward | ScopedForward | None:
     """Return what sac has put on ``module``, if anything."""
     owner = getattr(module.__dict__.get("forward"), "__self__", None)
-    return owner if isinstance(owner, (RegionForward, ScopedForward)) else None
+    return owner if isinstance(owner, (InstalledForward, ScopedForward)) else None
 
 
 def install(pairs: Sequence[tuple[Block, Kind]], applied: Applied) -> None:
     """Put a region on each block; the caller has checked that none is there yet."""
     scope_modules([block.module for block, _ in pairs])
     for block, kind in pairs:
-        _set_forward(block.module, RegionForward(block, kind, applied))
+        set_forward(block.module, RegionForward(block, kind, applied))
 
 
 def scope_modules(blocks: Sequence[nn.Module]) -> None:
@@ -86,23 +108,39 @@ def scope_modules(blocks: Sequence[nn.Module]) -> None:
     roots = {id(block) for block in blocks}
     for block in blocks:
         for path, module in block.named_modules():
-            if id(module) not in roots and ours_on(module) is None:
-                _set_forward(module, ScopedForward(module, path))
+            if id(module) not in roots:
+                scope_module(module, path)
 
 
-def _set_forward(module: nn.Module, forward: RegionForward | ScopedForward) -> None:
+def scope_module(module: nn.Module, path: str) -> None:
+    """Let ``module`` tell, while it runs, that it is the one at ``path`` of its region; once is enough."""
+    if ours_on(module) is None:
+        set_forward(module, ScopedForward(module, path))
+
+
+def set_forward(module: nn.Module, forward: InstalledForward | ScopedForward) -> None:
+    """Make ``forward`` the module's own."""
     # As a bound method, for which Dynamo guards on the function: a callable object would be guarded by its identity,
     # and blocks that are alike compiled one by one. Not by setattr: a module may guard it, and the name of a method is
     # no parameter, buffer or sub-module.
     module.__dict__["forward"] = MethodType(type(forward).__call__, forward)
 
 
-def regions_of(model: nn.Module) -> Iterator[RegionForward]:
+@dataclass(frozen=True, slots=True)
+class InstalledRegion:
+    """A region on a model, and what the ``sac.apply`` that made it did."""
+
+    region: Region
+    applied: Applied
+
+
+def regions_of(model: nn.Module) -> Iterator[InstalledRegion]:
     """Yield the regions that are on ``model``, in module order."""
     for module in model.modules():
         forward = ours_on(module)
-        if isinstance(forward, RegionForward):
-            yield forward
+        if isinstance(forward, InstalledForward):
+            for region in forward.regions:
+                yield InstalledRegion(region, forward.applied)
 
 
 def remove(model: nn.Module) -> nn.Module:
@@ -126,7 +164,7 @@ def remove(model: nn.Module) -> nn.Module:
             del module.__dict__["forward"]
         else:
             module.__dict__["forward"] = forward.before
-    applied = {id(forward.applied): forward.applied for _, forward in owned if isinstance(forward, RegionForward)}
+    applied = {id(forward.applied): forward.applied for _, forward in owned if isinstance(forward, InstalledForward)}
     for one in applied.values():
         for restore in one.restores:
             restore.undo()
@@ -139,7 +177,7 @@ def _buries_ours(module: nn.Module) -> bool:
     if forward is None or ours_on(module) is not None:
         return False
     below = [getattr(forward, "__wrapped__", None), getattr(module, "_old_forward", None)]
-    return any(isinstance(getattr(one, "__self__", None), (RegionForward, ScopedForward)) for one in below)
+    return any(isinstance(getattr(one, "__self__", None), (InstalledForward, ScopedForward)) for one in below)
 
 
 def _described(forward: Any) -> str:

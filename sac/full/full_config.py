@@ -8,16 +8,13 @@ from typing import Any
 
 import torch
 
-from sac.errors import ConfigError, Problem, listing, nearest
+from sac.errors import ConfigError, Problem
+from sac.full.checks import STORES, problems_in, stores_in, word_of
 from sac.region.contiguous import ContiguousBuffer
 from sac.region.host import Host
 from sac.region.placements import Here, Keeping, Placement
 from sac.region.scatter import Scattered, group_problem
 from sac.region.settings import PLAIN, Settings, StateProvider
-
-STORES = ("whole", "scattered", "host", "contiguous")
-KEEPS = ("first", "all")
-CHECKS = ("default", "none")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +52,12 @@ class FullConfig:
 
     def __post_init__(self) -> None:
         given = {one.name: getattr(self, one.name) for one in fields(self) if one.init}
-        problems = list(problems_in(given, "FullConfig"))
+        problems = [*problems_in(given, "FullConfig")] or [*contradictions(given, "FullConfig")]
         if problems:
             raise ConfigError(problems)
+        if isinstance(self.keep, str):
+            object.__setattr__(self, "keep", word_of(self.keep))
+        object.__setattr__(self, "store", "+".join(self.stores))
         object.__setattr__(self, "state", tuple(self.state))
         object.__setattr__(self, "generators", tuple(self.generators))
         if "contiguous" in self.stores and self.num_checkpoints is not None:
@@ -65,8 +65,8 @@ class FullConfig:
 
     @property
     def stores(self) -> tuple[str, ...]:
-        """The words of ``store``."""
-        return stores_in(self.store)
+        """The words of ``store``, in the order of ``STORES``."""
+        return tuple(sorted(stores_in(self.store), key=STORES.index))
 
     def reset(self) -> None:
         """Take every slot of the contiguous buffer back, as after forwards whose backward will never run."""
@@ -84,110 +84,38 @@ CALL_KEYS = (
 )
 
 
-def stores_in(written: str) -> tuple[str, ...]:
-    """Return the words of a ``store``, however they are spaced and cased."""
-    return tuple(word.strip().lower() for word in written.split("+"))
-
-
-def problems_in(given: Mapping[str, Any], where: str) -> Iterator[Problem]:
-    """Yield what is wrong with values for the fields of ``FullConfig``; ``where`` stands before the key in messages."""
-    for key, value in given.items():
-        check = _CHECKS_BY_KEY.get(key)
-        if check is not None:
-            found, expected, near, fix = check(value) or ("", "", "", "")
-            if found:
-                yield Problem(f"{where}.{key}", found, expected=expected, nearest=near, fix=fix)
-    yield from _contradictions(given, where)
-
-
-def _contradictions(given: Mapping[str, Any], where: str) -> Iterator[Problem]:
-    store = given.get("store", "whole")
-    stores = stores_in(store) if isinstance(store, str) else ()
-    count = given.get("num_checkpoints")
-    if "contiguous" in stores and count is None:
+def contradictions(given: Mapping[str, Any], where: str) -> Iterator[Problem]:
+    """Yield which values of ``FullConfig`` in ``given`` do not go together; each by itself has been checked."""
+    is_contiguous, count = "contiguous" in stores_in(given.get("store")), given.get("num_checkpoints")
+    if is_contiguous and count is None:
         yield Problem(
             f"{where}.num_checkpoints",
             "a contiguous store needs to know how many checkpoints it is to hold",
             fix="give num_checkpoints, the number of regions whose backward is pending at once: as a rule, of layers",
         )
-    if "contiguous" not in stores and count is not None and isinstance(store, str):
-        yield Problem(f"{where}.num_checkpoints", "it belongs to store contiguous", fix="write store: contiguous")
+    if count is not None and not is_contiguous:
+        found = "it counts the slots of a contiguous store, and the store is another"
+        yield Problem(f"{where}.num_checkpoints", found, fix="choose store contiguous, or leave num_checkpoints out")
 
 
-Finding = tuple[str, str, str, str]
+_NEEDS_SCATTER = {"verify_replicated": "nothing to compare over the group", "prefetch": "nothing to gather ahead"}
 
 
-def _check_keep(value: Any) -> Finding | None:
-    if callable(value) or value in KEEPS:
-        return None
-    near = nearest(value, KEEPS) if isinstance(value, str) else ""
-    return f"{value!r} is not known", f"{listing(KEEPS)}, or a predicate (position, tensor) -> bool", near, ""
+def idle_keys(given: Mapping[str, Any], where: str) -> Iterator[Problem]:
+    """Yield what in ``given``, keys of ``FullConfig`` and of the call together, speaks of a store that is not there.
 
-
-def _check_store(value: Any) -> Finding | None:
-    legal = f"{listing(STORES)}, or some of the last three joined by +"
-    if not isinstance(value, str):
-        return f"{value!r} is not known", legal, "", ""
-    words = stores_in(value)
-    wrong = next((word for word in words if word not in STORES), None)
-    if wrong is not None:
-        return f"{wrong!r} is not known", legal, nearest(wrong, STORES), ""
-    if len(set(words)) < len(words) or ("whole" in words and len(words) > 1):
-        return f"{value!r} does not go together", legal, "", ""
-    return None
-
-
-def _check_flag(value: Any) -> Finding | None:
-    return None if isinstance(value, bool) else (f"{value!r} is not true or false", "true, false", "", "")
-
-
-def _check_count(value: Any) -> Finding | None:
-    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
-        return None
-    return f"{value!r} is not a number of checkpoints", "a whole number from 1 on", "", ""
-
-
-def _check_prefetch(value: Any) -> Finding | None:
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return None
-    return f"{value!r} is not a number of regions", "a whole number from 0 on", "", ""
-
-
-def _check_state(value: Any) -> Finding | None:
-    if isinstance(value, (list, tuple)) and all(isinstance(one, StateProvider) for one in value):
-        return None
-    return f"{value!r} does not hold state providers", "a tuple of objects with snapshot() and restore(state)", "", ""
-
-
-def _check_generators(value: Any) -> Finding | None:
-    if isinstance(value, (list, tuple)) and all(isinstance(one, torch.Generator) for one in value):
-        return None
-    return f"{value!r} does not hold generators", "a tuple of torch.Generator", "", ""
-
-
-def _check_determinism(value: Any) -> Finding | None:
-    if value in CHECKS:
-        return None
-    near = nearest(value, CHECKS) if isinstance(value, str) else ""
-    return f"{value!r} is not known", listing(CHECKS), near, ""
-
-
-_CHECKS_BY_KEY: dict[str, Callable[[Any], Finding | None]] = {
-    "keep": _check_keep,
-    "store": _check_store,
-    "num_checkpoints": _check_count,
-    "verify_replicated": _check_flag,
-    "prefetch": _check_prefetch,
-    "release_input": _check_flag,
-    "state": _check_state,
-    "generators": _check_generators,
-    "freeze_buffers": _check_flag,
-    "use_reentrant": _check_flag,
-    "distribute_saved_activations": _check_flag,
-    "preserve_rng_state": _check_flag,
-    "early_stop": _check_flag,
-    "determinism_check": _check_determinism,
-}
+    A ``FullConfig`` by itself cannot tell: the call that it is for may scatter.
+    """
+    stores = stores_in(given.get("store", "whole"))
+    if given.get("distribute_saved_activations") is True or "scattered" in stores:
+        return
+    fix = "turn distribute_saved_activations on, or leave {} out"
+    for key, lacking in _NEEDS_SCATTER.items():
+        if given.get(key):
+            yield Problem(f"{where}.{key}", f"no input is scattered, so there is {lacking}", fix=fix.format(key))
+    if given.get("release_input") and stores == ("whole",):
+        found = "inputs are held whole, so there is nothing that could take the place of the caller's tensor"
+        yield Problem(f"{where}.release_input", found, fix=fix.format("release_input"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +138,8 @@ DEFAULT_OPTIONS = CallOptions()
 def settings_of(config: FullConfig, options: CallOptions, where: str) -> Settings:
     """Return what frames are told; raises ``ConfigError`` for options that cannot be carried out.
 
-    ``where`` names the call in messages: ``sac.checkpoint``.
+    ``where`` names the call in messages: ``sac.checkpoint``. A group is looked at only where inputs are scattered over
+    it, so that one launcher can give it to every config.
     """
     if config is DEFAULT_CONFIG and options == DEFAULT_OPTIONS:
         return PLAIN
@@ -220,8 +149,10 @@ def settings_of(config: FullConfig, options: CallOptions, where: str) -> Setting
         found = f"{tracker!r} cannot be called"
         problems.append(Problem(f"{where}.get_rng_state_tracker", found, "a function that returns a tracker"))
     scatters = options.distribute_saved_activations is True or "scattered" in config.stores
-    if scatters or (options.tp_group is not None and not problems):
+    if scatters:
         problems += group_problem(options.tp_group, where)
+    elif config is not DEFAULT_CONFIG:
+        problems += idle_keys({key: getattr(config, key) for key in KEYS}, where)
     if problems:
         raise ConfigError(problems)
     return Settings(
@@ -232,18 +163,18 @@ def settings_of(config: FullConfig, options: CallOptions, where: str) -> Setting
         preserve_rng_state=options.preserve_rng_state,
         freeze_buffers=config.freeze_buffers,
         early_stop=options.early_stop,
-        checks_metadata=options.determinism_check == "default",
+        checks_metadata=word_of(options.determinism_check) == "default",
         use_reentrant=options.use_reentrant,
     )
 
 
 def _keeping(config: FullConfig, group: Any) -> Keeping | None:
     """Return which inputs are kept elsewhere and where; None where every input is held whole."""
-    inner: Placement | None = config.buffer
-    if inner is None and "host" in config.stores:
-        inner = Host()
-    placement: Placement | None = inner
+    placement: Placement | None = config.buffer
+    if placement is None and "host" in config.stores:
+        placement = Host()
     if group is not None:
-        inner = inner if inner is not None else Here()
-        placement = Scattered.over(group, inner, verify=config.verify_replicated, prefetch=config.prefetch)
+        share = placement if placement is not None else Here()
+        scattered = Scattered.over(group, share, verify=config.verify_replicated, prefetch=config.prefetch)
+        placement = scattered if scattered is not None else placement  # a group of one rank has nothing to scatter
     return None if placement is None else Keeping(placement, config.keep, config.release_input)

@@ -74,6 +74,8 @@ def _layers(layers: Layers) -> object:
         return [low if low == high else f"{low}-{high}" for low, high in layers.ranges]
     if layers.every is not None:
         return {"every": layers.every, "offset": layers.offset}
+    if layers.fraction is not None:
+        return {"fraction": layers.fraction}
     return {"first": layers.first} if layers.first is not None else {"last": layers.last}
 
 

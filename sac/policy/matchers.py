@@ -5,13 +5,16 @@ from __future__ import annotations
 import re
 
 from sac.errors import listing, nearest
-from sac.policy.model import Calls, Dim, Layers
+from sac.policy.model import Calls, Chunks, Dim, Layers
 from sac.policy.nodes import Findings, ListNode, MapNode, Node, Scalar, describe, shown
 from sac.policy.patterns import PathPattern
-from sac.policy.scalars import read_entries, read_texts, read_whole
+from sac.policy.scalars import is_fraction, read_entries, read_fraction, read_texts, read_whole
 from sac.policy.sizes import MAX_WHOLE
 
-LEGAL_LAYERS = 'all, {first: n}, {last: n}, {every: k, offset: j}, or a list such as ["0-7", "12"]'
+LAYER_FORMS = ("first", "block", "last", "every", "offset", "fraction")
+_LEGAL_FORMS = "all, {first: n}, {block: n}, {last: n}, {every: k, offset: j}, {fraction: f}"
+LEGAL_LAYERS = f'{_LEGAL_FORMS}, or a list such as ["0-7", "12"]'
+LEGAL_PLANS = f'{_LEGAL_FORMS}, a list such as ["0-7", "12"], or chunks of layers: sqrt, {{uniform: n}}'
 LEGAL_CALL = "{index: n}, {index: [n, m]} or {every: k, offset: j}, counted from 0"
 LEGAL_SHAPE = 'a list such as [_, 128, ">=4096"], with _ for any size and "..." in front for any leading dimensions'
 DTYPES = (
@@ -55,16 +58,37 @@ def read_patterns(node: Node, what: str, findings: Findings) -> tuple[PathPatter
 
 
 def read_layers(node: Node, what: str, findings: Findings) -> Layers | None:
-    """Return the layers chosen by ``all``, ``first``, ``last``, ``every`` or a list of ranges."""
+    """Return the layers chosen by ``all``, one of the forms of ``LAYER_FORMS`` or a list of ranges.
+
+    Chunks, which a config value can ask for, are a finding: a policy speaks of one layer at a time.
+    """
+    plan = _read_plan(node, what, LEGAL_LAYERS, findings)
+    if isinstance(plan, Chunks):
+        fix = "write it in the config value, under `layers`, with `mode: full`"
+        found = f"{what} asks for chunks of layers, which no policy can"
+        findings.add(node.mark, found, expected=LEGAL_LAYERS, fix=fix)
+        return None
+    return plan
+
+
+def read_layer_plan(node: Node, what: str, findings: Findings) -> Layers | Chunks | None:
+    """Return what ``read_layers`` does, or chunks: ``sqrt``, ``{uniform: n}``. Chunks of one layer are all layers."""
+    plan = _read_plan(node, what, LEGAL_PLANS, findings)
+    return Layers() if plan == Chunks(1) else plan
+
+
+def _read_plan(node: Node, what: str, legal: str, findings: Findings) -> Layers | Chunks | None:
     if isinstance(node, ListNode):
-        return _read_ranges(node, what, findings)
+        return _read_ranges(node, what, legal, findings)
     if isinstance(node, MapNode):
-        return _read_counted_layers(node, what, findings)
-    if node.kind == "text" and node.text.lower() == "all":
+        return _read_counted_layers(node, what, legal, findings)
+    word = node.text.strip().lower() if node.kind == "text" else ""
+    if word == "all":
         return Layers()
-    near = nearest(node.text, ["all"]) if node.kind == "text" else ""
-    found = f"{what} is {describe(node)}"
-    findings.add(node.mark, found, expected=LEGAL_LAYERS, nearest=near, fix=_layers_fix(node))
+    if word == "sqrt":
+        return Chunks()
+    near = nearest(word, ["all", "sqrt"]) if word and legal == LEGAL_PLANS else nearest(word, ["all"])
+    findings.add(node.mark, f"{what} is {describe(node)}", expected=legal, nearest=near, fix=_layers_fix(node))
     return None
 
 
@@ -72,6 +96,11 @@ def _layers_fix(node: Scalar) -> str:
     between = _RANGE_LOOKALIKE.fullmatch(node.text)
     if between:
         return f'ranges are written as "{between[1]}-{between[2]}", in a list: ["{between[1]}-{between[2]}"]'
+    word = node.text.strip().lower()
+    if node.kind == "text" and word in (*LAYER_FORMS, "uniform") and word != "offset":
+        return f"say how many, as in {{{word}: {'0.5' if word == 'fraction' else '2'}}}"
+    if node.kind == "float" and is_fraction(node.text):
+        return f"write {{fraction: {node.text}}}"
     if node.kind != "int" or not node.text.isdecimal():
         return ""
     fix = f"write [{node.text}] for that layer alone, {{first: {node.text}}} for the first ones"
@@ -83,16 +112,25 @@ def _layers_fix(node: Scalar) -> str:
     return fix
 
 
-def _read_counted_layers(node: MapNode, what: str, findings: Findings) -> Layers | None:
-    entries = read_entries(node, what, ("first", "last", "every", "offset"), findings)
-    if not _is_one_form(node, entries, what, LEGAL_LAYERS, findings):
+def _read_counted_layers(node: MapNode, what: str, legal: str, findings: Findings) -> Layers | Chunks | None:
+    names = [key.text for key, _ in node.entries]
+    if "sqrt" in names and legal == LEGAL_PLANS:
+        findings.add(node.mark, f'{what} has the key "sqrt"', expected=legal, fix="write the word alone: layers: sqrt")
         return None
+    forms = (*LAYER_FORMS, "uniform") if legal == LEGAL_PLANS or "uniform" in names else LAYER_FORMS
+    entries = read_entries(node, what, forms, findings)
+    if not _is_one_form(node, entries, what, legal, findings):
+        return None
+    if "fraction" in entries:
+        return Layers(fraction=read_fraction(entries["fraction"], f"{what}.fraction", findings))
     numbers = {
         key: read_whole(value, f"{what}.{key}", findings, least=0 if key == "offset" else 1)
         for key, value in entries.items()
     }
-    every, offset = numbers.get("every"), numbers.get("offset")
-    return Layers(first=numbers.get("first"), last=numbers.get("last"), every=every, offset=offset or 0)
+    if "uniform" in numbers:
+        return Chunks(numbers["uniform"])
+    first = numbers.get("first", numbers.get("block"))
+    return Layers(first=first, last=numbers.get("last"), every=numbers.get("every"), offset=numbers.get("offset") or 0)
 
 
 def _is_one_form(node: MapNode, entries: dict[str, Node], what: str, legal: str, findings: Findings) -> bool:
@@ -106,9 +144,9 @@ def _is_one_form(node: MapNode, entries: dict[str, Node], what: str, legal: str,
     return False
 
 
-def _read_ranges(node: ListNode, what: str, findings: Findings) -> Layers | None:
+def _read_ranges(node: ListNode, what: str, legal: str, findings: Findings) -> Layers | None:
     if not node.items:
-        findings.add(node.mark, f"{what} is an empty list", expected=LEGAL_LAYERS, fix="remove it, or name a layer")
+        findings.add(node.mark, f"{what} is an empty list", expected=legal, fix="remove it, or name a layer")
         return None
     ranges = []
     for item in node.items:

@@ -5,6 +5,7 @@ Two policies are equal when they mean the same: where they were written (marks, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -39,7 +40,9 @@ class Mark:
 class Layers:
     """Which layers of a stack, in the form that was written; see ``select``.
 
-    Exactly one of the fields is set; none of them means all layers.
+    Exactly one of the fields is set; none of them means all layers. ``fraction``, above 0 and at most 1, is a share of
+    the layers: ``round(fraction * count)`` of them, spread evenly from the first on, so that the stages of a pipeline
+    have about as many each; a half is every second layer.
     """
 
     first: int | None = None
@@ -47,6 +50,7 @@ class Layers:
     every: int | None = None
     offset: int = 0
     ranges: tuple[tuple[int, int], ...] | None = None  # inclusive on both sides
+    fraction: float | None = None
 
     def select(self, count: int) -> frozenset[int]:
         """Return the chosen indices out of ``range(count)``."""
@@ -58,12 +62,40 @@ class Layers:
             return frozenset(range(self.offset, count, self.every))
         if self.ranges is not None:
             return frozenset(i for low, high in self.ranges for i in range(low, min(high, count - 1) + 1))
+        if self.fraction is not None:
+            chosen = round(self.fraction * count)
+            return frozenset(place * count // chosen for place in range(chosen))
         return frozenset(range(count))
 
     @property
     def is_all(self) -> bool:
         """True when every layer is chosen whatever their number."""
         return self == Layers()
+
+    @property
+    def needs_count(self) -> bool:
+        """True when whether a layer is chosen depends on how many there are."""
+        return self.last is not None or self.fraction is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """All layers of a stack, several at a time as one region; the last chunk may be shorter.
+
+    ``size`` None means the square root of the number of layers, rounded up: what is held is then the inputs of about
+    ``sqrt(n)`` chunks, and in backward the activations of ``sqrt(n)`` layers.
+    """
+
+    size: int | None = None
+
+    def select(self, count: int) -> frozenset[int]:
+        """Return the chosen indices out of ``range(count)``: all of them."""
+        return frozenset(range(count))
+
+    def spans(self, count: int) -> tuple[range, ...]:
+        """Return which of ``range(count)`` each chunk holds."""
+        size = self.size or math.isqrt(max(count - 1, 0)) + 1
+        return tuple(range(first, min(first + size, count)) for first in range(0, count, size))
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,6 +153,25 @@ def read_whole(node: Node, what: str, findings: Findings, *, least: int) -> int 
     return None
 
 
+def read_fraction(node: Node, what: str, findings: Findings) -> float | None:
+    """Return a number above 0 and at most 1, written as a number: ``0.5``, ``1``, ``5e-1``."""
+    if isinstance(node, Scalar) and node.kind in ("int", "float") and is_fraction(node.text):
+        return float(node.text)
+    fix = "remove the quotes" if isinstance(node, Scalar) and node.kind == "text" and is_fraction(node.text) else ""
+    findings.add(node.mark, f"{what} is {describe(node)}", expected="a number above 0, at most 1", fix=fix)
+    return None
+
+
+def is_fraction(text: str) -> bool:
+    """Return whether ``text`` writes a number above 0 and at most 1."""
+    if len(text) > 40 or not text.isascii() or text.strip("+-0123456789.eE"):
+        return False
+    try:
+        return 0 < float(text) <= 1
+    except ValueError:
+        return False
+
+
 def _whole(text: str) -> int | None:
     if len(text) > 40 or not text.isascii() or text.strip("+-0123456789.eE"):
         return None

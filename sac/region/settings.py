@@ -41,5 +41,11 @@ class Settings:
     checks_metadata: bool = True
     use_reentrant: bool = False
 
+    @property
+    def needs_frame(self) -> bool:
+        """Whether only our frames can do what is asked; the other settings concern what no compiled graph does."""
+        asked = (self.trackers, self.generators, self.providers)
+        return self.keeping is not None or self.use_reentrant or any(asked)
+
 
 PLAIN = Settings()

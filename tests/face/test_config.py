@@ -19,7 +19,11 @@ from sac.policy.files import load_policy, shipped_policies
 from sac.policy.model import Layers
 from sac.policy.patterns import PathPattern
 
-KEYS = "mode, policy, engine, blocks, layers, scope, granularity, strict"
+KEYS = (
+    "mode, policy, engine, blocks, layers, scope, granularity, strict, use_reentrant, distribute_saved_activations, "
+    "preserve_rng_state, early_stop, determinism_check, keep, store, num_checkpoints, verify_replicated, prefetch, "
+    "release_input, state, generators, freeze_buffers"
+)
 WORDS = "none, full, selective, a shipped policy's name, a path to a YAML file, or a mapping"
 SHIPPED = ", ".join(shipped_policies())
 GENERAL = str(Path(__file__).parents[2] / "policies" / "general.yaml")
@@ -109,7 +113,10 @@ def test_words_are_those_of_the_blocks() -> None:
 
 MODE_MISSING = "activation_checkpointing.mode: the key `mode` is missing\n    legal: none, full, selective"
 SCOPES_LEGAL = "    legal: all, language, vision, audio, multimodal, or a list of them"
-LAYERS_LEGAL = '    legal: all, {first: n}, {last: n}, {every: k, offset: j}, or a list such as ["0-7", "12"]'
+LAYERS_LEGAL = (
+    "    legal: all, {first: n}, {block: n}, {last: n}, {every: k, offset: j}, {fraction: f}, a list such as "
+    '["0-7", "12"], or chunks of layers: sqrt, {uniform: n}'
+)
 ILLEGAL: dict[str, tuple[Any, str]] = {
     "number": (3, f"activation_checkpointing: a value of type int: 3\n    legal: {WORDS}"),
     "one is not true": (1, f"activation_checkpointing: a value of type int: 1\n    legal: {WORDS}"),
@@ -189,7 +196,7 @@ ILLEGAL: dict[str, tuple[Any, str]] = {
     "layers misspelled": (
         {"mode": "full", "layers": {"frist": 3}},
         'activation_checkpointing.layers.frist: unknown key "frist" in layers\n    did you mean: first\n'
-        '    legal: first, last, every, offset\n    fix: write "first"',
+        '    legal: first, block, last, every, offset, fraction, uniform\n    fix: write "first"',
     ),
     "scope": (
         {"mode": "none", "scope": "lang"},
@@ -215,7 +222,8 @@ ILLEGAL: dict[str, tuple[Any, str]] = {
     ),
     "strict": (
         {"mode": "full", "strict": "yes"},
-        "activation_checkpointing.strict: 'yes' is not true or false\n    legal: true, false",
+        "activation_checkpointing.strict: 'yes' is not true or false\n    legal: true, false\n"
+        "    fix: write true, without quotes",
     ),
     "all at once": (
         {"strict": 5, "bad": 1, "engine": None},

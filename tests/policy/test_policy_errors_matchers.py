@@ -17,7 +17,7 @@ DTYPES = (
     "64, uint8, uint16, uint32, uint64, qint8, quint8, qint32, float8_e4m3fn, float8_e4m3fnuz, float8_e5m"
     "2, float8_e5m2fnuz, float8_e8m0fnu, float4_e2m1fn_x2"
 )
-LAYERS = 'all, {first: n}, {last: n}, {every: k, offset: j}, or a list such as ["0-7", "12"]'
+LAYERS = 'all, {first: n}, {block: n}, {last: n}, {every: k, offset: j}, {fraction: f}, or a list such as ["0-7", "12"]'
 PATTERN = 'a dotted module path, such as "self_attn.{q,k}_proj" or "mlp.**"'
 RANGE = 'a layer such as 12, or a range such as "0-7" (both ends are meant)'
 SIX_HUNDRED = ",".join(f"a{i}" for i in range(600))
@@ -187,7 +187,7 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
         (
             'p.yaml:3:23: unknown key "frist" in layers',
             "did you mean: first",
-            "legal: first, last, every, offset",
+            "legal: first, block, last, every, offset, fraction",
             'fix: write "first"',
         ),
     ),

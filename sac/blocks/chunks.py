@@ -1,0 +1,173 @@
+"""Chunks: several layers of an ``nn.Sequential`` as one region."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from sac.blocks.block import Block
+from sac.blocks.paths import Node, join, root_node, walk
+from sac.blocks.stacks import is_callable
+from sac.blocks.wrap import Applied, InstalledForward, scope_module, set_forward
+from sac.errors import ModelError, Problem, RegionError
+from sac.policy.model import Chunks
+from sac.region.state import owners_of
+from sac.selective.compiled import run_in_eager, run_traced
+from sac.selective.kind import Kind, Region
+from sac.selective.table import Table
+
+# Note [Chunks]
+#
+# A region is one call. Layers that a model calls one by one cannot become one region from outside: what happens between
+# them is in the model's own code. The one loop that we know is that of `nn.Sequential.forward`, so a chunk can be put
+# on a Sequential and on subclasses that leave `forward` alone. There we put a forward on the container that runs the
+# same loop, some of its children within regions. Each child is called as it was, with its hooks; the container's own
+# hooks run once, since nothing but its forward is ours.
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """A Sequential and which of its children are one region each; places count its children from 0."""
+
+    path: str
+    module: nn.Module
+    chunks: tuple[range, ...]
+
+    def names(self, chunk: range) -> list[str]:
+        """Return the names of the children in ``chunk``."""
+        return list(self.module._modules)[chunk.start : chunk.stop]
+
+
+def find_chains(model: nn.Module, blocks: Sequence[Block], chunks: Chunks) -> tuple[Chain, ...]:
+    """Return the chains that hold ``blocks``, divided into ``chunks``.
+
+    A module that is called twice counts as two layers. What stands between two layers of a chunk belongs to it.
+    Raises ``ModelError`` where layers are called by another loop than that of ``nn.Sequential``.
+    """
+    nodes = {node.path: node for node in walk(model, repeats=True)}
+    stacks: dict[str, set[int]] = {}
+    for block in blocks:
+        stacks.setdefault(block.stack, set()).add(id(block.module))
+    problems, chains = [], []
+    for path, layers in stacks.items():
+        node = nodes[path]
+        places = _places(node, layers) if _is_chain(node.module) else []
+        if places:
+            runs = [range(places[run.start], places[run.stop - 1] + 1) for run in chunks.spans(len(places))]
+            chains.append(Chain(path, node.module, tuple(runs)))
+        else:
+            problems.append(_no_chain(path, nodes))
+    if problems:
+        raise ModelError(problems)
+    return tuple(chains)
+
+
+def _is_chain(module: nn.Module) -> bool:
+    own_loop = type(module).forward is nn.Sequential.forward and "forward" not in module.__dict__
+    return own_loop and isinstance(module, nn.Sequential) and type(module).__iter__ is nn.Sequential.__iter__
+
+
+def _places(node: Node, layers: set[int]) -> list[int]:
+    """Return at which places the chain calls one of ``layers`` (by identity, without the wrappers around them)."""
+    children = enumerate(node.module._modules.values())
+    return [place for place, child in children if child is not None and id(root_node(child).module) in layers]
+
+
+def _no_chain(path: str, nodes: dict[str, Node]) -> Problem:
+    module = nodes[path].module
+    kind, owner = type(module).__name__, type(nodes[path.rpartition(".")[0]].module).__name__
+    if is_callable(module):
+        reason = f"{kind} has a forward of its own, not that of nn.Sequential"
+    else:
+        reason = f"{owner} calls them one by one" if path else "they are called one by one"
+    return Problem(
+        where=f"{path} ({kind})" if path else f"the model ({kind})",
+        found=f"its layers cannot be put together in chunks: {reason}",
+        expected="an nn.Sequential, or a subclass that leaves forward alone",
+        fix="choose single layers ({every: k}, {fraction: f}, {first: n}), build them as an nn.Sequential, or call "
+        "sac.checkpoint around each chunk in the model's own loop",
+    )
+
+
+class ChunkedForward(InstalledForward):
+    """Runs a Sequential, chunks of its children as one region each; see Note [Chunks]."""
+
+    def __init__(self, chain: Chain, kinds: Sequence[Kind], applied: Applied) -> None:
+        super().__init__(chain.module, applied)
+        self.path = chain.path
+        self.size = len(chain.module._modules)
+        self.chunks = chain.chunks
+        self._regions = tuple(
+            Region(kind, _region_path(chain, chunk)) for chunk, kind in zip(chain.chunks, kinds, strict=True)
+        )
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        """One for each chunk."""
+        return self._regions
+
+    def __call__(self, input: Any) -> Any:
+        """Run the children in order; ``input`` is named as ``nn.Sequential`` names it."""
+        if not torch.is_grad_enabled():
+            return self.original(input)
+        children = [*self.module._modules.values()]
+        if len(children) != self.size:
+            raise RegionError(self._other_size(len(children)))
+        done = 0
+        for chunk, region in zip(self.chunks, self._regions, strict=True):
+            input = _run_in_order(children[done : chunk.start], input)
+            input = self._run_chunk(region, tuple(children[chunk.start : chunk.stop]), input)
+            done = chunk.stop
+        return _run_in_order(children[done:], input)
+
+    def _run_chunk(self, region: Region, modules: tuple[Any, ...], input: Any) -> Any:
+        function = partial(_run_in_order, modules)
+        if not torch.compiler.is_compiling():
+            return self._run_region(region, function, modules, input)
+        if self.applied.settings.needs_frame:
+            return run_in_eager(self._run_region, region, function, modules, input)
+        return run_traced(function, region.kind.table, (input,), {})
+
+    def _run_region(self, region: Region, function: Any, modules: tuple[nn.Module, ...], input: Any) -> Any:
+        owners = tuple({owner: None for module in modules for owner in owners_of(module)})
+        training = tuple(module.training for module in modules)
+        return region.run(function, owners, training, self.applied.settings, (input,), {})
+
+    def _other_size(self, size: int) -> Problem:
+        return Problem(
+            where=self.path or type(self.module).__name__,
+            found=f"it had {self.size} children when sac.apply divided it into chunks, and has {size} now",
+            fix="call sac.remove(model) before a model is changed, and sac.apply after it",
+        )
+
+
+def _run_in_order(modules: Sequence[Any], input: Any) -> Any:
+    for module in modules:
+        input = module(input)
+    return input
+
+
+def _region_path(chain: Chain, chunk: range) -> str:
+    names = chain.names(chunk)
+    return join(chain.path, names[0] if len(names) == 1 else f"{names[0]}-{names[-1]}")
+
+
+def install_chunks(chains: Sequence[Chain], table: Table, applied: Applied) -> None:
+    """Put the regions of ``chains`` on them; the caller has checked that none is there yet."""
+    kinds: dict[tuple[object, ...], Kind] = {}
+    for chain in chains:
+        of_chain = []
+        for chunk in chain.chunks:
+            names = chain.names(chunk)
+            layers = [(name, chain.module._modules[name]) for name in names]
+            parts = [part for name, layer in layers if layer is not None for part in layer.named_modules(prefix=name)]
+            structure = tuple((path.partition(".")[2], type(part)) for path, part in parts)
+            of_chain.append(kinds.setdefault((chain.path, structure), Kind(table, applied.mode)))
+            for path, part in parts:
+                scope_module(part, path)
+        set_forward(chain.module, ChunkedForward(chain, of_chain, applied))

@@ -1,0 +1,50 @@
+"""Regions in what ``torch.compile`` traces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from sac.selective.contexts import checkpoint_contexts
+from sac.selective.table import Table
+
+# Note [Regions under torch.compile]
+#
+# Our frame cannot be traced. Inside a compiled function a region is a call of `torch.utils.checkpoint`, which Dynamo
+# puts into its graph, with our decisions as tags for the partitioner. What only our frame can do
+# (`Settings.needs_frame`) is not dropped: such a region runs in eager, as a call that Dynamo does not look into. That
+# breaks the graph there; under `fullgraph=True` it is torch's own error, which gives our reason.
+
+_TAKEN = {"function", "use_reentrant", "context_fn", "determinism_check", "debug", "early_stop", "preserve_rng_state"}
+
+
+def run_traced(function: Callable[..., Any], table: Table, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Run ``function(*args, **kwargs)`` as a region of a graph that is being traced."""
+    contexts = partial(checkpoint_contexts, table)  # no path: Dynamo would compile each region anew
+    if not _TAKEN.isdisjoint(kwargs):  # the function's own, which torch would take for its own
+        function, kwargs = partial(function, **kwargs), {}
+    return torch_checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+def _run_region(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
+def _kept_out_of_graphs(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
+    # Private name (torch 2.1 to 2.13): `torch.compiler.disable` does the same, and loads all of Dynamo right now.
+    disable = getattr(torch, "_disable_dynamo", torch.compiler.disable)
+    wrapped: Any = disable(function)
+    # Read by Dynamo for its message (torch 2.13, held by tests/full/test_compiled_settings.py).
+    wrapped._torchdynamo_disable, wrapped._torchdynamo_disable_msg = True, reason
+    return wrapped
+
+
+run_in_eager = _kept_out_of_graphs(
+    _run_region,
+    "sac runs this region in eager: inputs that are kept elsewhere, trackers, generators, state providers and "
+    "use_reentrant cannot be put into a graph",
+)
