@@ -1,24 +1,23 @@
-"""The region frame: one checkpointed call, non-reentrant, whatever it keeps and however it is run again."""
+"""The non-reentrant frame: one checkpointed call, whatever it keeps and however it is run again."""
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
-from typing import Any, Protocol
+from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from sac.errors import Problem, RegionError
+from sac.region.call import RETAIN, Recorder, RegionCall, graph_is_retained
 from sac.region.handles import Filling, Handle, StopRecompute
 from sac.region.inputs import KeptInputs
-from sac.region.parking import PackHooks, fetch, surrounding_hooks
+from sac.region.parking import fetch
 from sac.region.settings import PLAIN, Settings
 from sac.region.storages import describe
-from sac.region.surroundings import Surroundings
 
 # Note [The walk of a region]
 #
@@ -38,31 +37,6 @@ from sac.region.surroundings import Surroundings
 # autograd drops the handle, node by node; nodes that this backward does not visit find theirs in a later one.
 
 
-class Recorder(Protocol):
-    """What a recomputation engine does for a frame. The frame works without one (full recomputation)."""
-
-    def forward_mode(self) -> AbstractContextManager[Any]:
-        """Return the context in which the forward runs."""
-
-    def pack(self, tensor: torch.Tensor, handle: Handle) -> None:
-        """Autograd saves ``tensor``; call ``handle.keep`` to hold it."""
-
-    def close(self, handles: list[Handle], last_missing: int) -> bool:
-        """The forward is over; return whether the region can be recomputed without this recorder."""
-
-    def park(self, hooks: PackHooks) -> None:
-        """Hand what is held to the saved-tensor hooks around the region."""
-
-    def recompute_mode(self, inputs: list[tuple[int, torch.Tensor]], filling: Filling) -> AbstractContextManager[Any]:
-        """Return the context in which the recomputation runs on ``inputs``, given with their positions."""
-
-    def check_recomputed(self) -> None:
-        """Raise if a value that had to be used was not."""
-
-    def drop(self) -> None:
-        """Let every held value go."""
-
-
 def _call(reference: weakref.ref[Handle]) -> Handle | None:
     return reference()
 
@@ -75,11 +49,8 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-class Frame:
-    """One call of one checkpointed region; see Note [The walk of a region].
-
-    ``path`` names the region in messages. ``owners`` are its modules with buffers or parameters.
-    """
+class Frame(RegionCall):
+    """The non-reentrant frame; see Note [The walk of a region]."""
 
     def __init__(
         self,
@@ -89,32 +60,15 @@ class Frame:
         owners: tuple[nn.Module, ...] = (),
         settings: Settings = PLAIN,
     ) -> None:
-        self.function = function
-        self.path = path
-        self.recorder = recorder
-        self.owners = owners
-        self.settings = settings
+        super().__init__(function, path, recorder, owners, settings)
         self._handles: list[weakref.ref[Handle]] = []
         self._forward_over = False
-        self._lock = threading.RLock()
-        self._dropped = False
-        self.input_bytes = (0, 0)  # on devices and on the host for them; 0 where no recomputation will come
 
     def run(self, inputs: KeptInputs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the region's forward and keep what its backward needs; returns the function's result.
-
-        ``inputs`` are made of the same ``args`` and ``kwargs``.
-        """
-        self.hooks = surrounding_hooks()
-        self.inputs = inputs
-        tensors = [kept.data for kept in self.inputs.tensors if isinstance(kept.data, torch.Tensor)]
-        self.surroundings = Surroundings(tensors, self.owners, self.settings)
+        """See ``RegionCall.run``."""
+        self._begin(inputs)
         with saved_tensors_hooks(self._pack, self._unpack):
-            if self.recorder is None:
-                output = self.function(*args, **kwargs)
-            else:
-                with self.recorder.forward_mode():
-                    output = self.function(*args, **kwargs)
+            output = self._run_forward(args, kwargs)
         self._close()
         return output
 
@@ -130,32 +84,16 @@ class Frame:
         alive = [handle for handle in (reference() for reference in self._handles) if handle is not None]
         kept = [handle for handle in alive if handle.kept]
         last_missing = max((handle.index for handle in alive if not handle.kept), default=-1)
-        self.surroundings.close()
-        if self.recorder is not None and self.recorder.close(kept, last_missing):
-            self.recorder = None
-        if last_missing < 0:
-            self._drop()
-        else:
-            self.input_bytes = self.inputs.bytes()
-            self.inputs.close(self.hooks, self.path)
+        self._keep(kept, last_missing)
         if self.hooks is not None:
             for handle in kept:
                 handle.park(self.hooks)
-            if self.recorder is not None:
-                self.recorder.park(self.hooks)
-
-    def _drop(self) -> None:
-        """Hold nothing any more that could run the region again."""
-        self._dropped = True
-        self.inputs.drop()
-        if self.recorder is not None:
-            self.recorder.drop()
 
     def _unpack(self, handle: Handle) -> torch.Tensor:
         if handle.kept:
             return handle.kept_value(self.path)
         task = torch._C._current_graph_task_id()
-        retains = task == -1 or _graph_is_retained()
+        retains = task == -1 or graph_is_retained()
         with self._lock:
             if handle.value is None:
                 self._recompute(handle, task, last=not retains)
@@ -197,11 +135,8 @@ class Frame:
         with torch.enable_grad():
             args, kwargs, tensors = self.inputs.rebuild(self.path)
         with ExitStack() as stack:
-            self.surroundings.enter_on(stack)
-            stack.enter_context(torch.enable_grad())
+            self._enter_forward_again(stack, tensors, filling)
             stack.enter_context(saved_tensors_hooks(filling.pack, _same))
-            if self.recorder is not None:
-                stack.enter_context(self.recorder.recompute_mode(tensors, filling))
             try:
                 self.function(*args, **kwargs)
             except StopRecompute as stop:
@@ -216,43 +151,23 @@ class Frame:
 
     # Messages
 
-    def _where(self) -> str:
-        return self.path or "region"
-
     def _differs(self, handle: Handle, tensor: torch.Tensor) -> Problem:
         forward = f"{str(handle.dtype).removeprefix('torch.')}{list(handle.shape)} on {handle.device}"
-        return Problem(
-            where=self._where(),
-            found=f"saved tensor {handle.index} was {forward} in forward and is {describe(tensor)} on {tensor.device} "
+        return self._problem(
+            f"saved tensor {handle.index} was {forward} in forward and is {describe(tensor)} on {tensor.device} "
             "in recomputation",
-            fix="make the region's forward depend on its inputs, parameters and random state only",
         )
 
     def _surplus(self, index: int, tensor: torch.Tensor) -> Problem:
-        return Problem(
-            where=self._where(),
-            found=f"recomputation saves more tensors than forward did ({len(self._handles)}); the first one more is "
+        return self._problem(
+            f"recomputation saves more tensors than forward did ({len(self._handles)}); the first one more is "
             f"number {index}, {describe(tensor)}",
-            fix="make the region's forward depend on its inputs, parameters and random state only",
         )
 
     def _too_few(self, count: int) -> Problem:
-        return Problem(
-            where=self._where(),
-            found=f"recomputation saved {count} tensors, forward saved {len(self._handles)}",
-            fix="make the region's forward depend on its inputs, parameters and random state only",
-        )
+        return self._problem(f"recomputation saved {count} tensors, forward saved {len(self._handles)}")
 
     def _unfilled(self, handle: Handle) -> Problem:
-        return Problem(
-            where=self._where(),
-            found=f"saved tensor {handle.index} was read again after this region's memory had been freed",
-            fix="pass retain_graph=True to the backward call before this one",
+        return self._problem(
+            f"saved tensor {handle.index} was read again after this region's memory had been freed", fix=RETAIN
         )
-
-
-def _graph_is_retained() -> bool:
-    # Private name (torch 2.0 to 2.13); without it every backward is taken to retain its graph: memory then goes when
-    # the graph does.
-    ask = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
-    return bool(ask()) if ask is not None else True

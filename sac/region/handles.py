@@ -20,6 +20,9 @@ class Fillable(Protocol):
         """Put a recomputed tensor on its handle; return whether that waited for it."""
 
 
+ALL = 1 << 62  # the place of a last missing handle that nobody knows: all that is saved may be asked for
+
+
 class StopRecompute(BaseException):
     """Ends a recomputation that has nothing more to fill; not an Exception, so that no model code swallows it."""
 
@@ -146,3 +149,20 @@ class Filling:
         """An op has run: it cannot write any more to what autograd saved before it."""
         if self.since_op:
             self.since_op = []
+
+
+class ToTheEnd:
+    """A recomputation that nobody counts and nobody stops: another one's filling, or a graph that is wanted whole."""
+
+    done = False
+    last_missing = ALL
+    verify: Callable[[int, torch.Tensor], None] | None = None
+
+    def settle(self, written: Sequence[torch.Tensor]) -> None:
+        """Never asked."""
+
+    def after_op(self) -> None:
+        """Nothing to do."""
+
+
+Ending = Filling | ToTheEnd

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from sac.region.frame import Recorder
+from sac.region.call import Recorder
 from sac.region.inputs import KeptInputs
 from sac.region.settings import PLAIN, Settings
 

@@ -1,0 +1,129 @@
+"""One call of a region: what both frames hold of it, and how they run its function in either pass."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from sac.errors import Problem
+from sac.region.handles import Ending, Handle
+from sac.region.inputs import KeptInputs
+from sac.region.parking import PackHooks, surrounding_hooks
+from sac.region.settings import PLAIN, Settings
+from sac.region.surroundings import Surroundings
+
+RETAIN = "pass retain_graph=True to the backward call before this one"
+_REPEATABLE = "make the region's forward depend on its inputs, parameters and random state only"
+
+
+class Recorder(Protocol):
+    """What a recomputation engine does for a frame. The frame works without one (full recomputation)."""
+
+    def forward_mode(self) -> AbstractContextManager[Any]:
+        """Return the context in which the forward runs."""
+
+    def pack(self, tensor: torch.Tensor, handle: Handle) -> None:
+        """Autograd saves ``tensor``; call ``handle.keep`` to hold it."""
+
+    def close(self, handles: list[Handle], last_missing: int) -> bool:
+        """The forward is over; return whether the region can be recomputed without this recorder."""
+
+    def park(self, hooks: PackHooks) -> None:
+        """Hand what is held to the saved-tensor hooks around the region."""
+
+    def recompute_mode(self, inputs: list[tuple[int, torch.Tensor]], ending: Ending) -> AbstractContextManager[Any]:
+        """Return the context in which the recomputation runs on ``inputs``, given with their positions."""
+
+    def check_recomputed(self) -> None:
+        """Raise if a value that had to be used was not."""
+
+    def drop(self) -> None:
+        """Let every held value go."""
+
+
+class RegionCall(ABC):
+    """One call of one checkpointed region.
+
+    ``path`` names the region in messages. ``owners`` are its modules with buffers or parameters.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        path: str,
+        recorder: Recorder | None,
+        owners: tuple[nn.Module, ...] = (),
+        settings: Settings = PLAIN,
+    ) -> None:
+        self.function = function
+        self.path = path
+        self.recorder = recorder
+        self.owners = owners
+        self.settings = settings
+        self.input_bytes = (0, 0)  # on devices and on the host for them; 0 where no recomputation will come
+        self._lock = threading.RLock()
+        self._dropped = False
+
+    @abstractmethod
+    def run(self, inputs: KeptInputs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the region's forward and keep what its backward needs; returns the function's result.
+
+        ``inputs`` are made of the same ``args`` and ``kwargs``.
+        """
+
+    def _begin(self, inputs: KeptInputs) -> None:
+        """Take note of all that the forward is about to see."""
+        self.hooks = surrounding_hooks()
+        self.inputs = inputs
+        tensors = [kept.data for kept in inputs.tensors if isinstance(kept.data, torch.Tensor)]
+        self.surroundings = Surroundings(tensors, self.owners, self.settings)
+
+    def _run_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.recorder is None:
+            return self.function(*args, **kwargs)
+        with self.recorder.forward_mode():
+            return self.function(*args, **kwargs)
+
+    def _keep(self, kept: list[Handle], last_missing: int) -> None:
+        """The forward is over: hold what a recomputation up to ``last_missing`` takes, nothing if it is -1."""
+        self.surroundings.close()
+        if self.recorder is not None and self.recorder.close(kept, last_missing):
+            self.recorder = None
+        if last_missing < 0:
+            self._drop()
+        else:
+            self.input_bytes = self.inputs.bytes()
+            self.inputs.close(self.hooks, self.path)
+        if self.hooks is not None and self.recorder is not None:
+            self.recorder.park(self.hooks)
+
+    def _drop(self) -> None:
+        """Hold nothing any more that could run the region again."""
+        self._dropped = True
+        self.inputs.drop()
+        if self.recorder is not None:
+            self.recorder.drop()
+
+    def _enter_forward_again(self, stack: ExitStack, inputs: list[tuple[int, torch.Tensor]], ending: Ending) -> None:
+        """Enter all that the forward saw, with grad enabled, for a run of the function on the rebuilt ``inputs``."""
+        self.surroundings.enter_on(stack)
+        stack.enter_context(torch.enable_grad())
+        if self.recorder is not None:
+            stack.enter_context(self.recorder.recompute_mode(inputs, ending))
+
+    def _problem(self, found: str, fix: str = _REPEATABLE) -> Problem:
+        return Problem(where=self.path or "region", found=found, fix=fix)
+
+
+def graph_is_retained() -> bool:
+    """Return whether the backward that runs now keeps its graph for another one."""
+    # Private name (torch 2.0 to 2.13); without it every backward is taken to retain its graph: memory then goes when
+    # the graph does.
+    ask = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return bool(ask()) if ask is not None else True
