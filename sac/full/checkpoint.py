@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from sac.full.full_config import DEFAULT_CONFIG, CallOptions, FullConfig, settings_of
-from sac.full.function_regions import region_of
+from sac.full.function_regions import run_as_region
 from sac.region.settings import Settings
 
 
@@ -63,5 +63,4 @@ def run_with(settings: Settings, function: Callable[..., Any], args: tuple[Any, 
     """Run ``function(*args, **kwargs)`` as a region with settings made before; every keyword is the function's own."""
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    found = region_of(function)
-    return found.region.run(function, found.owners, found.training, settings, args, kwargs)
+    return run_as_region(function, settings, args, kwargs)

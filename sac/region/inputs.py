@@ -9,7 +9,9 @@ import torch
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from sac.errors import Problem, RegionError
+from sac.region.identity import Identity
 from sac.region.parking import PackHooks, Parked, fetch, park
+from sac.region.parts import PLAIN, sort_of
 from sac.region.placements import Keeping, Stored
 from sac.region.storages import describe, storage_sizes, version_of
 
@@ -115,25 +117,41 @@ def _copied(tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage]) -> 
 class KeptInputs:
     """Arguments of one region call in any structure; tensors are kept without their graph.
 
-    ``kind`` says what sort of inputs these are (dtypes, shapes, gradients, plain values): equal for equal uses.
+    ``kind`` says what sort of inputs these are (Note [Which function is it]): equal for equal uses, None where no other
+    use can be known to be equal. ``owners``: modules among the arguments that have buffers or parameters.
     """
 
-    __slots__ = ("_leaves", "_spec", "kind", "tensors")
+    __slots__ = ("_keywords", "_leaves", "_spec", "kind", "owners", "tensors")
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        leaves, self._spec = tree_flatten((args, kwargs))
+        leaves: list[Any] = [*args, *kwargs.values()]
+        kind: list[Any] = [len(args), *kwargs]
+        self.owners: tuple[torch.nn.Module, ...] = ()
+        self._keywords = tuple(kwargs)
+        self._spec: Any = None  # as a rule there are but tensors and plain values: nothing to flatten
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor):
+                kind.append(sort_of(leaf))
+            elif type(leaf) in PLAIN:
+                kind += (type(leaf), leaf)
+            else:
+                leaves, self._spec = tree_flatten((args, kwargs))
+                kind = self._look_at(args, kwargs)
+                break
+        self.kind: tuple[Any, ...] | None = tuple(kind) if kind else None
         self.tensors: list[_KeptTensor] = []
         self._leaves: list[Any] | None = leaves
-        kind: list[Any] = []
         for position, leaf in enumerate(leaves):
-            if isinstance(leaf, torch.Tensor):
-                kind.append((type(leaf), leaf.dtype, leaf.shape, leaf.requires_grad))
-                if not isinstance(leaf, torch.nn.Parameter):
-                    leaves[position] = kept = _KeptTensor(leaf, position)
-                    self.tensors.append(kept)
-            else:
-                kind.append(leaf if type(leaf) in (bool, int, float, str) else type(leaf))
-        self.kind = tuple(kind)
+            if isinstance(leaf, torch.Tensor) and not isinstance(leaf, torch.nn.Parameter):
+                leaves[position] = kept = _KeptTensor(leaf, position)
+                self.tensors.append(kept)
+
+    def _look_at(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        identity = Identity()
+        identity.add(args)
+        identity.add(kwargs)
+        self.owners = tuple(identity.owners)
+        return identity.parts if identity.is_known else []
 
     def store(self, keeping: Keeping, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before the forward: copy the chosen inputs to where they are to lie. ``args`` and ``kwargs`` as before.
@@ -176,11 +194,17 @@ class KeptInputs:
             raise AssertionError("a region's inputs were used after they were dropped")
         storages: dict[int, torch.UntypedStorage] = {}
         leaves = [leaf.rebuild(storages, path) if isinstance(leaf, _KeptTensor) else leaf for leaf in self._leaves]
-        args, kwargs = tree_unflatten(leaves, self._spec)
+        args, kwargs = self._unflatten(leaves)
         for kept in self.tensors:
             if kept.stored is not None:
                 kept.stored.placed.prefetch()
         return args, kwargs, [(kept.position, leaves[kept.position]) for kept in self.tensors]
+
+    def _unflatten(self, leaves: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self._spec is not None:
+            return tree_unflatten(leaves, self._spec)  # type: ignore[no-any-return]
+        split = len(leaves) - len(self._keywords)
+        return tuple(leaves[:split]), dict(zip(self._keywords, leaves[split:], strict=True))
 
     def bytes(self) -> tuple[int, int]:
         """Return the bytes held on devices (whole storages, each counted once) and those held for one on the host."""

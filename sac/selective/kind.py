@@ -72,10 +72,12 @@ class Region:
         module is in training, say) share no evidence.
         """
         inputs = KeptInputs(args, kwargs)
-        sort = (mark, inputs.kind)
+        if inputs.owners:
+            owners += inputs.owners
+        sort = (mark, inputs.kind) if inputs.kind is not None else None
         everything = self.kind.table.saves_everything
         recorder = None
-        if sort not in self._free:
+        if sort is None or sort not in self._free:
             recorder = self._recorder()
         elif everything:
             if surrounding_hooks() is None:
@@ -105,7 +107,7 @@ class Region:
         if recorder.tape is not None:
             self.kind.rows = tuple(recorder.tape.rows)
             announce(self.path, self.kind.rows)
-        if self.kind.table.saves_everything or not recorder.needs_mode:
+        if sort is not None and (self.kind.table.saves_everything or not recorder.needs_mode):
             if len(self._free) >= SORTS:
                 self._free.clear()
             self._free.add(sort)

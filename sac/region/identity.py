@@ -1,0 +1,253 @@
+"""What a function or an argument is, as far as that decides which ops a region runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import numbers
+import types
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import nn
+
+from sac.region.parts import PLAIN, Same, attributes_of, names_in, sort_of
+
+# Note [Which function is it]
+#
+# A region may go without a dispatch mode once a call of it has shown nothing that needs one (Note [Evidence]). The
+# evidence is of one function, and a function is often a new object in each call: a lambda in a loop, a partial. Two are
+# one function if they are made of the same code and of the same parts, which are compared like this:
+#
+#   plain values, containers   by what they hold
+#   tensors                    by type, dtype, shape, device and whether they need a gradient
+#   torch modules              by identity, and by what is plain or a function in them and in all below
+#   functions                  by code, closure, defaults, and the globals that the code names; functions of the same
+#                              file that it names, in the same way
+#   Python modules, classes    by identity, and by their attributes that the code names; torch's by identity
+#   other objects              by identity (dataclasses and namespaces: by class) and by their attributes, `_DEEPEST`
+#                              objects deep
+#
+# What can neither be held weakly nor be looked into, and what holds more than `_MOST` parts, is no function we know:
+# each of its calls runs under the mode. Not looked at: what functions of other files read as globals, objects in torch
+# modules, and what lies deeper than said above.
+
+_FUNCTIONS = frozenset({types.FunctionType, types.MethodType, types.BuiltinFunctionType, partial})
+_SINGLE = (types.MethodDescriptorType, types.WrapperDescriptorType, types.GetSetDescriptorType)  # live with their type
+_SEQUENCES = (tuple, list, set, frozenset, deque)
+_MOST = 512
+_DEEPEST = 3
+_NESTED = 30  # containers and functions in one another; more would be more than Python's stack holds
+_STANDARD = len(vars(nn.Module()))  # what nn.Module itself puts into a module's dict, first of all
+
+
+class Identity:
+    """Collects the identity of functions or arguments; see Note [Which function is it].
+
+    ``parts``: what they are, flat. ``is_known``: whether that is all of it. ``owners``: the torch modules met, and
+    those below, that have buffers or parameters.
+    """
+
+    __slots__ = ("_code_names", "_left", "_nested", "_objects", "_seen", "_types", "is_known", "owners", "parts")
+
+    def __init__(self) -> None:
+        self.parts: list[Any] = []
+        self.is_known = True
+        self.owners: list[nn.Module] = []
+        self._left = _MOST
+        self._nested = 0
+        self._objects = 0
+        self._seen: dict[int, int] = {}
+        self._types: dict[type, Same] = {}
+        self._code_names: tuple[str, ...] = ()
+
+    def add(self, value: Any) -> None:
+        """Look at ``value``."""
+        kind = type(value)
+        self._left -= 1
+        if kind in PLAIN:
+            self.parts.append(kind)
+            self.parts.append(value)
+        elif self._left < 0 or self._nested > _NESTED:
+            self.is_known = False
+        elif isinstance(value, torch.Tensor):
+            self.parts.append(sort_of(value))
+        elif isinstance(value, nn.Module):
+            self._add_module(value)
+        elif id(value) in self._seen:
+            self.parts.append(self._seen[id(value)])
+        else:
+            self._seen[id(value)] = len(self._seen)
+            self._nested += 1
+            _LOOKS.get(kind, Identity._add_other)(self, value)
+            self._nested -= 1
+
+    def _add_module(self, root: nn.Module) -> None:
+        parts, seen = self.parts, self._seen
+        parts.append(Same(root))
+        waiting = [root]
+        while waiting:  # by hand: module.modules() makes the names of all of them
+            module = waiting.pop()
+            if id(module) in seen:
+                continue
+            seen[id(module)] = len(seen)
+            held, kind = module.__dict__, type(module)
+            parts += (self._types.get(kind) or self._type(kind), module.training)
+            if module._forward_hooks or module._forward_pre_hooks:
+                parts += (tuple(module._forward_hooks), tuple(module._forward_pre_hooks))  # their ids: none comes twice
+            if module._parameters or module._buffers:
+                self.owners.append(module)
+            # The standard entries come first, except where something plain was set before nn.Module.__init__ ran.
+            for value in islice(held.values(), _STANDARD, None) if next(iter(held)) == "training" else held.values():
+                if type(value) in PLAIN:
+                    parts.append(value)
+                elif type(value) in _FUNCTIONS:
+                    self.add(value)
+                else:
+                    parts.append(None)
+            waiting.extend(child for child in module._modules.values() if child is not None)
+
+    def _type(self, kind: type) -> Same:
+        """Return what stands for a class: a reference, since a local class may hold anything."""
+        return self._types.setdefault(kind, Same(kind))
+
+    def _add_sequence(self, value: Iterable[Any]) -> None:
+        self.parts.append(self._type(type(value)))
+        count = 0
+        for one in value:
+            self.add(one)
+            count += 1
+            if self._left < 0:
+                self.is_known = False
+                break
+        self.parts.append(count)
+
+    def _add_mapping(self, value: Mapping[Any, Any]) -> None:
+        self._add_sequence(list(value))
+        self._add_sequence(list(value.values()))
+
+    def _add_slice(self, value: slice) -> None:
+        self._add_sequence((value.start, value.stop, value.step))
+
+    def _add_partial(self, value: Any) -> None:
+        self._add_sequence([value.func, *value.args])
+        self._add_mapping(value.keywords)
+        self._add_mapping(value.__dict__)
+
+    def _add_method(self, value: types.MethodType) -> None:
+        self.add(value.__func__)
+        self.add(value.__self__)
+
+    def _add_builtin(self, value: Any) -> None:
+        owner = value.__self__
+        if owner is None or isinstance(owner, types.ModuleType):
+            self.parts.append(Same(value))
+        else:  # a method bound to something, made anew whenever it is asked for
+            self.parts.append(value.__name__)
+            self.add(owner)
+
+    def _add_function(self, value: types.FunctionType) -> None:
+        code = value.__code__
+        self.parts.append(Same(code))
+        for cell in value.__closure__ or ():
+            try:
+                held = cell.cell_contents
+            except ValueError:  # not yet bound
+                self.is_known = False
+            else:
+                self.add(held)
+        for extra in (value.__defaults__, value.__kwdefaults__, value.__dict__):
+            if extra:
+                self.add(extra)
+        self._add_globals(code, value.__globals__)
+
+    def _add_globals(self, code: types.CodeType, held: dict[str, Any]) -> None:
+        if _is_torch(held.get("__name__")):
+            return
+        outer, self._code_names = self._code_names, names_in(code)
+        for name in self._code_names:
+            if name in held:
+                self._add_global(held[name], held)
+        self._code_names = outer
+
+    def _add_global(self, value: Any, file: dict[str, Any]) -> None:
+        if type(value) is types.FunctionType and value.__globals__ is not file:
+            self.parts.append(Same(value))
+        else:
+            self.add(value)
+
+    def _add_named(self, value: Any) -> None:
+        """Look at a Python module or class: what the code at hand may read of it by name."""
+        self.parts.append(Same(value))
+        if _is_torch(value.__module__ if isinstance(value, type) else value.__name__):
+            return
+        for held in [vars(kind) for kind in value.__mro__[:-1]] if isinstance(value, type) else [vars(value)]:
+            for name in self._code_names:
+                if name in held:
+                    self._add_global(held[name], {})
+
+    def _add_other(self, value: Any) -> None:
+        kind = type(value)
+        if isinstance(value, (type, types.ModuleType)):
+            self._add_named(value)
+        elif isinstance(value, _SINGLE):
+            self.parts.append(value)
+        elif isinstance(value, numbers.Number) and isinstance(value, Hashable):
+            self.parts += (self._type(kind), value)  # numpy's scalars, Decimal
+        elif isinstance(value, _SEQUENCES):
+            self._add_sequence(value)
+            self._add_attributes(value)
+        elif isinstance(value, dict):
+            self.parts.append(self._type(kind))
+            self._add_mapping(value)
+            self._add_attributes(value)
+        elif dataclasses.is_dataclass(value) or kind is types.SimpleNamespace:
+            self.parts.append(self._type(kind))
+            self._add_attributes(value)
+        else:
+            is_held = self._add_weakly(value)
+            if isinstance(value, enum.Enum) or _is_torch(kind.__module__):
+                self.is_known = self.is_known and is_held
+            else:
+                found = self._add_attributes(value)
+                self.is_known = self.is_known and (is_held or found)
+
+    def _add_weakly(self, value: Any) -> bool:
+        try:
+            self.parts.append(Same(value))
+        except TypeError:
+            self.parts.append(self._type(type(value)))
+            return False
+        return True
+
+    def _add_attributes(self, value: Any) -> bool:
+        """Look at what an object holds under names; return whether it holds something."""
+        attributes = attributes_of(value)
+        if not attributes:
+            return False
+        if self._objects >= _DEEPEST:
+            self.is_known = self.is_known and self._add_weakly(value)
+            return False
+        self._objects += 1
+        self._add_mapping(attributes)
+        self._objects -= 1
+        return True
+
+
+def _is_torch(module: Any) -> bool:
+    return str(module).partition(".")[0] == "torch"
+
+
+_LOOKS: dict[type, Callable[[Identity, Any], None]] = {
+    types.FunctionType: Identity._add_function,
+    types.MethodType: Identity._add_method,
+    types.BuiltinFunctionType: Identity._add_builtin,
+    partial: Identity._add_partial,
+    slice: Identity._add_slice,
+    **dict.fromkeys((tuple, list, set, frozenset, deque), Identity._add_sequence),
+    **dict.fromkeys((dict, OrderedDict), Identity._add_mapping),
+}

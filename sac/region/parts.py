@@ -1,0 +1,65 @@
+"""What identities are made of: plain values, references to objects, sorts of tensors, names in code."""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections.abc import Hashable
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+PLAIN = frozenset(
+    {
+        *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), range),
+        *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
+    }
+)
+
+
+class Same(weakref.ref):  # type: ignore[type-arg]
+    """A weak reference that is equal to those to the same object, whatever the object says of equality."""
+
+    __slots__ = ("address",)
+
+    address: int
+
+    def __new__(cls, value: Any) -> Same:
+        """Refer to ``value``; raises ``TypeError`` where its class does not allow that."""
+        self = super().__new__(cls, value)
+        self.address = id(value)
+        return self
+
+    def __hash__(self) -> int:
+        return self.address
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return isinstance(other, Same) and self.address == other.address and self() is not None and self() is other()
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """Return what an object holds under names, slots included."""
+    held = dict(getattr(value, "__dict__", ()))
+    for kind in type(value).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name.startswith("__") and not name.endswith("__"):
+                name = f"_{kind.__name__.lstrip('_')}{name}"  # as Python mangles it
+            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
+                held[name] = getattr(value, name)
+    return held
+
+
+@lru_cache(maxsize=1024)
+def names_in(code: types.CodeType) -> tuple[str, ...]:
+    """Return the names that code, or code inside it, looks up as globals or attributes, each once."""
+    inner = (name for constant in code.co_consts if type(constant) is types.CodeType for name in names_in(constant))
+    return tuple(dict.fromkeys((*code.co_names, *inner)))
+
+
+def sort_of(tensor: torch.Tensor) -> tuple[Hashable, ...]:
+    """Return what of a tensor may decide which ops are run on it, but for its values."""
+    return type(tensor), tensor.dtype, tensor.shape, tensor.device, tensor.requires_grad
