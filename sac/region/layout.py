@@ -112,7 +112,7 @@ def _spread(shape: tuple[int, ...], stride: tuple[int, ...], order: tuple[int, .
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the local tensor of a DTensor, and any other tensor as it is."""
-    return tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined,no-any-return]
+    return tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:

@@ -59,14 +59,31 @@ class Placed(Protocol):
         """The bytes held in host memory on behalf of a device; before ``park``."""
 
 
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Which argument a flat tensor is made of, for as long as it is being put somewhere; called, it tells its name.
+
+    ``layout`` is that of ``tensor``, the argument; ``call`` is the same object for all inputs of one region call.
+    """
+
+    tensor: torch.Tensor
+    layout: Layout
+    call: object
+    name: Callable[[], str]
+
+    def __call__(self) -> str:
+        """Return how the call writes the argument: ``args[0]``."""
+        return self.name()
+
+
 class Placement(Protocol):
     """A way to keep flat tensors."""
 
     def accepts(self, tensor: torch.Tensor) -> bool:
         """Return whether this input can be kept so at all; if not, it is kept whole."""
 
-    def put(self, flat: torch.Tensor, name: Callable[[], str]) -> Placed:
-        """Copy ``flat`` to where it is kept; ``name`` tells the argument's name, for errors."""
+    def put(self, flat: torch.Tensor, name: Origin, /) -> Placed:
+        """Copy ``flat`` to where it is kept; ``name`` is called for the argument's name, and not held."""
 
     def describe(self) -> str:
         """Say where inputs are kept, for reports: ``in host memory``."""
@@ -85,7 +102,7 @@ class Here:
 
     def describe(self) -> str:
         """Say where inputs are kept."""
-        return "as copies"
+        return "on the device"
 
 
 class PlacedHere:
@@ -161,11 +178,11 @@ class Stored:
 
     __slots__ = ("_closed", "layout", "placed")
 
-    def __init__(self, tensor: torch.Tensor, placement: Placement, name: Callable[[], str]) -> None:
+    def __init__(self, tensor: torch.Tensor, placement: Placement, call: object, name: Callable[[], str]) -> None:
         self._closed = False
         with torch.no_grad():
             self.layout, flat = Layout.of(tensor.detach())
-            self.placed = placement.put(flat, name)
+            self.placed = placement.put(flat, Origin(tensor, self.layout, call, name))
 
     def close(self, hooks: PackHooks | None) -> None:
         """The forward is over. May be called more than once: an input can be passed twice."""

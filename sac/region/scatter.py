@@ -2,32 +2,181 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
 from typing import Any
 
 import torch
 
-from sac.errors import Problem
-from sac.region.placements import Placed, Placement
+from sac.region.gathering import Chain, Gather, chain_of, current_task
+from sac.region.groups import is_replicated, named_group, process_group, reference_to
+from sac.region.parking import PackHooks
+from sac.region.placements import Here, Origin, Placed, Placement
+from sac.region.replicas import check_same_on_all_ranks
+
+# Note [Shares]
+#
+# Of a flat tensor of n elements over w ranks each rank keeps ceil(n / w); those of the last ranks are filled up with
+# zeros, which nobody reads. Any number of elements will do, and the sum over the ranks is less than w elements more
+# than n. A gather gives new memory each time.
 
 
 class Scattered:
-    """Keeps this rank's share of each tensor, and gathers the shares of the group in recomputation."""
+    """Keeps this rank's share of each tensor, and gathers the shares of the group in recomputation.
+
+    ``inner`` keeps the share. ``verify``: compare each tensor over the group first. ``prefetch``: of how many regions
+    ahead the gathers are started.
+    """
+
+    def __init__(self, group: Any, inner: Placement, *, verify: bool = False, prefetch: int = 0) -> None:
+        self.group = group
+        self.inner = inner
+        self.verify = verify
+        self.prefetch = prefetch
+        self.size: int = group.size()
+        self.rank: int = group.rank()
 
     @classmethod
     def over(cls, group: Any, inner: Placement, *, verify: bool, prefetch: int) -> Placement | None:
-        """Return the placement over ``group``, its shares kept by ``inner``; None for a group of one rank."""
-        raise NotImplementedError
+        """Return the placement over ``group``, its shares kept by ``inner``; None for a group of one rank.
+
+        ``group`` is a process group or a mesh of one dimension in which ``group_problem`` finds nothing wrong.
+        """
+        over = process_group(group)
+        return None if over.size() == 1 else cls(over, inner, verify=verify, prefetch=prefetch)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Scattered:
+        inner = copy.deepcopy(self.inner, memo)
+        return Scattered(self.group, inner, verify=self.verify, prefetch=self.prefetch)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickled, (reference_to(self.group), self.inner, self.verify, self.prefetch)
 
     def accepts(self, tensor: torch.Tensor) -> bool:
-        """A DTensor that is sharded over the group already has nothing to scatter."""
+        """Return whether all ranks have the same: any plain tensor, and a DTensor that is replicated over the group."""
+        return is_replicated(tensor, self.group) and self.inner.accepts(tensor)
+
+    def put(self, flat: torch.Tensor, origin: Origin) -> Placed:
+        """Keep this rank's share of ``flat``, which all ranks of the group have.
+
+        Raises ``RegionError`` on all ranks if it is verified and they have not.
+        """
+        if self.verify:
+            check_same_on_all_ranks(flat, origin, self.group)
+        elements = -(-flat.numel() // self.size)
+        share = flat[self.rank * elements : (self.rank + 1) * elements]
+        if share.numel() < elements:
+            padded = flat.new_zeros(elements)
+            padded[: share.numel()] = share
+            share = padded
+        return PlacedShare(self, self.inner.put(share, origin), flat.numel(), origin)
+
+    def describe(self) -> str:
+        """Say where inputs are kept."""
+        inner = "" if isinstance(self.inner, Here) else f", each share {self.inner.describe()}"
+        return f"scattered over {self.size} ranks{inner}"
+
+
+def _unpickled(reference: str | None, inner: Placement, verify: bool, prefetch: int) -> Scattered:
+    return Scattered(named_group(reference), inner, verify=verify, prefetch=prefetch)
+
+
+class PlacedShare:
+    """This rank's share of a flat tensor; see Note [Shares]."""
+
+    __slots__ = (
+        "__weakref__",
+        "_chain",
+        "_elements",
+        "_gather",
+        "_group",
+        "_inner",
+        "_number",
+        "_parked",
+        "_prefetch",
+        "call",
+        "fetched_in",
+        "node",
+    )
+    fresh = True
+
+    def __init__(self, scattered: Scattered, inner: Placed, elements: int, origin: Origin) -> None:
+        self._group = scattered.group
+        self._inner: Placed | None = inner
+        self._elements = elements
+        self._gather: Gather | None = None
+        self._parked = False
+        self._prefetch = scattered.prefetch
+        self._chain: Chain | None = None
+        self._number = -1
+        self.call = origin.call
+        self.node: Any = None
+        self.fetched_in = -1
+        if self._prefetch:
+            self.node = origin.tensor.grad_fn
+            self._chain = chain_of(self._group)
+            self._number = self._chain.add(self)
+
+    def fetch(self) -> torch.Tensor:
+        """Return the whole, gathered anew or by a gather that was started before."""
+        self.start()
+        assert self._gather is not None
+        gather, self._gather = self._gather, None
+        self.fetched_in = current_task()
+        return gather.wait()[: self._elements]
+
+    @property
+    def can_start(self) -> bool:
+        """Whether a gather needs nothing but the share.
+
+        What hooks around the region hold may have to be computed first, by a region around this one.
+        """
+        return self._inner is not None and not self._parked
+
+    def start(self) -> bool:
+        """Start the gather, unless it is under way; return whether it was started now."""
+        if self._gather is not None:
+            return False
+        assert self._inner is not None, "fetched after it was dropped"
+        self._gather = Gather(self._inner.fetch(), self._group)
         return True
 
-    def put(self, flat: torch.Tensor, name: Callable[[], str]) -> Placed:
-        """Keep this rank's share of ``flat``, which all ranks of the group have."""
-        raise NotImplementedError
+    def let_go(self) -> None:
+        """Let a gather that nobody has fetched go, when it is over: its memory is being written to until then."""
+        gather, self._gather = self._gather, None
+        if gather is not None:
+            gather.wait()
 
+    def settle(self) -> None:
+        """See that copying is done."""
+        if self._inner is not None:
+            self._inner.settle()
 
-def group_problem(group: Any, where: str) -> list[Problem]:
-    """Return what is wrong with ``group`` as the tensor-parallel group of this rank."""
-    raise NotImplementedError
+    def park(self, hooks: PackHooks) -> None:
+        """Hand the share to the hooks."""
+        if self._inner is not None:
+            self._parked = True
+            self._inner.park(hooks)
+
+    def prefetch(self) -> None:
+        """Start the gathers of the regions that backward comes to next."""
+        if self._chain is not None:
+            self._chain.start_before(self._number, self._prefetch)
+
+    def drop(self) -> None:
+        """Let the share go."""
+        self.let_go()
+        if self._chain is not None:
+            self._chain.remove(self._number)
+        if self._inner is not None:
+            self._inner.drop()
+        self._inner = self.node = None
+
+    @property
+    def local(self) -> torch.Tensor | None:
+        """The share, if it lies on the device."""
+        return self._inner.local if self._inner is not None else None
+
+    @property
+    def host_bytes(self) -> int:
+        """The bytes of the share, if it lies in host memory for a device."""
+        return self._inner.host_bytes if self._inner is not None else 0
