@@ -11,9 +11,10 @@ import torch
 from sac.errors import ConfigError, Problem
 from sac.full.checks import STORES, problems_in, stores_in, word_of
 from sac.region.contiguous import ContiguousBuffer
+from sac.region.groups import group_problem
 from sac.region.host import Host
 from sac.region.placements import Here, Keeping, Placement
-from sac.region.scatter import Scattered, group_problem
+from sac.region.scatter import Scattered
 from sac.region.settings import PLAIN, Settings, StateProvider
 
 
