@@ -145,7 +145,7 @@ def _misplaced(value: Mapping[Any, Any], mode: str, layers: Layers | Chunks | No
     if value.get("use_reentrant") is True and mode == "selective":
         fix = "leave it out: per-op decisions need the non-reentrant mode"
         yield _problem("use_reentrant", "mode selective has no reentrant form", fix=fix)
-    if not isinstance(layers, Chunks):
+    if mode == "none" or not isinstance(layers, Chunks):
         return
     if mode == "selective":
         found = "mode selective decides op by op within one layer, and a chunk of layers is one region"
