@@ -102,9 +102,6 @@ class RngTracker:
     def _forked(self, name: str) -> Iterator[None]:
         self._check_known(name)
         outer = self._current_state_name
-        if outer == name:
-            yield
-            return
         generator = self.generator
         before = generator.get_state()
         if outer in self._states:

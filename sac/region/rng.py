@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from sac.errors import Problem, RegionError
-from sac.region.rng_trackers import NamedStates, put_back, put_trackers_back, states_of, tracker_of
+from sac.region.rng_trackers import NamedStates, States, put_back, put_trackers_back, states_of, tracker_of
 from sac.region.settings import Settings
 
 # Note [Random states]
@@ -46,16 +46,20 @@ class RngSnapshot:
             _blame_capture(error)
             raise
         # A list: a region can be recomputed inside its own recomputation (a gradient taken in the region).
-        self._entered: list[ExitStack] = []
+        self._entered: list[tuple[States, ExitStack | None]] = []
 
     def __enter__(self) -> None:
         try:
-            with ExitStack() as undo:
-                undo.callback(put_back, states_of(generator for generator, _ in self._states))
-                if self._trackers:
-                    put_trackers_back([(tracker_of(getter), states) for getter, states in self._trackers], undo)
+            present = states_of([generator for generator, _ in self._states])
+            undo = None
+            if self._trackers:
+                undo = put_trackers_back([(tracker_of(getter), states) for getter, states in self._trackers])
+            self._entered.append((present, undo))
+            try:
                 put_back(self._states)
-                self._entered.append(undo.pop_all())
+            except BaseException:
+                self.__exit__(None, None, None)
+                raise
         except RuntimeError as error:
             _blame_capture(error)
             raise
@@ -63,7 +67,12 @@ class RngSnapshot:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._entered.pop().close()
+        present, undo = self._entered.pop()
+        try:
+            if undo is not None:
+                undo.close()
+        finally:
+            put_back(present)
 
 
 def default_generator(device: torch.device) -> torch.Generator | None:

@@ -44,6 +44,11 @@ def put_back(states: States) -> None:
 
 def tracker_of(getter: Callable[[], Any]) -> Any:
     """Return the tracker that ``getter`` returns; raises ``ConfigError`` if that is none."""
+    if isinstance(getter, type):
+        raise _error(
+            f"it is the class {getter.__name__}, which makes a new tracker at each call",
+            expected="a function that returns the tracker whose streams the region forks: lambda: tracker",
+        )
     tracker = getter()
     if callable(getattr(tracker, "get_states", None)) and callable(getattr(tracker, "set_states", None)):
         return tracker
@@ -89,13 +94,15 @@ class NamedStates:
         put_back(self.generators)
 
 
-def put_trackers_back(trackers: Sequence[tuple[Any, NamedStates]], undo: ExitStack) -> None:
-    """Put states back, each on the tracker beside it; ``undo`` will make all as it is now."""
-    for tracker, states in trackers:
-        undo.callback(put_back, states_of(generator for generator, _ in states.generators))
-        undo.callback(NamedStates(tracker, states.defaults).put_on, tracker)
-    for tracker, states in trackers:
-        states.put_on(tracker)
+def put_trackers_back(trackers: Sequence[tuple[Any, NamedStates]]) -> ExitStack:
+    """Put states back, each on the tracker beside it; closing what is returned makes all as it was before."""
+    with ExitStack() as undo:
+        for tracker, states in trackers:
+            undo.callback(put_back, states_of([generator for generator, _ in states.generators]))
+            undo.callback(NamedStates(tracker, states.defaults).put_on, tracker)
+        for tracker, states in trackers:
+            states.put_on(tracker)
+        return undo.pop_all()
 
 
 def _error(found: str, expected: str) -> ConfigError:

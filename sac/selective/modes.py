@@ -181,7 +181,9 @@ class RecomputeMode(BareMode):
         record = self.record
         images = [pair for pair in record.images.values() if pair[0].nbytes() == pair[1].nbytes()]
         self._present = [(storage, storage.clone()) for storage, _ in images]
-        self._present_generators = [(g, g.get_state()) for g, _ in record.generators.values()]
+        moved = {id(g): g for g, _ in record.generators.values()}
+        moved |= {id(g): g for value in record.saved for g, _ in value.rng_after}  # serving moves these
+        self._present_generators = [(g, g.get_state()) for g in moved.values()]
         for storage, image in images:
             storage.copy_(image)
         for generator, state in record.generators.values():

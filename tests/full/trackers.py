@@ -1,0 +1,174 @@
+"""Trackers of named random states as the peers have them, written from what they do, on the CPU generator.
+
+TransformerEngine, Megatron-Core and DeepSpeed switch the CUDA generator; here it is that of the CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sac.full import RngTracker
+
+SEEDS = {"model-parallel-rng": 1234, "expert-parallel-rng": 77}
+
+
+class DeepSpeedLike:
+    """States are tensors, handed out live; a fork knows nothing of the fork around it, so a nested one of the same name
+    repeats numbers. TransformerEngine's is the same where generators are not graph-safe.
+    """
+
+    def __init__(self) -> None:
+        self.states_: dict[str, Any] = {}
+        self.seeds_: set[int] = set()
+
+    def get_states(self) -> dict[str, Any]:
+        return dict(self.states_)
+
+    def set_states(self, states: dict[str, Any]) -> None:
+        self.states_ = states
+
+    def add(self, name: str, seed: int) -> None:
+        if seed in self.seeds_:
+            raise RuntimeError(f"seed {seed} is there")
+        self.seeds_.add(seed)  # recorded before the name is looked at: a failed add burns the seed
+        if name in self.states_:
+            raise RuntimeError(f"state {name} is there")
+        self.states_[name] = self.first_state(seed)
+
+    def first_state(self, seed: int) -> Any:
+        return torch.Generator().manual_seed(seed).get_state()
+
+    @contextlib.contextmanager
+    def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
+        outer = torch.get_rng_state()
+        torch.set_rng_state(self.states_[name])
+        try:
+            yield
+        finally:
+            self.states_[name] = torch.get_rng_state()
+            torch.set_rng_state(outer)
+
+
+class MegatronLike(DeepSpeedLike):
+    """Knows which state is in use, so a nested fork of the same name continues; `get_states` leaves that name out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._current_state_name = "default-rng"
+
+    @contextlib.contextmanager
+    def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
+        outer, outer_name = torch.get_rng_state(), self._current_state_name
+        if outer_name != "default-rng":
+            self.states_[outer_name] = outer
+        torch.set_rng_state(self.states_[name])
+        self._current_state_name = name
+        try:
+            yield
+        finally:
+            self.states_[name] = torch.get_rng_state()
+            torch.set_rng_state(self.states_.get(outer_name, outer))
+            self._current_state_name = outer_name
+
+
+class GeneratorsLike(DeepSpeedLike):
+    """States are generators, handed out live, as TransformerEngine's and Megatron's graph-safe trackers have them."""
+
+    def first_state(self, seed: int) -> torch.Generator:
+        return torch.Generator().manual_seed(seed)
+
+    @contextlib.contextmanager
+    def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
+        outer = torch.get_rng_state()
+        torch.set_rng_state(self.states_[name].get_state())
+        try:
+            yield
+        finally:
+            self.states_[name].set_state(torch.get_rng_state())
+            torch.set_rng_state(outer)
+
+
+class TiedGenerator(torch.Generator):
+    """What a CUDA generator is under the hood: a pointer to a seed and an offset, which two generators may share."""
+
+    box: list[int]
+
+    @classmethod
+    def seeded(cls, seed: int) -> TiedGenerator:
+        return cls.of([seed, 0])
+
+    @classmethod
+    def of(cls, box: list[int]) -> TiedGenerator:
+        made = cls()
+        made.box = box
+        return made
+
+    def get_state(self) -> Tensor:
+        return torch.frombuffer(bytearray(struct.pack("qq", *self.box)), dtype=torch.uint8).clone()
+
+    def set_state(self, state: Tensor) -> TiedGenerator:
+        self.box[:] = struct.unpack("qq", bytes(state.tolist()))
+        return self
+
+    def graphsafe_get_state(self) -> TiedGenerator:
+        return self.of(self.box)
+
+    def graphsafe_set_state(self, other: TiedGenerator) -> TiedGenerator:
+        self.box = other.box
+        return self
+
+    def draw(self, like: Tensor) -> Tensor:
+        """Numbers that no dispatcher sees come from a generator."""
+        self.box[1] += 1
+        return torch.sin(torch.arange(like.numel()) * 1.7 + self.box[0] + 31.0 * self.box[1]).view(like.shape) + 2
+
+
+class TiedTracker(DeepSpeedLike):
+    """Ties the default generator to the named one for the time of a fork, as graph-safe trackers do on CUDA."""
+
+    def __init__(self, default: TiedGenerator) -> None:
+        super().__init__()
+        self.default = default
+
+    def first_state(self, seed: int) -> TiedGenerator:
+        return TiedGenerator.seeded(seed)
+
+    @contextlib.contextmanager
+    def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
+        outer = self.default.graphsafe_get_state()
+        self.default.graphsafe_set_state(self.states_[name])
+        try:
+            yield
+        finally:
+            self.states_[name] = self.default.graphsafe_get_state()
+            self.default.graphsafe_set_state(outer)
+
+
+MAKERS: Mapping[str, Callable[[], Any]] = {
+    "ours": lambda: RngTracker("cpu"),
+    "Megatron": MegatronLike,
+    "DeepSpeed": DeepSpeedLike,
+    "TransformerEngine, graph-safe": GeneratorsLike,
+}
+
+
+def filled(maker: Callable[[], Any]) -> Any:
+    """A tracker with the states of `SEEDS`."""
+    tracker = maker()
+    for name, seed in SEEDS.items():
+        tracker.add(name, seed)
+    return tracker
+
+
+def bytes_of(tracker: Any) -> dict[str, Tensor]:
+    """Each state of a tracker as a tensor that nothing changes any more."""
+    return {
+        name: (state.get_state() if isinstance(state, torch.Generator) else state).clone()
+        for name, state in tracker.get_states().items()
+    }
