@@ -1,0 +1,40 @@
+"""What the nodes of an autograd graph have saved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+
+def nodes_between(ends: Iterable[torch.Tensor], starts: Iterable[Any]) -> Iterator[Any]:
+    """Yield the graph nodes that ``ends`` depend on, as far as they were not made before the first of ``starts``.
+
+    Nodes are numbered in the order in which a thread makes them. Private name ``_sequence_nr`` (torch 2.1 to 2.13);
+    without it the whole graph is walked.
+    """
+    first = min((node._sequence_nr() for node in starts if hasattr(node, "_sequence_nr")), default=-1)
+    seen: set[Any] = set()
+    waiting = [end.grad_fn for end in ends]
+    while waiting:
+        node: Any = waiting.pop()
+        if node is None or node in seen or (first >= 0 and node._sequence_nr() < first):
+            continue
+        seen.add(node)
+        yield node
+        waiting.extend(following for following, _ in node.next_functions)
+
+
+def saved_without_hooks(node: Any) -> Iterator[Any]:
+    """Yield what a graph node has saved, but for what is in the hands of hooks: asking for that could recompute it.
+
+    Private name ``unpack_hook`` of torch's ``SavedTensor`` (seen in 2.13): without it nothing is yielded.
+    """
+    for name in dir(type(node)):
+        if not name.startswith("_raw_saved_"):
+            continue
+        found = getattr(node, name)
+        for saved in found if isinstance(found, (tuple, list)) else (found,):
+            if getattr(saved, "unpack_hook", saved) is None:
+                yield saved
