@@ -31,3 +31,37 @@ def cloned(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone()
     finally:
         del guard
+
+
+def version_watch(tensor: torch.Tensor) -> torch.Tensor:
+    """Return an empty tensor that shares the version counter of a plain tensor, and holds none of its data.
+
+    Other tensors, whose data cannot be exchanged, are returned as they are.
+    """
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_inference():
+        return tensor
+    watch = detached(tensor)
+    guard = _Unseen() if _Unseen is not None else None
+    try:
+        watch.data = tensor.new_empty(0)
+    finally:
+        del guard
+    return watch
+
+
+def overwrite(storage: torch.UntypedStorage, source: torch.UntypedStorage) -> None:
+    """Copy the bytes of ``source`` into ``storage``, seen by no mode and no version counter."""
+    guard = _Unseen() if _Unseen is not None else None
+    try:
+        storage.copy_(source)
+    finally:
+        del guard
+
+
+def copy_of(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    """Return a copy of ``storage``, made unseen by any mode."""
+    guard = _Unseen() if _Unseen is not None else None
+    try:
+        return storage.clone()
+    finally:
+        del guard

@@ -624,19 +624,20 @@ def test_threads_discard_independently():
     assert all(torch.equal(ours, plain) for ours, plain in results.values())
 
 
-class Seen:
-    modes: list[bool] = []  # noqa: RUF012
+class Watching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.modes: list[bool] = []
+
+    def forward(self, h: Tensor) -> Tensor:
+        self.modes.append(_get_current_dispatch_mode() is not None)
+        return h.sin()
 
 
 def test_repeated_calls_run_without_a_dispatch_mode():
     """Evidence is found again: the function is the same one in each call, and so is the sort of its inputs."""
-
-    def region(h: Tensor) -> Tensor:
-        Seen.modes.append(_get_current_dispatch_mode() is not None)
-        return h.sin()
-
-    x = torch.randn(4, requires_grad=True)
+    region, x = Watching(), torch.randn(4, requires_grad=True)
     for _ in range(3):
         y, lender = run_discardable(PLAIN, region, (x,))
         discard([lender], (y**2).sum())
-    assert Seen.modes == [True, False, False]
+    assert region.modes == [True, False, False]
