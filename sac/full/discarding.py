@@ -6,27 +6,28 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from sac.errors import Problem, RegionError, SacWarning
 from sac.full.checkpoint import run_with
+from sac.full.remembering import Note, remembering
 from sac.full.saved_by_graph import nodes_between, saved_without_hooks
 from sac.region.parking import PackHooks, Parked, park, surrounding_hooks
 from sac.region.settings import Settings
-from sac.region.storages import version_of
+from sac.region.storages import plain_address, version_of
 
 # Note [Discarded outputs]
 #
 # What comes after a region mostly saves the region's output for its own backward, though the region can compute it
 # again. To let it go takes three steps:
 #
-# Forward. Behind the function, inside the region, `_Remembered` saves the outputs, in a node on which nothing else
+# Forward. Behind the function, inside the region, `remembering` saves the outputs, in a node on which nothing else
 # depends. So they are the last of what the region's recomputation has to make, as long as somebody may ask for them.
 #
 # Discard. The graph between the region and a tensor further on is walked, and each saved tensor that lies in the
@@ -35,13 +36,13 @@ from sac.region.storages import version_of
 # lead to that tensor, a saved tensor that has hooks, an attribute) holds the output as before; gradients are right
 # either way.
 #
-# Backward. The first consumer that asks reads what `_Remembered` saved. That runs the region again, once for all
+# Backward. The first consumer that asks reads what `remembering` saved. That runs the region again, once for all
 # consumers and for the region's own backward, and the consumer's tensor is laid on the recomputed storage.
 #
 # Regions that take such an output as their input hold it themselves, not through autograd. `lent_inputs` puts hooks
 # around them, which they hand their inputs to: a chain of regions holds none of the outputs between them.
 
-_open: weakref.WeakValueDictionary[int, Discardable] = weakref.WeakValueDictionary()  # by address of a storage
+_open: weakref.WeakValueDictionary[int | None, Discardable] = weakref.WeakValueDictionary()  # by address of a storage
 
 
 class Discardable:
@@ -50,23 +51,24 @@ class Discardable:
     ``note``: what the forward has left; see Note [Discarded outputs].
     """
 
-    __slots__ = ("__weakref__", "_layouts", "_nodes", "_remembered", "_tensors", "_versions")
+    __slots__ = ("__weakref__", "_layouts", "_memories", "_nodes", "_remembered", "_tensors", "_versions")
 
-    def __init__(self, note: _Note) -> None:
+    def __init__(self, note: Note) -> None:
         assert note.remembered is not None
         self._remembered = note.remembered
         self._tensors: dict[int, torch.Tensor] = dict(enumerate(note.tensors))
         self._layouts = [_layout_of(tensor) for tensor in note.tensors]
+        self._memories = [StorageWeakRef(tensor.untyped_storage()) for tensor in note.tensors]
         self._versions = [version_of(tensor) for tensor in note.tensors]
         self._nodes = {tensor.grad_fn for tensor in note.tensors} - {None}
         for tensor in note.tensors:
-            _open.setdefault(_address(tensor), self)
+            _open.setdefault(plain_address(tensor), self)
 
     @property
-    def unchanged(self) -> dict[int, int]:
+    def unchanged(self) -> dict[int | None, int]:
         """The addresses of the forward's outputs still held, but for those written to since; with their indices."""
         held = reversed(self._tensors.items())
-        return {_address(tensor): index for index, tensor in held if self._is_unchanged(index)}
+        return {plain_address(tensor): index for index, tensor in held if self._is_unchanged(index)}
 
     @property
     def has_graph(self) -> bool:
@@ -75,39 +77,40 @@ class Discardable:
 
     @property
     def starts(self) -> set[Any]:
-        """The graph nodes that made the outputs; that of ``_Remembered`` if the outputs have none."""
+        """The graph nodes that made the outputs; that of ``remembering`` if the outputs have none."""
         return self._nodes or {self._remembered.grad_fn}
 
     def let_go(self) -> bool:
         """Hold no output any more that can be computed again; return whether one has to be held."""
         for index, tensor in list(self._tensors.items()):
             if self._is_unchanged(index):
-                if _open.get(_address(tensor)) is self:
-                    del _open[_address(tensor)]
+                if _open.get(plain_address(tensor)) is self:
+                    del _open[plain_address(tensor)]
                 del self._tensors[index]
         self._nodes = set()
         return bool(self._tensors)
 
     def lend(self, tensor: torch.Tensor) -> Lent | None:
         """Return ``tensor``, which lies in the memory of an output, held by its place there; None if it was changed."""
-        index = next(index for index, output in self._tensors.items() if _address(output) == _address(tensor))
+        index = next(index for index, output in self._tensors.items() if plain_address(output) == plain_address(tensor))
         return Lent(self, index, tensor) if self._is_unchanged(index) else None
 
     def tensor(self, index: int) -> torch.Tensor:
-        """Return an output without its graph. Raises ``RegionError`` if the recomputed one lies in memory otherwise."""
+        """Return an output without its graph.
+
+        Raises ``RegionError`` if the recomputed one lies in memory otherwise, or in the same memory, which is then not
+        the region's own, and was written to.
+        """
         if index in self._tensors:
             return self._tensors[index].detach()
         node: Any = self._remembered.grad_fn
         found: torch.Tensor = node.saved_tensors[index]
-        if _layout_of(found) != self._layouts[index]:
-            raise RegionError(
-                Problem(
-                    "region",
-                    f"output {index} was {_told(self._layouts[index])} in forward and is {_told(_layout_of(found))} "
-                    "in recomputation",
-                    fix="make the region's forward depend on its inputs, parameters and random state only",
-                )
-            )
+        forward, now = self._layouts[index], _layout_of(found)
+        if forward != now:
+            raise _error(index, f"was {_told(forward)} in forward and is {_told(now)} in recomputation")
+        # The weak reference keeps the address of a storage from being used for another one.
+        if plain_address(found) == self._memories[index].cdata and version_of(found) != self._versions[index]:
+            raise _error(index, "lies in memory that is not the region's own and was written to after the forward")
         return found
 
     def _is_unchanged(self, index: int) -> bool:
@@ -140,9 +143,9 @@ def run_discardable(
     That is None where there is nothing to let go of: without grad mode, or if the function returns no tensor with
     memory of its own. ``settings`` must be those of a non-reentrant region.
     """
-    note = _Note()
+    note = Note()
     with lent_inputs(args):
-        output = run_with(settings, partial(_remembering, function), args, {"note": note})
+        output = run_with(settings, partial(remembering, function), args, {"note": note})
     discardable = Discardable(note) if note.remembered is not None else None
     note.tensors, note.remembered = (), None  # the region holds the note: it must not hold the region
     return output, discardable
@@ -161,7 +164,7 @@ def discard(outputs: Sequence[Discardable], *further_on: torch.Tensor) -> int:
     for node in nodes_between(further_on, [start for one in outputs if one.unchanged for start in one.starts]):
         missed = [starts for starts in missed if node not in starts]
         for saved in saved_without_hooks(node):
-            lender = lenders.get(_address(saved.data)) if _lies_plainly(saved.data) else None
+            lender = lenders.get(plain_address(saved.data))
             if lender is not None:
                 saved.register_hooks(partial(Lent, *lender), Lent.fetch)
                 count += 1
@@ -174,79 +177,19 @@ def discard(outputs: Sequence[Discardable], *further_on: torch.Tensor) -> int:
 
 def lent_inputs(inputs: Any) -> AbstractContextManager[Any]:
     """Return a context for a region with these inputs: those that are discardable outputs, it does not hold itself."""
-    if not any(_address(leaf) in _open for leaf in tree_leaves(inputs) if _lies_plainly(leaf)):
+    if not any(plain_address(leaf) in _open for leaf in tree_leaves(inputs)):
         return nullcontext()
     return saved_tensors_hooks(partial(_lend, surrounding_hooks()), _take_back)
 
 
 def _lend(outer: PackHooks | None, tensor: torch.Tensor) -> Any:
-    lender = _open.get(_address(tensor)) if _lies_plainly(tensor) else None
+    lender = _open.get(plain_address(tensor))
     lent = lender.lend(tensor) if lender is not None else None
     return park(tensor, outer) if lent is None else lent
 
 
 def _take_back(held: torch.Tensor | Parked | Lent) -> torch.Tensor:
     return held if isinstance(held, torch.Tensor) else held.fetch()
-
-
-@dataclass
-class _Note:
-    """What one forward leaves for discarding: its outputs with memory of their own, and the node that saved them.
-
-    A plain dataclass, and empty when the region begins: calls of one function are of one sort (Note [Evidence]).
-    """
-
-    chosen: tuple[int, ...] | None = None
-    tensors: tuple[torch.Tensor, ...] = ()
-    remembered: torch.Tensor | None = None
-
-    def take(self, output: Any, inputs: Any) -> None:
-        """Save the tensors of ``output`` for backward, in recomputation the same ones again."""
-        leaves = tree_leaves(output)
-        is_first = self.chosen is None
-        if self.chosen is None:
-            taken = {_address(leaf) for leaf in tree_leaves(inputs) if _lies_plainly(leaf)}
-            self.chosen = tuple(
-                place for place, leaf in enumerate(leaves) if _lies_plainly(leaf) and _address(leaf) not in taken
-            )
-        if not self.chosen or not torch.is_grad_enabled():
-            return
-        tensors = tuple(leaves[place] for place in self.chosen)
-        anchor = torch.empty(0, requires_grad=True)
-        remembered = _Remembered.apply(anchor, *(tensor.detach() for tensor in tensors))  # type: ignore[no-untyped-call]
-        if is_first:
-            self.tensors, self.remembered = tensors, remembered
-
-
-def _remembering(function: Callable[..., Any], *args: Any, note: _Note) -> Any:
-    output = function(*args)
-    note.take(output, args)
-    return output
-
-
-class _Remembered(torch.autograd.Function):
-    """Saves tensors, and is part of no other graph."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(*tensors)
-        return anchor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise AssertionError("nothing depends on this node")
-
-
-def _lies_plainly(value: Any) -> bool:
-    """Return whether ``value`` is a plain strided tensor with memory, whose elements are what lies there."""
-    if type(value) is not torch.Tensor or value.layout is not torch.strided or value.is_conj() or value.is_neg():
-        return False
-    return value.untyped_storage().nbytes() > 0
-
-
-def _address(tensor: torch.Tensor) -> int:
-    address: int = tensor.untyped_storage()._cdata
-    return address
 
 
 def _layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -259,6 +202,11 @@ def _told(layout: tuple[Any, ...]) -> str:
     return (
         f"{str(dtype).removeprefix('torch.')}{list(shape)} with strides {stride}, {offset} elements into {size} bytes"
     )
+
+
+def _error(index: int, found: str) -> RegionError:
+    fix = "make the region's forward depend on its inputs, parameters and random state only"
+    return RegionError(Problem("region", f"output {index} {found}", fix=fix))
 
 
 def _warn(text: str) -> None:

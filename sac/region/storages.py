@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -16,6 +17,18 @@ def storage_sizes(tensor: torch.Tensor) -> dict[int, int]:
         return {id(tensor): tensor.numel() * tensor.element_size()}
     storage = tensor.untyped_storage()
     return {storage._cdata: storage.nbytes()}
+
+
+def plain_address(value: Any) -> int | None:
+    """Return the address of a plain strided tensor's storage; None for all else, and where no memory is in it.
+
+    A lazily conjugated or negated tensor is not plain: its elements are not what lies in its storage.
+    """
+    if type(value) is not torch.Tensor or value.layout is not torch.strided or value.is_conj() or value.is_neg():
+        return None
+    storage = value.untyped_storage()
+    address: int = storage._cdata
+    return address if storage.nbytes() > 0 else None
 
 
 def shares_storage(tensor: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:

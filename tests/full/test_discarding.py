@@ -575,6 +575,31 @@ def test_an_output_that_lies_otherwise_in_recomputation_is_an_error():
     )
 
 
+def test_an_output_in_memory_that_others_write_to_is_an_error_as_it_is_without_regions():
+    cache = torch.arange(6.0)
+    x = torch.ones(3, requires_grad=True)
+    y, lender = run_discardable(PLAIN, lambda h: cache[:3], (x,))
+    out = (x * y).sum()
+    discard([lender], out)
+    cache.zero_()
+    with pytest.raises(RegionError) as error:
+        out.backward()
+    assert str(error.value) == (
+        "region: output 0 lies in memory that is not the region's own and was written to after the forward\n"
+        "    fix: make the region's forward depend on its inputs, parameters and random state only"
+    )
+
+
+def test_an_output_in_memory_of_others_can_be_discarded():
+    cache = torch.arange(6.0)
+    x = torch.ones(3, requires_grad=True)
+    y, lender = run_discardable(PLAIN, lambda h: cache[:3], (x,))
+    out = (x * y).sum()
+    discard([lender], out)
+    out.backward()
+    assert torch.equal(x.grad, cache[:3])
+
+
 def test_a_second_discard_does_nothing():
     x, norm, linear = norm_and_linear()
     out, lender, _ = normed(x, norm, linear)
