@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from sac.full.full_config import DEFAULT_CONFIG, CallOptions, FullConfig, settings_of
-from sac.full.function_regions import run_as_region
+from sac.full.full_config import DEFAULT_CONFIG, DEFAULT_OPTIONS, CallOptions, FullConfig, settings_of
+from sac.full.function_regions import FULL_TABLE, run_as_region
 from sac.region.settings import Settings
+from sac.selective.compiled import run_in_eager, run_traced
 
 
 def checkpoint(
@@ -30,7 +31,8 @@ def checkpoint(
 
     Arguments and results have any structure. Gradients are bit for bit those of the plain call, dropout included:
     random states, autocast and the buffers of ``function`` (if it is a module) are as they were in forward.
-    Nondeterministic routing ops keep their results. Without grad mode it is the plain call.
+    Nondeterministic routing ops keep their results. Without grad mode it is the plain call. In a function that
+    ``torch.compile`` compiles the region is part of the graph; with any of the arguments below it runs in eager there.
 
     ``use_reentrant``: recompute inside an autograd function whose backward calls backward again. Leave it off: only the
     other mode stops early, and allows ``torch.autograd.grad`` and double backward.
@@ -56,6 +58,18 @@ def checkpoint(
         early_stop,
         determinism_check,
     )
+    if torch.compiler.is_compiling() and (config is not None or options != DEFAULT_OPTIONS):
+        return run_in_eager(_run, function, options, config, args, kwargs)
+    return _run(function, options, config, args, kwargs)
+
+
+def _run(
+    function: Callable[..., Any],
+    options: CallOptions,
+    config: FullConfig | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
     return run_with(settings_of(config or DEFAULT_CONFIG, options, "sac.checkpoint"), function, args, kwargs)
 
 
@@ -63,4 +77,8 @@ def run_with(settings: Settings, function: Callable[..., Any], args: tuple[Any, 
     """Run ``function(*args, **kwargs)`` as a region with settings made before; every keyword is the function's own."""
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
+    if torch.compiler.is_compiling():
+        if settings.needs_frame:
+            return run_in_eager(run_as_region, function, settings, args, kwargs)
+        return run_traced(function, FULL_TABLE, args, kwargs)
     return run_as_region(function, settings, args, kwargs)

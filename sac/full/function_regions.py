@@ -22,7 +22,7 @@ from sac.selective.table import Table
 # of the function's identity from then on.
 
 FULL = Policy(name="full", source="full")
-_TABLE = Table(FULL, ())
+FULL_TABLE = Table(FULL, ())
 _MOST_REGIONS = 1024
 
 _regions: dict[Hashable, Region] = {}
@@ -79,7 +79,7 @@ def _kind_of(function: Any) -> Kind:
     while isinstance(function, (partial, types.MethodType)):
         function = function.func if isinstance(function, partial) else function.__func__
     key = Same(getattr(function, "__code__", type(function)))
-    return _kinds.get(key) or _put(_kinds, key, Kind(_TABLE, "full"))
+    return _kinds.get(key) or _put(_kinds, key, Kind(FULL_TABLE, "full"))
 
 
 def _put(known: dict[Hashable, Any], key: Hashable, value: Any) -> Any:

@@ -82,8 +82,9 @@ class Layers:
 class Chunks:
     """All layers of a stack, several at a time as one region; the last chunk may be shorter.
 
-    ``size`` None means the square root of the number of layers, rounded up: what is held is then the inputs of about
-    ``sqrt(n)`` chunks, and in backward the activations of ``sqrt(n)`` layers.
+    ``size`` None means the square root of the number of layers, rounded up: what is held is then the inputs of
+    ``sqrt(n)`` chunks, and in backward beside them the activations of ``sqrt(n)`` layers. (Layers one by one hold ``n``
+    inputs and the activations of one layer, which is less while these are many times the size of an input.)
     """
 
     size: int | None = None

@@ -30,7 +30,7 @@ def run_traced(function: Callable[..., Any], table: Table, args: tuple[Any, ...]
     return torch_checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
-def _run_region(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _run_region(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)
 
 
