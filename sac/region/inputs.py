@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
 
 from sac.errors import Problem, RegionError
+from sac.region.detach import version_watch
 from sac.region.identity import Identity
 from sac.region.parking import PackHooks, Parked, fetch, park
 from sac.region.parts import PLAIN, sort_of
 from sac.region.placements import Keeping, Stored
+from sac.region.release import check_releasable
 from sac.region.storages import describe, storage_sizes, version_of
 
 
@@ -61,12 +64,9 @@ class _KeptTensor:
 
     def close(self, hooks: PackHooks | None, path: str) -> None:
         """The forward is over: check the version, or be content with what is stored."""
-        if self.stored is not None:
-            self.written = self.written or self.was_changed
-            self.alias = self.data = None
-            self.stored.close(hooks)
-            return
-        if self.was_changed:
+        was_changed = self.was_changed
+        # A copy to the host is made while the region runs: a write that nobody saw coming may have been before it.
+        if was_changed and not self.written and (self.stored is None or self.stored.bytes()[1]):
             assert self.alias is not None
             raise RegionError(
                 Problem(
@@ -76,18 +76,24 @@ class _KeptTensor:
                     fix="clone the input inside the region before writing to it",
                 )
             )
-        if hooks is not None and isinstance(self.data, torch.Tensor):
+        if self.stored is not None:
+            self.written = self.written or was_changed
+            self.alias = self.data = None
+            self.stored.close(hooks)
+        elif hooks is not None and isinstance(self.data, torch.Tensor):
             self.data = park(self.data, hooks)
+            self.alias = version_watch(self.alias) if self.alias is not None else None  # what holds data is the hooks'
 
-    def rebuild(self, storages: dict[int, torch.UntypedStorage], path: str) -> torch.Tensor:
+    def rebuild(
+        self, storages: dict[int, torch.UntypedStorage], fetched: dict[Stored, torch.Tensor], path: str, start: Start
+    ) -> torch.Tensor:
         """Return the input for one recomputation; ``storages`` holds the copies made for it so far."""
-        data = self.stored.fetch() if self.stored is not None else self._checked(path)
+        data = fetched[self.stored] if self.stored is not None else self._checked(path)
         if self.written and (self.stored is None or not self.stored.placed.fresh):
             data = _copied(data, storages)  # the recomputation will write to it too, and may not be the last
         if not self.needs_grad:
-            return data
-        leaf = data.detach().requires_grad_()
-        return _Alias.apply(leaf) if self.written else leaf  # type: ignore[no-untyped-call]
+            return data.detach() if data.requires_grad else data  # the caller may have asked for a gradient since
+        return start(self, data)
 
     def _checked(self, path: str) -> torch.Tensor:
         assert self.data is not None
@@ -103,6 +109,15 @@ class _KeptTensor:
                 )
             )
         return data
+
+
+Start = Callable[[_KeptTensor, torch.Tensor], torch.Tensor]
+
+
+def _start(kept: _KeptTensor, data: torch.Tensor) -> torch.Tensor:
+    """Return where the graph of a recomputation begins, for an input that needs a gradient."""
+    leaf = data.detach().requires_grad_()
+    return _Alias.apply(leaf) if kept.written else leaf  # type: ignore[no-untyped-call,no-any-return]
 
 
 def _copied(tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:
@@ -158,15 +173,31 @@ class KeptInputs:
 
         A tensor that is passed twice is stored once.
         """
-        leaves, _ = tree_flatten((args, kwargs))
+        leaves = self.leaves_of(args, kwargs)
         stored: dict[int, Stored] = {}
+        call = object()
         kept_at = {kept.position: kept for kept in self.tensors}
         for position in keeping.choose(leaves):
             tensor = leaves[position]
             if id(tensor) not in stored:
                 name = partial(argument_name, args, kwargs, position)
-                stored[id(tensor)] = Stored(tensor, keeping.placement, name)
+                if keeping.release:
+                    check_releasable(tensor, leaves, name)
+                stored[id(tensor)] = Stored(tensor, keeping.placement, call, name)
             kept_at[position].stored = stored[id(tensor)]
+
+    def leaves_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """Return the leaves of the call, each at its position. ``args`` and ``kwargs`` as before."""
+        return [*args, *kwargs.values()] if self._spec is None else tree_leaves((args, kwargs))
+
+    def release(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """After ``close``: let the caller's tensors keep only what is stored of them; see Note [Released inputs]."""
+        leaves = self.leaves_of(args, kwargs)
+        returned = {id(leaf) for leaf in tree_leaves(output)}
+        for kept in self.tensors:
+            tensor = leaves[kept.position]
+            if kept.stored is not None and not kept.written and id(tensor) not in returned:
+                kept.stored.release(tensor)
 
     def close(self, hooks: PackHooks | None, path: str) -> None:
         """At the end of the forward: check versions, and hand the data to the surrounding hooks."""
@@ -180,25 +211,38 @@ class KeptInputs:
             for kept in self.tensors
             if not kept.written and isinstance(kept.data, torch.Tensor) and address in storage_sizes(kept.data)
         ]
-        if len(inside) == 1 and inside[0].stored is not None:
+        if inside and inside[0].stored is not None and all(kept.stored is inside[0].stored for kept in inside):
             inside[0].stored.placed.settle()
-            inside[0].written = True
+            for kept in inside:
+                kept.written = True
             return
         storages: dict[int, torch.UntypedStorage] = {}
         for kept in inside:  # together: what is written through one of them is seen through the others
             kept.copy_onto(storages)
 
-    def rebuild(self, path: str) -> tuple[tuple[Any, ...], dict[str, Any], list[tuple[int, torch.Tensor]]]:
-        """Return ``(args, kwargs)`` for one recomputation, each tensor a fresh leaf, and the tensors by position."""
+    def rebuild(
+        self, path: str, start: Start = _start
+    ) -> tuple[tuple[Any, ...], dict[str, Any], list[tuple[int, torch.Tensor]]]:
+        """Return ``(args, kwargs)`` for one recomputation, and the tensors by position.
+
+        ``start`` makes the tensor at which the graph begins of each input that needs a gradient.
+        """
         if self._leaves is None:
             raise AssertionError("a region's inputs were used after they were dropped")
         storages: dict[int, torch.UntypedStorage] = {}
-        leaves = [leaf.rebuild(storages, path) if isinstance(leaf, _KeptTensor) else leaf for leaf in self._leaves]
+        fetched = {stored: stored.fetch(path) for stored in self._stored()}
+        leaves = [
+            leaf.rebuild(storages, fetched, path, start) if isinstance(leaf, _KeptTensor) else leaf
+            for leaf in self._leaves
+        ]
         args, kwargs = self._unflatten(leaves)
-        for kept in self.tensors:
-            if kept.stored is not None:
-                kept.stored.placed.prefetch()
+        for stored in fetched:
+            stored.placed.prefetch()
         return args, kwargs, [(kept.position, leaves[kept.position]) for kept in self.tensors]
+
+    def _stored(self) -> list[Stored]:
+        """Return what is stored elsewhere, each once."""
+        return list(dict.fromkeys(kept.stored for kept in self.tensors if kept.stored is not None))
 
     def _unflatten(self, leaves: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self._spec is not None:

@@ -10,6 +10,7 @@ import torch
 
 from sac.region.layout import Layout
 from sac.region.parking import PackHooks, Parked, fetch, park
+from sac.region.release import Released
 
 # Note [Kept inputs]
 #
@@ -176,10 +177,11 @@ class Keeping:
 class Stored:
     """One kept input: how it is laid out, and where it lies."""
 
-    __slots__ = ("_closed", "layout", "placed")
+    __slots__ = ("_closed", "_released", "layout", "placed")
 
     def __init__(self, tensor: torch.Tensor, placement: Placement, call: object, name: Callable[[], str]) -> None:
         self._closed = False
+        self._released: Released | None = None
         with torch.no_grad():
             self.layout, flat = Layout.of(tensor.detach())
             self.placed = placement.put(flat, Origin(tensor, self.layout, call, name))
@@ -193,13 +195,26 @@ class Stored:
         if hooks is not None:
             self.placed.park(hooks)
 
-    def fetch(self) -> torch.Tensor:
-        """Return the input, laid out as it was."""
+    def release(self, tensor: torch.Tensor) -> None:
+        """Leave the caller's ``tensor`` nothing but what is kept of it on the device, until it is fetched.
+
+        May be called more than once: an input can be passed twice.
+        """
+        if self._released is None:
+            self._released = Released(tensor, self.placed.local)
+
+    def fetch(self, path: str) -> torch.Tensor:
+        """Return the input, laid out as it was; ``path`` names the region in messages."""
         with torch.no_grad():
-            return self.layout.restore(self.placed.fetch())
+            data = self.layout.restore(self.placed.fetch())
+            if self._released is not None:
+                self._released.give_back(data if self.placed.fresh else data.clone(), path)
+                self._released = None
+            return data
 
     def drop(self) -> None:
         """Let the data go."""
+        self._released = None
         self.placed.drop()
 
     def bytes(self) -> tuple[int, int]:

@@ -1,0 +1,60 @@
+"""What tests of scattered inputs share: a program run plainly and with scattered regions, on one rank of many."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import sac
+from sac.full import FullConfig
+from tests.semantics.training import same_bits
+
+Run = Callable[..., Any]
+Seen = dict[str, Tensor]
+Program = Callable[[Run], Seen]
+
+
+def plainly(function: Any, *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
+def scattered(group: Any = None, use_reentrant: bool = False, store: str = "scattered", **config: Any) -> Run:
+    """Return what calls a function as a region whose input is scattered over `group`, by default all ranks."""
+    config = FullConfig(store=store, **config)
+
+    def run(function: Any, *args: Any, **kwargs: Any) -> Any:
+        over = dist.group.WORLD if group is None else group
+        return sac.checkpoint(function, *args, tp_group=over, use_reentrant=use_reentrant, config=config, **kwargs)
+
+    return run
+
+
+def differences(program: Program, run: Run, turns: int = 3) -> list[str]:
+    """Names of what a program shows otherwise with regions than plainly.
+
+    More than one turn, as the first call of a function is run in another way than later ones.
+    """
+    torch.manual_seed(3)
+    plain = program(plainly)
+    wrong = []
+    for turn in range(turns):
+        torch.manual_seed(3)
+        ours = program(run)
+        names = sorted(plain.keys() ^ ours.keys()) or [name for name in plain if not same_bits(plain[name], ours[name])]
+        wrong += [f"turn {turn}: {name}" for name in names]
+    return wrong
+
+
+def weights(model: nn.Module) -> Seen:
+    """The gradients of a model's parameters, by name; they are taken off."""
+    found = {f"gradient of {name}": one.grad for name, one in model.named_parameters() if one.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def mlp(width: int, **kinds: Any) -> nn.Module:
+    return nn.Sequential(nn.Linear(width, 2 * width, **kinds), nn.GELU(), nn.Linear(2 * width, width, **kinds))
