@@ -88,9 +88,10 @@ class NamedStates:
             default.graphsafe_set_state(tied)
         if self._current is not _MISSING:
             setattr(tracker, CURRENT, self._current)
-        tracker.set_states(
-            {name: cloned(value) if isinstance(value, torch.Tensor) else value for name, value in self._values.items()}
-        )
+        if self._values or tracker.get_states():  # Megatron-Core's takes even no states for a sign that it is in use
+            tracker.set_states(
+                {name: cloned(one) if isinstance(one, torch.Tensor) else one for name, one in self._values.items()}
+            )
         put_back(self.generators)
 
 
@@ -100,7 +101,6 @@ def put_trackers_back(trackers: Sequence[tuple[Any, NamedStates]]) -> ExitStack:
         for tracker, states in trackers:
             undo.callback(put_back, states_of([generator for generator, _ in states.generators]))
             undo.callback(NamedStates(tracker, states.defaults).put_on, tracker)
-        for tracker, states in trackers:
             states.put_on(tracker)
         return undo.pop_all()
 

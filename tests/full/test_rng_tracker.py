@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import pickle
 import threading
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -17,14 +14,6 @@ from torch import Tensor
 from sac.errors import ConfigError
 from sac.full import RngTracker
 from tests.full.trackers import DeepSpeedLike, MegatronLike
-
-
-@pytest.fixture(autouse=True)
-def default_is_left_alone() -> Iterator[None]:
-    """Give back the process's random state: these tests draw."""
-    before = torch.get_rng_state()
-    yield
-    torch.set_rng_state(before)
 
 
 @pytest.fixture
@@ -244,131 +233,6 @@ def test_threads_may_fork_one_after_the_other(tracker):
         thread.start()
         thread.join()
     assert_numbers(drawn, numbers_of(1, 3))
-
-
-# states
-
-
-def test_states_are_copies_both_ways(tracker):
-    states = tracker.get_states()
-    states["a"].zero_()
-    assert not torch.equal(tracker.get_states()["a"], states["a"])
-    states = tracker.get_states()
-    tracker.set_states(states)
-    states["a"].zero_()
-    del states["b"]
-    assert torch.equal(tracker.get_states()["a"], torch.Generator().manual_seed(1).get_state())
-    assert tracker.names == ("a", "b")
-
-
-def test_states_can_be_put_back(tracker):
-    before = tracker.get_states()
-    with tracker.fork("a"):
-        first = torch.rand(3)
-    tracker.set_states(before)
-    with tracker.fork("a"):
-        assert torch.equal(torch.rand(3), first)
-    tracker.set_states({"b": before["b"]})
-    assert tracker.names == ("b",)
-    assert "seed 1 belongs" in refusal(tracker.add, "a", 1)
-
-
-def test_inside_a_fork_the_stream_in_use_is_as_it_is_now(tracker):
-    with tracker.fork("a"):
-        drawn = [torch.rand(3)]
-        states = tracker.get_states()
-        drawn.append(torch.rand(3))
-        tracker.set_states(states)
-        again = torch.rand(3)
-    assert torch.equal(drawn[1], again)
-    with tracker.fork("a"):
-        assert_numbers([torch.rand(3)], numbers_of(1, 3)[2:])
-
-
-def test_a_stream_that_is_taken_away_inside_its_fork_stays_away(tracker):
-    torch.manual_seed(9)
-    with tracker.fork("a"), tracker.fork("b"):
-        tracker.set_states({})
-    assert tracker.names == ()
-    assert_numbers([torch.rand(3)], numbers_of(9, 1))
-
-
-@pytest.mark.parametrize(
-    ("state", "complaint"),
-    [
-        (3, "expected a torch.ByteTensor, but got int"),
-        (torch.zeros(5056), "RNG state must be a torch.ByteTensor"),
-        (
-            torch.zeros(16, dtype=torch.uint8),
-            "Expected a CPUGeneratorImplState of size 5056 but found the input RNG state size to be 16",
-        ),
-        (torch.zeros(5056, dtype=torch.uint8), "Invalid mt19937 state"),
-    ],
-    ids=["number", "floats", "of CUDA", "zeros"],
-)
-def test_what_is_no_state_is_refused_before_anything_changes(tracker, state, complaint):
-    before = tracker.get_states()
-    with tracker.fork("a"):
-        inside = torch.get_rng_state()
-        good = torch.Generator().manual_seed(8).get_state()
-        assert refusal(tracker.set_states, {"a": good, "b": state}) == (
-            f"RngTracker.set_states: the state of 'b' is none of cpu: {complaint}\n"
-            "    legal: what get_states returned for a tracker of the same device type, in host memory"
-        )
-        assert torch.equal(torch.get_rng_state(), inside)
-    assert all(torch.equal(before[name], now) for name, now in tracker.get_states().items())
-
-
-def test_what_holds_no_states_is_refused(tracker):
-    assert refusal(tracker.set_states, [1]) == (
-        "RngTracker.set_states: [1] holds no states\n    legal: a mapping of name to state"
-    )
-    state = tracker.get_states()["a"]
-    assert refusal(tracker.set_states, {1: state}) == "RngTracker.set_states: 1 is not a name\n    legal: a string"
-
-
-def test_reset_forgets_names_and_seeds_but_not_inside_a_fork(tracker):
-    with tracker.fork("a"):
-        assert refusal(tracker.reset) == ("RngTracker.reset: 'a' is in use\n    fix: call it outside of every fork")
-    assert tracker.names == ("a", "b")
-    tracker.reset()
-    assert tracker.names == ()
-    tracker.add("a", 1)
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))], ids=["copy", "pickle"])
-def test_a_copy_holds_the_streams_and_is_in_no_fork(tracker, copied):
-    with tracker.fork("a"):
-        torch.rand(3)
-        other = copied(tracker)
-        with other.fork("a"):
-            theirs = torch.rand(3)
-        ours = torch.rand(3)
-    assert torch.equal(theirs, ours)
-    assert other.names == tracker.names
-    assert other.device == tracker.device
-    assert "seed 2 belongs" in refusal(other.add, "c", 2)
-    with tracker.fork("b"):
-        torch.rand(3)
-    with other.fork("b"):
-        assert_numbers([torch.rand(3)], numbers_of(2, 1))
-
-
-# devices
-
-
-def test_without_an_accelerator_it_is_for_the_cpu():
-    expected = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    assert RngTracker().device == expected
-    assert repr(RngTracker("cpu")) == "RngTracker(device='cpu', names=())"
-
-
-def test_a_device_without_a_generator_is_refused():
-    assert refusal(RngTracker, "meta") == (
-        "RngTracker.device: 'meta' has no random generator here: META device type not an accelerator."
-    )
-    assert refusal(RngTracker, "gpu").startswith("RngTracker.device: 'gpu' has no random generator here: ")
-    assert refusal(RngTracker, 1.5).startswith("RngTracker.device: 1.5 has no random generator here: ")
 
 
 # a law

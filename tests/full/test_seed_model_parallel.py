@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 from sac.errors import ConfigError
 from sac.full import RngTracker, seed_model_parallel
-
-
-@pytest.fixture(autouse=True)
-def process_state_is_left_alone() -> Iterator[None]:
-    before = torch.get_rng_state()
-    yield
-    torch.set_rng_state(before)
 
 
 def state_of(seed: int) -> list[int]:

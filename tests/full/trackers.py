@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from sac.full import RngTracker
 
@@ -172,3 +173,21 @@ def bytes_of(tracker: Any) -> dict[str, Tensor]:
         name: (state.get_state() if isinstance(state, torch.Generator) else state).clone()
         for name, state in tracker.get_states().items()
     }
+
+
+def leaf(seed: int = 1) -> Tensor:
+    """An input that needs a gradient, drawn from no generator of the process."""
+    return torch.randn(8, 8, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+
+def draws(tracker: Any, x: Tensor) -> Tensor:
+    """Draw before, in and after a fork."""
+    h = F.dropout(x.sin(), 0.3)
+    with tracker.fork():
+        h = F.dropout(h.sin(), 0.5).cos()
+    return F.dropout(h, 0.3).sin()
+
+
+def states_of(tracker: Any) -> dict[str, list[int]]:
+    """The states of a tracker and of the default generator, to be compared."""
+    return {name: state.tolist() for name, state in {**bytes_of(tracker), "": torch.get_rng_state()}.items()}
