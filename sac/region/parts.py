@@ -13,7 +13,7 @@ import torch
 PLAIN = frozenset(
     {
         *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), range),
-        *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
+        *(torch.dtype, torch.device, torch.layout, torch.memory_format),
     }
 )
 

@@ -11,8 +11,7 @@ import torch
 def storage_sizes(tensor: torch.Tensor) -> dict[int, int]:
     """Return the address and the bytes of each storage that holds data of ``tensor``."""
     if type(tensor) is not torch.Tensor and hasattr(type(tensor), "__tensor_flatten__"):
-        names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-        return {address: size for name in names for address, size in storage_sizes(getattr(tensor, name)).items()}
+        return {address: size for part in inner_tensors(tensor) for address, size in storage_sizes(part).items()}
     if tensor.layout is not torch.strided:
         return {id(tensor): tensor.numel() * tensor.element_size()}
     storage = tensor.untyped_storage()
@@ -29,6 +28,12 @@ def plain_address(value: Any) -> int | None:
     storage = value.untyped_storage()
     address: int = storage._cdata
     return address if storage.nbytes() > 0 else None
+
+
+def inner_tensors(tensor: Any) -> list[torch.Tensor]:
+    """Return the tensors inside a wrapper subclass; a DTensor names its mesh among them (torch 2.13)."""
+    names, _ = tensor.__tensor_flatten__()
+    return [part for part in (getattr(tensor, name) for name in names) if isinstance(part, torch.Tensor)]
 
 
 def shares_storage(tensor: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from sac.region.parking import Parked
+from sac.region.storages import inner_tensors
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
@@ -39,10 +40,8 @@ def tensor_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 def wrapped_parts(tensor: Any) -> list[torch.Tensor]:
     """Return the plain tensors inside a wrapper subclass such as DTensor."""
-    names, _ = tensor.__tensor_flatten__()
     parts: list[torch.Tensor] = []
-    for name in names:
-        part = getattr(tensor, name)
+    for part in inner_tensors(tensor):
         parts.extend(wrapped_parts(part) if hasattr(type(part), "__tensor_flatten__") else [part])
     return parts
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import sac
+from sac.full.full_config import FullConfig
 from sac.selective import modes
 from tests.full import flags
 
@@ -461,6 +462,18 @@ def test_modules_given_as_arguments_tell_calls_apart() -> None:
         assert torch.equal(gradient(region(function), block), gradient(function, block))
     quiet.part.loud = True  # type: ignore[assignment]
     assert torch.equal(gradient(region(function), quiet), gradient(function, quiet))
+
+
+def test_a_size_given_as_an_argument_counts_as_its_numbers() -> None:
+    def function(x: Tensor, size: torch.Size) -> Tensor:
+        return body(x.view(size), False)
+
+    def stored(x: Tensor, *args: Any) -> Tensor:
+        config = FullConfig(store="host", keep=lambda position, tensor: position == len(args[0]))
+        return sac.checkpoint(lambda size, x: function(x, size), *args, x, config=config)  # type: ignore[no-any-return]
+
+    for size in (torch.Size([2, 3]), torch.Size([3, 2]), torch.Size([6])):
+        assert torch.equal(gradient(stored, size), gradient(function, size))
 
 
 def test_structures_of_arguments_tell_calls_apart() -> None:

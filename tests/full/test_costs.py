@@ -1,0 +1,250 @@
+"""What full recomputation costs, counted: FLOPs of matrix products, and all-reduces under tensor parallelism.
+
+TransformerEngine, Megatron and DeepSpeed run the whole forward again, as torch's reentrant mode does: 100 % of a
+forward's FLOPs, and 6 all-reduces a layer. By default a region stops when backward has all it needs: before the last
+matrix product, and so before the all-reduce behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import sac
+from tests.full.layers import PreNormLayer, mixed, stack
+from tests.full.ranks import run_ranks
+from tests.semantics.recording import Recorder
+
+Step = Callable[[Tensor], Tensor]
+CALLS = 3  # the first under the recorder, the others without a mode
+
+
+def applied(layer: nn.Module, **settings: Any) -> Step:
+    return sac.apply(nn.Sequential(layer), {"mode": "full", "blocks": ["0"], **settings})
+
+
+WAYS: dict[str, Callable[[nn.Module], Step]] = {
+    "none": lambda layer: layer,
+    "torch": lambda layer: partial(checkpoint, layer, use_reentrant=False),
+    "torch reentrant": lambda layer: partial(checkpoint, layer, use_reentrant=True),
+    "sac.checkpoint": lambda layer: partial(sac.checkpoint, layer),
+    "sac.checkpoint of a lambda": lambda layer: lambda x: sac.checkpoint(lambda y: layer(y), x),
+    "sac.checkpoint to the end": lambda layer: partial(sac.checkpoint, layer, early_stop=False),
+    "sac.checkpoint reentrant": lambda layer: partial(sac.checkpoint, layer, use_reentrant=True),
+    "sac.apply": applied,
+    "sac.apply to the end": lambda layer: applied(layer, early_stop=False),
+    "sac.apply reentrant": lambda layer: applied(layer, use_reentrant=True),
+}
+EARLY = ["torch", "sac.checkpoint", "sac.checkpoint of a lambda", "sac.apply"]
+TO_THE_END = [
+    "torch reentrant", "sac.checkpoint to the end", "sac.checkpoint reentrant", "sac.apply to the end",
+    "sac.apply reentrant",
+]  # fmt: skip
+
+
+def gradients(layer: nn.Module, x: Tensor) -> list[Tensor]:
+    found = [one.grad for one in (x, *layer.parameters())]
+    x.grad = None
+    layer.zero_grad()
+    assert None not in found
+    return found  # type: ignore[return-value]
+
+
+# FLOPs
+
+
+def recomputed(way: str, tokens: int = 8) -> list[float]:
+    """The FLOPs that backward runs more than without recomputation, as a share of a forward's, for each call."""
+    layer = stack(1)[0]
+    x = torch.randn(2, tokens, 32, requires_grad=True)
+    with Recorder() as forward:
+        out = layer(x)
+    with Recorder() as backward:
+        out.sum().backward()
+    expected = gradients(layer, x)
+    run, shares = WAYS[way](layer), []
+    for _ in range(CALLS):
+        out = run(x)
+        with Recorder() as seen:
+            out.sum().backward()
+        shares.append((seen.product_flops - backward.product_flops) / forward.product_flops)
+        assert all(map(torch.equal, gradients(layer, x), expected))
+    return shares
+
+
+@pytest.mark.parametrize("way", EARLY)
+def test_two_thirds_of_a_forward_are_recomputed_by_default(way: str) -> None:
+    assert recomputed(way) == [2 / 3] * CALLS
+
+
+@pytest.mark.parametrize("way", TO_THE_END)
+def test_all_of_a_forward_is_recomputed_without_early_stop(way: str) -> None:
+    assert recomputed(way) == [1.0] * CALLS
+
+
+# All-reduces
+
+
+class _Copied(torch.autograd.Function):
+    """Into the tensor-parallel region: each rank has the input, and its gradient is the sum over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        grad = grads[0].clone()
+        dist.all_reduce(grad)
+        return grad
+
+
+class _Reduced(torch.autograd.Function):
+    """Out of the tensor-parallel region: the sum of what the ranks have, written in place as Megatron does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        dist.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+class TensorParallelLayer(nn.Module):
+    """`PreNormLayer` with heads and MLP split over the ranks of the default group."""
+
+    def __init__(self, d: int = 32, heads: int = 4) -> None:
+        super().__init__()
+        ranks = dist.get_world_size()
+        self.heads = heads // ranks
+        self.attention_norm, self.mlp_norm = nn.LayerNorm(d), nn.LayerNorm(d)
+        self.qkv, self.out = nn.Linear(d, 3 * d // ranks), nn.Linear(d // ranks, d, bias=False)
+        self.up, self.down = nn.Linear(d, 4 * d // ranks), nn.Linear(4 * d // ranks, d, bias=False)
+        self.out_bias, self.down_bias = nn.Parameter(torch.zeros(d)), nn.Parameter(torch.zeros(d))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = mixed(self.qkv(_Copied.apply(self.attention_norm(x))), self.heads)
+        x = x + _Reduced.apply(self.out(h)) + self.out_bias
+        h = F.gelu(self.up(_Copied.apply(self.mlp_norm(x))))
+        return x + _Reduced.apply(self.down(h)) + self.down_bias
+
+
+@contextmanager
+def counted_all_reduces() -> Iterator[list[int]]:
+    """Counts the calls of `dist.all_reduce`."""
+    count, original = [0], dist.all_reduce
+
+    def all_reduce(*args: Any, **kwargs: Any) -> Any:
+        count[0] += 1
+        return original(*args, **kwargs)
+
+    dist.all_reduce = all_reduce
+    try:
+        yield count
+    finally:
+        dist.all_reduce = original
+
+
+def megatron_all_reduces(way: str) -> list[int]:
+    """In one rank: the all-reduces of a forward and backward, for each call."""
+    torch.manual_seed(0)  # weights differ only in how they are read: that does not matter to what is counted
+    layer = TensorParallelLayer()
+    x = torch.randn(2, 8, 32, requires_grad=True)
+    layer(x).square().sum().backward()
+    expected = gradients(layer, x)
+    run, counts = WAYS[way](layer), []
+    for _ in range(CALLS):
+        with counted_all_reduces() as count:
+            run(x).square().sum().backward()
+        counts.append(count[0])
+        assert all(map(torch.equal, gradients(layer, x), expected))
+    return counts
+
+
+class MLP(nn.Module):
+    def __init__(self, d: int = 32) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(d), nn.Linear(d, 4 * d), nn.Linear(4 * d, d)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def dtensor_all_reduces(way: str) -> list[int]:
+    """The same for torch's own tensor parallelism."""
+    torch.manual_seed(0)
+    block = MLP()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    x = torch.randn(2, 8, 32, requires_grad=True)
+    block(x).square().sum().backward()
+    expected = [one.full_tensor() if hasattr(one, "full_tensor") else one for one in gradients(block, x)]
+    run, counts = WAYS[way](block), []
+    for _ in range(CALLS):
+        with CommDebugMode() as comms:
+            run(x).square().sum().backward()
+        counts.append(comms.get_comm_counts()[torch.ops.c10d_functional.all_reduce])
+        found = [one.full_tensor() if hasattr(one, "full_tensor") else one for one in gradients(block, x)]
+        assert all(map(torch.equal, found, expected))
+    return counts
+
+
+def test_a_layer_without_recomputation_has_4_all_reduces() -> None:
+    assert run_ranks(2, megatron_all_reduces, "none") == [[4] * CALLS] * 2
+
+
+@pytest.mark.parametrize("way", EARLY)
+def test_a_recomputed_layer_has_5_all_reduces_by_default(way: str) -> None:
+    assert run_ranks(2, megatron_all_reduces, way) == [[5] * CALLS] * 2
+
+
+@pytest.mark.parametrize("way", TO_THE_END)
+def test_a_recomputed_layer_has_6_all_reduces_without_early_stop(way: str) -> None:
+    assert run_ranks(2, megatron_all_reduces, way) == [[6] * CALLS] * 2
+
+
+@pytest.mark.parametrize(
+    ("way", "expected"), [("none", 2), *((way, 2) for way in EARLY), *((w, 3) for w in TO_THE_END)]
+)
+def test_the_all_reduce_behind_the_mlp_is_not_run_again_for_dtensors(way: str, expected: int) -> None:
+    assert run_ranks(2, dtensor_all_reduces, way) == [[expected] * CALLS] * 2
+
+
+def test_the_layer_split_over_ranks_is_the_layer() -> None:
+    assert max(run_ranks(2, largest_difference)) < 1e-5
+
+
+def largest_difference() -> float:
+    """In one rank: how far the split layer with the weights of a whole one is from it."""
+    whole = stack(1)[0]
+    assert isinstance(whole, PreNormLayer)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    split = TensorParallelLayer()
+    with torch.no_grad():
+        for name in ("attention_norm", "mlp_norm"):
+            getattr(split, name).load_state_dict(getattr(whole, name).state_dict())
+        for of in ("weight", "bias"):
+            parts = getattr(whole.qkv, of).chunk(3)
+            getattr(split.qkv, of).copy_(torch.cat([part.chunk(ranks)[rank] for part in parts]))
+            getattr(split.up, of).copy_(getattr(whole.up, of).chunk(ranks)[rank])
+        split.out.weight.copy_(whole.out.weight.chunk(ranks, 1)[rank])
+        split.down.weight.copy_(whole.down.weight.chunk(ranks, 1)[rank])
+        split.out_bias.copy_(whole.out.bias)
+        split.down_bias.copy_(whole.down.bias)
+        x = torch.randn(2, 8, 32)
+        return (split(x) - whole(x)).abs().max().item()
