@@ -255,13 +255,13 @@ def measure_all(cases: list[Case], modes: list[str], progress: Progress) -> list
     return results
 
 
-def environment() -> dict[str, Any]:
+def environment(script: str) -> dict[str, Any]:
     return {
         "torch": torch.__version__,
         "python": platform.python_version(),
         "cpu": cpu_model(),
         "cores": os.cpu_count(),
-        "command": shlex.join([".venv/bin/python", "scripts/bench_overhead.py", *sys.argv[1:]]),
+        "command": shlex.join([".venv/bin/python", f"scripts/{script}", *sys.argv[1:]]),
     }
 
 
@@ -291,15 +291,15 @@ def has_rich() -> bool:
     return True
 
 
-def print_table(rows: list[list[str]]) -> None:
+def print_table(columns: tuple[str, ...], rows: list[list[str]]) -> None:
     """Through rich where it is installed, else in plain columns."""
     if has_rich():
         from sac.commands.render import print_rows
 
-        print_rows(COLUMNS, rows, right=COLUMNS[1:])
+        print_rows(columns, rows, right=columns[1:])
         return
-    widths = [max(map(len, column)) for column in zip(COLUMNS, *rows, strict=True)]
-    for row in (list(COLUMNS), *rows):
+    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
+    for row in (list(columns), *rows):
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
@@ -308,7 +308,7 @@ def print_results(results: list[Result], skipped: dict[str, str], seen: dict[str
     for result in results:
         how = f"{result.threads} thread(s), {result.clock}, {result.rounds} rounds"
         print(f"\n{result.case}: {result.ops} ops in forward, {result.label}, {how}")
-        print_table([cells(row) for row in result.rows])
+        print_table(COLUMNS, [cells(row) for row in result.rows])
         print(f"sac full ÷ torch full: {result.sac_full_to_torch_full:.2f}")
     print()
     for mode, reason in skipped.items():
@@ -347,7 +347,7 @@ def main() -> int:
     skipped = missing()
     with shown_progress(quiet=given.json) as progress:
         results = measure_all(cases, [mode for mode in WAYS if mode not in skipped], progress)
-    seen = environment()
+    seen = environment("bench_overhead.py")
     if given.json:
         print(json.dumps({**seen, "skipped": skipped, "cases": [asdict(result) for result in results]}, indent=2))
     else:
