@@ -99,7 +99,8 @@ def _accelerator_generators(tensors: Iterable[torch.Tensor]) -> list[torch.Gener
     if accelerator is None and not devices:
         return []
     found = [default_generator(device) for device in sorted(devices, key=str)]
-    if accelerator is not None:
+    # To ask for the current device initialises it, which a forked process must not do. MPS is always ready.
+    if accelerator is not None and getattr(getattr(torch, accelerator.type, None), "is_initialized", lambda: True)():
         found.append(default_generator(accelerator))
     return list({generator: None for generator in found if generator is not None})
 

@@ -270,6 +270,7 @@ def test_the_current_device_and_those_of_the_inputs_are_taken(monkeypatch):
     generators = tuple(TiedGenerator.seeded(seed) for seed in range(4))
     monkeypatch.setattr(torch.cuda, "default_generators", generators)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
 
     class Input:
@@ -281,5 +282,6 @@ def test_the_current_device_and_those_of_the_inputs_are_taken(monkeypatch):
     assert rng._accelerator_generators([]) == [generators[2]]
     assert rng.default_generator(torch.device("cuda")) is generators[2]
     assert rng.default_generator(torch.device("cuda:1")) is generators[1]
-    monkeypatch.setattr(torch.cuda, "default_generators", ())
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)  # not yet, or in a forked process
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: pytest.fail("initialises the device"))
     assert rng._accelerator_generators([]) == []
