@@ -50,6 +50,7 @@ class FullConfig:
     generators: tuple[torch.Generator, ...] = ()
     freeze_buffers: bool = True
     buffer: ContiguousBuffer | None = field(default=None, init=False, repr=False, compare=False)
+    host: Host | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         given = {one.name: getattr(self, one.name) for one in fields(self) if one.init}
@@ -63,6 +64,8 @@ class FullConfig:
         object.__setattr__(self, "generators", tuple(self.generators))
         if "contiguous" in self.stores and self.num_checkpoints is not None:
             object.__setattr__(self, "buffer", ContiguousBuffer(self.num_checkpoints, on_host="host" in self.stores))
+        elif "host" in self.stores:
+            object.__setattr__(self, "host", Host())
 
     @property
     def stores(self) -> tuple[str, ...]:
@@ -171,9 +174,7 @@ def settings_of(config: FullConfig, options: CallOptions, where: str) -> Setting
 
 def _keeping(config: FullConfig, group: Any) -> Keeping | None:
     """Return which inputs are kept elsewhere and where; None where every input is held whole."""
-    placement: Placement | None = config.buffer
-    if placement is None and "host" in config.stores:
-        placement = Host()
+    placement: Placement | None = config.buffer or config.host
     if group is not None:
         share = placement if placement is not None else Here()
         scattered = Scattered.over(group, share, verify=config.verify_replicated, prefetch=config.prefetch)

@@ -98,8 +98,8 @@ def _none_free(count: int, name: str) -> Problem:
         name,
         f"the contiguous buffer has {count} slots (num_checkpoints), and each holds the input of a region whose "
         "backward has not run",
-        fix="give num_checkpoints the number of regions whose backward is pending at once, or call reset() after "
-        "forwards whose backward will never run",
+        fix="let num_checkpoints be the number of regions whose backward is pending at once; of forwards whose "
+        "backward will never run, drop the outputs or call reset()",
     )
 
 
