@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from sac.errors import ConfigError, Problem
+from sac.policy.nodes import shown
 from sac.region.layout import is_dtensor
 
 LEGAL = "a process group that holds this rank, or a mesh of one dimension"
@@ -30,7 +31,7 @@ def group_problem(group: Any, where: str) -> list[Problem]:
     if _is_mesh(group):
         return _mesh_problem(group, where)
     if not isinstance(group, dist.ProcessGroup):
-        return [Problem(where, f"{_shown(group)} is no group", LEGAL)]
+        return [Problem(where, f"{_described(group)} is no group", LEGAL)]
     return _process_group_problem(group, where)
 
 
@@ -58,8 +59,9 @@ def _without_this_rank(where: str) -> Problem:
     return Problem(where, f"rank {dist.get_rank()} is not in the group", LEGAL, fix=fix)
 
 
-def _shown(group: Any) -> str:
-    return f"{group!r}" if isinstance(group, (str, int, float, list, tuple)) else f"a {type(group).__name__}"
+def _described(group: Any) -> str:
+    plain = isinstance(group, (str, int, float, list, tuple))
+    return shown(repr(group)) if plain else f"an object of type {type(group).__name__}"
 
 
 def _is_mesh(group: Any) -> bool:
