@@ -18,6 +18,8 @@ from sac.region.placements import Keeping, Stored
 from sac.region.release import check_releasable
 from sac.region.storages import describe, storage_sizes, version_of
 
+Start = Callable[[torch.Tensor, int], torch.Tensor]
+
 
 class _Alias(torch.autograd.Function):
     """The same tensor as a non-leaf, which a region may write to in place as it did in the forward."""
@@ -85,7 +87,11 @@ class _KeptTensor:
             self.alias = version_watch(self.alias) if self.alias is not None else None  # what holds data is the hooks'
 
     def rebuild(
-        self, storages: dict[int, torch.UntypedStorage], fetched: dict[Stored, torch.Tensor], path: str, start: Start
+        self,
+        storages: dict[int, torch.UntypedStorage],
+        fetched: dict[Stored, torch.Tensor],
+        path: str,
+        start: Start | None,
     ) -> torch.Tensor:
         """Return the input for one recomputation; ``storages`` holds the copies made for it so far."""
         data = fetched[self.stored] if self.stored is not None else self._checked(path)
@@ -93,7 +99,10 @@ class _KeptTensor:
             data = _copied(data, storages)  # the recomputation will write to it too, and may not be the last
         if not self.needs_grad:
             return data.detach() if data.requires_grad else data  # the caller may have asked for a gradient since
-        return start(self, data)
+        leaf = data.detach().requires_grad_()
+        if start is not None:
+            return start(leaf, self.position)
+        return _Alias.apply(leaf) if self.written else leaf  # type: ignore[no-untyped-call]
 
     def _checked(self, path: str) -> torch.Tensor:
         assert self.data is not None
@@ -109,15 +118,6 @@ class _KeptTensor:
                 )
             )
         return data
-
-
-Start = Callable[[_KeptTensor, torch.Tensor], torch.Tensor]
-
-
-def _start(kept: _KeptTensor, data: torch.Tensor) -> torch.Tensor:
-    """Return where the graph of a recomputation begins, for an input that needs a gradient."""
-    leaf = data.detach().requires_grad_()
-    return _Alias.apply(leaf) if kept.written else leaf  # type: ignore[no-untyped-call,no-any-return]
 
 
 def _copied(tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:
@@ -221,11 +221,12 @@ class KeptInputs:
             kept.copy_onto(storages)
 
     def rebuild(
-        self, path: str, start: Start = _start
+        self, path: str, start: Start | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any], list[tuple[int, torch.Tensor]]]:
         """Return ``(args, kwargs)`` for one recomputation, and the tensors by position.
 
-        ``start`` makes the tensor at which the graph begins of each input that needs a gradient.
+        ``start`` is given the leaf made of each input that needs a gradient, with its position, and returns the tensor
+        that is to stand for it.
         """
         if self._leaves is None:
             raise AssertionError("a region's inputs were used after they were dropped")
@@ -235,7 +236,7 @@ class KeptInputs:
             leaf.rebuild(storages, fetched, path, start) if isinstance(leaf, _KeptTensor) else leaf
             for leaf in self._leaves
         ]
-        args, kwargs = self._unflatten(leaves)
+        args, kwargs = self.unflatten(leaves)
         for stored in fetched:
             stored.placed.prefetch()
         return args, kwargs, [(kept.position, leaves[kept.position]) for kept in self.tensors]
@@ -244,7 +245,8 @@ class KeptInputs:
         """Return what is stored elsewhere, each once."""
         return list(dict.fromkeys(kept.stored for kept in self.tensors if kept.stored is not None))
 
-    def _unflatten(self, leaves: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def unflatten(self, leaves: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return ``(args, kwargs)`` with these leaves."""
         if self._spec is not None:
             return tree_unflatten(leaves, self._spec)  # type: ignore[no-any-return]
         split = len(leaves) - len(self._keywords)

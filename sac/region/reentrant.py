@@ -1,30 +1,242 @@
-"""The reentrant frame: a region as one autograd function, whose backward runs the region and its backward."""
+"""The reentrant frame: a region as one node of the graph, whose backward runs the region and its backward."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
-from torch import nn
+import torch
+from torch.autograd.graph import saved_tensors_hooks
 
-from sac.region.call import Recorder
+from sac.errors import RegionError
+from sac.region.call import RETAIN, RegionCall, graph_is_retained
+from sac.region.detach import detached
+from sac.region.handles import ALL, ToTheEnd
 from sac.region.inputs import KeptInputs
-from sac.region.settings import PLAIN, Settings
+from sac.region.results import Results, Wanted, flatten, has_gradients
+from sac.region.storages import describe
+from sac.region.writes import check_writes, give_history
+
+# Note [The reentrant walk]
+#
+# Forward. The function runs on the caller's own arguments with grad disabled: autograd saves nothing. Then one node,
+# `Reentrant`, is put into the graph between the arguments that need a gradient and the results that can have one. Grad
+# mode was off, so nobody knows which results do depend on something that is trained: each floating-point one counts,
+# and gradients of those that turn out not to are let go. Where nothing that is known to the region needs a gradient
+# (its arguments, the parameters of its modules) a closure may still hold a weight: then the forward runs with grad
+# enabled, and its graph, of which nothing is held, tells. A node needs an input that requires grad; a region that has
+# none but trains weights is given an empty one.
+#
+# Backward. The function runs again with grad enabled, and backward is called on its results, with the gradients that
+# have come in: it accumulates into parameters by itself, and what arrives at the arguments is what the node returns.
+# The run is never stopped early: the graph is wanted whole, with its last node. It is made and used up at one go, so a
+# second backward makes another. Backward inside backward is why this mode allows neither `torch.autograd.grad` nor
+# `backward(inputs=...)` (the inner one would accumulate into every parameter) nor double backward (the gradients it
+# returns have no graph).
 
 
-class ReentrantFrame:
-    """One call of one region; the counterpart of ``Frame``, made and run in the same way."""
+class _Reentrant(torch.autograd.Function):
+    """The node of a region in the graph."""
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        path: str,
-        recorder: Recorder | None,
-        owners: tuple[nn.Module, ...] = (),
-        settings: Settings = PLAIN,
-    ) -> None:
-        self.input_bytes = (0, 0)
+    @staticmethod
+    def forward(ctx: Any, call: ReentrantFrame, outputs: Sequence[torch.Tensor], *inputs: torch.Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.call = call
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        return None, None, *ctx.call.backward(grads)
+
+
+class _Start(torch.autograd.Function):
+    """An argument of the recomputation: takes the gradient that arrives there as it is.
+
+    A leaf's own ``grad`` may be a copy, in other strides than the plain backward would have passed on.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, arrived: dict[int, torch.Tensor], position: int) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.arrived, ctx.position = arrived, position
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        if grads[0] is not None:
+            ctx.arrived[ctx.position] = grads[0]
+        return None, None, None
+
+
+_OTHER_MODE = "or use use_reentrant=False, which can do it"
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+class ReentrantFrame(RegionCall):
+    """The frame of ``use_reentrant=True``; see Note [The reentrant walk]."""
 
     def run(self, inputs: KeptInputs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the region's forward; returns the function's result."""
-        raise NotImplementedError
+        """See ``RegionCall.run``."""
+        self._begin(inputs)
+        given = inputs.leaves_of(args, kwargs)
+        passed = None
+        if self._trains(given):
+            with torch.no_grad():
+                result = self._run_forward(args, kwargs)
+        else:
+            passed = [detached(one) if isinstance(one, torch.Tensor) else one for one in given]
+            args, kwargs = inputs.unflatten(passed)
+            with saved_tensors_hooks(detached, _same):  # not those around the region: they are shown the inputs
+                result = self._run_forward(args, kwargs)
+        written = self._written(given)
+        results = Results(result, given, passed, written)
+        self._check_left(inputs.leaves_of(args, kwargs), passed or given, results.hidden)
+        self._keep([], ALL if results.wanted or written else -1)
+        changed = self._get_history(written, given, passed) if written else []
+        if results.wanted or changed:
+            return self._attached(results, changed, given)
+        self._drop()
+        return results.value(()) if passed or written else result
+
+    def _trains(self, given: list[Any]) -> bool:
+        """Return whether an argument needs a gradient, or a parameter of the region's modules."""
+        if any(isinstance(one, torch.Tensor) and one.requires_grad for one in given):
+            return True
+        parameters = (one for owner in self.owners for one in owner._parameters.values())
+        return any(one is not None and one.requires_grad for one in parameters)
+
+    def _attached(self, results: Results, changed: list[int], given: list[Any]) -> Any:
+        """Put the node into the graph; return the result with its outputs."""
+        self._wanted, self._changed = results.wanted, changed
+        self._sources = [kept.position for kept in self.inputs.tensors if kept.needs_grad]
+        outputs = results.aliases() + [detached(given[position]) for position in changed]
+        sources = [given[position] for position in self._sources] or [torch.empty(0, requires_grad=True)]
+        outputs = _Reentrant.apply(self, outputs, *sources)  # type: ignore[no-untyped-call]
+        for position, output in zip(changed, outputs[len(results.wanted) :], strict=True):
+            give_history(given[position], output)
+        return results.value(outputs)
+
+    def backward(self, grads: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+        """Run the region and its backward; return the gradients of the arguments that are the node's inputs."""
+        self._check_backward()
+        last = not graph_is_retained()
+        with self._lock:
+            result, tensors, arrived = self._run_again()
+        pairs = self._paired(result, tensors, grads)
+        del result, tensors
+        if pairs:
+            torch.autograd.backward([root for root, _ in pairs], [grad for _, grad in pairs])
+        if last:
+            self._drop()
+        return tuple(arrived.get(position) for position in self._sources) or (None,)
+
+    def _run_again(self) -> tuple[Any, dict[int, torch.Tensor], dict[int, torch.Tensor]]:
+        """Return the result of another run, its tensor arguments, and a place for the gradients that arrive there."""
+        arrived: dict[int, torch.Tensor] = {}
+
+        def start(leaf: torch.Tensor, position: int) -> torch.Tensor:
+            return _Start.apply(leaf, arrived, position)  # type: ignore[no-untyped-call,no-any-return]
+
+        with torch.enable_grad():
+            args, kwargs, tensors = self.inputs.rebuild(self.path, start)
+        with ExitStack() as stack:
+            self._enter_forward_again(stack, tensors, ToTheEnd())
+            result = self.function(*args, **kwargs)
+        if self.recorder is not None:
+            self.recorder.check_recomputed()
+        return result, dict(tensors), arrived
+
+    def _paired(
+        self, result: Any, tensors: dict[int, torch.Tensor], grads: Sequence[torch.Tensor | None]
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return each recomputed output that has a graph, and the gradient that came in for it."""
+        leaves, _ = flatten(result)
+        again = [self._checked(wanted, leaves) for wanted in self._wanted]
+        again += [tensors[position] for position in self._changed]
+        return [
+            (root, grad) for root, grad in zip(again, grads, strict=True) if grad is not None and root.requires_grad
+        ]
+
+    # Writes to arguments
+
+    def _written(self, given: list[Any]) -> list[int]:
+        """Return the positions of the arguments that the function wrote to, and that may have a gradient."""
+        kept = [one.position for one in self.inputs.tensors if one.written or one.was_changed]
+        return [position for position in kept if has_gradients(given[position])]
+
+    def _get_history(self, written: list[int], given: list[Any], passed: list[Any] | None) -> list[int]:
+        """Return which of the ``written`` arguments have a history that leads through the region."""
+        try:
+            check_writes({position: given[position] for position in written}, self.path)
+        except RegionError:
+            self._take_back(written, given)
+            raise
+        if passed is None and not all(given[position].requires_grad for position in written):
+            with saved_tensors_hooks(detached, _same):  # a run more: only grad mode tells what was written there
+                _, tensors, _ = self._run_again()
+            return [position for position in written if tensors[position].requires_grad]
+        return [position for position in written if passed is None or passed[position].requires_grad]
+
+    def _take_back(self, written: list[int], given: list[Any]) -> None:
+        """Let the caller's tensors be what they were before the region."""
+        _, _, before = self.inputs.rebuild(self.path, lambda leaf, _: leaf)
+        with torch.no_grad():
+            for position, tensor in before:
+                if position in written:
+                    given[position].copy_(tensor)
+
+    # What cannot be done
+
+    def _check_left(self, after: list[Any], before: list[Any], hidden: str) -> None:
+        """Raise if the function left tensors where their gradients would be lost."""
+        if hidden:
+            raise RegionError(
+                self._problem(
+                    f"the region returned a {hidden}, and autograd does not see the tensors that it holds",
+                    fix=f"return tuples, lists, dicts, or what is registered as a pytree; {_OTHER_MODE}",
+                )
+            )
+        known = {id(one) for one in before}
+        if any(id(one) not in known and isinstance(one, torch.Tensor) and has_gradients(one) for one in after):
+            raise RegionError(
+                self._problem(
+                    "the region put a tensor into a container that it was given, and autograd does not see it there",
+                    fix=f"return the tensor; {_OTHER_MODE}",
+                )
+            )
+
+    def _check_backward(self) -> None:
+        """Raise if this backward is one that the mode does not allow."""
+        if not _is_for_every_leaf():
+            found = "neither torch.autograd.grad nor backward(inputs=...) can go through a reentrant region"
+            raise RegionError(self._problem(found, fix=f"call backward() without inputs; {_OTHER_MODE}"))
+        if torch.is_grad_enabled():
+            found = "a reentrant region has no double backward (this one was called with create_graph=True)"
+            raise RegionError(self._problem(found, fix=_OTHER_MODE))
+        if self._dropped:
+            raise RegionError(
+                self._problem("backward came here again after this region's memory had been freed", RETAIN)
+            )
+
+    def _checked(self, wanted: Wanted, leaves: list[Any]) -> torch.Tensor:
+        """Return the recomputed tensor for an output; raise if it is not what forward returned there."""
+        again = leaves[wanted.place] if wanted.place < len(leaves) else None
+        if not isinstance(again, torch.Tensor):
+            raise RegionError(self._problem(f"result {wanted.place} is a tensor in forward and none in recomputation"))
+        if self.settings.checks_metadata and not wanted.is_like(again):
+            found = f"result {wanted.place} was {wanted} in forward and is {describe(again)} on {again.device} in "
+            found += "recomputation"
+            raise RegionError(self._problem(found))
+        return again
+
+
+def _is_for_every_leaf() -> bool:
+    """Return whether the backward that runs now accumulates into all leaves, and those around it too."""
+    # Private to torch (1.0 to 2.13), which guards its own reentrant mode by it. Without it nobody can tell: what
+    # `torch.autograd.grad` returns is right then, but parameters get gradients beside.
+    ask = getattr(getattr(torch.autograd.Variable, "_execution_engine", None), "is_checkpoint_valid", None)
+    return bool(ask()) if ask is not None else True

@@ -1,0 +1,132 @@
+"""What a region returned, and what of it becomes an output of the region's node in the graph."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from sac.region.detach import detached
+from sac.region.parts import PLAIN, attributes_of
+
+# Note [Results of a node]
+#
+# Autograd writes the history of a node's outputs onto the tensors themselves, so only what the region made can be one,
+# and even that is stood for by an alias: a buffer that is returned must not get a history. An argument or a captured
+# leaf that is returned is given back as it is, and so is what can have no gradient by its dtype.
+#
+# The alias may be written to in place, as the result of the plain call may. If the result is a view into an argument,
+# into something that needs a gradient, or into what another result lies in too, such a write would have to change more
+# than one history: then the alias is one that autograd refuses to write to. If the result is a view into an argument
+# that the region wrote to, it is made anew as a view of that argument, which has its history by then.
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """One output of the node: its place among the leaves of the result, and what it has to be again."""
+
+    place: int
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)} on {self.device}"
+
+    def is_like(self, tensor: torch.Tensor) -> bool:
+        """Return whether shape, dtype and device of ``tensor`` are these."""
+        return (tensor.shape, tensor.dtype, tensor.device) == (self.shape, self.dtype, self.device)
+
+
+class Results:
+    """The leaves of what a region returned, and those that are to be outputs of its node; see Note [Results of a node].
+
+    ``given``: the leaves of its arguments, as the caller holds them. ``passed``: aliases of them, if the function was
+    run on those with grad enabled; then a result that needs no gradient is no output of the node. ``written``: the
+    positions of the arguments that the function wrote to.
+    """
+
+    __slots__ = ("_given", "_leaves", "_outputs", "_spec", "_tensors", "_views", "hidden", "wanted")
+
+    def __init__(
+        self, result: Any, given: list[Any], passed: list[Any] | None = None, written: Collection[int] = ()
+    ) -> None:
+        self._given = given
+        self._leaves, self._spec = flatten(result)
+        own = {id(one): given[place] for place, one in enumerate(passed or given) if isinstance(one, torch.Tensor)}
+        roots = {id(_root((passed or given)[position])): position for position in written}
+        self.wanted: list[Wanted] = []
+        self.hidden: str = ""  # the name of the class of a leaf that holds tensors, if one does
+        self._tensors: list[torch.Tensor] = []
+        self._outputs: list[tuple[int, int]] = []  # place of a leaf, and which of the outputs it is
+        self._views: list[tuple[int, int]] = []  # place of a leaf, and position of the written argument it is a view of
+        known: dict[int, int] = {}
+        for place, leaf in enumerate(self._leaves):
+            if not isinstance(leaf, torch.Tensor):
+                if type(leaf) not in PLAIN and _holds_tensors(leaf) and not any(leaf is one for one in given):
+                    self.hidden = type(leaf).__qualname__
+            elif id(leaf) in own:
+                self._leaves[place] = own[id(leaf)]
+            elif roots and leaf._is_view() and id(_root(leaf)) in roots:
+                self._views.append((place, roots[id(_root(leaf))]))
+            elif _is_made_here(leaf) and (leaf.requires_grad or passed is None):
+                index = known.setdefault(id(leaf), len(known))
+                self._outputs.append((place, index))
+                if index == len(self._tensors):
+                    self._tensors.append(leaf)
+                    self.wanted.append(Wanted(place, leaf.shape, leaf.dtype, leaf.device))
+
+    def aliases(self) -> list[torch.Tensor]:
+        """Return what the node is to return in place of the wanted results."""
+        if not any(tensor._is_view() for tensor in self._tensors):
+            return [detached(tensor) for tensor in self._tensors]
+        roots = [_root(tensor) for tensor in self._tensors]
+        given = [_root(one) for one in self._given if isinstance(one, torch.Tensor)]
+        lying_in = Counter(id(root) for root in (*roots, *given))
+        return [
+            _unwritable(tensor) if root.requires_grad or lying_in[id(root)] > 1 else detached(tensor)
+            for tensor, root in zip(self._tensors, roots, strict=True)
+        ]
+
+    def value(self, outputs: Sequence[torch.Tensor]) -> Any:
+        """Return the result with the ``outputs`` of the node in it; written arguments have their history by now."""
+        leaves = self._leaves
+        for place, index in self._outputs:
+            leaves[place] = outputs[index]
+        for place, position in self._views:
+            leaf, own = leaves[place], self._given[position]
+            leaves[place] = own.as_strided(leaf.size(), leaf.stride(), leaf.storage_offset())
+        return leaves[0] if self._spec is None else tree_unflatten(leaves, self._spec)
+
+
+def flatten(result: Any) -> tuple[list[Any], Any]:
+    """Return the leaves of a result and its structure, None for a single tensor."""
+    return ([result], None) if isinstance(result, torch.Tensor) else tree_flatten(result)
+
+
+def has_gradients(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor can have a gradient, by its dtype."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _is_made_here(leaf: torch.Tensor) -> bool:
+    return has_gradients(leaf) and not (leaf.requires_grad and leaf.is_leaf)
+
+
+def _root(tensor: torch.Tensor) -> torch.Tensor:
+    base = tensor._base
+    return tensor if base is None else base
+
+
+def _unwritable(tensor: torch.Tensor) -> torch.Tensor:
+    alias = tensor.detach()
+    return alias.view_as(alias)
+
+
+def _holds_tensors(leaf: Any) -> bool:
+    """Return whether an object that is no pytree has something under a name that could have a gradient."""
+    return any(isinstance(one, torch.Tensor) and has_gradients(one) for one in attributes_of(leaf).values())
