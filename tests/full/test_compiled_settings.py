@@ -1,0 +1,283 @@
+"""Regions under `torch.compile`: plain ones are part of the graph; what no graph can hold is done, in eager.
+
+The oracle is the eager model without us: the backend here is aot_eager, which runs the same kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import sac
+from sac.blocks.wrap import regions_of
+from sac.errors import ConfigError
+from sac.full import FullConfig, RngTracker
+from tests.face.compiling import Compiled, count
+from tests.semantics.blocks import FULL, llama_stack, policy, save, selective, tokens, with_dropout
+from tests.semantics.training import assert_same, built, train
+
+
+class Counting:
+    """A provider that notes what is asked of it."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def snapshot(self) -> int:
+        self.asked.append("snapshot")
+        return 0
+
+    def restore(self, state: int) -> None:
+        self.asked.append("restore")
+
+
+def tracker() -> RngTracker:
+    return TRACKER
+
+
+TRACKER = RngTracker()
+GENERATOR = torch.Generator()
+
+NEEDY: dict[str, tuple[dict[str, Any], Any]] = {
+    "host": ({"store": "host"}, None),
+    "contiguous": ({"store": "contiguous", "num_checkpoints": 2}, None),
+    "reentrant": ({"use_reentrant": True}, None),
+    "tracker": ({}, tracker),
+    "generators": ({"generators": [GENERATOR]}, None),
+    "state": ({"state": [Counting()]}, None),
+}
+PLAIN = {
+    "nothing": {},
+    "no random states": {"preserve_rng_state": False},
+    "no early stop": {"early_stop": False},
+    "no check": {"determinism_check": "none"},
+    "buffers not frozen": {"freeze_buffers": False},
+}
+
+
+def dropping_stack() -> nn.Module:
+    return with_dropout(llama_stack(), 0.2)
+
+
+def compiled(model: nn.Module, **more: Any) -> nn.Module:
+    """The model, compiled as a whole, as a module that `train` takes."""
+    torch._dynamo.reset()
+    return torch.compile(model, backend="aot_eager", **more)
+
+
+@pytest.mark.parametrize(("keys", "get_tracker"), NEEDY.values(), ids=NEEDY.keys())
+def test_settings_hold_inside_a_compiled_model(keys: dict[str, Any], get_tracker: Any) -> None:
+    reference = train(built(dropping_stack), steps=2)
+    model = sac.apply(built(dropping_stack), {**FULL, **keys}, get_rng_state_tracker=get_tracker)
+    ours = train(compiled(model), steps=2)
+    assert_same({name.replace("_orig_mod.", ""): x for name, x in ours.items()}, reference)
+    for one in regions_of(model):
+        assert one.region.stats.calls == 2  # what was compiled would not count
+
+
+def test_input_is_really_stored() -> None:
+    model = sac.apply(built(llama_stack), {**FULL, "store": "contiguous", "num_checkpoints": 2})
+    run = compiled(model)
+    (x,) = tokens()
+    out = run(x.requires_grad_())
+    held = [(one.region.stats.input_bytes, one.region.stats.input_host_bytes) for one in regions_of(model)]
+    assert held == [(x.nbytes, 0)] * 2
+    with torch.no_grad():
+        x.zero_()  # a held whole input must not be written to; a stored one may be
+    out.sum().backward()
+
+
+def test_provider_is_asked() -> None:
+    provider = Counting()
+    model = sac.apply(built(llama_stack), {**FULL, "state": [provider]})
+    compiled(model)(*tokens()).sum().backward()
+    assert provider.asked.count("restore") >= 2
+
+
+def test_selective_model_keeps_its_decisions_beside_the_store() -> None:
+    value = selective(policy(save("matmul")), store="host")
+    reference = train(built(dropping_stack))
+    model = sac.apply(built(dropping_stack), value)
+    ours = train(compiled(model))
+    assert_same({name.replace("_orig_mod.", ""): x for name, x in ours.items()}, reference)
+    (kind,) = sac.report(model).kinds
+    assert kind.rules[0].hits == 7
+
+
+REASON = (
+    "(reason: sac runs this region in eager: inputs that are kept elsewhere, trackers, generators, state providers and "
+    "use_reentrant cannot be put into a graph)"
+)
+
+
+def test_one_graph_is_refused_with_our_reason() -> None:
+    model = sac.apply(built(llama_stack), {**FULL, "store": "host"})
+    with pytest.raises(torch._dynamo.exc.Unsupported) as caught:
+        compiled(model, fullgraph=True)(*tokens())
+    assert REASON in str(caught.value)
+
+
+@pytest.mark.parametrize("keys", PLAIN.values(), ids=PLAIN.keys())
+def test_what_a_graph_does_anyway_stays_in_it(keys: dict[str, Any]) -> None:
+    reference = train(built(llama_stack))
+    model = sac.apply(built(llama_stack), {**FULL, **keys}, tp_group="a group that nothing is scattered over")
+    ours = train(compiled(model, fullgraph=True))
+    assert_same({name.replace("_orig_mod.", ""): x for name, x in ours.items()}, reference)
+
+
+def chain() -> nn.Module:
+    return nn.Sequential(*dropping_stack().blocks, *llama_stack(1).blocks)
+
+
+@pytest.mark.parametrize("keys", [{}, {"store": "host"}], ids=["in the graph", "in eager"])
+def test_chunks(keys: dict[str, Any]) -> None:
+    reference = train(built(chain))
+    model = sac.apply(built(chain), {"mode": "full", "layers": {"uniform": 2}, **keys})
+    ours = train(compiled(model, fullgraph=not keys))
+    assert_same({name.replace("_orig_mod.", ""): x for name, x in ours.items()}, reference)
+
+
+def test_chunks_are_recomputed_in_the_graph() -> None:
+    torch._dynamo.reset()
+    log = Compiled()
+    model = sac.apply(built(lambda: nn.Sequential(*llama_stack(4).blocks)), {"mode": "full", "layers": {"uniform": 2}})
+    torch.compile(model, backend=log.backend, fullgraph=True)(*tokens()).sum().backward()
+    assert log.products() == [4 * 14 + 2 * 13]  # each chunk of 14 products runs all but its last again
+
+
+# sac.checkpoint in a compiled function
+
+
+class Mixed(nn.Module):
+    """Calls `sac.checkpoint` by itself, between work of its own."""
+
+    def __init__(self, call: Callable[..., Any], **options: Any) -> None:
+        super().__init__()
+        self.inner, self.call, self.options = dropping_stack(), call, options
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(self.inner, x.sin(), **self.options).cos()
+
+
+def plainly(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "host": {"config": FullConfig(store="host")},
+    "tracker": {"get_rng_state_tracker": tracker},
+    "no check": {"determinism_check": "none"},
+    "reentrant": {"use_reentrant": True},
+    "group that is not used": {"tp_group": "no group"},
+}
+
+
+def test_plain_region_is_part_of_the_graph() -> None:
+    reference = train(built(lambda: Mixed(plainly)))
+    ours = train(compiled(built(lambda: Mixed(sac.checkpoint)), fullgraph=True))
+    assert_same({name.replace("_orig_mod.", ""): x for name, x in ours.items()}, reference)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_options_hold_inside_a_compiled_function(options: dict[str, Any]) -> None:
+    reference = train(built(lambda: Mixed(plainly)), steps=2)
+    ours = train(compiled(built(lambda: Mixed(sac.checkpoint, **options))), steps=2)
+    assert_same({name.replace("_orig_mod.", ""): x for name, x in ours.items()}, reference)
+
+
+def test_option_with_one_graph_is_refused_with_our_reason() -> None:
+    with pytest.raises(torch._dynamo.exc.Unsupported) as caught:
+        compiled(built(lambda: Mixed(sac.checkpoint, use_reentrant=True)), fullgraph=True)(*tokens())
+    assert REASON in str(caught.value)
+
+
+def test_illegal_option_is_told_as_without_compile() -> None:
+    with pytest.raises(ConfigError) as caught:
+        compiled(built(lambda: Mixed(sac.checkpoint, determinism_check="no")))(*tokens())
+    assert str(caught.value).startswith("sac.checkpoint.determinism_check: 'no' is no check\n")
+
+
+def gradients(function: Callable[..., Any], *weights: Tensor) -> list[Tensor]:
+    torch.manual_seed(4)
+    x = torch.randn(4, 8, requires_grad=True)
+    out = function(x)
+    return [out.detach(), *torch.autograd.grad(out.square().sum(), [x, *weights])]
+
+
+def test_functions_of_the_moment_and_keywords_of_torch() -> None:
+    """A lambda over locals, and keywords that `torch.utils.checkpoint` would take for its own."""
+    linear = nn.Linear(8, 8)
+
+    def body(a: Tensor, *, debug: Tensor, function: int, context_fn: bool) -> Tensor:
+        return linear(a) * debug + function if context_fn else a
+
+    def run(x: Tensor, call: Any = sac.checkpoint) -> Tensor:
+        scale = x.mean()
+        y = call(lambda a: linear(a).tanh() * scale, x)
+        return call(body, y, debug=x, function=2, context_fn=True)
+
+    def alone(function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    torch._dynamo.reset()
+    expected = gradients(functools.partial(run, call=alone), *linear.parameters())
+    for function in (run, torch.compile(run, backend="aot_eager", fullgraph=True)):
+        for mine, theirs in zip(gradients(function, *linear.parameters()), expected, strict=True):
+            assert torch.equal(mine, theirs)
+
+
+def test_block_with_keywords_of_torch() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, *, early_stop: Tensor, debug: bool = False) -> Tensor:
+            return self.b(self.a(x).tanh() * early_stop) if debug else x
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([Block(), Block()])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x, early_stop=x.cos(), debug=True)
+            return x
+
+    model = built(Model)
+    expected = gradients(model, *model.parameters())
+    sac.apply(model, FULL)
+    for run in (model, compiled(model, fullgraph=True)):
+        for mine, theirs in zip(gradients(run, *model.parameters()), expected, strict=True):
+            assert torch.equal(mine, theirs)
+
+
+def test_routing_is_not_run_again() -> None:
+    linear = nn.Linear(8, 8)
+
+    def routed(x: Tensor) -> Tensor:
+        weights, chosen = linear(x).softmax(-1).topk(2)
+        return x.gather(1, chosen) * weights
+
+    torch._dynamo.reset()
+    log = Compiled()
+    run = torch.compile(lambda x: sac.checkpoint(routed, x), backend=log.backend, fullgraph=True)
+    ours = gradients(run, *linear.parameters())
+    assert count(log.backward[0], torch.ops.aten.topk.default) == 0
+    assert log.products()[0] > 2  # and the product before it is
+    for mine, theirs in zip(ours, gradients(routed, *linear.parameters()), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_without_grad_it_is_the_plain_call() -> None:
+    model = built(lambda: Mixed(sac.checkpoint, use_reentrant=True)).eval()
+    run = compiled(model, fullgraph=True)
+    x = tokens()
+    with torch.no_grad():
+        assert torch.equal(run(*x), model(*x))
