@@ -88,7 +88,8 @@ class Failure(Exception):
 
 
 @ON_SEVERAL_TRACKERS
-def test_an_exception_in_recomputation_leaves_no_state_rewound_and_backward_can_be_tried_again(maker):
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_an_exception_in_recomputation_leaves_no_state_rewound_and_backward_can_be_tried_again(maker, use_reentrant):
     """TransformerEngine and DeepSpeed leave every state as it was in forward."""
     tracker, fails = filled(maker), False
 
@@ -100,7 +101,7 @@ def test_an_exception_in_recomputation_leaves_no_state_rewound_and_backward_can_
             return draws(tracker, h)
 
     x, y = leaf(), leaf()
-    out = sac.checkpoint(failing, x, get_rng_state_tracker=lambda: tracker)
+    out = sac.checkpoint(failing, x, get_rng_state_tracker=lambda: tracker, use_reentrant=use_reentrant)
     torch.rand(7)
     before, fails = states_of(tracker), True
     with pytest.raises(Failure):

@@ -115,7 +115,7 @@ def test_a_generator_that_an_op_is_given_needs_no_request():
 # Order, threads, repetition
 
 
-def both(work: Callable[[Any, Callable[..., Tensor]], list[Tensor]], maker: Callable[[], Any]) -> None:
+def both(work: Callable[[Any, Callable[..., Tensor]], list[Tensor]], maker: Callable[[], Any], **options: Any) -> None:
     """Hold that ``work(tracker, call)`` returns the same with regions as without, and leaves the same states."""
     outcomes = []
     for region in (False, True):
@@ -123,15 +123,17 @@ def both(work: Callable[[Any, Callable[..., Tensor]], list[Tensor]], maker: Call
         tracker = filled(maker)
         call: Callable[..., Tensor] = functools.partial(draws, tracker)
         if region:
-            call = functools.partial(sac.checkpoint, call, get_rng_state_tracker=lambda tracker=tracker: tracker)
+            getter = functools.partial(lambda one: one, tracker)
+            call = functools.partial(sac.checkpoint, call, get_rng_state_tracker=getter, **options)
         outcomes.append([*work(tracker, call), *bytes_of(tracker).values(), torch.get_rng_state()])
     assert len(outcomes[0]) == len(outcomes[1])
     assert all(torch.equal(*pair) for pair in zip(*outcomes, strict=True))
 
 
 @ON_SEVERAL_TRACKERS
+@pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("order", [(1, 0), (0, 1), (2, 0, 1)])
-def test_several_micro_batches_in_flight(maker, order):
+def test_several_micro_batches_in_flight(maker, order, use_reentrant):
     def work(tracker: Any, call: Callable[..., Tensor]) -> list[Tensor]:
         inputs = [leaf(seed) for seed in range(len(order))]
         outputs = [call(call(x)) for x in inputs]
@@ -141,7 +143,7 @@ def test_several_micro_batches_in_flight(maker, order):
                 torch.rand(2)
         return [x.grad for x in inputs]
 
-    both(work, maker)
+    both(work, maker, use_reentrant=use_reentrant)
 
 
 @ON_SEVERAL_TRACKERS
@@ -177,7 +179,8 @@ def test_a_gradient_taken_inside_a_region_and_inside_a_fork(maker):
 
 
 @ON_SEVERAL_TRACKERS
-def test_backward_on_another_thread(maker):
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_backward_on_another_thread(maker, use_reentrant):
     def work(tracker: Any, call: Callable[..., Tensor]) -> list[Tensor]:
         x = leaf()
         out = call(call(x)).sum()
@@ -188,7 +191,7 @@ def test_backward_on_another_thread(maker):
             after = torch.rand(3)
         return [x.grad, after]
 
-    both(work, maker)
+    both(work, maker, use_reentrant=use_reentrant)
 
 
 def test_a_mode_around_the_region_sees_no_bookkeeping():

@@ -25,7 +25,11 @@ VALUES = {
     "apply, every second matmul saved": selective(policy(alternate("matmul"))),
     "apply, everything saved": selective(policy(default="save")),
 }
-WAYS = ("sac.checkpoint", *VALUES)
+CALLS = {
+    "sac.checkpoint": sac.checkpoint,
+    "sac.checkpoint, reentrant": functools.partial(sac.checkpoint, use_reentrant=True),
+}
+WAYS = (*CALLS, *VALUES)
 ON_EACH_WAY = pytest.mark.parametrize("way", WAYS)
 ON_EACH_TRACKER = pytest.mark.parametrize("maker", MAKERS.values(), ids=MAKERS)
 
@@ -88,8 +92,8 @@ def trained(
     """Three steps of two blocks with this body; what they show, and the tracker's states at the end."""
     model = built(lambda: InAFork(*(FunctionBlock(functools.partial(body, tracker)) for _ in range(2))))
     model.tracker, model.stream, model.call = tracker, stream, call
-    if way == "sac.checkpoint":
-        model.call = functools.partial(sac.checkpoint, get_rng_state_tracker=lambda: tracker)
+    if way in CALLS:
+        model.call = functools.partial(CALLS[way], get_rng_state_tracker=lambda: tracker)
     elif way:
         sac.apply(model, VALUES[way], get_rng_state_tracker=lambda: tracker)
     return train(model, steps=3, make_input=square) | bytes_of(tracker)
@@ -109,6 +113,30 @@ def test_a_region_entered_inside_a_fork(body, maker, way):
     """Megatron's snapshot omits which stream is in use: a nested fork of that one draws other numbers there."""
     stream = "model-parallel-rng"
     assert_same(trained(body, filled(maker), "", stream), trained(body, filled(maker), way, stream))
+
+
+@pytest.mark.parametrize("inner", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("outer", CALLS.values(), ids=CALLS)
+@ON_EACH_TRACKER
+def test_a_region_inside_the_fork_of_another_region(maker, outer, inner):
+    def nested(call: Callable[..., Tensor], tracker: Any, block: FunctionBlock, x: Tensor) -> Tensor:
+        h = dropped(x @ block.a, 0.2)
+        with tracker.fork():
+            h = call(functools.partial(forks_in_forks, tracker, block), dropped(h, 0.3))
+            h = call(functools.partial(one_fork, tracker, block), dropped(h, 0.3))
+        return dropped(h, 0.2).sin()
+
+    plainly = trained(functools.partial(nested, lambda function, x: function(x)), filled(maker))
+    tracker = filled(maker)
+    options = {"get_rng_state_tracker": lambda: tracker}
+    body = functools.partial(nested, functools.partial(inner, **options))
+    ours = trained(body, tracker, call=functools.partial(outer, **options))
+    if inner is outer is sac.checkpoint:
+        assert_same(plainly, ours)
+    for name, expected in plainly.items():  # nested reentrant regions add gradients in another order, as in torch
+        torch.testing.assert_close(
+            ours[name], expected, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def without_the_name(tracker: MegatronLike) -> Any:
@@ -146,7 +174,7 @@ def tied_body(tracker: TiedTracker, block: FunctionBlock, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("stream", [None, "model-parallel-rng", "expert-parallel-rng"])
-@pytest.mark.parametrize("way", ["sac.checkpoint", "apply full", "apply, every second matmul saved"])
+@pytest.mark.parametrize("way", [*CALLS, "apply full", "apply, every second matmul saved"])
 def test_generators_that_share_a_state_share_it_again(monkeypatch, way, stream):
     """``graphsafe_get_state`` is live: who restores it, as Megatron and TransformerEngine do, rewinds nothing."""
     seen = []
