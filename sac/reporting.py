@@ -11,6 +11,7 @@ from torch import nn
 
 from sac.blocks.wrap import regions_of
 from sac.errors import ModelError, Problem
+from sac.region.placements import Keeping
 from sac.selective.kind import Kind, Region
 from sac.selective.stats import NO_RULE
 from sac.trace import group_label, regions_by_kind
@@ -45,6 +46,7 @@ class UnmatchedOp:
 class KindReport:
     """One kind of region, per region; bytes are those of the last call, of whole storages, each counted once.
 
+    ``input_host_bytes``: of inputs kept in host memory for a device, on top of ``input_bytes``.
     ``dead_bytes``: decided to be saved, then let go at the end of forward, since backward can never read them.
     """
 
@@ -53,21 +55,26 @@ class KindReport:
     calls: int
     saved_bytes: int
     input_bytes: int
+    input_host_bytes: int
     dead_bytes: int
     rules: tuple[RuleUse, ...]
     unmatched: tuple[UnmatchedOp, ...]
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that one region holds between forward and backward, its inputs included."""
+        """Bytes that one region holds on devices between forward and backward, its inputs included."""
         return self.saved_bytes + self.input_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What ``sac.report`` returns; ``str`` prints it, ``to_dict`` gives it to machines."""
+    """What ``sac.report`` returns; ``str`` prints it, ``to_dict`` gives it to machines.
+
+    ``kept_inputs``: which inputs are kept elsewhere than where the caller holds them, and where; empty if none are.
+    """
 
     mode: str
+    kept_inputs: str
     kinds: tuple[KindReport, ...]
     zero_hit_rules: tuple[str, ...]
     left_alone: tuple[str, ...]
@@ -75,20 +82,27 @@ class Report:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that all regions hold together between forward and backward, each region's inputs included."""
+        """Bytes that all regions hold together on devices between forward and backward, inputs of each included."""
         return sum(kind.kept_bytes * kind.count for kind in self.kinds)
+
+    @property
+    def input_host_bytes(self) -> int:
+        """Bytes of inputs that all regions hold together in host memory for devices."""
+        return sum(kind.input_host_bytes * kind.count for kind in self.kinds)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain values."""
         plain = asdict(self)
         for kind, told in zip(self.kinds, plain["kinds"], strict=True):
             told["kept_bytes"] = kind.kept_bytes
-        return {**plain, "kept_bytes": self.kept_bytes}
+        return {**plain, "kept_bytes": self.kept_bytes, "input_host_bytes": self.input_host_bytes}
 
     def __str__(self) -> str:
         lines = [f"activation checkpointing: {self.mode}, {sum(kind.count for kind in self.kinds)} regions"]
         if not any(kind.calls for kind in self.kinds):
             lines.append("no forward with grad has run yet; what torch.compile has compiled does not count")
+        if self.kept_inputs:
+            lines.append(f"of each region's inputs: {self.kept_inputs}")
         for kind in self.kinds:
             lines += _kind_lines(kind)
         if self.zero_hit_rules:
@@ -114,11 +128,23 @@ def report(model: nn.Module) -> Report:
     rules = {bound.rule.id for forward in forwards for bound in forward.region.kind.table.rules}
     return Report(
         applied.mode,
+        "; ".join(dict.fromkeys(filter(None, (_kept_inputs(one.applied.settings.keeping) for one in forwards)))),
         kinds,
         tuple(sorted(rules - hit)) if any(kind.calls for kind in kinds) else (),
         applied.left_alone,
         applied.notes,
     )
+
+
+_CHOSEN = {"first": "the first floating-point one is kept", "all": "all floating-point ones are kept"}
+
+
+def _kept_inputs(keeping: Keeping | None) -> str:
+    """Return which inputs are kept where, the predicate of the user's being one that nobody can tell."""
+    if keeping is None:
+        return ""
+    which = _CHOSEN[keeping.which] if isinstance(keeping.which, str) else "those that `keep` chooses are kept"
+    return f"{which} {keeping.placement.describe()}"
 
 
 def _alike(model: nn.Module) -> Iterable[tuple[Kind, list[Region]]]:
@@ -139,6 +165,7 @@ def _kind_report(kind: Kind, regions: Sequence[Region]) -> KindReport:
         calls=sum(region.stats.calls for region in regions),
         saved_bytes=stats.saved_bytes,
         input_bytes=stats.input_bytes,
+        input_host_bytes=stats.input_host_bytes,
         dead_bytes=stats.dead_bytes,
         rules=tuple(_rule_uses(kind, regions)),
         unmatched=tuple(_unmatched(kind)),
@@ -167,9 +194,10 @@ def _unmatched(kind: Kind) -> Iterable[UnmatchedOp]:
 
 
 def _kind_lines(kind: KindReport) -> list[str]:
+    on_host = f"; {_size(kind.input_host_bytes)} of inputs in host memory" if kind.input_host_bytes else ""
     lines = [
         f"{kind.regions}: keeps {_size(kind.kept_bytes)} per region "
-        f"({_size(kind.saved_bytes)} saved, {_size(kind.input_bytes)} of inputs)"
+        f"({_size(kind.saved_bytes)} saved, {_size(kind.input_bytes)} of inputs{on_host})"
     ]
     for use in kind.rules:
         lines.append(f"  rule {use.rule}: {use.hits} calls, {_size(use.saved_bytes)} saved")

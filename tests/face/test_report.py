@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import sac
 from sac.errors import ModelError
+from tests.full.simulated_streams import simulated_streams
 from tests.model_zoo import tiny
 from tests.semantics.blocks import (
     FULL,
@@ -248,3 +249,58 @@ def test_model_that_is_one_block_has_a_name() -> None:
     model = sac.apply(built(LlamaLikeBlock), "full")
     model(*tokens())
     assert [kind.regions for kind in sac.report(model).kinds] == ["(model)"]
+
+
+STORES = {
+    "host": ({"store": "host"}, "the first floating-point one is kept in host memory"),
+    "contiguous": (
+        {"store": "contiguous", "num_checkpoints": 2, "keep": "all"},
+        "all floating-point ones are kept in one buffer of 2 slots",
+    ),
+    "contiguous+host": (
+        {"store": "contiguous+host", "num_checkpoints": 2, "keep": lambda position, tensor: True},
+        "those that `keep` chooses are kept in one buffer of 2 slots in host memory",
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", [FULL, ATTENTION_AND_ALTERNATING], ids=["full", "selective"])
+@pytest.mark.parametrize(("store", "told"), STORES.values(), ids=STORES.keys())
+def test_inputs_kept_elsewhere(mode: Any, store: dict[str, Any], told: str) -> None:
+    model = sac.apply(built(llama_stack), {**mode, **store})
+    [x] = tokens()
+    x.requires_grad_()
+    measured = kept_bytes(model, (x,))
+    report = sac.report(model)
+    assert [kind.input_bytes for kind in report.kinds] == [2048]
+    assert report.input_host_bytes == 0  # of an input on the CPU the copy lies where the input does
+    buffered = 2 * 2048 if "num_checkpoints" in store else 0  # made in an earlier step, and so not measured
+    assert report.kept_bytes == measured + buffered
+    assert report.kept_inputs == report.to_dict()["kept_inputs"] == told
+    assert str(report).splitlines()[1] == f"of each region's inputs: {told}"
+
+
+def test_inputs_kept_in_host_memory_for_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = sac.apply(built(llama_stack), {**FULL, "store": "host"})
+    with simulated_streams(monkeypatch):
+        model(*tokens())
+    report = sac.report(model)
+    [kind] = report.kinds
+    assert (kind.input_bytes, kind.input_host_bytes, kind.kept_bytes) == (0, 2048, 0)
+    assert str(report) == (
+        "activation checkpointing: full, 2 regions\n"
+        "of each region's inputs: the first floating-point one is kept in host memory\n"
+        "blocks.0-1 (x2): keeps 0 B per region (0 B saved, 0 B of inputs; 2.0 KiB of inputs in host memory)\n"
+        f"{str(report).splitlines()[-1]}"
+    )
+    plain = json.loads(json.dumps(report.to_dict()))
+    assert (plain["kept_bytes"], plain["input_host_bytes"]) == (0, 4096)
+    assert plain["kinds"][0]["input_host_bytes"] == 2048
+
+
+def test_inputs_that_the_caller_holds_are_no_news() -> None:
+    model = sac.apply(built(llama_stack), "full")
+    model(*tokens())
+    report = sac.report(model)
+    assert report.kept_inputs == ""
+    assert not any("host" in line or "of each region" in line for line in str(report).splitlines())
