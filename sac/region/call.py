@@ -82,7 +82,8 @@ class RegionCall(ABC):
         self.hooks = surrounding_hooks()
         self.inputs = inputs
         tensors = [kept.data for kept in inputs.tensors if isinstance(kept.data, torch.Tensor)]
-        self.surroundings = Surroundings(tensors, self.owners, self.settings)
+        recorded = self.recorder is not None
+        self.surroundings = Surroundings(tensors, self.owners, self.settings, recorded=recorded)
 
     def _run_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.recorder is None:
@@ -92,7 +93,7 @@ class RegionCall(ABC):
 
     def _keep(self, kept: list[Handle], last_missing: int) -> None:
         """The forward is over: hold what a recomputation up to ``last_missing`` takes, nothing if it is -1."""
-        self.surroundings.close()
+        self.surroundings.close(self.path, needed=last_missing >= 0)
         if self.recorder is not None and self.recorder.close(kept, last_missing):
             self.recorder = None
         if last_missing < 0:
@@ -107,6 +108,7 @@ class RegionCall(ABC):
         """Hold nothing any more that could run the region again."""
         self._dropped = True
         self.inputs.drop()
+        self.surroundings.drop()
         if self.recorder is not None:
             self.recorder.drop()
 
@@ -126,4 +128,4 @@ def graph_is_retained() -> bool:
     # Private name (torch 2.0 to 2.13); without it every backward is taken to retain its graph: memory then goes when
     # the graph does.
     ask = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
-    return bool(ask()) if ask is not None else True
+    return bool(ask()) if ask is not None and torch._C._current_graph_task_id() != -1 else True

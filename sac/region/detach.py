@@ -62,6 +62,7 @@ def copy_of(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     """Return a copy of ``storage``, made unseen by any mode."""
     guard = _Unseen() if _Unseen is not None else None
     try:
-        return storage.clone()
+        copy: torch.UntypedStorage = storage.clone()
+        return copy
     finally:
         del guard

@@ -12,6 +12,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from sac.errors import Problem, RegionError
+from sac.region.ambient import subclasses_on
 from sac.region.call import RETAIN, Recorder, RegionCall, graph_is_retained
 from sac.region.handles import Filling, Handle, StopRecompute
 from sac.region.inputs import KeptInputs
@@ -132,7 +133,7 @@ class Frame(RegionCall):
         )
         early = self.settings.early_stop
         filling = Filling(self, last_missing, stop_in_pack=self.recorder is None, task=task, early_stop=early)
-        with torch.enable_grad():
+        with torch.enable_grad(), subclasses_on():
             args, kwargs, tensors = self.inputs.rebuild(self.path)
         with ExitStack() as stack:
             self._enter_forward_again(stack, tensors, filling)

@@ -1,114 +1,131 @@
-"""Settings of the forward that its recomputation must run under: autocast, and buffers as they were."""
+"""What the modules of a region hold, as it was in the forward: parameters and buffers by name, and buffers' data."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
+from sac.errors import Problem, RegionError
+from sac.region.detach import copy_of, overwrite
+from sac.region.storages import describe, version_of
 
-class AutocastState:
-    """Autocast as it was in the forward, for the CPU and for the device types of the region's inputs."""
+# Note [Buffers advance once]
+#
+# A region's recomputation starts from the buffers that its forward started from, and leaves those that there are now.
+#  - Rebound (`self.n = self.n + 1`): each name means in recomputation what it meant when the forward began. The same
+#    holds for names that `torch.func.functional_call` gives another meaning for one call.
+#  - Changed in place, in ops that the recorder sees: the recorder images what is written, whatever it is, see
+#    Note [What is kept, and what is not].
+#  - Changed in place inside a compiled function, where the recorder sees nothing: it takes a copy of each small buffer,
+#    as statistics and counters are, and drops those of buffers whose version shows that nobody wrote to them.
+#  - Changed in place where there is no recorder, because no call before had needed one (Note [Evidence]): an error.
+#    From then on the region runs under the recorder.
+# With `freeze_buffers=False` none of this is done, and recomputation works on the buffers as they are at that time.
 
-    __slots__ = ("_cache", "_settings")
+_MOST_COPIED_BYTES = 1 << 16
 
-    def __init__(self, device_types: Iterable[str]) -> None:
-        self._cache = torch.is_autocast_cache_enabled()
-        self._settings = tuple(
-            (name, torch.is_autocast_enabled(name), torch.get_autocast_dtype(name))
-            for name in {"cpu", *device_types}
-            if torch.amp.is_autocast_available(name)
-        )
-
-    def enter_on(self, stack: ExitStack) -> None:
-        """Enter the recorded autocast on ``stack``; nothing is entered where it was off and still is."""
-        for name, enabled, dtype in self._settings:
-            if enabled or torch.is_autocast_enabled(name):
-                stack.enter_context(torch.autocast(name, dtype=dtype, enabled=enabled, cache_enabled=self._cache))
-
-
-_BACKENDS = ("flash", "mem_efficient", "math", "cudnn")
+Bound = dict[str, Any]
 
 
-class AttentionBackends:
-    """Which backends ``scaled_dot_product_attention`` might choose from in the forward (``sdpa_kernel`` sets them)."""
-
-    __slots__ = ("_current", "_forward")
-
-    def __init__(self) -> None:
-        self._forward = _allowed_backends()
-        self._current: list[tuple[bool, ...]] = []
-
-    def __enter__(self) -> None:
-        self._current.append(_allowed_backends())
-        if self._current[-1] != self._forward:
-            _allow_backends(self._forward)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        current = self._current.pop()
-        if current != self._forward:
-            _allow_backends(current)
-
-
-def _allowed_backends() -> tuple[bool, ...]:
-    return tuple(getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in _BACKENDS)
-
-
-def _allow_backends(allowed: tuple[bool, ...]) -> None:
-    for name, on in zip(_BACKENDS, allowed, strict=True):
-        getattr(torch.backends.cuda, f"enable_{name}_sdp")(on)
+class UnseenWriteError(RegionError):
+    """A region wrote to a buffer, and nobody looked: it cannot be recomputed from what was there before."""
 
 
 class Bindings:
-    """Which tensor each buffer name of a region meant, so that rebinding (``self.n = self.n + 1``) happens once.
+    """What the names of parameters and buffers of a region's modules meant when its forward began.
 
-    The same for parameters, for which ``torch.func.functional_call`` puts others in place for one call only. (Wrapper
-    subclasses are left alone: FSDP exchanges its sharded parameters between forward and backward.) ``owners`` are the
-    region's modules that have either. A buffer changed in place is the recorder's part.
+    Parameters of wrapper subclasses are left alone: FSDP exchanges its sharded ones between forward and backward.
     """
 
-    __slots__ = ("_before", "_buffered", "_current", "_parameters")
+    __slots__ = ("_buffers", "_parameters", "_watched")
 
-    def __init__(self, owners: tuple[nn.Module, ...]) -> None:
-        self._buffered = tuple(owner for owner in owners if owner._buffers)
-        self._before = [dict(owner._buffers) for owner in self._buffered]
-        self._parameters = [(owner._parameters, dict(owner._parameters)) for owner in owners if owner._parameters]
-        self._current: list[tuple[list[dict[str, Any]], list[tuple[dict[str, Any], dict[str, Any]]]]] = []
+    def __init__(self, owners: tuple[nn.Module, ...], *, freeze_buffers: bool = True, recorded: bool = True) -> None:
+        self._parameters: list[tuple[Bound, Bound]] = [
+            (bound, dict(bound)) for owner in owners if (bound := cast(Bound, owner._parameters))
+        ]
+        self._buffers: list[tuple[nn.Module, Bound]] = []
+        self._watched: list[_Watched] = []
+        if freeze_buffers:
+            self._buffers = [(owner, dict(bound)) for owner in owners if (bound := owner._buffers)]
+            self._watched = [_Watched(buffer, recorded) for buffer in _plain_tensors(self._buffers)]
 
-    def forget_if_unchanged(self) -> bool:
-        """After the forward: return True, and keep nothing, if no buffer was rebound."""
-        same = all(
-            len(owner._buffers) == len(before) and all(owner._buffers[name] is before.get(name) for name in before)
-            for owner, before in zip(self._buffered, self._before, strict=True)
-        )
-        if same:
-            self._buffered, self._before = (), []
-        return same
+    def close(self) -> torch.Tensor | None:
+        """The forward is over: drop the copies of what was not written to; return a buffer that was, if any."""
+        if self._watched:
+            self._watched = [one for one in self._watched if one.was_changed]
+        return self._watched[0].tensor if self._watched else None
 
-    def __enter__(self) -> None:
-        buffers = [dict(owner._buffers) for owner in self._buffered]
-        parameters = []
+    def enter_on(self, stack: ExitStack) -> None:
+        """Let names and data be those of the forward, and those of now when ``stack`` is left."""
+        for owner, before in self._buffers:
+            stack.callback(_bind, owner._buffers, dict(owner._buffers))
+            _bind(owner._buffers, before)
         for bound, before in self._parameters:
             other = {name: value for name, value in before.items() if _was_exchanged(value, bound.get(name))}
             if other:
-                parameters.append((bound, {name: bound[name] for name in other}))
+                stack.callback(bound.update, {name: bound[name] for name in other})
                 bound.update(other)
-        self._current.append((buffers, parameters))
-        _bind(self._buffered, self._before)
+        for one in self._watched:
+            one.enter_on(stack)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        buffers, parameters = self._current.pop()
-        _bind(self._buffered, buffers)
-        for bound, found in parameters:
-            bound.update(found)
+    def drop(self) -> None:
+        """Hold nothing any more."""
+        self._buffers, self._parameters, self._watched = [], [], []
+
+    def unseen(self, tensor: torch.Tensor, where: str) -> Problem:
+        """Return the problem that nobody saw the region ``where`` write to the buffer ``tensor``."""
+        owner, name = next((o, n) for o, before in self._buffers for n, value in before.items() if value is tensor)
+        return Problem(
+            where=where or "region",
+            found=f"this call changed buffer {name!r} of {type(owner).__name__} ({describe(tensor)}) in place, as no "
+            "call with such inputs had before, so that nothing was kept to recompute it from",
+            fix="go back to a checkpoint of the training: from now on the region keeps what it writes to",
+        )
+
+
+class _Watched:
+    """One buffer during a forward: its version, its storage, and if ``copies`` and it is small, a copy of that."""
+
+    __slots__ = ("_copy", "_geometry", "_storage", "_version", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, copies: bool) -> None:
+        self.tensor = tensor
+        self._version = version_of(tensor)
+        self._storage = storage = tensor.untyped_storage()
+        self._copy: torch.UntypedStorage | None = None
+        if copies:
+            self._geometry = tensor.storage_offset(), tensor.shape, tensor.stride()
+            self._copy = copy_of(storage) if storage.nbytes() <= _MOST_COPIED_BYTES else None
+
+    @property
+    def was_changed(self) -> bool:
+        """Whether the buffer was written to, or given another storage (``buffer.data = ...``)."""
+        return version_of(self.tensor) != self._version or self._was_moved
+
+    @property
+    def _was_moved(self) -> bool:
+        return bool(self.tensor.untyped_storage()._cdata != self._storage._cdata)
+
+    def enter_on(self, stack: ExitStack) -> None:
+        """Put the buffer's data of the forward back, and those of now when ``stack`` is left."""
+        storage, copy = self._storage, self._copy
+        if self._was_moved:
+            stack.callback(setattr, self.tensor, "data", self.tensor.data)
+            self.tensor.data = self.tensor.new_empty(0).set_(storage, *self._geometry)
+        if copy is not None and copy.nbytes() == storage.nbytes():
+            stack.callback(overwrite, storage, copy_of(storage))
+            overwrite(storage, copy)
+
+
+def _plain_tensors(buffers: list[tuple[nn.Module, Bound]]) -> Iterator[torch.Tensor]:
+    for _, before in buffers:
+        for value in before.values():
+            if type(value) is torch.Tensor and value.layout is torch.strided:
+                yield value
 
 
 def _was_exchanged(before: Any, now: Any) -> bool:
@@ -117,23 +134,29 @@ def _was_exchanged(before: Any, now: Any) -> bool:
     return before is not now and type(before) in plain and type(now) in plain
 
 
-def _bind(owners: tuple[nn.Module, ...], bindings: list[dict[str, Any]]) -> None:
-    for owner, buffers in zip(owners, bindings, strict=True):
-        owner._buffers.clear()
-        owner._buffers.update(buffers)
+def _bind(bound: Bound, wanted: Mapping[str, Any]) -> None:
+    """Let ``bound`` hold just what ``wanted`` holds."""
+    if len(bound) != len(wanted) or any(bound.get(name, _ABSENT) is not value for name, value in wanted.items()):
+        bound.clear()
+        bound.update(wanted)
+
+
+_ABSENT = object()
 
 
 def owners_of(module: nn.Module | None) -> tuple[nn.Module, ...]:
     """Return the modules of a region that have buffers or parameters."""
-    seen: set[nn.Module | None] = {None}
+    if module is None:
+        return ()
+    seen = {module}
     owners: list[nn.Module] = []
     waiting = [module]
-    while waiting:  # by hand: module.modules() makes the names of all of them, in every call of a region
-        owner = waiting.pop()
-        if owner is None or owner in seen:
-            continue
-        seen.add(owner)
-        if owner._buffers or owner._parameters:
+    for owner in waiting:  # by hand: module.modules() makes the names of all of them, in every call of a region
+        if owner._parameters or owner._buffers:
             owners.append(owner)
-        waiting.extend(owner._modules.values())
+        if owner._modules:
+            for child in owner._modules.values():
+                if child is not None and child not in seen:
+                    seen.add(child)
+                    waiting.append(child)
     return tuple(owners)

@@ -8,30 +8,69 @@ from contextlib import ExitStack
 import torch
 from torch import nn
 
+from sac.region.ambient import AutocastState, FunctionModes
+from sac.region.process_flags import ProcessFlags
+from sac.region.providers import ProvidedState
 from sac.region.rng import RngSnapshot
 from sac.region.settings import Settings
-from sac.region.state import AttentionBackends, AutocastState, Bindings
+from sac.region.state import Bindings, UnseenWriteError
+
+# Dispatch modes are not among it: those that are on in backward stay on in recomputation, as torch's own do, so that
+# what counts or traces the ops of a step sees all of them.
 
 
 class Surroundings:
-    """Random states, autocast, attention backends and buffers at the start of one region call."""
+    """What was there at the start of one region call: random states, the user's own, buffers, flags and modes.
 
-    __slots__ = ("attention", "autocast", "bindings", "rng")
+    ``recorded``: whether a recorder sees the ops of the forward. After it ``wrote_buffers`` tells whether a buffer was
+    written to in place.
+    """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], owners: tuple[nn.Module, ...], settings: Settings) -> None:
+    __slots__ = ("_recorded", "autocast", "bindings", "flags", "modes", "provided", "rng", "wrote_buffers")
+
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        owners: tuple[nn.Module, ...],
+        settings: Settings,
+        *,
+        recorded: bool = True,
+    ) -> None:
+        self._recorded = recorded
+        self.wrote_buffers = False
+        self.provided = ProvidedState(settings.providers) if settings.providers else None
         self.rng = RngSnapshot(tensors, settings) if settings.preserve_rng_state else None
-        self.autocast = AutocastState(tensor.device.type for tensor in tensors)
-        self.attention = AttentionBackends()
-        self.bindings = Bindings(owners)
+        self.bindings = Bindings(owners, freeze_buffers=settings.freeze_buffers, recorded=recorded)
+        self.flags = ProcessFlags()
+        self.autocast = AutocastState(tensors)
+        self.modes = FunctionModes()
 
-    def close(self) -> None:
-        """The forward is over: hold nothing that has not changed."""
-        self.bindings.forget_if_unchanged()
+    def close(self, where: str, *, needed: bool = True) -> None:
+        """The forward is over: hold nothing that has not changed. ``needed``: whether a recomputation may come.
+
+        Raises ``UnseenWriteError``, which names the region as ``where``, if one may come and the forward wrote to a
+        buffer without a recorder.
+        """
+        written = self.bindings.close()
+        self.wrote_buffers = written is not None
+        if written is not None and needed and not self._recorded:
+            raise UnseenWriteError(self.bindings.unseen(written, where))
 
     def enter_on(self, stack: ExitStack) -> None:
-        """Put everything back as it was in the forward, and as it is now when ``stack`` is left."""
+        """Put everything back as it was in the forward, and as it is now when ``stack`` is left.
+
+        Torch-function modes come last, so that they hear what the region does, and not what we do for it.
+        """
         if self.rng is not None:
             stack.enter_context(self.rng)
+        if self.provided is not None:
+            self.provided.enter_on(stack)
+        self.bindings.enter_on(stack)
+        self.flags.enter_on(stack)
         self.autocast.enter_on(stack)
-        stack.enter_context(self.attention)
-        stack.enter_context(self.bindings)
+        self.modes.enter_on(stack)
+
+    def drop(self) -> None:
+        """No recomputation will come: hold nothing that is of any size."""
+        self.rng = self.provided = None
+        self.bindings.drop()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -16,8 +17,10 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from sac.region.detach import detached
 from sac.region.handles import Handle
 from sac.region.parking import PackHooks, surrounding_hooks
-from sac.region.state import AttentionBackends, Bindings, owners_of
+from sac.region.settings import Settings
+from sac.region.state import owners_of
 from sac.region.storages import shares_storage
+from sac.region.surroundings import Surroundings
 from sac.selective.modes import ForwardMode, RecomputeMode
 from sac.selective.record import CallRecord
 from sac.selective.table import Table
@@ -72,33 +75,34 @@ class CheckpointForwardMode(ForwardMode):
 ALL = 1 << 62  # the place of a last missing handle that nobody knows: everything saved is held
 
 
+_BESIDE_TORCH = Settings(preserve_rng_state=False)  # random states are torch's part here
+
+
 class _State:
-    """What torch's checkpoint does not put back: attention backends, and buffers of ``module`` that were rebound."""
+    """What surrounded the forward and torch's checkpoint does not put back; buffers are those of ``module``."""
 
     def __init__(self, module: nn.Module | None) -> None:
         self._module = module
-        self._backends: AttentionBackends | None = None
-        self._bindings: Bindings | None = None
+        self._surroundings: Surroundings | None = None
+        self._entered: list[ExitStack] = []  # a region can be recomputed inside its own recomputation
 
     def note(self) -> None:
         """The forward begins."""
-        self._backends = AttentionBackends()
-        self._bindings = Bindings(owners_of(self._module))
+        self._surroundings = Surroundings((), owners_of(self._module), _BESIDE_TORCH)
 
     def forward_is_over(self) -> None:
         """Keep nothing of buffers that are what they were."""
-        if self._bindings is not None:
-            self._bindings.forget_if_unchanged()
+        if self._surroundings is not None:
+            self._surroundings.close("")
 
     def __enter__(self) -> None:
-        if self._backends is not None and self._bindings is not None:
-            self._backends.__enter__()
-            self._bindings.__enter__()
+        with ExitStack() as stack:
+            if self._surroundings is not None:
+                self._surroundings.enter_on(stack)
+            self._entered.append(stack.pop_all())
 
     def __exit__(self, *error: Any) -> None:
-        if self._backends is not None and self._bindings is not None:
-            self._bindings.__exit__(*error)
-            self._backends.__exit__(*error)
+        self._entered.pop().__exit__(*error)
 
 
 def hooks_below_top() -> PackHooks | None:

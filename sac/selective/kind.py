@@ -13,6 +13,7 @@ from sac.region.inputs import KeptInputs
 from sac.region.parking import surrounding_hooks
 from sac.region.reentrant import ReentrantFrame
 from sac.region.settings import Settings
+from sac.region.state import UnseenWriteError
 from sac.selective.announce import announce
 from sac.selective.bind import rebuild_table
 from sac.selective.rerun import RerunRecorder
@@ -56,6 +57,7 @@ class Region:
         self.path = path
         self.stats = RegionStats()
         self._free: set[Any] = set()  # sorts of inputs that need no mode
+        self._surprised = False  # a call has written to what no call before it had: none goes without a mode any more
 
     def run(
         self,
@@ -74,16 +76,16 @@ class Region:
         inputs = KeptInputs(args, kwargs)
         if inputs.owners:
             owners += inputs.owners
-        sort = (mark, inputs.kind) if inputs.kind is not None else None
+        sort = (mark, settings.freeze_buffers, settings.use_reentrant, inputs.kind) if inputs.kind is not None else None
         everything = self.kind.table.saves_everything
         recorder = None
         if sort is None or sort not in self._free:
-            recorder = self._recorder()
+            recorder = self._recorder(settings)
         elif everything:
             if surrounding_hooks() is None:
                 self.stats.calls += 1
                 return function(*args, **kwargs)
-            recorder = self._recorder()
+            recorder = self._recorder(settings)
         if settings.keeping is not None:
             inputs.store(settings.keeping, args, kwargs)
         if recorder is not None:
@@ -93,21 +95,30 @@ class Region:
             frame = ReentrantFrame(function, self.path, recorder, owners, settings)
         else:
             frame = Frame(function, self.path, recorder, owners, settings)
-        output = frame.run(inputs, args, kwargs)
+        try:
+            output = frame.run(inputs, args, kwargs)
+        except UnseenWriteError:
+            self._free.clear()
+            self._surprised = True
+            raise
+        if settings.keeping is not None and settings.keeping.release:
+            inputs.release(args, kwargs, output)
         if recorder is None:
             self.stats.take(None, frame.input_bytes)
         else:
             self._learn(recorder, frame, sort)
         return output
 
-    def _recorder(self) -> RerunRecorder:
-        return RerunRecorder(self.kind.table, self.path, Tape() if not self.kind.rows else None)
+    def _recorder(self, settings: Settings) -> RerunRecorder:
+        tape = Tape() if not self.kind.rows else None
+        return RerunRecorder(self.kind.table, self.path, tape, freeze_buffers=settings.freeze_buffers)
 
     def _learn(self, recorder: RerunRecorder, frame: Frame | ReentrantFrame, sort: Any) -> None:
         if recorder.tape is not None:
             self.kind.rows = tuple(recorder.tape.rows)
             announce(self.path, self.kind.rows)
-        if sort is not None and (self.kind.table.saves_everything or not recorder.needs_mode):
+        needs_mode = recorder.needs_mode or frame.surroundings.wrote_buffers or self._surprised
+        if sort is not None and (self.kind.table.saves_everything or not needs_mode):
             if len(self._free) >= SORTS:
                 self._free.clear()
             self._free.add(sort)

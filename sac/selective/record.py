@@ -31,7 +31,8 @@ from sac.selective.tensors import map_tensors, storage_address, storage_bytes, t
 #
 # In-place writes. A held output is copied right before an op of the region writes to its storage, and served as a copy.
 # A tensor from outside that the region writes to (a buffer, an input) is imaged right before the first write; the image
-# is put back for recomputation, and the present value after it. So statistics and counters advance once.
+# is put back for recomputation, and the present value after it. So statistics and counters advance once. Not with
+# `freeze_buffers=False`: then only inputs and held outputs are copied.
 
 
 class SavedValue:
@@ -72,9 +73,10 @@ class SavedValue:
 class CallRecord:
     """State of one call of a region under a table; the forward fills it, the recomputation reads it."""
 
-    def __init__(self, table: Table, path: str) -> None:
+    def __init__(self, table: Table, path: str, *, freeze_buffers: bool = True) -> None:
         self.table = table
         self.path = path
+        self.freeze_buffers = freeze_buffers
         self.labels = Labels()
         self.saved: list[SavedValue] = []
         self.decided: list[SavedValue] = []  # after the forward: all that was decided to be saved, for the report
@@ -189,7 +191,7 @@ class CallRecord:
         if origin == "input" and self.inputs is not None:
             self.inputs.copy_storage(address)
             self.inputs_written = True
-        elif origin in ("foreign", "input") and address not in self.images:
+        elif self.freeze_buffers and origin in ("foreign", "input") and address not in self.images:
             storage = tensor.untyped_storage()
             self.images[address] = (storage, storage.clone())
 

@@ -20,8 +20,8 @@ from sac.selective.tape import Tape
 class RerunRecorder:
     """Carries a table out on one region call; the ``Recorder`` that a frame talks to."""
 
-    def __init__(self, table: Table, path: str, tape: Tape | None = None) -> None:
-        self.record = CallRecord(table, path)
+    def __init__(self, table: Table, path: str, tape: Tape | None = None, *, freeze_buffers: bool = True) -> None:
+        self.record = CallRecord(table, path, freeze_buffers=freeze_buffers)
         self.tape = tape
         self.needs_mode = False
         self.figures: KeptFigures | None = None

@@ -1,0 +1,82 @@
+"""Programs whose forward and backward run in different surroundings, with regions and without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import sac
+from sac.full import FullConfig
+from tests.semantics.blocks import FULL, FunctionBlock, Stack, install, policy, save, selective, square
+from tests.semantics.training import built
+
+Surrounding = Callable[[], AbstractContextManager[Any]]
+Way = Callable[[Stack], Stack]
+
+
+class Called(Stack):
+    """A stack whose blocks are regions by `sac.checkpoint`."""
+
+    config: FullConfig | None = None
+
+    def _call(self, index: int, block: nn.Module, *values: Tensor) -> Any:
+        return sac.checkpoint(block, *values, config=self.config)
+
+
+def by_function(model: Stack, config: FullConfig | None = None) -> Stack:
+    """Let each block be a region by `sac.checkpoint`."""
+    model.__class__ = Called
+    model.config = config
+    return model
+
+
+MATMULS = selective(policy(save("matmul")))
+WAYS: dict[str, Way] = {
+    "function": by_function,
+    "full": lambda model: install(model, FULL),
+    "selective": lambda model: install(model, MATMULS),
+    "context_fn": lambda model: install(model, MATMULS, "context_fn with module"),
+}
+ON_EACH_WAY = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
+
+
+def as_it_is(model: Stack) -> Stack:
+    """No regions: the oracle."""
+    return model
+
+
+def stack_of(body: Callable[..., Any], count: int = 2) -> Callable[[], Stack]:
+    """Return what builds a stack of blocks with this body; see `FunctionBlock`."""
+    return lambda: Stack(*(FunctionBlock(body) for _ in range(count)))
+
+
+def stepped(
+    build: Callable[[], Stack],
+    way: Way,
+    *,
+    forward: Surrounding = nullcontext,
+    backward: Surrounding = nullcontext,
+    steps: int = 3,
+) -> dict[str, Tensor]:
+    """Run some steps (the first is the one in which a region learns); return outputs, gradients and buffers by name."""
+    model = way(built(build))
+    seen: dict[str, Tensor] = {}
+    torch.manual_seed(3)
+    for step in range(steps):
+        (x,) = square()
+        x.requires_grad_()
+        with forward():
+            out = model(x)
+        with backward():
+            out.float().square().sum().backward()
+        seen |= {f"{step} output": out.detach().clone(), f"{step} gradient of input": x.grad}
+        for name, parameter in model.named_parameters():
+            seen[f"{step} gradient of {name}"] = parameter.grad.clone()
+        for name, buffer in model.named_buffers():
+            seen[f"{step} buffer {name}"] = buffer.clone()
+    return seen
