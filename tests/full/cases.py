@@ -1,6 +1,6 @@
 """Programs for the matrix of modes and stores: each runs once plainly and once with regions, from the same seeds.
 
-A case is called with `run`, which calls a function as a region or plainly, and returns all that must not differ, by name.
+A case is called with `run`, which calls a function as a region or plainly; it returns what must not differ, by name.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WIDTH = 8
 
 @dataclass(frozen=True)
 class Case:
-    """One program. ``rounds``: a weight serves in several regions; reentrant modes add its gradients in another order."""
+    """One program; ``nested``: regions inside regions, where torch's reentrant mode is equal to rounding only."""
 
     name: str
     program: Callable[[Run], Seen]

@@ -47,7 +47,7 @@ def nearly_same(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def compare(name: str, store: str, reentrant: bool, group: Any = None, **more: Any) -> list[str]:
-    """Run a case plainly and, three times, as regions: the first call of a function is run in another way than later."""
+    """Run a case plainly, and thrice as regions: the first call of a function is run in another way than later ones."""
     one = CASES[name]
     torch.manual_seed(3)
     plain = one.program(plainly)

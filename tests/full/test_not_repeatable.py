@@ -94,7 +94,7 @@ class Fails:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_an_exception_in_forward_leaves_nothing_behind(reentrant):
-    model, (x, h) = layer(dropout=0.3), hidden(4, WIDTH)
+    model, (_, h) = layer(dropout=0.3), hidden(4, WIDTH)
     with pytest.raises(Interrupted):
         sac.checkpoint(Fails(model, 1), h, use_reentrant=reentrant)
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import sac
 from sac.errors import RegionError
 from sac.full import FullConfig, RngTracker
-from tests.full.cases import WIDTH, Run, Seen, hidden, layer, loss_of, seen
+from tests.full.cases import CASES, WIDTH, Run, Seen, hidden, layer, loss_of, seen
 from tests.full.ranks import run_ranks
 from tests.full.test_matrix import differences, plainly
 
@@ -63,26 +63,14 @@ def test_a_residual_around_a_scattered_region():
     assert right_on_two_ranks(residual)
 
 
-def forward_without_grad(run: Run) -> Seen:
-    model, (x, h) = layer(), hidden(4, WIDTH)
-    with torch.no_grad():
-        first = run(model, h)
-    return seen([first, run(model, h)], x, model)
-
-
 def test_a_forward_without_grad_leaves_the_input_alone():
     """TransformerEngine, Megatron and DeepSpeed scatter it all the same, and never gather it again."""
-    assert right_on_two_ranks(forward_without_grad)
-
-
-def two_branches(run: Run) -> Seen:
-    query, key, (x, h) = layer(), layer(), hidden(4, WIDTH)
-    return seen(run(query, h) @ run(key, h).t(), x, query, key)
+    assert right_on_two_ranks(CASES["no_grad"].program)
 
 
 def test_one_input_in_two_regions():
     """The second region of TransformerEngine, Megatron and DeepSpeed finds what the first one left of the tensor."""
-    assert right_on_two_ranks(two_branches)
+    assert right_on_two_ranks(CASES["shared_input"].program)
 
 
 def odd_sizes(run: Run) -> Seen:
@@ -183,17 +171,10 @@ def second_backward_in(reentrant: bool) -> list[str]:
     return wrong(second_backward, lambda *args: scattered(*args, use_reentrant=reentrant))
 
 
-def under_autocast(run: Run) -> Seen:
-    model, (x, h) = layer(), hidden(4, WIDTH)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = run(model, h)
-    return seen(out, x, model)
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_autocast_is_as_it_was(reentrant):
     """Megatron and DeepSpeed recompute without it: other gradients, or a dtype error."""
-    assert wrong(under_autocast, lambda *args: sac.checkpoint(*args, use_reentrant=reentrant)) == []
+    assert wrong(CASES["autocast"].program, lambda *args: sac.checkpoint(*args, use_reentrant=reentrant)) == []
 
 
 class Interrupted(Exception):
