@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -46,6 +47,15 @@ class Settings:
         """Whether only our frames can do what is asked; the other settings concern what no compiled graph does."""
         asked = (self.trackers, self.generators, self.providers)
         return self.keeping is not None or self.use_reentrant or any(asked)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Settings:
+        # The copy of a model uses copies of the generators and providers that its modules hold, and the others as ever.
+        return replace(
+            self,
+            keeping=copy.deepcopy(self.keeping, memo),
+            generators=(*self.generators, *copy.deepcopy(self.generators, memo)),
+            providers=(*self.providers, *copy.deepcopy(self.providers, memo)),
+        )
 
 
 PLAIN = Settings()

@@ -172,14 +172,62 @@ def test_state_of_the_users_own() -> None:
     assert scales[0].value == scales[1].value
 
 
-def test_state_of_a_copy_is_that_of_the_copy() -> None:
-    scale = Scale()
-    model = sac.apply(built(lambda: Stack(Scaled(scale), Scaled(scale))), {**FULL, "state": (scale,)})
-    twin = copy.deepcopy(model)
-    plain = Scale()
-    expected = train(built(lambda: Stack(Scaled(plain), Scaled(plain))), steps=2)
-    assert_same(expected, train(twin, steps=2))
-    assert scale.value == 1.0
+EVERYWHERE = Scale()
+
+
+class ScaledEverywhere(Scaled):
+    """The same with a scale that no module holds."""
+
+    def __init__(self) -> None:
+        super().__init__(EVERYWHERE)
+        del self.scale
+
+    def __getattr__(self, name: str) -> Any:
+        return EVERYWHERE if name == "scale" else super().__getattr__(name)
+
+
+@pytest.mark.parametrize("held", [True, False], ids=["held by modules", "held by nobody"])
+def test_state_of_a_copy_is_what_the_copy_uses(held: bool) -> None:
+    EVERYWHERE.value = 1.0
+    plain, ours = Scale(), Scale()
+    reference = train(built(lambda: Stack(Scaled(plain), Scaled(plain))), steps=2)
+    model = built(lambda: Stack(Scaled(ours), Scaled(ours)) if held else Stack(ScaledEverywhere(), ScaledEverywhere()))
+    sac.apply(model, {**FULL, "state": (ours if held else EVERYWHERE,)})
+    assert_same(reference, train(copy.deepcopy(model), steps=2))
+    assert ours.value == 1.0
+
+
+GENERATOR = torch.Generator()
+
+
+@torch.library.custom_op("sac_apply_settings::noise", mutates_args=())
+def noise(x: Tensor) -> Tensor:
+    """Draws from a generator of its own, which no caller sees."""
+    return torch.rand(x.shape, generator=GENERATOR)
+
+
+class Noisy(nn.Module):
+    """A block that draws from a generator that it holds, and from one that nobody sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(5)
+        self.up, self.down = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = torch.rand(x.shape, generator=self.generator) > 0.5
+        return self.down(torch.tanh(self.up(x) * noise(x.detach())) * kept)
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_generators(copied: bool) -> None:
+    GENERATOR.manual_seed(3)
+    reference = train(built(lambda: Stack(Noisy(), Noisy())))
+    model = built(lambda: Stack(Noisy(), Noisy()))
+    generators = [GENERATOR, *(block.generator for block in model.blocks)]
+    sac.apply(model, {**FULL, "generators": generators})
+    GENERATOR.manual_seed(3)
+    assert_same(reference, train(copy.deepcopy(model) if copied else model))
 
 
 # Scattered inputs
