@@ -60,6 +60,11 @@ def parse_config(value: Any) -> Config:
     ``value`` is None or False (none), True (full), a word (``none``, ``full``, ``selective``, a shipped policy's name:
     case and hyphens do not matter), a path to a policy file, a ``Policy``, or a mapping with the keys of ``KEYS``.
 
+    ``layers`` chooses layers of each stack: ``all``, ``{first: n}`` or ``{block: n}``, ``{last: n}``,
+    ``{every: k, offset: j}``, ``{fraction: f}`` (that share of them, spread evenly), or a list such as
+    ``["0-7", "12"]``; or it puts chunks of layers together as one region each: ``{uniform: n}``, or ``sqrt`` for chunks
+    of the square root of their number. Chunks need layers that stand in an ``nn.Sequential``.
+
     Modes full and selective both take the keys of the full path (those of ``FullConfig``, and the switches among the
     arguments of ``sac.checkpoint``), except that ``use_reentrant`` and chunks of layers are for mode full alone. Mode
     none takes every key and makes nothing of it, so that a base config can be turned off by its mode.

@@ -70,7 +70,8 @@ def _run(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    return run_with(settings_of(config or DEFAULT_CONFIG, options, "sac.checkpoint"), function, args, kwargs)
+    settings = settings_of(DEFAULT_CONFIG if config is None else config, options, "sac.checkpoint")
+    return run_with(settings, function, args, kwargs)
 
 
 def run_with(settings: Settings, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -10,6 +10,7 @@ import torch
 
 from sac.errors import ConfigError, Problem
 from sac.full.checks import STORES, problems_in, stores_in, word_of
+from sac.policy.nodes import shown
 from sac.region.contiguous import ContiguousBuffer
 from sac.region.groups import group_problem
 from sac.region.host import Host
@@ -147,6 +148,11 @@ def settings_of(config: FullConfig, options: CallOptions, where: str) -> Setting
     """
     if config is DEFAULT_CONFIG and options == DEFAULT_OPTIONS:
         return PLAIN
+    if not isinstance(config, FullConfig):
+        fix = "write sac.full.FullConfig(…); for a keyword of the function's own, functools.partial(function, config=…)"
+        raise ConfigError(
+            Problem(f"{where}.config", f"{shown(repr(config))} is no FullConfig", "a FullConfig", fix=fix)
+        )
     problems = list(problems_in({key: getattr(options, key) for key in CALL_KEYS}, where))
     tracker = options.get_rng_state_tracker
     if tracker is not None and not callable(tracker):

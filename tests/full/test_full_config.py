@@ -325,3 +325,13 @@ def test_mode_selective_has_no_reentrant_form() -> None:
         "activation_checkpointing.use_reentrant: mode selective has no reentrant form\n"
         "    fix: leave it out: per-op decisions need the non-reentrant mode"
     )
+
+
+@pytest.mark.parametrize("config", [{"store": "host"}, 0, "host", FullConfig])
+def test_what_is_no_full_config(config: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        sac.checkpoint(torch.sin, torch.ones(2, requires_grad=True), config=config)
+    assert str(caught.value) == (
+        f"sac.checkpoint.config: {config!r} is no FullConfig\n    legal: a FullConfig\n    fix: write "
+        "sac.full.FullConfig(…); for a keyword of the function's own, functools.partial(function, config=…)"
+    )
