@@ -1,11 +1,11 @@
-"""All-gathers of kept shares: at once, or started while an earlier backward still computes."""
+"""All-gathers of kept shares: at once, or started while another region still computes its gradients."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import weakref
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, Protocol
 
@@ -14,21 +14,29 @@ import torch.distributed as dist
 
 # Note [Prefetched gathers]
 #
-# Backward fetches the inputs of regions in the reverse order of forward. When one has been fetched, the gathers of the
-# regions before it can be started, so that they run while it is recomputed. All ranks have to start the same gathers in
-# the same order, or shares of different tensors are put together. So nothing may depend on what happens to be alive:
-# of a graph that has been dropped in a reference cycle the share lives on some ranks and not on others, until the
-# collector comes. A gather is started only if the node that made the region's input is going to be run in this very
-# backward: then its graph lives, on every rank. A share holds that node, which the region's own graph leads to anyway;
-# shares of one group know of each other by weak references only. What was started and not fetched is let go when that
-# backward ends.
+# When backward has fetched the input of a region, the gathers for the regions that it comes to next can be started, to
+# run while this one is recomputed. All ranks have to start the same gathers in the same order, or shares of different
+# tensors are put together. So nothing may depend on what happens to be alive: of a graph that was dropped in a
+# reference cycle the shares live until the collector comes, at another time on each rank. Only the autograd graph
+# itself tells what will be needed, and holds it:
+#
+#   forward    A region call leaves a mark (a weak reference) on the nodes that made its results. The next call looks
+#              for marks from the nodes that made its inputs on, not far: these are the calls before it.
+#   backward   A call before this one is gathered for if the node from which its mark was found is going to be run in
+#              this very backward. Then all that lies between is alive, on every rank.
+#
+# A call holds the nodes that made its inputs, where the region's own graph leads to anyway. What was started and has
+# not been fetched when that backward ends is let go.
 
 # Renamed in torch 2.13, where the old name warns.
 _gather_into = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
 # Private names (torch 2.11 to 2.13); without them nothing is started ahead.
 _will_run = getattr(torch._C, "_will_engine_execute_node", None)
 _task_id = getattr(torch._C, "_current_graph_task_id", None)
-_NO_TASK = -1
+NO_TASK = -1
+
+_MARK = "sac.region.gathering"
+_FAR = 64  # nodes looked at for marks; a region's input is mostly the result of another, or a few ops away from one
 
 
 class Gather:
@@ -58,79 +66,70 @@ class Gather:
 
 
 class Gatherable(Protocol):
-    """A share, as far as the others of its group are concerned.
+    """A share, as far as its region call is concerned."""
 
-    ``call`` is the same object for all inputs of one region call; ``node`` is what made the input; ``fetched_in`` is
-    the backward that fetched it last.
-    """
-
-    call: object
-    node: Any
-    fetched_in: int
-
-    @property
-    def can_start(self) -> bool:
-        """Whether a gather could be started ahead at all."""
+    fetched_in: int  # the backward that fetched it last
 
     def start(self) -> bool:
-        """Start the gather, unless it is under way; return whether it was started now."""
+        """Start the gather, if it can be and is not under way; return whether it was started now."""
 
     def let_go(self) -> None:
         """Let a gather that nobody has fetched go."""
 
 
-class Chain:
-    """The shares of one group, in the order in which forward made them; see Note [Prefetched gathers]."""
+class Call:
+    """One region call and the calls before it; see Note [Prefetched gathers]."""
+
+    __slots__ = ("__weakref__", "_before", "_shares")
 
     def __init__(self) -> None:
-        self._numbers = itertools.count()
-        self._alive: dict[int, weakref.ref[Gatherable]] = {}
+        self._shares: list[weakref.ref[Gatherable]] = []
+        self._before: list[tuple[Any, list[weakref.ref[Call]]]] = []  # node of an input -> calls found from there
 
-    def add(self, share: Gatherable) -> int:
-        """Put a share at the end; return its number."""
-        number = next(self._numbers)
-        self._alive[number] = weakref.ref(share, partial(_forget, self._alive, number))
-        return number
+    def add(self, share: Gatherable, tensor: torch.Tensor) -> None:
+        """Take in the share of one input; ``tensor`` is that input."""
+        self._shares.append(weakref.ref(share))
+        node = tensor.grad_fn
+        if node is not None:
+            self._before.append((node, _marks_from(node)))
 
-    def remove(self, number: int) -> None:
-        """Take the share of this number out, if it is there."""
-        self._alive.pop(number, None)
+    def mark(self, results: Iterable[Any]) -> None:
+        """Let later calls find this one from ``results``, the leaves of what the region returned."""
+        for result in results if self._shares else ():
+            node: Any = result.grad_fn if isinstance(result, torch.Tensor) else None
+            if node is not None:
+                node.metadata[_MARK] = weakref.ref(self)
 
-    def start_before(self, number: int, count: int) -> None:
-        """Start the gathers of the ``count`` regions that backward comes to after the share of this number."""
+    def forget(self) -> None:
+        """Hold no node any more: this call's shares will not be fetched again."""
+        self._before = []
+
+    def start_before(self, count: int) -> None:
+        """Start the gathers of the ``count`` calls that backward comes to next, as far as it will come to them."""
         task = current_task()
-        if task == _NO_TASK or _will_run is None:
+        if task == NO_TASK or _will_run is None:
             return
-        for shares in self._calls_before(number):
-            if count == 0:
-                return
-            if any(share.fetched_in == task for share in shares):
-                continue
-            if any(share.node is not None and _will_run(share.node) for share in shares):
-                count -= 1
-                for share in shares:
-                    if share.can_start and share.start():
-                        when_over = torch.autograd.Variable._execution_engine.queue_callback
-                        when_over(partial(_let_go, weakref.ref(share), task))
+        waiting: deque[Call] = deque([self])
+        seen = {id(self)}
+        while waiting and count > 0:
+            for call in waiting.popleft()._needed_before():
+                if id(call) not in seen and count > 0:
+                    seen.add(id(call))
+                    waiting.append(call)
+                    count -= 1
+                    call._start(task)
 
-    def _calls_before(self, number: int) -> Iterator[list[Gatherable]]:
-        """Yield the shares of each region call before that of share ``number``, the latest call first."""
-        alive = sorted(self._alive.items(), reverse=True)
-        by_call: dict[int, list[Gatherable]] = {}
-        own: object = None
-        for other, reference in alive:
+    def _needed_before(self) -> list[Call]:
+        assert _will_run is not None
+        needed = (reference() for node, found in self._before if _will_run(node) for reference in found)
+        return [call for call in needed if call is not None]
+
+    def _start(self, task: int) -> None:
+        for reference in self._shares:
             share = reference()
-            if share is None or other > number:
-                continue
-            if other == number:
-                own = share.call
-            elif share.call is not own:
-                by_call.setdefault(id(share.call), []).append(share)
-        yield from by_call.values()
-
-
-def _forget(alive: dict[int, Any], number: int, reference: Any) -> None:
-    alive.pop(number, None)
+            if share is not None and share.fetched_in != task and share.start():
+                when_over = torch.autograd.Variable._execution_engine.queue_callback
+                when_over(partial(_let_go, reference, task))
 
 
 def _let_go(reference: weakref.ref[Gatherable], task: int) -> None:
@@ -139,14 +138,23 @@ def _let_go(reference: weakref.ref[Gatherable], task: int) -> None:
         share.let_go()
 
 
+def _marks_from(node: Any) -> list[weakref.ref[Call]]:
+    """Return the marks nearest to ``node`` in its graph."""
+    found: list[weakref.ref[Call]] = []
+    seen, waiting = {node}, deque([node])
+    while waiting:
+        node = waiting.popleft()
+        mark = node.metadata.get(_MARK)
+        if mark is not None:
+            found.append(mark)
+            continue
+        for below, _ in node.next_functions:
+            if below is not None and below not in seen and len(seen) < _FAR:
+                seen.add(below)
+                waiting.append(below)
+    return found
+
+
 def current_task() -> int:
     """Return the number of the backward that runs on this thread; -1 outside of one."""
-    return _NO_TASK if _task_id is None else int(_task_id())
-
-
-_chains: weakref.WeakKeyDictionary[Any, Chain] = weakref.WeakKeyDictionary()
-
-
-def chain_of(group: Any) -> Chain:
-    """Return the chain of a process group, which is one for all placements over it."""
-    return _chains.setdefault(group, Chain())
+    return NO_TASK if _task_id is None else int(_task_id())

@@ -11,6 +11,7 @@ from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tr
 
 from sac.errors import Problem, RegionError
 from sac.region.detach import version_watch
+from sac.region.gathering import Call
 from sac.region.identity import Identity
 from sac.region.parking import PackHooks, Parked, fetch, park
 from sac.region.parts import PLAIN, sort_of
@@ -136,7 +137,7 @@ class KeptInputs:
     use can be known to be equal. ``owners``: modules among the arguments that have buffers or parameters.
     """
 
-    __slots__ = ("_keywords", "_leaves", "_spec", "kind", "owners", "tensors")
+    __slots__ = ("_call", "_keywords", "_leaves", "_spec", "kind", "owners", "tensors")
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         leaves: list[Any] = [*args, *kwargs.values()]
@@ -154,6 +155,7 @@ class KeptInputs:
                 kind = self._look_at(args, kwargs)
                 break
         self.kind: tuple[Any, ...] | None = tuple(kind) if kind else None
+        self._call: Call | None = None
         self.tensors: list[_KeptTensor] = []
         self._leaves: list[Any] | None = leaves
         for position, leaf in enumerate(leaves):
@@ -175,7 +177,7 @@ class KeptInputs:
         """
         leaves = self.leaves_of(args, kwargs)
         stored: dict[int, Stored] = {}
-        call = object()
+        self._call = call = Call()
         kept_at = {kept.position: kept for kept in self.tensors}
         for position in keeping.choose(leaves):
             tensor = leaves[position]
@@ -190,14 +192,23 @@ class KeptInputs:
         """Return the leaves of the call, each at its position. ``args`` and ``kwargs`` as before."""
         return [*args, *kwargs.values()] if self._spec is None else tree_leaves((args, kwargs))
 
-    def release(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """After ``close``: let the caller's tensors keep only what is stored of them; see Note [Released inputs]."""
-        leaves = self.leaves_of(args, kwargs)
-        returned = {id(leaf) for leaf in tree_leaves(output)}
-        for kept in self.tensors:
-            tensor = leaves[kept.position]
-            if kept.stored is not None and not kept.written and id(tensor) not in returned:
-                kept.stored.release(tensor)
+    def finish(self, keeping: Keeping, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """After ``close``, if ``store`` was called: mark what the region returned, and release what is to be.
+
+        See Note [Prefetched gathers] and Note [Released inputs].
+        """
+        if not self.tensors:
+            return
+        results = tree_leaves(output)
+        if self._call is not None:
+            self._call.mark(results)
+        if keeping.release:
+            leaves = self.leaves_of(args, kwargs)
+            returned = {id(result) for result in results}
+            for kept in self.tensors:
+                tensor = leaves[kept.position]
+                if kept.stored is not None and not kept.written and id(tensor) not in returned:
+                    kept.stored.release(tensor)
 
     def close(self, hooks: PackHooks | None, path: str) -> None:
         """At the end of the forward: check versions, and hand the data to the surrounding hooks."""

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from sac.region.gathering import Call
 from sac.region.layout import Layout
 from sac.region.parking import PackHooks, Parked, fetch, park
 from sac.region.release import Released
@@ -64,12 +65,12 @@ class Placed(Protocol):
 class Origin:
     """Which argument a flat tensor is made of, for as long as it is being put somewhere; called, it tells its name.
 
-    ``layout`` is that of ``tensor``, the argument; ``call`` is the same object for all inputs of one region call.
+    ``layout`` is that of ``tensor``, the argument; ``call`` is the region call, the same for all its inputs.
     """
 
     tensor: torch.Tensor
     layout: Layout
-    call: object
+    call: Call
     name: Callable[[], str]
 
     def __call__(self) -> str:
@@ -179,7 +180,7 @@ class Stored:
 
     __slots__ = ("_closed", "_released", "layout", "placed")
 
-    def __init__(self, tensor: torch.Tensor, placement: Placement, call: object, name: Callable[[], str]) -> None:
+    def __init__(self, tensor: torch.Tensor, placement: Placement, call: Call, name: Callable[[], str]) -> None:
         self._closed = False
         self._released: Released | None = None
         with torch.no_grad():

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sac.region.gathering import Chain, Gather, chain_of, current_task
+from sac.region.gathering import NO_TASK, Call, Gather, current_task
 from sac.region.groups import is_replicated, named_group, process_group, reference_to
 from sac.region.parking import PackHooks
 from sac.region.placements import Here, Origin, Placed, Placement
@@ -85,17 +85,14 @@ class PlacedShare:
 
     __slots__ = (
         "__weakref__",
-        "_chain",
+        "_call",
         "_elements",
         "_gather",
         "_group",
         "_inner",
-        "_number",
         "_parked",
         "_prefetch",
-        "call",
         "fetched_in",
-        "node",
     )
     fresh = True
 
@@ -106,37 +103,26 @@ class PlacedShare:
         self._gather: Gather | None = None
         self._parked = False
         self._prefetch = scattered.prefetch
-        self._chain: Chain | None = None
-        self._number = -1
-        self.call = origin.call
-        self.node: Any = None
-        self.fetched_in = -1
+        self._call: Call | None = None
+        self.fetched_in = NO_TASK
         if self._prefetch:
-            self.node = origin.tensor.grad_fn
-            self._chain = chain_of(self._group)
-            self._number = self._chain.add(self)
+            self._call = origin.call
+            self._call.add(self, origin.tensor)
 
     def fetch(self) -> torch.Tensor:
         """Return the whole, gathered anew or by a gather that was started before."""
-        self.start()
-        assert self._gather is not None
-        gather, self._gather = self._gather, None
+        assert self._inner is not None, "fetched after it was dropped"
+        gather, self._gather = self._gather or Gather(self._inner.fetch(), self._group), None
         self.fetched_in = current_task()
         return gather.wait()[: self._elements]
 
-    @property
-    def can_start(self) -> bool:
-        """Whether a gather needs nothing but the share.
-
-        What hooks around the region hold may have to be computed first, by a region around this one.
-        """
-        return self._inner is not None and not self._parked
-
     def start(self) -> bool:
-        """Start the gather, unless it is under way; return whether it was started now."""
-        if self._gather is not None:
+        """Start the gather, if it can be and is not under way; return whether it was started now.
+
+        A share that hooks around the region hold may have to be computed first, by a region around this one.
+        """
+        if self._inner is None or self._parked or self._gather is not None:
             return False
-        assert self._inner is not None, "fetched after it was dropped"
         self._gather = Gather(self._inner.fetch(), self._group)
         return True
 
@@ -159,17 +145,17 @@ class PlacedShare:
 
     def prefetch(self) -> None:
         """Start the gathers of the regions that backward comes to next."""
-        if self._chain is not None:
-            self._chain.start_before(self._number, self._prefetch)
+        if self._call is not None:
+            self._call.start_before(self._prefetch)
 
     def drop(self) -> None:
         """Let the share go."""
         self.let_go()
-        if self._chain is not None:
-            self._chain.remove(self._number)
+        if self._call is not None:
+            self._call.forget()
         if self._inner is not None:
             self._inner.drop()
-        self._inner = self.node = None
+            self._inner = None
 
     @property
     def local(self) -> torch.Tensor | None:

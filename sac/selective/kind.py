@@ -101,8 +101,8 @@ class Region:
             self._free.clear()
             self._surprised = True
             raise
-        if settings.keeping is not None and settings.keeping.release:
-            inputs.release(args, kwargs, output)
+        if settings.keeping is not None:
+            inputs.finish(settings.keeping, args, kwargs, output)
         if recorder is None:
             self.stats.take(None, frame.input_bytes)
         else:
