@@ -177,7 +177,7 @@ def discard(outputs: Sequence[Discardable], *further_on: torch.Tensor) -> int:
 
 def lent_inputs(inputs: Any) -> AbstractContextManager[Any]:
     """Return a context for a region with these inputs: those that are discardable outputs, it does not hold itself."""
-    if not any(plain_address(leaf) in _open for leaf in tree_leaves(inputs)):
+    if not _open or not any(plain_address(leaf) in _open for leaf in tree_leaves(inputs)):
         return nullcontext()
     return saved_tensors_hooks(partial(_lend, surrounding_hooks()), _take_back)
 

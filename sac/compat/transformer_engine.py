@@ -1,0 +1,96 @@
+"""TransformerEngine's ``checkpoint``, carried out by ``sac.checkpoint``.
+
+``from sac.compat.transformer_engine import checkpoint`` takes the place of the import from ``transformer_engine``.
+
+What is different, each on purpose: the caller's tensors are never touched (``release_input`` of ``sac.full.FullConfig``
+frees their memory as TransformerEngine does); activations are scattered in the non-reentrant mode too, for functions
+without modules of TransformerEngine too, and for any number of elements, strides and device. FP8 state (scales,
+histories of maxima) is not put back for recomputation: FP8 that is on around the call is an error, and FP8 that the
+function itself turns on advances its histories twice.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import noop_context_fn
+
+from sac.compat.fp8 import fp8_problem
+from sac.errors import ConfigError, Problem
+from sac.full import RngTracker
+from sac.full.checkpoint import run_with
+from sac.full.full_config import DEFAULT_CONFIG, CallOptions, settings_of
+
+__all__ = ["CudaRNGStatesTracker", "checkpoint"]
+
+CudaRNGStatesTracker = RngTracker
+
+_NAME = "transformer_engine.checkpoint"
+
+
+def checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    distribute_saved_activations: bool = False,
+    get_rng_state_tracker: Callable[[], Any] | None = None,
+    tp_group: Any = None,
+    use_reentrant: bool = True,
+    context_fn: Callable[[], Any] = noop_context_fn,
+    determinism_check: str = "default",
+    debug: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Run ``function(*args, **kwargs)`` as a region that is recomputed in backward; return its result.
+
+    ``distribute_saved_activations``: keep the first floating-point input scattered over ``tp_group``; None is the
+    default group. ``get_rng_state_tracker`` returns the tracker of named random states that the function forks. The old
+    form, ``checkpoint(function, distribute_saved_activations, get_rng_state_tracker, tp_group, *args)``, is understood,
+    with a ``DeprecationWarning``. Without grad mode it is the plain call.
+
+    Raises ``ConfigError`` for a ``context_fn`` and for ``debug``, for FP8 around the call, and where
+    ``sac.checkpoint`` does; ``RegionError`` in backward as ``sac.checkpoint``.
+    """
+    if len(args) > 3 and isinstance(args[0], bool) and callable(args[1]) and _may_be_group(args[2]):
+        warnings.warn(
+            "distribute_saved_activations, get_rng_state_tracker and tp_group are keywords of checkpoint: by position "
+            "they will be taken for arguments of the function",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        distribute_saved_activations, get_rng_state_tracker, tp_group, *rest = args
+        args = tuple(rest)
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    problems = [*_refused(context_fn, debug), *fp8_problem(_NAME)]
+    if problems:
+        raise ConfigError(problems)
+    if distribute_saved_activations is True and tp_group is None and dist.is_available() and dist.is_initialized():
+        tp_group = dist.group.WORLD
+    options = CallOptions(
+        use_reentrant=use_reentrant,
+        distribute_saved_activations=distribute_saved_activations,
+        tp_group=tp_group,
+        get_rng_state_tracker=get_rng_state_tracker,
+        determinism_check=determinism_check,
+    )
+    return run_with(settings_of(DEFAULT_CONFIG, options, _NAME), function, args, kwargs)
+
+
+def _may_be_group(value: Any) -> bool:
+    return value is None or (dist.is_available() and isinstance(value, dist.ProcessGroup))
+
+
+def _refused(context_fn: Any, debug: Any) -> list[Problem]:
+    problems = []
+    if context_fn is not noop_context_fn:
+        found = "contexts of the caller's around forward and recomputation are not entered"
+        fix = 'choose per op with sac.apply(model, "selective"), or put state back with sac.full.FullConfig(state=...)'
+        problems.append(Problem(f"{_NAME}.context_fn", found, fix=fix))
+    if debug is not False:
+        found = f"{debug!r} is not supported: errors of recomputation name the saved tensor without it"
+        problems.append(Problem(f"{_NAME}.debug", found, expected="false"))
+    return problems
