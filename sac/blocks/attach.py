@@ -55,7 +55,7 @@ def apply(
         return model
     options = replace(config.options, tp_group=tp_group, get_rng_state_tracker=get_rng_state_tracker)
     settings = settings_of(config.full, options, "sac.apply")
-    _refuse_own_checkpointing(model)
+    refuse_own_checkpointing(model)
     policy = FULL if config.mode == "full" else (config.policy or family_policy(model))
     bound = usable_policy(policy)
     blocks, notes = _choose_blocks(model, config, policy)
@@ -65,7 +65,7 @@ def apply(
         return model
     _check_static(bound, blocks, strict=config.strict)
     chains = find_chains(model, blocks, config.layers) if isinstance(config.layers, Chunks) else ()
-    pairs = [] if chains else _kinds(bound, blocks, config.mode)
+    pairs = [] if chains else kinds_of(bound, blocks, config.mode)
     watch = HitWatch((block.path for block, _ in pairs), policy.rules, strict=config.strict)
     applied = Applied(config.mode, (), watch, tuple(block.path for block in left_alone), notes, settings)
     for note in notes:  # now: a warning may be made an error, and the model is to be as it was then
@@ -93,7 +93,8 @@ def _refuse_second(model: nn.Module) -> None:
     raise ModelError(Problem(present[0][0], found, fix=fix))
 
 
-def _refuse_own_checkpointing(model: nn.Module) -> None:
+def refuse_own_checkpointing(model: nn.Module) -> None:
+    """Raise ``ModelError`` if the model does checkpointing by itself."""
     own = own_checkpointing(model)
     if own:
         raise ModelError(
@@ -178,7 +179,7 @@ def _place(rule: Rule) -> str:
     return f'module "{rule.module.text}"{" in its layers" if rule.layers is not None else ""}, which'
 
 
-def _kinds(bound: BoundPolicy, blocks: Sequence[Block], mode: str) -> list[tuple[Block, Kind]]:
+def kinds_of(bound: BoundPolicy, blocks: Sequence[Block], mode: str) -> list[tuple[Block, Kind]]:
     """Return each block with its kind; blocks of one structure in one stack under the same rules share one."""
     kinds: dict[tuple[object, ...], Kind] = {}
     tables: dict[tuple[int, ...], Table] = {}

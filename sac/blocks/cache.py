@@ -93,13 +93,14 @@ def kv_free_submodules(block: Block) -> tuple[Block, ...]:
 
 def _without_kv(node: Node) -> Iterator[Node]:
     for child in substantial_children(node):
-        if not any(_is_attention(name, part) for name, part in child.module.named_modules()):
+        if not any(is_attention(name, part) for name, part in child.module.named_modules()):
             yield child
-        elif not _is_attention(child.path, child.module):
+        elif not is_attention(child.path, child.module):
             yield from _without_kv(child)
 
 
-def _is_attention(path: str, module: nn.Module) -> bool:
+def is_attention(path: str, module: nn.Module) -> bool:
+    """Return whether a module looks like attention, by its name, its class or the arguments that it takes."""
     if hasattr(module, "is_kv_shared_layer") or ATTENTION.search(path.rpartition(".")[2]):
         return True
     if ATTENTION.search(type(module).__name__):

@@ -151,7 +151,7 @@ def _matched(model: nn.Module, patterns: Sequence[Pattern]) -> tuple[Block, ...]
             seen.add(id(node.module))
     if problems:
         raise ModelError(problems)
-    return tuple(_numbered(model, chosen))
+    return tuple(numbered_blocks(model, chosen))
 
 
 def _raw_path(node: Node) -> str:
@@ -159,7 +159,8 @@ def _raw_path(node: Node) -> str:
     return node.wrappers[0][0] if node.wrappers else node.raw
 
 
-def _numbered(model: nn.Module, chosen: dict[str, Node]) -> Iterator[Block]:
+def numbered_blocks(model: nn.Module, chosen: dict[str, Node]) -> Iterator[Block]:
+    """Yield the blocks of ``model`` that are ``chosen`` (by clean path), numbered in the stacks that they lie in."""
     towers = Towers(model)
     modules = {node.path: node.module for node in walk(model, repeats=True)}
     members: dict[str, list[str]] = {}

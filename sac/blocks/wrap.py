@@ -159,16 +159,22 @@ def remove(model: nn.Module) -> nn.Module:
                 fix="take that off first, then call sac.remove",
             )
         )
-    for module, forward in owned:
-        if forward.before is None:
-            del module.__dict__["forward"]
-        else:
-            module.__dict__["forward"] = forward.before
+    for module, _ in owned:
+        take_off(module)
     applied = {id(forward.applied): forward.applied for _, forward in owned if isinstance(forward, InstalledForward)}
     for one in applied.values():
         for restore in one.restores:
             restore.undo()
     return model
+
+
+def take_off(module: nn.Module) -> None:
+    """Give ``module`` the forward that it had before sac put its own on it, if sac has."""
+    forward = ours_on(module)
+    if forward is not None and forward.before is not None:
+        module.__dict__["forward"] = forward.before
+    elif forward is not None:
+        del module.__dict__["forward"]
 
 
 def _buries_ours(module: nn.Module) -> bool:

@@ -1,0 +1,216 @@
+"""torch's ``checkpoint_wrapper`` and ``apply_activation_checkpointing``, carried out by regions.
+
+``from sac.compat.fsdp import CheckpointImpl, apply_activation_checkpointing, checkpoint_wrapper`` takes the place of
+the import from ``torch.distributed.algorithms._checkpoint.checkpoint_wrapper``.
+
+What is different: there is no wrapper. The module itself becomes a region and is returned, so that its class, its name
+and the names of its parameters stay, and ``sac.remove`` takes the region off again. Buffers advance once, routing ops
+keep their results, and a model's K/V cache is turned off. What a wrapper could do and a region cannot is an error.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import noop_context_fn
+
+from sac.blocks.attach_modules import Chosen, blocks_at, put_regions, refuse_regions
+from sac.blocks.stacks import is_callable
+from sac.blocks.wrap import RegionForward, ours_on, remove
+from sac.errors import ConfigError, ModelError, Problem, listing, nearest
+from sac.full.checkpoint import checkpoint
+from sac.full.full_config import DEFAULT_CONFIG, CallOptions, FullConfig, settings_of
+from sac.full.function_regions import FULL
+from sac.policy.model import Policy
+from sac.selective.contexts import checkpoint_contexts
+
+__all__ = ["CheckpointImpl", "apply_activation_checkpointing", "checkpoint_wrapper", "offload_wrapper"]
+
+_NAME = "checkpoint_wrapper"
+_OPTIONS = tuple(one.name for one in fields(CallOptions) if one.name != "use_reentrant")  # its keyword comes apart
+_KEYWORDS = ("use_reentrant", *_OPTIONS, "config", "context_fn", "debug")
+
+
+class CheckpointImpl(enum.Enum):
+    """Which mode a region is recomputed in; torch's enumeration of this name is understood too."""
+
+    REENTRANT = enum.auto()
+    NO_REENTRANT = enum.auto()
+
+
+def checkpoint_wrapper(
+    module: nn.Module,
+    checkpoint_impl: Any = CheckpointImpl.NO_REENTRANT,
+    checkpoint_fn: Callable[..., Any] | None = None,
+    *,
+    offload_to_cpu: bool = False,
+    **checkpoint_fn_kwargs: Any,
+) -> nn.Module:
+    """Make ``module`` a region that is recomputed in backward, and return it.
+
+    ``checkpoint_fn``: None, torch's ``checkpoint`` or ``sac.checkpoint``, which all mean this. ``offload_to_cpu``: keep
+    the region's inputs in host memory. ``checkpoint_fn_kwargs`` are keywords of ``sac.checkpoint``, and ``context_fn``
+    as ``sac.context_fn`` returns it.
+
+    Raises ``ConfigError`` for what a region cannot do, ``ModelError`` for a module that is a region already.
+    """
+    given = {"checkpoint_impl": checkpoint_impl, "checkpoint_fn": checkpoint_fn, "offload_to_cpu": offload_to_cpu}
+    put_regions(module, [_chosen((module,), {**given, **checkpoint_fn_kwargs})])
+    return module
+
+
+def offload_wrapper(module: nn.Module) -> nn.Module:
+    """Keep the inputs of the region ``module`` in host memory until backward, and return it.
+
+    Raises ``ModelError`` for a module that is no region, or whose inputs are kept elsewhere already.
+    """
+    forward = ours_on(module)
+    if not isinstance(forward, RegionForward):
+        found = "it is no region: what its ops save for backward cannot be moved to the host"
+        fix = "make it a region: checkpoint_wrapper(module, offload_to_cpu=True) moves its inputs"
+        raise ModelError(Problem(type(module).__name__, found, fix=fix))
+    if forward.applied.settings.keeping is not None:
+        raise ModelError(Problem(forward.region.path, "its inputs are kept elsewhere already"))
+    keeping = settings_of(_ON_HOST, CallOptions(), _NAME).keeping
+    forward.applied = replace(forward.applied, settings=replace(forward.applied.settings, keeping=keeping))
+    return module
+
+
+def apply_activation_checkpointing(
+    model: nn.Module,
+    checkpoint_wrapper_fn: Callable[..., nn.Module] = checkpoint_wrapper,
+    check_fn: Callable[[nn.Module], bool] = lambda _: True,
+    auto_wrap_policy: Any = None,
+) -> None:
+    """Make the modules below ``model`` for which ``check_fn`` returns True regions, in place.
+
+    ``checkpoint_wrapper_fn``: ``checkpoint_wrapper``, a ``functools.partial`` of it, ``offload_wrapper``, or a function
+    that calls one of them. ``auto_wrap_policy`` (a function or a policy object of FSDP) is asked instead of
+    ``check_fn`` where it is given. Modules that are not called themselves (a ModuleList) are passed over.
+
+    Raises what ``checkpoint_wrapper`` raises; the model is then as it was.
+    """
+    chosen = _select(model, check_fn, auto_wrap_policy)
+    function: Any = checkpoint_wrapper_fn
+    given: dict[str, Any] = {}
+    while isinstance(function, partial) and not function.args:
+        function, given = function.func, {**function.keywords, **given}
+    if function is checkpoint_wrapper:
+        put_regions(model, [_chosen(modules, {**given, **own}) for modules, own in _grouped(chosen)])
+    elif function is offload_wrapper:
+        _call_each(offload_wrapper, chosen)
+    else:
+        refuse_regions(blocks_at(model, [module for module, _ in chosen]))
+        try:
+            _call_each(checkpoint_wrapper_fn, chosen)
+        except BaseException:
+            for module, _ in chosen:
+                remove(module)
+            raise
+
+
+def _grouped(chosen: list[tuple[nn.Module, dict[str, Any]]]) -> list[tuple[tuple[nn.Module, ...], dict[str, Any]]]:
+    """Put modules with the same arguments together."""
+    groups: list[tuple[list[nn.Module], dict[str, Any]]] = []
+    for module, own in chosen:
+        of_same = next((modules for modules, given in groups if given == own), None)
+        if of_same is None:
+            groups.append(([module], own))
+        else:
+            of_same.append(module)
+    return [(tuple(modules), own) for modules, own in groups]
+
+
+def _call_each(function: Callable[..., nn.Module], chosen: list[tuple[nn.Module, dict[str, Any]]]) -> None:
+    for module, given in chosen:
+        wrapped = function(module, **given)
+        if wrapped is not module:
+            found = f"it returned {type(wrapped).__name__} around {type(module).__name__}, not the module itself"
+            fix = "let it call checkpoint_wrapper of sac.compat.fsdp"
+            raise ConfigError(Problem("apply_activation_checkpointing.checkpoint_wrapper_fn", found, fix=fix))
+
+
+def _select(model: nn.Module, check_fn: Any, policy: Any) -> list[tuple[nn.Module, dict[str, Any]]]:
+    """Return the modules that torch would wrap, each once, with the arguments that a policy has for it."""
+    # torch's own function chooses: it is what the script called before (private path, torch 1.12 to 2.13).
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing as of_torch
+
+    found: dict[nn.Module, dict[str, Any]] = {}
+
+    def note(module: nn.Module, **given: Any) -> nn.Module:
+        if is_callable(module):
+            found.setdefault(module, given)
+        return module
+
+    of_torch(model, note, check_fn, policy)
+    return list(found.items())
+
+
+def _chosen(modules: tuple[nn.Module, ...], given: Mapping[str, Any]) -> Chosen:
+    """Return the modules with what ``given``, arguments of ``checkpoint_wrapper``, means for them."""
+    given = dict(given)
+    problems = [problem for key in tuple(given) for problem in _refused(key, given[key])]
+    impl, context_fn = given.get("checkpoint_impl", CheckpointImpl.NO_REENTRANT), given.get("context_fn")
+    is_reentrant = given.get("use_reentrant", getattr(impl, "name", None) == CheckpointImpl.REENTRANT.name)
+    policy = _policy_of(context_fn)
+    if is_reentrant and policy is not None:
+        found = "per-op decisions need the non-reentrant mode"
+        problems.append(Problem(f"{_NAME}.context_fn", found, fix="use CheckpointImpl.NO_REENTRANT"))
+    config = given.get("config") or DEFAULT_CONFIG
+    if given.get("offload_to_cpu") and config.store != "whole":
+        found = f"config keeps inputs elsewhere (store {config.store!r})"
+        problems.append(Problem(f"{_NAME}.offload_to_cpu", found, fix="leave one of the two out"))
+    if problems:
+        raise ConfigError(problems)
+    if given.get("offload_to_cpu"):
+        config = replace(config, store=_ON_HOST.store, keep=_ON_HOST.keep)
+    options = CallOptions(is_reentrant, **{key: given[key] for key in _OPTIONS if key in given})
+    return Chosen(modules, policy or FULL, settings_of(config, options, _NAME))
+
+
+_ON_HOST = FullConfig(store="host", keep="all")
+
+
+def _policy_of(context_fn: Any) -> Policy | None:
+    """Return the policy that ``sac.context_fn`` made a context function of; None for all else."""
+    if isinstance(context_fn, partial) and context_fn.func is checkpoint_contexts:
+        policy: Policy = context_fn.args[0].policy
+        return policy
+    return None
+
+
+def _refused(key: str, value: Any) -> list[Problem]:
+    """Return what is wrong with one argument of ``checkpoint_wrapper``."""
+    where = f"{_NAME}.{key}"
+    if key == "checkpoint_impl":
+        if getattr(value, "name", None) not in CheckpointImpl.__members__:
+            legal = listing([f"CheckpointImpl.{name}" for name in CheckpointImpl.__members__])
+            return [Problem(where, f"{value!r} is no implementation", expected=legal)]
+    elif key == "checkpoint_fn":
+        if value not in (None, torch_checkpoint, checkpoint):
+            fix = "leave it out, or call the function in the module's own forward"
+            return [Problem(where, f"{value!r} cannot be made a region", "sac.checkpoint, torch's checkpoint", fix=fix)]
+    elif key == "offload_to_cpu":
+        if not isinstance(value, bool):
+            return [Problem(where, f"{value!r} is not true or false", expected="true, false")]
+    elif key == "context_fn":
+        if value not in (None, noop_context_fn) and _policy_of(value) is None:
+            found = "contexts of the caller's around forward and recomputation are not entered"
+            fix = "choose per op with context_fn=sac.context_fn(policy), or put state back with FullConfig(state=...)"
+            return [Problem(where, found, fix=fix)]
+    elif key == "debug":
+        if value is not False:
+            found = f"{value!r} is not supported: errors of recomputation name the saved tensor without it"
+            return [Problem(where, found, expected="false")]
+    elif key == "config":
+        if value is not None and not isinstance(value, FullConfig):
+            return [Problem(where, f"{value!r} is no FullConfig", expected="a sac.full.FullConfig")]
+    elif key not in _KEYWORDS:
+        return [Problem(where, "it is not known", expected=listing(_KEYWORDS), nearest=nearest(key, _KEYWORDS))]
+    return []
