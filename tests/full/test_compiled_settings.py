@@ -142,6 +142,33 @@ def test_chunks(keys: dict[str, Any]) -> None:
     assert_same({name.replace("_orig_mod.", ""): x for name, x in ours.items()}, reference)
 
 
+def in_one_piece(model: nn.Module) -> None:
+    model.compile(backend="aot_eager", fullgraph=True)
+
+
+def in_layers(model: nn.Module) -> None:
+    for layer in model:
+        layer.compile(backend="aot_eager", fullgraph=True)
+
+
+def in_wrapped_layers(model: nn.Module) -> None:
+    for place, layer in enumerate(model):
+        model[place] = torch.compile(layer, backend="aot_eager", fullgraph=True)
+
+
+@pytest.mark.parametrize("first", ["compile", "apply"])
+@pytest.mark.parametrize("compile_it", [in_one_piece, in_layers, in_wrapped_layers])
+def test_chunks_of_what_is_compiled(compile_it: Callable[[nn.Module], None], first: str) -> None:
+    reference = train(built(chain))
+    model = built(chain)
+    torch._dynamo.reset()
+    steps = [compile_it, lambda model: sac.apply(model, {"mode": "full", "layers": "sqrt"})]
+    for one in steps if first == "compile" else reversed(steps):
+        one(model)
+    assert [one.region.path for one in regions_of(model)] == ["0-1", "2"]
+    assert_same({name.replace("_orig_mod.", ""): x for name, x in train(model).items()}, reference)
+
+
 def test_chunks_are_recomputed_in_the_graph() -> None:
     torch._dynamo.reset()
     log = Compiled()

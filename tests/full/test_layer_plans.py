@@ -14,9 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import sac
 from sac.blocks.wrap import regions_of
@@ -25,6 +28,7 @@ from sac.errors import ConfigError, ModelError, PolicyError, RegionError
 from sac.measuring.memory_timeline import mark, measure_memory
 from sac.policy.dump import dump_policy
 from sac.policy.model import Chunks, Layers
+from tests.full.ranks import run_ranks
 from tests.model_zoo import tiny
 from tests.semantics.blocks import FULL, LlamaLikeBlock, llama_stack, policy, save, tokens, with_dropout
 from tests.semantics.recording import backward_ops, step, without_collector
@@ -456,6 +460,32 @@ def test_layer_that_was_exchanged_is_used() -> None:
     model[1] = nn.Identity()
     model.load_state_dict(built(build).state_dict())
     assert_same(reference, train(model))
+
+
+def sharded_chain(order: str, layers: Any) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    seen = []
+    for value in ("none", full(layers)):
+        model = built(chain)
+        if order == "apply, shard":
+            sac.apply(model, value)
+        for layer in model:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        if order == "shard, apply":
+            sac.apply(model, value)
+        torch.manual_seed(dist.get_rank())
+        (x,) = tokens()
+        for _ in range(2):
+            model(x).square().sum().backward()
+        seen.append({name: p.grad.full_tensor() for name, p in model.named_parameters()})
+    assert_same(*seen)
+
+
+@pytest.mark.parametrize("layers", ["sqrt", {"uniform": 2}], ids=str)
+@pytest.mark.parametrize("order", ["apply, shard", "shard, apply"])
+def test_layers_sharded_by_fsdp(order: str, layers: Any) -> None:
+    run_ranks(2, sharded_chain, order, layers)
 
 
 class Routing(nn.Module):
