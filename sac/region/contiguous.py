@@ -22,8 +22,9 @@ class ContiguousBuffer:
 
     ``on_host``: the buffer lies in host memory, pinned where the device has streams. The buffer is made anew when an
     input of another size comes while every slot is free. Under saved-tensor hooks that stand around a region
-    (``save_on_cpu``, a region around it) no slot is taken: the hooks decide where the input lies. A copy or a pickle of
-    a buffer is an empty one with the same settings.
+    (``save_on_cpu``, a region around it) no slot is taken: the hooks decide where the input lies. (A reentrant region
+    has no hooks, so regions inside it do take slots while it is recomputed.) A copy or a pickle of a buffer is an empty
+    one with the same settings.
     """
 
     def __init__(self, num_checkpoints: int, *, on_host: bool = False) -> None:

@@ -39,9 +39,6 @@ class Copies(Protocol):
     def start(self, source: torch.Tensor, target: torch.Tensor) -> Copying:
         """Copy ``source`` to ``target``, one of them on the device and one on the host, both contiguous."""
 
-    def adopt(self, tensor: torch.Tensor) -> None:
-        """The current stream is about to use ``tensor``, which was made on the device, perhaps on another stream."""
-
 
 class SideStream:
     """See Note [Copies on a side stream]. ``module`` is torch's module for the device's type: ``torch.cuda``."""
@@ -63,10 +60,6 @@ class SideStream:
             target.copy_(source, non_blocking=True)
             event = self._stream.record_event()
         return _Queued(self.current, caller, event)
-
-    def adopt(self, tensor: torch.Tensor) -> None:
-        """Tell the allocator."""
-        tensor.record_stream(self.current())
 
     def current(self) -> Any:
         """Return the device's current stream."""
@@ -107,9 +100,6 @@ class DirectCopies:
         target.copy_(source)
         return _Done()
 
-    def adopt(self, tensor: torch.Tensor) -> None:
-        """There is but one order of things."""
-
 
 class _Done:
     """A copy that is over."""
@@ -123,14 +113,15 @@ class _Done:
         """It is."""
 
 
-def device_module(device: torch.device) -> Any:
-    """Return torch's module for a device that has memory of its own, such as ``torch.cuda``; else None."""
-    return None if device.type in ("cpu", "meta") else torch.get_device_module(device)
+def has_own_memory(device: torch.device) -> bool:
+    """Return whether tensors on ``device`` lie elsewhere than in host memory."""
+    return device.type not in ("cpu", "meta")
 
 
-def has_streams(module: Any) -> bool:
-    """Return whether a device module knows streams (``torch.mps`` does not)."""
-    return all(hasattr(module, name) for name in ("Stream", "stream", "current_stream"))
+def streams_of(device: torch.device) -> Any:
+    """Return torch's module for the streams of ``device``, such as ``torch.cuda``; None if it has none, as on MPS."""
+    module = getattr(torch, device.type, None) if has_own_memory(device) else None
+    return module if all(hasattr(module, name) for name in ("Stream", "stream", "current_stream")) else None
 
 
 class CopiesByDevice:
@@ -142,9 +133,9 @@ class CopiesByDevice:
     def of(self, device: torch.device) -> Copies | None:
         """Return the copies between ``device`` and the host; None where the device's memory is the host's."""
         if device not in self._of:
-            module = device_module(device)
             made: Copies | None = None
-            if module is not None:
-                made = SideStream(device, module) if has_streams(module) else DirectCopies()
+            if has_own_memory(device):
+                streams = streams_of(device)
+                made = DirectCopies() if streams is None else SideStream(device, streams)
             self._of.setdefault(device, made)
         return self._of[device]

@@ -10,7 +10,7 @@ import torch
 
 from sac.errors import Problem, RegionError
 from sac.region.host import PlacedOnHost
-from sac.region.host_copies import Copies, device_module, has_streams
+from sac.region.host_copies import Copies, streams_of
 from sac.region.parking import PackHooks, Parked, fetch, park
 from sac.region.placements import PlacedHere
 
@@ -43,8 +43,7 @@ class Slots:
         self.held: dict[int, int] = {}  # ticket -> slot
         self.written = [-1] * count  # the ticket whose data lies in each slot
         self._used: list[Any] = [None] * count  # the event after the last use of each slot, on a device with streams
-        module = device_module(flat.device) if copies is None else None
-        self._streams = module if has_streams(module) else None
+        self._streams = streams_of(flat.device) if copies is None else None
 
     def fit(self, flat: torch.Tensor) -> bool:
         """Return whether ``flat`` has the size, dtype and device of these slots."""

@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sac.region import host_copies
+from sac.region import host_copies, slots
 
 HOST = "host"
 LOOKS_ONLY = (torch.ops.aten.new_empty, torch.ops.aten.empty_like)  # at the shape: they do not read the data
@@ -71,7 +71,7 @@ class Stream:
 
 
 class Simulation(TorchDispatchMode):
-    """See above. `races` holds what was found; `log` who recorded, waited and copied, in order.
+    """See above. `races` holds what was found, `log` who recorded, waited and copied, in order.
 
     It stands in for torch's device module too: `Stream`, `stream` and `current_stream` are those of `torch.cuda`.
     """
@@ -185,12 +185,18 @@ def key_of(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def take_cpu_for_a_device(patch: pytest.MonkeyPatch, streams: Simulation | None) -> None:
+    """Let sac believe that tensors on the CPU lie on a device, with these streams or with none."""
+    patch.setattr(host_copies, "has_own_memory", lambda device: True)
+    for module in (host_copies, slots):
+        patch.setattr(module, "streams_of", lambda device: streams)
+
+
 @contextlib.contextmanager
 def simulated_streams(patch: pytest.MonkeyPatch) -> Iterator[Simulation]:
     """Let sac take the CPU for a device with streams; the block fails if it leaves a race behind."""
     simulation = Simulation()
-    patch.setattr(host_copies, "device_module", lambda device: simulation)
-    patch.setattr("sac.region.slots.device_module", lambda device: simulation)
+    take_cpu_for_a_device(patch, simulation)
     patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: simulation.record_stream(tensor, stream))
     with simulation:
         yield simulation

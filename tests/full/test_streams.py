@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import sac
@@ -18,8 +19,9 @@ from sac.region.detach import detached
 from sac.region.host import Host, PlacedOnHost
 from sac.region.slots import Slots
 from tests.full.cases import CASES, WIDTH, Run, hidden, layer, loss_of, written_after, written_inside
-from tests.full.simulated_streams import Simulation, simulated_streams
-from tests.full.test_matrix import as_region, cases_for, differences, plainly
+from tests.full.ranks import run_ranks
+from tests.full.simulated_streams import Simulation, simulated_streams, take_cpu_for_a_device
+from tests.full.test_matrix import MODES, as_region, cases_for, differences, plainly
 
 STORES = ("host", "contiguous", "contiguous+host")
 
@@ -31,27 +33,47 @@ def simulation(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(("store", "name"), [(store, name) for store in STORES for name in cases_for(store)])
-def test_every_program(monkeypatch, store, name):
+@pytest.mark.parametrize("mode", MODES)
+def test_every_program(monkeypatch, mode, store, name):
     torch.manual_seed(3)
     plain = CASES[name].program(plainly)
-    run = as_region(store, False, CASES[name], keep="all" if store == "host" else "first")
+    run = as_region(store, MODES[mode], CASES[name], keep="all" if store == "host" else "first")
+    exact = not (MODES[mode] and CASES[name].rounds)
     with simulated_streams(monkeypatch) as simulation:
         for _ in range(2):
             torch.manual_seed(3)
-            assert differences(plain, CASES[name].program(run)) == []
+            assert differences(plain, CASES[name].program(run), exact=exact) == []
     assert simulation.races == []
 
 
 @pytest.mark.parametrize("program", [written_inside, written_after])
 @pytest.mark.parametrize("store", STORES)
-def test_writes_to_the_input(monkeypatch, store, program):
+@pytest.mark.parametrize("mode", MODES)
+def test_writes_to_the_input(monkeypatch, mode, store, program):
     torch.manual_seed(3)
     plain = program(plainly)
     with simulated_streams(monkeypatch) as simulation:
         torch.manual_seed(3)
-        assert differences(plain, program(as_region(store, False))) == []
+        assert differences(plain, program(as_region(store, MODES[mode]))) == []
     assert simulation.races == []
     assert simulation.log.count("side 1 copies") == (2 if "host" in store else 0)
+
+
+def races_on_rank(store: str, name: str, prefetch: int) -> list[str]:
+    run = as_region(store, False, CASES[name], dist.group.WORLD, prefetch=prefetch)
+    torch.manual_seed(3)
+    plain = CASES[name].program(plainly)
+    with pytest.MonkeyPatch.context() as patch, simulated_streams(patch) as simulation:
+        torch.manual_seed(3)
+        return differences(plain, CASES[name].program(run)) + simulation.races
+
+
+@pytest.mark.parametrize("name", ["two_regions_in_a_row", "shared_input", "backward_twice", "nested"])
+@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize("store", [f"scattered+{store}" for store in STORES])
+def test_shares(store, prefetch, name):
+    """The share of a rank is on the host or in a slot; it is brought back before it is gathered."""
+    assert run_ranks(2, races_on_rank, store, name, prefetch) == [[], []]
 
 
 # Each wait is needed
@@ -271,16 +293,18 @@ def test_write_that_nobody_saw_coming_does_not_hurt_a_copy_that_is_done():
     assert torch.equal(results[0], results[2])
 
 
-# Devices without streams
+# Devices
 
 
-class NoStreams:
-    """What torch has for a device such as Apple's."""
+@pytest.mark.parametrize(
+    ("device", "module"), [("cpu", None), ("meta", None), ("cuda", torch.cuda), ("xpu", torch.xpu), ("mps", None)]
+)
+def test_devices_with_streams(device, module):
+    assert host_copies.streams_of(torch.device(device)) is module
 
 
 def test_device_without_streams(monkeypatch):
-    monkeypatch.setattr(host_copies, "device_module", lambda device: NoStreams)
-    monkeypatch.setattr("sac.region.slots.device_module", lambda device: NoStreams)
+    take_cpu_for_a_device(monkeypatch, None)
     for store in STORES:
         torch.manual_seed(3)
         plain = written_inside(plainly)
