@@ -24,7 +24,8 @@ from sac.selective.tensors import has_storage, metadata, storage_address, tensor
 # The last kind is called foreign: it may differ between the passes although nothing is wrong (autocast kept a cast
 # weight from an earlier region in forward and casts it anew in recomputation). What is computed from something foreign
 # is foreign too. A call whose signature forward did not see at all is matched by module, op and call, and then every
-# argument has to agree in metadata, and in label too unless one side is foreign. A call that finds nothing runs.
+# argument has to agree in metadata, and in label too unless one side is foreign; in shape and dtype only if the forward
+# ran without grad mode, where a module may use other kernels. A call that finds nothing runs.
 
 _PLAIN = frozenset(
     {int, bool, type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size}

@@ -51,31 +51,42 @@ def _made_by(plan: Plan | None) -> str:
 
 
 def _argument(description: Any) -> str:
-    if isinstance(description, tuple) and len(description) == 3 and isinstance(description[1], bool):
-        label, foreign, metadata = description
+    if _is_tensor(description):
+        label, foreign, _ = description
+        shape, dtype = _sort(description)
         origin = "from outside" if foreign else f"value {label & 0xFFFF:04x}"
-        dtype = next(str(part) for part in metadata if isinstance(part, torch.dtype)).removeprefix("torch.")
-        shape = metadata[0] if isinstance(metadata[0], str) else list(metadata[0])
-        return f"{dtype}{shape} {origin}"
+        return f"{str(dtype).removeprefix('torch.')}{shape if isinstance(shape, str) else list(shape)} {origin}"
     if isinstance(description, tuple):
         return "[" + ", ".join(_argument(part) for part in description) + "]"
     return str(description)
 
 
-def agree(forward: Any, recomputed: Any) -> bool:
-    """Return whether two argument descriptions may mean the same call: equal but for labels that are foreign."""
+def agree(forward: Any, recomputed: Any, *, closely: bool = True) -> bool:
+    """Return whether two argument descriptions may mean the same call: equal but for labels that are foreign.
+
+    Not ``closely``: tensors need only have the same shapes and dtypes.
+    """
     if len(forward) != len(recomputed):
         return False
     for one, other in zip(forward, recomputed, strict=True):
         if _is_tensor(one) and _is_tensor(other):
-            if one[2] != other[2] or (one[0] != other[0] and not (one[1] or other[1])):
+            if not (_may_be_same(one, other) if closely else _sort(one) == _sort(other)):
                 return False
         elif isinstance(one, tuple) and isinstance(other, tuple):
-            if not agree(one, other):
+            if not agree(one, other, closely=closely):
                 return False
         elif one != other:
             return False
     return True
+
+
+def _may_be_same(one: Any, other: Any) -> bool:
+    return bool(one[2] == other[2] and (one[0] == other[0] or one[1] or other[1]))
+
+
+def _sort(description: Any) -> tuple[Any, torch.dtype]:
+    metadata = description[2]
+    return metadata[0], next(part for part in metadata if isinstance(part, torch.dtype))
 
 
 def _is_tensor(description: Any) -> bool:

@@ -99,6 +99,8 @@ class CallRecord:
         # outer checkpoint, which counts, and has to see the same with and without a recorder.
         self.keeps_persistent = True
         self.lenient = False  # a gradient was taken inside the forward: what that unpacked has no label of its own
+        # The forward of a reentrant region runs without: some modules choose other kernels then, and labels say little.
+        self.saw_grad = True
         self.may_save = False  # some op ran that another call of this region may save
         self.late_write = False  # an op wrote to a tensor that autograd had saved right before the op ran
         self.forward_over = False
