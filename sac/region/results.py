@@ -114,7 +114,8 @@ def has_gradients(tensor: torch.Tensor) -> bool:
 
 
 def _is_made_here(leaf: torch.Tensor) -> bool:
-    return has_gradients(leaf) and not (leaf.requires_grad and leaf.is_leaf)
+    # A view that is made without grad mode, of what needs a gradient, calls itself a leaf that requires grad.
+    return has_gradients(leaf) and not (leaf.requires_grad and leaf.is_leaf and not leaf._is_view())
 
 
 def _root(tensor: torch.Tensor) -> torch.Tensor:

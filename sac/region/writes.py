@@ -22,12 +22,15 @@ def give_history(tensor: torch.Tensor, source: torch.Tensor) -> None:
 class _Rewritten(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        ctx.is_view = tensor._is_view()
         ctx.mark_dirty(tensor)
         return tensor
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return None, grads[0]
+        # Nothing of what was there before goes on. Of a view, autograd (torch 2.13) wants to hear that in numbers: with
+        # None the whole base would get no gradient. See test_a_view_that_the_region_wrote_to.
+        return torch.zeros_like(grads[0]) if ctx.is_view else None, grads[0]
 
 
 def check_writes(written: Mapping[int, torch.Tensor], path: str) -> None:

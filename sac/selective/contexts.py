@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from sac.region.detach import detached
-from sac.region.handles import Handle
+from sac.region.handles import ALL, Handle, ToTheEnd
 from sac.region.parking import PackHooks, surrounding_hooks
 from sac.region.settings import Settings
 from sac.region.state import owners_of
@@ -70,9 +70,6 @@ class CheckpointForwardMode(ForwardMode):
                 for handle in kept:
                     handle.park(outer)
                 self.record.park(outer)
-
-
-ALL = 1 << 62  # the place of a last missing handle that nobody knows: everything saved is held
 
 
 _BESIDE_TORCH = Settings(preserve_rng_state=False)  # random states are torch's part here
@@ -157,7 +154,7 @@ class CheckpointRecomputeMode(RecomputeMode):
     """``RecomputeMode`` for a region whose frame is torch's; see Note [Inside torch.utils.checkpoint]."""
 
     def __init__(self, record: CallRecord, state: _State) -> None:
-        super().__init__(record, [], NeverDone())
+        super().__init__(record, [], ToTheEnd())
         self._state = state
 
     def __enter__(self) -> CheckpointRecomputeMode:
@@ -174,7 +171,7 @@ class CheckpointRecomputeMode(RecomputeMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._state.__exit__(*error)
-        late, self._late, self.filling = self._late, None, NeverDone()
+        late, self._late, self.filling = self._late, None, ToTheEnd()
         hooks, self._hooks = self._hooks, None
         if hooks is not None and late is not None:
             hooks.__exit__(*error)
@@ -182,19 +179,6 @@ class CheckpointRecomputeMode(RecomputeMode):
                 late.flush()
         if error[0] is None or (late is not None and late.stopped):
             self.check(late.count - 1 if late is not None else ALL)
-
-
-class NeverDone:
-    """A recomputation whose end somebody else tells."""
-
-    done = False
-    verify: Callable[[int, torch.Tensor], None] | None = None
-
-    def settle(self, written: Sequence[torch.Tensor]) -> None:
-        """Never asked."""
-
-    def after_op(self) -> None:
-        """Nothing to do."""
 
 
 class _LatePacking:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sac.region.handles import Filling, Handle
+from sac.region.handles import Ending, Handle
 from sac.region.inputs import KeptInputs
 from sac.region.parking import PackHooks, surrounding_hooks
 from sac.selective.modes import ForwardMode, RecomputeMode
@@ -57,10 +57,10 @@ class RerunRecorder:
         """See ``CallRecord.park``."""
         self.record.park(hooks)
 
-    def recompute_mode(self, inputs: list[tuple[int, torch.Tensor]], filling: Filling) -> RecomputeMode:
+    def recompute_mode(self, inputs: list[tuple[int, torch.Tensor]], ending: Ending) -> RecomputeMode:
         """Return the mode that serves."""
-        self._recompute = RecomputeMode(self.record, inputs, filling)
-        self._reached = filling.last_missing
+        self._recompute = RecomputeMode(self.record, inputs, ending)
+        self._reached = ending.last_missing
         return self._recompute
 
     def check_recomputed(self) -> None:
