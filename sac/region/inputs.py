@@ -10,7 +10,7 @@ import torch
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
 
 from sac.errors import Problem, RegionError
-from sac.region.detach import version_watch
+from sac.region.detach import copy_of, version_watch
 from sac.region.gathering import Call
 from sac.region.identity import Identity
 from sac.region.parking import PackHooks, Parked, fetch, park
@@ -126,7 +126,7 @@ def _copied(tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage]) -> 
     if type(tensor) is not torch.Tensor or tensor.is_conj() or tensor.is_neg():
         return tensor.clone()
     storage = tensor.untyped_storage()
-    copy = storages.setdefault(storage._cdata, storage.clone())
+    copy = storages.setdefault(storage._cdata, copy_of(storage))
     return tensor.new_empty(0).set_(copy, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 

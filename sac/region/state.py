@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any, cast
 
@@ -65,9 +65,10 @@ class Bindings:
             stack.callback(_bind, owner._buffers, dict(owner._buffers))
             _bind(owner._buffers, before)
         for bound, before in self._parameters:
-            other = {name: value for name, value in before.items() if _was_exchanged(value, bound.get(name))}
+            now = dict(bound)
+            other = {name: value for name, value in before.items() if _was_exchanged(value, now.get(name))}
             if other:
-                stack.callback(bound.update, {name: bound[name] for name in other})
+                stack.callback(bound.update, {name: now[name] for name in other})
                 bound.update(other)
         for one in self._watched:
             one.enter_on(stack)
@@ -134,14 +135,12 @@ def _was_exchanged(before: Any, now: Any) -> bool:
     return before is not now and type(before) in plain and type(now) in plain
 
 
-def _bind(bound: Bound, wanted: Mapping[str, Any]) -> None:
-    """Let ``bound`` hold just what ``wanted`` holds."""
-    if len(bound) != len(wanted) or any(bound.get(name, _ABSENT) is not value for name, value in wanted.items()):
+def _bind(bound: Bound, wanted: Bound) -> None:
+    """Let ``bound`` hold just what ``wanted`` holds; touch it only if it does not (a scripted module's cannot change)."""
+    present = dict(bound)
+    if present.keys() != wanted.keys() or any(present[name] is not value for name, value in wanted.items()):
         bound.clear()
         bound.update(wanted)
-
-
-_ABSENT = object()
 
 
 def owners_of(module: nn.Module | None) -> tuple[nn.Module, ...]:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from sac.errors import Problem, RegionError
+from sac.region.detach import copy_of, overwrite
 from sac.region.parking import Parked, fetch
 from sac.selective import scope
 from sac.selective.bare_mode import BareMode
@@ -174,19 +175,19 @@ class RecomputeMode(BareMode):
         self.filling.verify = None
         self.record.paused = self._was_paused
         for storage, image in self._present:
-            storage.copy_(image)
+            overwrite(storage, image)
         for generator, state in self._present_generators:
             generator.set_state(state)
 
     def _put_state_back(self) -> None:
         record = self.record
         images = [pair for pair in record.images.values() if pair[0].nbytes() == pair[1].nbytes()]
-        self._present = [(storage, storage.clone()) for storage, _ in images]
+        self._present = [(storage, copy_of(storage)) for storage, _ in images]
         moved = {id(g): g for g, _ in record.generators.values()}
         moved |= {id(g): g for value in record.saved for g, _ in value.rng_after}  # serving moves these
         self._present_generators = [(g, g.get_state()) for g in moved.values()]
         for storage, image in images:
-            storage.copy_(image)
+            overwrite(storage, image)
         for generator, state in record.generators.values():
             generator.set_state(state)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from sac.region.detach import copy_of
 from sac.region.handles import Handle
 from sac.region.inputs import KeptInputs
 from sac.region.parking import PackHooks, park
@@ -195,7 +196,7 @@ class CallRecord:
             self.inputs_written = True
         elif self.freeze_buffers and origin in ("foreign", "input") and address not in self.images:
             storage = tensor.untyped_storage()
-            self.images[address] = (storage, storage.clone())
+            self.images[address] = (storage, copy_of(storage))
 
     def note_generator(self, generator: torch.Generator) -> None:
         """An op is about to draw from ``generator``, which the caller passed: remember where it stood."""
