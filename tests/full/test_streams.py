@@ -59,6 +59,24 @@ def test_writes_to_the_input(monkeypatch, mode, store, program):
     assert simulation.log.count("side 1 copies") == (2 if "host" in store else 0)
 
 
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("mode", MODES)
+def test_released_input(monkeypatch, mode, store):
+    model, x = layer(), torch.randn(4, WIDTH, requires_grad=True)
+    loss_of([model(x * 1)]).backward()
+    expected, x.grad = x.grad, None
+    with simulated_streams(monkeypatch) as simulation:
+        for _ in range(2):
+            h = x * 1
+            out = as_region(store, MODES[mode], release_input=True)(model, h)
+            torch.full((4, WIDTH), float("nan"))
+            loss_of([out]).backward()
+            assert torch.equal(h, x)
+            assert torch.equal(x.grad, expected)
+            x.grad = None
+    assert simulation.races == []
+
+
 def races_on_rank(store: str, name: str, prefetch: int) -> list[str]:
     run = as_region(store, False, CASES[name], dist.group.WORLD, prefetch=prefetch)
     torch.manual_seed(3)
