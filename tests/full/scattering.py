@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 import sac
 from sac.full import FullConfig
+from tests.semantics.recording import Recorder
 from tests.semantics.training import same_bits
 
 Run = Callable[..., Any]
@@ -22,13 +24,24 @@ def plainly(function: Any, *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)
 
 
-def scattered(group: Any = None, use_reentrant: bool = False, store: str = "scattered", **config: Any) -> Run:
+def scattered(
+    group: Any = None,
+    *,
+    use_reentrant: bool = False,
+    preserve_rng_state: bool = True,
+    store: str = "scattered",
+    **config: Any,
+) -> Run:
     """Return what calls a function as a region whose input is scattered over `group`, by default all ranks."""
-    config = FullConfig(store=store, **config)
+    options = {
+        "tp_group": dist.group.WORLD if group is None else group,
+        "use_reentrant": use_reentrant,
+        "preserve_rng_state": preserve_rng_state,
+        "config": FullConfig(store=store, **config),
+    }
 
     def run(function: Any, *args: Any, **kwargs: Any) -> Any:
-        over = dist.group.WORLD if group is None else group
-        return sac.checkpoint(function, *args, tp_group=over, use_reentrant=use_reentrant, config=config, **kwargs)
+        return sac.checkpoint(function, *args, **options, **kwargs)
 
     return run
 
@@ -58,3 +71,13 @@ def weights(model: nn.Module) -> Seen:
 
 def mlp(width: int, **kinds: Any) -> nn.Module:
     return nn.Sequential(nn.Linear(width, 2 * width, **kinds), nn.GELU(), nn.Linear(2 * width, width, **kinds))
+
+
+def bytes_left(recorder: Recorder, besides: Any = ()) -> int:
+    """Live bytes, as soon as gloo's own threads have let go of the gathers that are over."""
+    for _ in range(200):
+        left = recorder.live_bytes(besides=besides)
+        if left == 0:
+            break
+        time.sleep(0.01)
+    return left

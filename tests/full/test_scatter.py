@@ -241,6 +241,16 @@ def test_two_ranks(more, name):
     assert run_ranks(2, on_rank, name, MORE[more]) == [[], []]
 
 
+# It can take no part of a gradient, is equal to rounding only when nested, and cannot write to a tensor passed twice.
+NESTED = ("nested_scattered_in_plain", "nested_plain_in_scattered", "nested_both")
+NOT_REENTRANT = ("parts_of_backward", "written_in_the_region", *NESTED)
+
+
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in NOT_REENTRANT])
+def test_the_reentrant_mode(name):
+    assert run_ranks(2, on_rank, name, {"use_reentrant": True, "prefetch": 1}) == [[], []]
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_four_ranks(name):
     assert run_ranks(4, on_rank, name, {"prefetch": 1}) == [[]] * 4

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from sac.region import gathering
 from sac.region.scatter import PlacedShare
 from tests.full.ranks import run_ranks
-from tests.full.scattering import Run, plainly, scattered
+from tests.full.scattering import Run, bytes_left, plainly, scattered
 from tests.semantics.recording import Recorder, without_collector
 
 SIZES = (4, 5, 6, 7)  # the input of region i has 2 * SIZES[i] elements, of which a share has SIZES[i]
@@ -257,7 +257,7 @@ def started_in_vain() -> tuple[list[str], int]:
     made = Recorder()
     with without_collector(), spied() as events, made:
         out.sum().backward()
-    return events, made.live_bytes(besides=(x.grad, [weight.grad for weight in layers.weights]))
+    return events, bytes_left(made, besides=(x.grad, [weight.grad for weight in layers.weights]))
 
 
 def test_what_was_started_in_vain_is_let_go():
