@@ -36,10 +36,10 @@ def _run_region(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> A
 
 def _kept_out_of_graphs(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
     # Private name (torch 2.1 to 2.13): `torch.compiler.disable` does the same, and loads all of Dynamo right now.
-    disable = getattr(torch, "_disable_dynamo", torch.compiler.disable)
-    wrapped: Any = disable(function)
+    disable: Callable[..., Any] = getattr(torch, "_disable_dynamo", torch.compiler.disable)
+    wrapped: Callable[..., Any] = disable(function)
     # Read by Dynamo for its message (torch 2.13, held by tests/full/test_compiled_settings.py).
-    wrapped._torchdynamo_disable, wrapped._torchdynamo_disable_msg = True, reason
+    vars(wrapped).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=reason)
     return wrapped
 
 

@@ -59,6 +59,9 @@ class Region:
         self._free: set[Any] = set()  # sorts of inputs that need no mode
         self._surprised = False  # a call has written to what no call before it had: none goes without a mode any more
 
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_free": set()}  # a copy learns anew: sorts hold weak references, which cannot be copied
+
     def run(
         self,
         function: Callable[..., Any],

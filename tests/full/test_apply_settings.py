@@ -138,6 +138,31 @@ def test_copies_and_pickles(keys: dict[str, Any]) -> None:
     assert_same(reference, train(model))
 
 
+class Options:
+    """Something passed to a block that has no value to be compared by."""
+
+
+class WithOptions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = llama_stack(1).blocks[0]
+
+    def forward(self, x: Tensor, options: Options) -> tuple[Tensor, Options]:
+        return self.inner(x), options
+
+
+def test_copies_of_a_model_that_was_trained_with_objects() -> None:
+    """What a region remembers of its calls refers to them, and is not copied."""
+    model = sac.apply(built(lambda: Stack(WithOptions(), WithOptions())), FULL)
+    (x,), options = tokens(), Options()
+    model(x, options)[0].sum().backward()
+    expected = [p.grad for p in model.parameters()]
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        twin.zero_grad()
+        twin(x, options)[0].sum().backward()
+        assert all(torch.equal(p.grad, grad) for p, grad in zip(twin.parameters(), expected, strict=True))
+
+
 class Scale:
     """State that a forward reads, kept outside of the model's buffers."""
 
