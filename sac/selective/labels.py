@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from sac.selective.tensors import has_storage, metadata, storage_address, tensor_parts, wrapped_parts
+from sac.selective.tensors import has_storage, metadata, offset_in_storage, storage_address, tensor_parts, wrapped_parts
 
 # Note [Labels]
 #
@@ -66,11 +66,13 @@ class Labels:
         "_draws",
         "_elsewhere",
         "_inputs",
+        "_moved",
         "_parameters",
         "_weak",
         "foreign",
         "makers",
         "parameter_addresses",
+        "places",
         "visitors",
     )
 
@@ -78,6 +80,8 @@ class Labels:
         self._by_storage: dict[int, int] = {}
         self._inputs: set[int] = set()
         self._elsewhere: set[int] = set()
+        self._moved: dict[int, int] = {}  # storage of an input -> how much further on it lay in forward
+        self.places: dict[int, list[tuple[int, int]]] = {}  # position of an input -> label and offset of each part
         self._parameters: set[int] = set()
         self.foreign: set[int] = set()
         self.parameter_addresses: set[int] = set()
@@ -91,11 +95,26 @@ class Labels:
 
         ``lasts``: the region holds the caller's tensor until backward; not if it keeps a copy elsewhere.
         """
+        places = self.places[position] = []
         for part in tensor_parts(tensor):
             label = self._by_storage.setdefault(storage_address(part), hash(("input", position)))
+            places.append((label, offset_in_storage(part)))
             self._inputs.add(label)
             if not lasts:
                 self._elsewhere.add(label)
+
+    def name_input_again(self, tensor: torch.Tensor, places: list[tuple[int, int]]) -> None:
+        """Give an input of a recomputation the label and the offset that it had in forward: ``places`` of its position.
+
+        What was kept elsewhere comes back in a storage of its own, though it may have been a view of another input.
+        """
+        for part, (label, offset) in zip(tensor_parts(tensor), places, strict=True):
+            address = storage_address(part)
+            self._by_storage[address] = label
+            self._inputs.add(label)
+            if offset != offset_in_storage(part):
+                self._moved[address] = offset - offset_in_storage(part)
+                self._weak.watch(part)
 
     def of(self, tensor: torch.Tensor) -> int:
         """Return the label of a tensor's storage."""
@@ -178,8 +197,9 @@ class Labels:
         for value in values:
             kind = type(value)
             if kind is Tensor or kind is Parameter:
-                label = self.of_plain(value, kind, storage_address(value))
-                parts.append((label, *metadata(value)))
+                address = storage_address(value)
+                label = self.of_plain(value, kind, address)
+                parts.append((label, *(self._metadata(value) if address in self._moved else metadata(value))))
                 foreign = foreign or label in self.foreign
             elif kind in _PLAIN:
                 parts.append(value)
@@ -187,7 +207,7 @@ class Labels:
                 parts.append(value if value == value else "nan")
             elif isinstance(value, Tensor):
                 label = self.of(value)
-                parts.append((label, *metadata(value)))
+                parts.append((label, *self._metadata(value)))
                 foreign = foreign or label in self.foreign
             elif kind is list or kind is tuple:
                 parts.append(len(value))
@@ -195,6 +215,15 @@ class Labels:
             else:
                 parts.append(kind)  # a Generator, an Enum, a graph module: its kind has to do
         return foreign
+
+    def _metadata(self, tensor: torch.Tensor) -> tuple[Any, ...]:
+        """Return the metadata of ``tensor``, with the offset that it would have had in forward."""
+        found = metadata(tensor)
+        moved = self._moved.get(storage_address(tensor), 0) if self._moved else 0
+        if not moved:
+            return found
+        shape, stride, offset, dtype = found
+        return shape, stride, offset + moved, dtype
 
     def draw(self, key: int, signature: int) -> int:
         """Return the signature of a call that draws random numbers: two draws from equal arguments are not equal."""
@@ -208,7 +237,7 @@ class Labels:
     def _describe_one(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             label = self.of(value)
-            return label, label in self.foreign, metadata(value)
+            return label, label in self.foreign, self._metadata(value)
         if isinstance(value, (list, tuple)) and any(isinstance(part, torch.Tensor) for part in value):
             return tuple(self._describe_one(part) for part in value)
         return str(value) if type(value) in _PLAIN or isinstance(value, (float, list, tuple)) else type(value).__name__

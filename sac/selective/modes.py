@@ -155,7 +155,7 @@ class RecomputeMode(BareMode):
         self.path = ""
         self.labels = Labels()
         for position, tensor in self.inputs:
-            self.labels.name_input(tensor, position)
+            self.labels.name_input_again(tensor, self.record.places[position])
         self.inputs = []
         self.filling.verify = self.verify
         self._was_paused, self.record.paused = self.record.paused, not self.record.forward_over

@@ -79,6 +79,7 @@ class CallRecord:
         self.path = path
         self.freeze_buffers = freeze_buffers
         self.labels = Labels()
+        self.places = self.labels.places
         self.saved: list[SavedValue] = []
         self.decided: list[SavedValue] = []  # after the forward: all that was decided to be saved, for the report
         self.by_storage: dict[int, list[SavedValue]] = {}

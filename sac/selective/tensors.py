@@ -69,6 +69,11 @@ def has_storage(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided
 
 
+def offset_in_storage(tensor: torch.Tensor) -> int:
+    """Return where in its storage the tensor begins, in elements; 0 where it has none."""
+    return tensor.storage_offset() if has_storage(tensor) else 0
+
+
 def storage_bytes(tensor: torch.Tensor) -> int:
     """Return the bytes that keeping ``tensor`` keeps: those of its whole storage."""
     if type(tensor) is not Tensor and hasattr(type(tensor), "__tensor_flatten__"):
