@@ -9,7 +9,7 @@ from typing import Any
 
 from sac.policy.model import Policy
 from sac.region.identity import Identity
-from sac.region.parts import PLAIN, Same
+from sac.region.parts import PLAIN, same
 from sac.region.settings import Settings
 from sac.selective.kind import Kind, Region
 from sac.selective.table import Table
@@ -78,7 +78,7 @@ def _kind_of(function: Any) -> Kind:
     """Return one kind for all functions of the same code, and for all modules of a class."""
     while isinstance(function, (partial, types.MethodType)):
         function = function.func if isinstance(function, partial) else function.__func__
-    key = Same(getattr(function, "__code__", type(function)))
+    key = same(getattr(function, "__code__", type(function)))
     return _kinds.get(key) or _put(_kinds, key, Kind(FULL_TABLE, "full"))
 
 

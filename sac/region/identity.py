@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sac.region.parts import PLAIN, Same, attributes_of, names_in, sort_of
+from sac.region.parts import PLAIN, attributes_of, names_in, same, sort_of
 
 # Note [Which function is it]
 #
@@ -28,7 +28,7 @@ from sac.region.parts import PLAIN, Same, attributes_of, names_in, sort_of
 #   torch modules              by identity, and by what is plain or a function in them and in all below
 #   functions                  by code, closure, defaults, and the globals that the code names; functions of the same
 #                              file that it names, in the same way
-#   Python modules, classes    by identity, and by their attributes that the code names; torch's by identity
+#   Python modules, classes    by identity, and by their attributes that the code names; torch's and ours by identity
 #   other objects              by identity (dataclasses and namespaces: by class) and by their attributes, `_DEEPEST`
 #                              objects deep
 #
@@ -52,7 +52,7 @@ class Identity:
     those below, that have buffers or parameters.
     """
 
-    __slots__ = ("_code_names", "_left", "_nested", "_objects", "_seen", "_types", "is_known", "owners", "parts")
+    __slots__ = ("_code_names", "_left", "_nested", "_objects", "_seen", "is_known", "owners", "parts")
 
     def __init__(self) -> None:
         self.parts: list[Any] = []
@@ -62,7 +62,6 @@ class Identity:
         self._nested = 0
         self._objects = 0
         self._seen: dict[int, int] = {}
-        self._types: dict[type, Same] = {}
         self._code_names: tuple[str, ...] = ()
 
     def add(self, value: Any) -> None:
@@ -88,15 +87,16 @@ class Identity:
 
     def _add_module(self, root: nn.Module) -> None:
         parts, seen = self.parts, self._seen
-        parts.append(Same(root))
+        parts.append(same(root))
         waiting = [root]
-        while waiting:  # by hand: module.modules() makes the names of all of them
-            module = waiting.pop()
+        for module in waiting:  # by hand: module.modules() makes the names of all of them
             if id(module) in seen:
                 continue
             seen[id(module)] = len(seen)
-            held, kind = module.__dict__, type(module)
-            parts += (self._types.get(kind) or self._type(kind), module.training)
+            held, children = module.__dict__, module._modules
+            parts += (same(type(module)), module.training, len(children))
+            if children:
+                waiting += [child for child in children.values() if child is not None]
             if module._forward_hooks or module._forward_pre_hooks:
                 parts += (tuple(module._forward_hooks), tuple(module._forward_pre_hooks))  # their ids: none comes twice
             if module._parameters or module._buffers:
@@ -109,14 +109,9 @@ class Identity:
                     self.add(value)
                 else:
                     parts.append(None)
-            waiting.extend(child for child in module._modules.values() if child is not None)
-
-    def _type(self, kind: type) -> Same:
-        """Return what stands for a class: a reference, since a local class may hold anything."""
-        return self._types.setdefault(kind, Same(kind))
 
     def _add_sequence(self, value: Iterable[Any]) -> None:
-        self.parts.append(self._type(type(value)))
+        self.parts.append(same(type(value)))
         count = 0
         for one in value:
             self.add(one)
@@ -145,14 +140,14 @@ class Identity:
     def _add_builtin(self, value: Any) -> None:
         owner = value.__self__
         if owner is None or isinstance(owner, types.ModuleType):
-            self.parts.append(Same(value))
+            self.parts.append(same(value))
         else:  # a method bound to something, made anew whenever it is asked for
             self.parts.append(value.__name__)
             self.add(owner)
 
     def _add_function(self, value: types.FunctionType) -> None:
         code = value.__code__
-        self.parts.append(Same(code))
+        self.parts.append(same(code))
         for cell in value.__closure__ or ():
             try:
                 held = cell.cell_contents
@@ -166,7 +161,7 @@ class Identity:
         self._add_globals(code, value.__globals__)
 
     def _add_globals(self, code: types.CodeType, held: dict[str, Any]) -> None:
-        if _is_torch(held.get("__name__")):
+        if _is_library(held.get("__name__")):
             return
         outer, self._code_names = self._code_names, names_in(code)
         for name in self._code_names:
@@ -176,14 +171,14 @@ class Identity:
 
     def _add_global(self, value: Any, file: dict[str, Any]) -> None:
         if type(value) is types.FunctionType and value.__globals__ is not file:
-            self.parts.append(Same(value))
+            self.parts.append(same(value))
         else:
             self.add(value)
 
     def _add_named(self, value: Any) -> None:
         """Look at a Python module or class: what the code at hand may read of it by name."""
-        self.parts.append(Same(value))
-        if _is_torch(value.__module__ if isinstance(value, type) else value.__name__):
+        self.parts.append(same(value))
+        if _is_library(value.__module__ if isinstance(value, type) else value.__name__):
             return
         for held in [vars(kind) for kind in value.__mro__[:-1]] if isinstance(value, type) else [vars(value)]:
             for name in self._code_names:
@@ -197,20 +192,20 @@ class Identity:
         elif isinstance(value, _SINGLE):
             self.parts.append(value)
         elif isinstance(value, numbers.Number) and isinstance(value, Hashable):
-            self.parts += (self._type(kind), value)  # numpy's scalars, Decimal
+            self.parts += (same(kind), value)  # numpy's scalars, Decimal
         elif isinstance(value, _SEQUENCES):
             self._add_sequence(value)
             self._add_attributes(value)
         elif isinstance(value, dict):
-            self.parts.append(self._type(kind))
+            self.parts.append(same(kind))
             self._add_mapping(value)
             self._add_attributes(value)
         elif dataclasses.is_dataclass(value) or kind is types.SimpleNamespace:
-            self.parts.append(self._type(kind))
+            self.parts.append(same(kind))
             self._add_attributes(value)
         else:
             is_held = self._add_weakly(value)
-            if isinstance(value, enum.Enum) or _is_torch(kind.__module__):
+            if isinstance(value, enum.Enum) or _is_library(kind.__module__):
                 self.is_known = self.is_known and is_held
             else:
                 found = self._add_attributes(value)
@@ -218,9 +213,9 @@ class Identity:
 
     def _add_weakly(self, value: Any) -> bool:
         try:
-            self.parts.append(Same(value))
+            self.parts.append(same(value))
         except TypeError:
-            self.parts.append(self._type(type(value)))
+            self.parts.append(same(type(value)))
             return False
         return True
 
@@ -238,8 +233,9 @@ class Identity:
         return True
 
 
-def _is_torch(module: Any) -> bool:
-    return str(module).partition(".")[0] == "torch"
+def _is_library(module: Any) -> bool:
+    """Return whether a module's name is one of torch or of this package, whose state is not the user's."""
+    return str(module).partition(".")[0] in ("torch", "sac")
 
 
 _LOOKS: dict[type, Callable[[Identity, Any], None]] = {

@@ -19,25 +19,33 @@ PLAIN = frozenset(
 
 
 class Same(weakref.ref):  # type: ignore[type-arg]
-    """A weak reference that is equal to those to the same object, whatever the object says of equality."""
+    """A weak reference that stands for one object, whatever the object says of equality; made by ``same`` only."""
 
     __slots__ = ("address",)
-
     address: int
+    # As long as the object lives there is one of these, so they need not be compared by what they refer to.
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
 
-    def __new__(cls, value: Any) -> Same:
-        """Refer to ``value``; raises ``TypeError`` where its class does not allow that."""
-        self = super().__new__(cls, value)
-        self.address = id(value)
-        return self
 
-    def __hash__(self) -> int:
-        return self.address
+_living: dict[int, Same] = {}  # by the address of the object
 
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        return isinstance(other, Same) and self.address == other.address and self() is not None and self() is other()
+
+def same(value: Any) -> Same:
+    """Return the one object that stands for ``value``; raises ``TypeError`` where its class does not allow that."""
+    found = _living.get(id(value))
+    if found is not None and found() is value:
+        return found
+    made = Same(value, _forget)
+    made.address = id(value)
+    if found is not None:  # its object is gone, and it is about to be told
+        _living.pop(id(value), None)
+    return _living.setdefault(id(value), made)
+
+
+def _forget(dead: Same) -> None:
+    if _living.get(dead.address) is dead:
+        del _living[dead.address]
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
