@@ -27,7 +27,7 @@ from sac.region.storages import plain_address, version_of
 # What comes after a region mostly saves the region's output for its own backward, though the region can compute it
 # again. To let it go takes three steps:
 #
-# Forward. Behind the function, inside the region, `remembering` saves the outputs, in a node on which nothing else
+# Forward. Behind the function, inside the region, `Note.take` saves the outputs, in a node on which nothing else
 # depends. So they are the last of what the region's recomputation has to make, as long as somebody may ask for them.
 #
 # Discard. The graph between the region and a tensor further on is walked, and each saved tensor that lies in the
@@ -36,7 +36,7 @@ from sac.region.storages import plain_address, version_of
 # lead to that tensor, a saved tensor that has hooks, an attribute) holds the output as before; gradients are right
 # either way.
 #
-# Backward. The first consumer that asks reads what `remembering` saved. That runs the region again, once for all
+# Backward. The first consumer that asks reads what `Note.take` saved. That runs the region again, once for all
 # consumers and for the region's own backward, and the consumer's tensor is laid on the recomputed storage.
 #
 # Regions that take such an output as their input hold it themselves, not through autograd. `lent_inputs` puts hooks
@@ -77,7 +77,7 @@ class Discardable:
 
     @property
     def starts(self) -> set[Any]:
-        """The graph nodes that made the outputs; that of ``remembering`` if the outputs have none."""
+        """The graph nodes that made the outputs; that of ``Note.take`` if the outputs have none."""
         return self._nodes or {self._remembered.grad_fn}
 
     def let_go(self) -> bool:
@@ -145,7 +145,7 @@ def run_discardable(
     """
     note = Note()
     with lent_inputs(args):
-        output = run_with(settings, partial(remembering, function), args, {"note": note})
+        output = run_with(settings, remembering(function), args, {"note": note})
     discardable = Discardable(note) if note.remembered is not None else None
     note.tensors, note.remembered = (), None  # the region holds the note: it must not hold the region
     return output, discardable

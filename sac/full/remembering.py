@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,8 +40,14 @@ class Note:
             self.tensors, self.remembered = tensors, remembered
 
 
-def remembering(function: Callable[..., Any], *args: Any, note: Note) -> Any:
-    """Return ``function(*args)``, and let ``note`` take what is in it."""
+def remembering(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that does as ``function``, and lets the ``note`` that it is given take what it returns."""
+    noting = partial(_call, function)
+    noting.__qualname__ = getattr(function, "__qualname__", type(function).__name__)  # type: ignore[attr-defined]
+    return noting  # not a closure: calls of one function are told to be so by its parts
+
+
+def _call(function: Callable[..., Any], *args: Any, note: Note) -> Any:
     output = function(*args)
     note.take(output, args)
     return output
