@@ -71,7 +71,7 @@ def has_storage(tensor: torch.Tensor) -> bool:
 
 def offset_in_storage(tensor: torch.Tensor) -> int:
     """Return where in its storage the tensor begins, in elements; 0 where it has none."""
-    return tensor.storage_offset() if has_storage(tensor) else 0
+    return int(tensor.storage_offset()) if has_storage(tensor) else 0
 
 
 def storage_bytes(tensor: torch.Tensor) -> int:

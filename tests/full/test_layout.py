@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -53,6 +54,7 @@ def assert_back(x: Tensor) -> None:
     assert back.shape == x.shape
     assert back.dtype == x.dtype
     assert back.stride() == x.stride()
+    assert back.numel() == 0 or back.data_ptr() % 64 == x.data_ptr() % 64
     assert back.is_conj() == x.is_conj()
     assert back.is_neg() == x.is_neg()
     assert torch.equal(bits(back), before)
@@ -96,12 +98,14 @@ def test_no_element_is_kept_twice(x):
 
 @given(st.lists(st.integers(1, 3), max_size=3), st.data())
 @settings(max_examples=200, deadline=None)
-def test_strides_of_any_sort_keep_the_values(shape, data):
+def test_strides_of_any_sort_come_back_or_do_not_fit(shape, data):
     steps = [data.draw(st.integers(0, 5)) for _ in shape]
     x = filled(64).as_strided(shape, steps, 3)
-    back = there_and_back(x)
-    assert back.shape == x.shape
-    assert torch.equal(bits(back), bits(x))
+    if Layout.fits(x):
+        assert_back(x)
+    else:  # some step is less than what a smaller step spans
+        pairs = itertools.permutations(zip(steps, shape, strict=True), 2)
+        assert any(0 < step <= other * (size - 1) for (step, _), (other, size) in pairs)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -128,11 +132,9 @@ def test_a_dimension_of_one_element_keeps_its_odd_stride():
     assert_back(filled(64).as_strided((2, 1, 3), (5, 17, 1)))
 
 
-def test_overlapping_windows_come_back_contiguous():
-    x = filled(10).unfold(0, 4, 2)
-    back = there_and_back(x)
-    assert torch.equal(back, x)
-    assert back.is_contiguous()
+def test_overlapping_windows_do_not_fit():
+    assert not Layout.fits(filled(10).unfold(0, 4, 2))
+    assert Layout.fits(filled(10).unfold(0, 2, 2))
 
 
 def test_a_scalar_and_an_expanded_scalar():
