@@ -138,6 +138,8 @@ class CallOptions:
 
 DEFAULT_CONFIG = FullConfig()
 DEFAULT_OPTIONS = CallOptions()
+_REENTRANT_OPTIONS = CallOptions(use_reentrant=True)
+_REENTRANT = Settings(use_reentrant=True)
 
 
 def settings_of(config: FullConfig, options: CallOptions, where: str) -> Settings:
@@ -148,6 +150,8 @@ def settings_of(config: FullConfig, options: CallOptions, where: str) -> Setting
     """
     if config is DEFAULT_CONFIG and options == DEFAULT_OPTIONS:
         return PLAIN
+    if config is DEFAULT_CONFIG and options.use_reentrant is True and options == _REENTRANT_OPTIONS:
+        return _REENTRANT  # this runs in every call of a region: the faces of others call it with nothing else, too
     if not isinstance(config, FullConfig):
         fix = "write sac.full.FullConfig(…); for a keyword of the function's own, functools.partial(function, config=…)"
         raise ConfigError(

@@ -10,12 +10,13 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from sac.errors import RegionError
+from sac.region.ambient import subclasses_on
 from sac.region.call import RETAIN, RegionCall, graph_is_retained
 from sac.region.detach import detached
 from sac.region.handles import ALL, ToTheEnd
 from sac.region.inputs import KeptInputs
-from sac.region.results import Results, Wanted, flatten, has_gradients
-from sac.region.storages import describe
+from sac.region.results import Results, flatten, has_gradients
+from sac.region.storages import describe, metadata
 from sac.region.writes import check_writes, give_history
 
 # Note [The reentrant walk]
@@ -69,7 +70,7 @@ class _Start(torch.autograd.Function):
         return None, None, None
 
 
-_OTHER_MODE = "or use use_reentrant=False, which can do it"
+_OTHER_MODE = "pass use_reentrant=False"
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
@@ -95,28 +96,29 @@ class ReentrantFrame(RegionCall):
         written = self._written(given)
         results = Results(result, given, passed, written)
         self._check_left(inputs.leaves_of(args, kwargs), passed or given, results.hidden)
-        self._keep([], ALL if results.wanted or written else -1)
+        self._keep([], ALL if results.places or written else -1)
         changed = self._get_history(written, given, passed) if written else []
-        if results.wanted or changed:
+        if results.places or changed:
             return self._attached(results, changed, given)
         self._drop()
         return results.value(()) if passed or written else result
 
     def _trains(self, given: list[Any]) -> bool:
         """Return whether an argument needs a gradient, or a parameter of the region's modules."""
-        if any(isinstance(one, torch.Tensor) and one.requires_grad for one in given):
-            return True
+        for one in given:
+            if isinstance(one, torch.Tensor) and one.requires_grad:
+                return True
         parameters = (one for owner in self.owners for one in owner._parameters.values())
         return any(one is not None and one.requires_grad for one in parameters)
 
     def _attached(self, results: Results, changed: list[int], given: list[Any]) -> Any:
         """Put the node into the graph; return the result with its outputs."""
-        self._wanted, self._changed = results.wanted, changed
+        self._places, self._changed = results.places, changed
         self._sources = [kept.position for kept in self.inputs.tensors if kept.needs_grad]
         outputs = results.aliases() + [detached(given[position]) for position in changed]
         sources = [given[position] for position in self._sources] or [torch.empty(0, requires_grad=True)]
         outputs = _Reentrant.apply(self, outputs, *sources)  # type: ignore[no-untyped-call]
-        for position, output in zip(changed, outputs[len(results.wanted) :], strict=True):
+        for position, output in zip(changed, outputs[len(results.places) :], strict=True):
             give_history(given[position], output)
         return results.value(outputs)
 
@@ -141,7 +143,7 @@ class ReentrantFrame(RegionCall):
         def start(leaf: torch.Tensor, position: int) -> torch.Tensor:
             return _Start.apply(leaf, arrived, position)  # type: ignore[no-untyped-call,no-any-return]
 
-        with torch.enable_grad():
+        with torch.enable_grad(), subclasses_on():
             args, kwargs, tensors = self.inputs.rebuild(self.path, start)
         with ExitStack() as stack:
             self._enter_forward_again(stack, tensors, ToTheEnd())
@@ -155,11 +157,15 @@ class ReentrantFrame(RegionCall):
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return each recomputed output that has a graph, and the gradient that came in for it."""
         leaves, _ = flatten(result)
-        again = [self._checked(wanted, leaves) for wanted in self._wanted]
-        again += [tensors[position] for position in self._changed]
-        return [
-            (root, grad) for root, grad in zip(again, grads, strict=True) if grad is not None and root.requires_grad
+        count = len(self._places)
+        pairs = [
+            (self._checked(place, leaves, grad), grad)
+            for place, grad in zip(self._places, grads[:count], strict=True)
+            if grad is not None
         ]
+        written = [tensors[position] for position in self._changed]
+        pairs += [(root, grad) for root, grad in zip(written, grads[count:], strict=True) if grad is not None]
+        return [(root, grad) for root, grad in pairs if root.requires_grad]
 
     # Writes to arguments
 
@@ -197,7 +203,7 @@ class ReentrantFrame(RegionCall):
             raise RegionError(
                 self._problem(
                     f"the region returned a {hidden}, and autograd does not see the tensors that it holds",
-                    fix=f"return tuples, lists, dicts, or what is registered as a pytree; {_OTHER_MODE}",
+                    fix=f"return tuples, lists, dicts or what is registered as a pytree, or {_OTHER_MODE}",
                 )
             )
         known = {id(one) for one in before}
@@ -205,7 +211,7 @@ class ReentrantFrame(RegionCall):
             raise RegionError(
                 self._problem(
                     "the region put a tensor into a container that it was given, and autograd does not see it there",
-                    fix=f"return the tensor; {_OTHER_MODE}",
+                    fix=f"return the tensor, or {_OTHER_MODE}",
                 )
             )
 
@@ -213,7 +219,7 @@ class ReentrantFrame(RegionCall):
         """Raise if this backward is one that the mode does not allow."""
         if not _is_for_every_leaf():
             found = "neither torch.autograd.grad nor backward(inputs=...) can go through a reentrant region"
-            raise RegionError(self._problem(found, fix=f"call backward() without inputs; {_OTHER_MODE}"))
+            raise RegionError(self._problem(found, fix=f"call backward() without inputs, or {_OTHER_MODE}"))
         if torch.is_grad_enabled():
             found = "a reentrant region has no double backward (this one was called with create_graph=True)"
             raise RegionError(self._problem(found, fix=_OTHER_MODE))
@@ -222,15 +228,14 @@ class ReentrantFrame(RegionCall):
                 self._problem("backward came here again after this region's memory had been freed", RETAIN)
             )
 
-    def _checked(self, wanted: Wanted, leaves: list[Any]) -> torch.Tensor:
-        """Return the recomputed tensor for an output; raise if it is not what forward returned there."""
-        again = leaves[wanted.place] if wanted.place < len(leaves) else None
+    def _checked(self, place: int, leaves: list[Any], grad: torch.Tensor) -> torch.Tensor:
+        """Return the recomputed result at ``place``; raise if it is not like that of forward, and so like ``grad``."""
+        again = leaves[place] if place < len(leaves) else None
         if not isinstance(again, torch.Tensor):
-            raise RegionError(self._problem(f"result {wanted.place} is a tensor in forward and none in recomputation"))
-        if self.settings.checks_metadata and not wanted.is_like(again):
-            found = f"result {wanted.place} was {wanted} in forward and is {describe(again)} on {again.device} in "
-            found += "recomputation"
-            raise RegionError(self._problem(found))
+            raise RegionError(self._problem(f"result {place} was a tensor in forward and is none in recomputation"))
+        if self.settings.checks_metadata and metadata(again) != metadata(grad):
+            forward, now = (f"{describe(one)} on {one.device}" for one in (grad, again))
+            raise RegionError(self._problem(f"result {place} was {forward} in forward and is {now} in recomputation"))
         return again
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,23 +24,6 @@ from sac.region.parts import PLAIN, attributes_of
 # that the region wrote to, it is made anew as a view of that argument, which has its history by then.
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """One output of the node: its place among the leaves of the result, and what it has to be again."""
-
-    place: int
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-
-    def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)} on {self.device}"
-
-    def is_like(self, tensor: torch.Tensor) -> bool:
-        """Return whether shape, dtype and device of ``tensor`` are these."""
-        return (tensor.shape, tensor.dtype, tensor.device) == (self.shape, self.dtype, self.device)
-
-
 class Results:
     """The leaves of what a region returned, and those that are to be outputs of its node; see Note [Results of a node].
 
@@ -50,40 +32,47 @@ class Results:
     positions of the arguments that the function wrote to.
     """
 
-    __slots__ = ("_given", "_leaves", "_outputs", "_spec", "_tensors", "_views", "hidden", "wanted")
+    __slots__ = ("_given", "_leaves", "_outputs", "_spec", "_tensors", "_views", "hidden", "places")
 
     def __init__(
         self, result: Any, given: list[Any], passed: list[Any] | None = None, written: Collection[int] = ()
     ) -> None:
         self._given = given
-        self._leaves, self._spec = flatten(result)
-        own = {id(one): given[place] for place, one in enumerate(passed or given) if isinstance(one, torch.Tensor)}
-        roots = {id(_root((passed or given)[position])): position for position in written}
-        self.wanted: list[Wanted] = []
-        self.hidden: str = ""  # the name of the class of a leaf that holds tensors, if one does
+        self._leaves, self._spec = leaves, _ = flatten(result)
+        used = passed or given
+        own = {id(one): place for place, one in enumerate(used)}
+        roots = {id(_root(used[position])): position for position in written} if written else {}
+        self.places: list[int] = []  # for each output of the node, where it stands among the leaves
+        self.hidden = ""  # the name of the class of a leaf that holds tensors, if one does
         self._tensors: list[torch.Tensor] = []
         self._outputs: list[tuple[int, int]] = []  # place of a leaf, and which of the outputs it is
         self._views: list[tuple[int, int]] = []  # place of a leaf, and position of the written argument it is a view of
         known: dict[int, int] = {}
-        for place, leaf in enumerate(self._leaves):
+        for place, leaf in enumerate(leaves):
             if not isinstance(leaf, torch.Tensor):
-                if type(leaf) not in PLAIN and _holds_tensors(leaf) and not any(leaf is one for one in given):
+                if type(leaf) not in PLAIN and id(leaf) not in own and _holds_tensors(leaf):
                     self.hidden = type(leaf).__qualname__
             elif id(leaf) in own:
-                self._leaves[place] = own[id(leaf)]
+                leaves[place] = given[own[id(leaf)]]
             elif roots and leaf._is_view() and id(_root(leaf)) in roots:
                 self._views.append((place, roots[id(_root(leaf))]))
-            elif _is_made_here(leaf) and (leaf.requires_grad or passed is None):
+            elif _is_made_here(leaf) and (passed is None or leaf.requires_grad):
                 index = known.setdefault(id(leaf), len(known))
                 self._outputs.append((place, index))
                 if index == len(self._tensors):
                     self._tensors.append(leaf)
-                    self.wanted.append(Wanted(place, leaf.shape, leaf.dtype, leaf.device))
+                    self.places.append(place)
 
     def aliases(self) -> list[torch.Tensor]:
-        """Return what the node is to return in place of the wanted results."""
-        if not any(tensor._is_view() for tensor in self._tensors):
-            return [detached(tensor) for tensor in self._tensors]
+        """Return what the node is to return for its ``places``."""
+        found = []
+        for tensor in self._tensors:
+            if tensor._is_view():
+                return self._aliases_among_views()
+            found.append(detached(tensor))
+        return found
+
+    def _aliases_among_views(self) -> list[torch.Tensor]:
         roots = [_root(tensor) for tensor in self._tensors]
         given = [_root(one) for one in self._given if isinstance(one, torch.Tensor)]
         lying_in = Counter(id(root) for root in (*roots, *given))
@@ -114,8 +103,10 @@ def has_gradients(tensor: torch.Tensor) -> bool:
 
 
 def _is_made_here(leaf: torch.Tensor) -> bool:
+    if not leaf.requires_grad:
+        return has_gradients(leaf)
     # A view that is made without grad mode, of what needs a gradient, calls itself a leaf that requires grad.
-    return has_gradients(leaf) and not (leaf.requires_grad and leaf.is_leaf and not leaf._is_view())
+    return not leaf.is_leaf or leaf._is_view()
 
 
 def _root(tensor: torch.Tensor) -> torch.Tensor:

@@ -47,6 +47,11 @@ def version_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def metadata(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    """Return what recomputation has to repeat of a tensor whatever its values: shape, dtype and device."""
+    return tensor.shape, tensor.dtype, tensor.device
+
+
 def describe(tensor: torch.Tensor) -> str:
     """Return dtype and shape as errors print them: ``float32[2, 8]``."""
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
