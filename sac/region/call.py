@@ -50,8 +50,11 @@ class Recorder(Protocol):
 class RegionCall(ABC):
     """One call of one checkpointed region.
 
-    ``path`` names the region in messages. ``owners`` are its modules with buffers or parameters.
+    ``path`` names the region in messages. ``owners`` are its modules with buffers or parameters. ``compares``: a
+    recorder that need not serve anything is still of use, to tell whether recomputation saves the same values.
     """
+
+    compares = False
 
     def __init__(
         self,
@@ -94,7 +97,8 @@ class RegionCall(ABC):
     def _keep(self, kept: list[Handle], last_missing: int) -> None:
         """The forward is over: hold what a recomputation up to ``last_missing`` takes, nothing if it is -1."""
         self.surroundings.close(self.path, needed=last_missing >= 0)
-        if self.recorder is not None and self.recorder.close(kept, last_missing):
+        idle = self.recorder is not None and self.recorder.close(kept, last_missing)
+        if idle and not (self.compares and self.settings.checks_metadata):
             self.recorder = None
         if last_missing < 0:
             self._drop()

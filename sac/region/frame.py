@@ -18,7 +18,7 @@ from sac.region.handles import Filling, Handle, StopRecompute
 from sac.region.inputs import KeptInputs
 from sac.region.parking import fetch
 from sac.region.settings import PLAIN, Settings
-from sac.region.storages import describe
+from sac.region.storages import describe, metadata
 
 # Note [The walk of a region]
 #
@@ -42,16 +42,14 @@ def _call(reference: weakref.ref[Handle]) -> Handle | None:
     return reference()
 
 
-def _metadata(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
-    return tensor.shape, tensor.dtype, tensor.device
-
-
 def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
 class Frame(RegionCall):
     """The non-reentrant frame; see Note [The walk of a region]."""
+
+    compares = True
 
     def __init__(
         self,
@@ -113,7 +111,7 @@ class Frame(RegionCall):
         handle = self._handles[index]()
         if handle is None or not self._waits(handle, task):
             return False
-        if self.settings.checks_metadata and _metadata(tensor) != (handle.shape, handle.dtype, handle.device):
+        if self.settings.checks_metadata and metadata(tensor) != (handle.shape, handle.dtype, handle.device):
             raise RegionError(self._differs(handle, tensor))
         handle.value = tensor
         return True

@@ -23,7 +23,7 @@ WIDTH = 8
 
 @dataclass(frozen=True)
 class Case:
-    """One program; ``nested``: regions inside regions, where torch's reentrant mode is equal to rounding only."""
+    """One program. ``rounds``: a weight serves in several regions; reentrant frames add gradients in another order."""
 
     name: str
     program: Callable[[Run], Seen]
