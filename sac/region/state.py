@@ -136,7 +136,7 @@ def _was_exchanged(before: Any, now: Any) -> bool:
 
 
 def _bind(bound: Bound, wanted: Bound) -> None:
-    """Let ``bound`` hold just what ``wanted`` holds; touch it only if it does not (a scripted module's cannot change)."""
+    """Let ``bound`` hold just what ``wanted`` holds; it is not touched if it does (a scripted module's cannot be)."""
     present = dict(bound)
     if present.keys() != wanted.keys() or any(present[name] is not value for name, value in wanted.items()):
         bound.clear()

@@ -22,22 +22,23 @@ Way = Callable[[Stack], Stack]
 class Called(Stack):
     """A stack whose blocks are regions by `sac.checkpoint`."""
 
-    config: FullConfig | None = None
+    options: dict[str, Any]
 
     def _call(self, index: int, block: nn.Module, *values: Tensor) -> Any:
-        return sac.checkpoint(block, *values, config=self.config)
+        return sac.checkpoint(block, *values, **self.options)
 
 
-def by_function(model: Stack, config: FullConfig | None = None) -> Stack:
+def by_function(model: Stack, config: FullConfig | None = None, **options: Any) -> Stack:
     """Let each block be a region by `sac.checkpoint`."""
     model.__class__ = Called
-    model.config = config
+    model.options = {"config": config, **options}
     return model
 
 
 MATMULS = selective(policy(save("matmul")))
 WAYS: dict[str, Way] = {
     "function": by_function,
+    "reentrant": lambda model: by_function(model, use_reentrant=True),
     "full": lambda model: install(model, FULL),
     "selective": lambda model: install(model, MATMULS),
     "context_fn": lambda model: install(model, MATMULS, "context_fn with module"),

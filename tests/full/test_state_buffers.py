@@ -295,21 +295,47 @@ class Assigning(nn.Module):
         return (self.linear(x) * self.calls).sin() * self.transposed.sum()
 
 
+class Unseen(nn.Module):
+    """A counter that a kernel changes which no mode sees, as those of a compiled function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        guard = torch._C._DisableTorchDispatch()
+        with torch.no_grad():
+            self.calls += 1
+        del guard
+        return (self.linear(x) + self.calls).sin() * x
+
+
 class Compiled(nn.Module):
-    """Statistics that a compiled function updates, where no mode sees it."""
+    """Statistics that a compiled function updates."""
+
+    backend = "aot_eager"
 
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.inner = nn.Linear(8, 8), Scaled()
         self.norm = nn.BatchNorm1d(8)
-        self.compiled = torch.compile(lambda x: self.norm(self.inner(x)), backend="aot_eager")
+        self.compiled = torch.compile(lambda x: self.norm(self.inner(x)), backend=self.backend)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.compiled(self.linear(x)).sin() * x
 
 
+class CompiledToKernels(Compiled):
+    """The same, to kernels that no mode sees."""
+
+    backend = "inductor"
+
+
 @ON_EACH_WAY
-@pytest.mark.parametrize("block", [Assigning, Compiled])
+@pytest.mark.parametrize(
+    "block", [Assigning, Unseen, Compiled, pytest.param(CompiledToKernels, marks=pytest.mark.slow)]
+)
 def test_changes_that_no_recorder_sees(block: type[nn.Module], way: Way) -> None:
     try:
         assert_same(stepped(stack(block, block), as_it_is), stepped(stack(block, block), way))
@@ -332,8 +358,8 @@ class LateStarter(nn.Module):
 
 
 LATE = """\
-blocks.0: this call changed buffer 'seen' of LateStarter (float32[4]) in place, as no call with such inputs had before, \
-so that nothing was kept to recompute it from
+blocks.0: this call changed buffer 'seen' of LateStarter (float32[4]) in place, as no call with such inputs had \
+before, so that nothing was kept to recompute it from
     fix: go back to a checkpoint of the training: from now on the region keeps what it writes to"""
 
 

@@ -142,6 +142,20 @@ def test_modes_are_put_back_when_recomputation_raises() -> None:
     assert runs[0] == runs[1] == runs[2]
 
 
+@pytest.mark.parametrize("forward", SURROUNDINGS)
+def test_the_stack_is_that_of_now_where_no_engine_puts_it_back(forward: str) -> None:
+    """Autograd's engine puts the state of the thread back after each node; a saved tensor may be read without it."""
+    x = torch.ones(2, requires_grad=True)
+    with SURROUNDINGS[forward]():
+        out = sac.checkpoint(lambda x: x.tanh().exp(), x)
+    with torch.device("cpu"), Doubled(), torch._C.DisableTorchFunctionSubclass():
+        before = stack_now()
+        saved = out.grad_fn._saved_result
+        assert stack_now() == before
+        assert not torch._C._is_torch_function_enabled()
+    assert torch.equal(saved, out)
+
+
 def test_a_mode_that_the_region_enters_is_left_when_recomputation_stops_early() -> None:
     def region(x: Tensor) -> Tensor:
         with CosineForSine(), torch.device("cpu"):
