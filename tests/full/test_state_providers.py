@@ -122,7 +122,7 @@ def test_a_module_in_two_regions_gets_the_scale_of_each(way: Any, retain: bool) 
 
 def test_without_a_provider_the_state_of_forward_is_missed() -> None:
     """So the test above can fail: calls that are compared are an error, others have other gradients."""
-    with pytest.raises((RegionError, AssertionError), match="computed from other values|largest difference"):
+    with pytest.raises((RegionError, AssertionError), match=r"computed from other values|largest difference"):
         assert_same(trained(as_it_is), trained(by_function))
 
 
