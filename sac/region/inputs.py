@@ -159,7 +159,8 @@ class KeptInputs:
         self.tensors: list[_KeptTensor] = []
         self._leaves: list[Any] | None = leaves
         for position, leaf in enumerate(leaves):
-            if isinstance(leaf, torch.Tensor) and not isinstance(leaf, torch.nn.Parameter):
+            plain = type(leaf) is torch.Tensor  # asked first: whether it is a Parameter is a question that costs
+            if plain or (isinstance(leaf, torch.Tensor) and not isinstance(leaf, torch.nn.Parameter)):
                 leaves[position] = kept = _KeptTensor(leaf, position)
                 self.tensors.append(kept)
 
