@@ -13,6 +13,7 @@ from sac.compat.megatron_job import get_cuda_rng_tracker
 from sac.errors import ConfigError, Problem, RegionError
 from sac.full.discarding import Discardable, discard, run_discardable
 from sac.full.full_config import DEFAULT_CONFIG, CallOptions, settings_of
+from sac.selective.compiled import run_in_eager
 
 _NAME = "megatron.CheckpointWithoutOutput"
 
@@ -45,7 +46,9 @@ class CheckpointWithoutOutput:
         self.has_run = False
 
     def checkpoint(self, run_function: Callable[..., Any], *args: Any) -> Any:
-        """Run ``run_function(*args)`` as a region; return its result."""
+        """Run ``run_function(*args)`` as a region; return its result. In a compiled function it runs in eager."""
+        if torch.compiler.is_compiling():  # the graph that discarding walks is not a compiled one
+            return run_in_eager(self.checkpoint, run_function, *args)
         problems = fp8_problem(_NAME) if torch.is_grad_enabled() else []
         if problems:
             raise ConfigError(problems)
@@ -62,6 +65,9 @@ class CheckpointWithoutOutput:
         With a manager this does nothing. Warns if ``hook_tensor`` does not depend on the output, or if the output was
         changed in place: it is kept then. Raises ``RegionError`` if nothing was checkpointed.
         """
+        if torch.compiler.is_compiling():
+            run_in_eager(self.discard_output_and_register_recompute, hook_tensor)
+            return
         if not self.has_run:
             fix = "call checkpoint(run_function, *args) first"
             where = f"{_NAME}.discard_output_and_register_recompute"

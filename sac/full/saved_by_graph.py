@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -31,10 +32,14 @@ def saved_without_hooks(node: Any) -> Iterator[Any]:
 
     Private name ``unpack_hook`` of torch's ``SavedTensor`` (seen in 2.13): without it nothing is yielded.
     """
-    for name in dir(type(node)):
-        if not name.startswith("_raw_saved_"):
-            continue
+    for name in _names_of_saved(type(node)):  # type: ignore[arg-type]  # a class is hashable
         found = getattr(node, name)
         for saved in found if isinstance(found, (tuple, list)) else (found,):
             if getattr(saved, "unpack_hook", saved) is None:
                 yield saved
+
+
+@lru_cache(maxsize=256)
+def _names_of_saved(kind: type) -> tuple[str, ...]:
+    """Return under which names nodes of one class have what they saved."""
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
+import sac
 from sac.compat import megatron
 from sac.errors import ConfigError, RegionError, SacWarning
 from tests.compat.programs import WIDTH, gradients_of
@@ -350,3 +352,48 @@ def test_nothing_is_left_when_a_model_has_trained():
         assert memory.expired()
     finally:
         gc.enable()
+
+
+class Layer(nn.Module):
+    """A layer of which the norm and the activation are regions without output, or plain calls."""
+
+    def __init__(self, *, discards: bool) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.discards = discards
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, discard_norm = without_output(self.discards, self.norm, x)
+        inner, discard_activation = without_output(self.discards, self.activate, self.up(y))
+        out = self.down(inner)
+        discard_activation(out)
+        discard_norm(out)
+        return x + out
+
+    def activate(self, h: Tensor) -> Tensor:
+        return F.dropout(F.gelu(h) * h, 0.2)
+
+
+AROUND = {
+    "sac": sac.checkpoint,
+    "sac reentrant": partial(sac.checkpoint, use_reentrant=True),
+    "torch": partial(torch.utils.checkpoint.checkpoint, use_reentrant=False),
+    "torch reentrant": partial(torch.utils.checkpoint.checkpoint, use_reentrant=True),
+    "compiled": lambda function, x: torch.compile(function, backend="aot_eager")(x),
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+def test_inside_regions_of_all_sorts(around):
+    def program(discards: bool, call: Any) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        layers = [Layer(discards=discards) for _ in range(2)]
+        x = torch.randn(4, WIDTH, requires_grad=True)
+        h = x
+        for layer in layers:
+            h = call(layer, h)
+        return gradients_of(h.square().sum(), x, *layers)
+
+    plain = program(False, lambda layer, h: layer(h))
+    for _ in range(2):
+        assert_same(plain, program(True, AROUND[around]))
