@@ -90,25 +90,26 @@ class Identity:
         parts.append(same(root))
         waiting = [root]
         for module in waiting:  # by hand: module.modules() makes the names of all of them
-            if id(module) in seen:
+            if module is None or id(module) in seen:
                 continue
             seen[id(module)] = len(seen)
-            held, children = module.__dict__, module._modules
-            parts += (same(type(module)), module.training, len(children))
+            held = module.__dict__
+            children = held["_modules"]
+            parts += (same(type(module)), held["training"], len(children))
             if children:
-                waiting += [child for child in children.values() if child is not None]
-            if module._forward_hooks or module._forward_pre_hooks:
+                waiting += children.values()
+            if held["_forward_hooks"] or held["_forward_pre_hooks"]:
                 parts += (tuple(module._forward_hooks), tuple(module._forward_pre_hooks))  # their ids: none comes twice
-            if module._parameters or module._buffers:
+            if held["_parameters"] or held["_buffers"]:
                 self.owners.append(module)
             # The standard entries come first, except where something plain was set before nn.Module.__init__ ran.
             for value in islice(held.values(), _STANDARD, None) if next(iter(held)) == "training" else held.values():
                 if type(value) in PLAIN:
                     parts.append(value)
-                elif type(value) in _FUNCTIONS:
-                    self.add(value)
                 else:
                     parts.append(None)
+                    if type(value) in _FUNCTIONS:
+                        self.add(value)
 
     def _add_sequence(self, value: Iterable[Any]) -> None:
         self.parts.append(same(type(value)))
