@@ -16,7 +16,8 @@ from sac.region.identity import Identity
 from sac.region.parking import PackHooks, Parked, fetch, park
 from sac.region.parts import PLAIN, sort_of
 from sac.region.placements import Keeping, Stored
-from sac.region.release import check_releasable
+from sac.region.release import check_releasable, is_worth_it
+from sac.region.state import UnseenWriteError
 from sac.region.storages import describe, storage_sizes, version_of
 
 Start = Callable[[torch.Tensor, int], torch.Tensor]
@@ -71,7 +72,7 @@ class _KeptTensor:
         # A copy to the host is made while the region runs: a write that nobody saw coming may have been before it.
         if was_changed and not self.written and (self.stored is None or self.stored.bytes()[1]):
             assert self.alias is not None
-            raise RegionError(
+            raise UnseenWriteError(
                 Problem(
                     where=path or "region",
                     found=f"the region wrote to its input {self.position} ({describe(self.alias)}) in place, "
@@ -208,7 +209,9 @@ class KeptInputs:
             returned = {id(result) for result in results}
             for kept in self.tensors:
                 tensor = leaves[kept.position]
-                if kept.stored is not None and not kept.written and id(tensor) not in returned:
+                if kept.stored is None or kept.written or id(tensor) in returned:
+                    continue
+                if is_worth_it(tensor):
                     kept.stored.release(tensor)
 
     def close(self, hooks: PackHooks | None, path: str) -> None:

@@ -18,6 +18,8 @@ from sac.region.storages import shares_storage, version_of
 #
 #  - It is done when the forward is over and a recomputation will come, and not to a tensor that the region has written
 #    to or returns.
+#  - Nor to one whose memory something else holds: a view, an op that saved it as its result. Nothing would be freed,
+#    and autograd makes the history of a view anew, from the tensor's shape, when the version is another.
 #  - Whatever else autograd has saved the tensor for would compute with the share. So the tensor's version is raised:
 #    autograd then raises instead. It is put back with the data, and from then on the other op is right again.
 #  - A write to the share shows in the version too; what lies there is all that is left of the input.
@@ -66,6 +68,16 @@ def is_released(tensor: torch.Tensor) -> bool:
     """Return whether ``tensor`` has been released, and nobody has given it other data since."""
     given = _released.get(tensor)
     return given is not None and local_of(tensor).is_set_to(given)
+
+
+def is_worth_it(tensor: torch.Tensor) -> bool:
+    """Return whether to release ``tensor`` frees its memory: whether nothing else holds that."""
+    # Private name (torch 2.11 to 2.13); without it nothing is released.
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    if count is None:
+        return False
+    mine, fresh = local_of(tensor), torch.empty(0)
+    return bool(count(mine.untyped_storage()._cdata) == count(fresh.untyped_storage()._cdata))
 
 
 def check_releasable(tensor: torch.Tensor, leaves: Iterable[object], name: Callable[[], str]) -> None:
