@@ -138,6 +138,9 @@ class Labels:
                     self.visitors.watch(tensor)
         elif kind is Parameter:
             self.parameter_addresses.add(key)
+            if not self.lasts(label):  # FSDP makes the storage inside the region, and fills it; the name stays
+                label = self._by_storage[key] = hash(("parameter", id(tensor)))
+                self._parameters.add(label)
         return label
 
     def see(self, args: tuple[Any, ...]) -> None:
