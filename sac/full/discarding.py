@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from sac.errors import Problem, RegionError, SacWarning
 from sac.full.checkpoint import run_with
 from sac.full.remembering import Note, remembering
-from sac.full.saved_by_graph import nodes_between, saved_without_hooks
+from sac.full.saved_by_graph import nodes_between, saved_without_hooks, shows_saved_tensors
 from sac.region.parking import PackHooks, Parked, park, surrounding_hooks
 from sac.region.settings import Settings
 from sac.region.storages import plain_address, version_of
@@ -168,6 +168,8 @@ def discard(outputs: Sequence[Discardable], *further_on: torch.Tensor) -> int:
             if lender is not None:
                 saved.register_hooks(partial(Lent, *lender), Lent.fetch)
                 count += 1
+    if lenders and not shows_saved_tensors():
+        _warn("this version of torch does not show what its graph has saved: the output is kept until backward")
     if missed:
         _warn("the tensor given does not depend on the region's output, which is therefore kept until backward")
     if [one for one in outputs if one.let_go()]:

@@ -8,6 +8,14 @@ from typing import Any
 
 import torch
 
+# Private to torch: what Python sees of a saved tensor. That hooks hold it is told from 2.13 on, if not earlier.
+_tells_hooks = hasattr(getattr(torch._C._autograd, "SavedTensor", None), "unpack_hook")
+
+
+def shows_saved_tensors() -> bool:
+    """Return whether this version of torch shows what nodes have saved, and what is in the hands of hooks."""
+    return _tells_hooks
+
 
 def nodes_between(ends: Iterable[torch.Tensor], starts: Iterable[Any]) -> Iterator[Any]:
     """Yield the graph nodes that ``ends`` depend on, as far as they were not made before the first of ``starts``.
@@ -30,12 +38,14 @@ def nodes_between(ends: Iterable[torch.Tensor], starts: Iterable[Any]) -> Iterat
 def saved_without_hooks(node: Any) -> Iterator[Any]:
     """Yield what a graph node has saved, but for what is in the hands of hooks: asking for that could recompute it.
 
-    Private name ``unpack_hook`` of torch's ``SavedTensor`` (seen in 2.13): without it nothing is yielded.
+    Nothing where ``shows_saved_tensors`` is false.
     """
+    if not shows_saved_tensors():
+        return
     for name in _names_of_saved(type(node)):  # type: ignore[arg-type]  # a class is hashable
         found = getattr(node, name)
         for saved in found if isinstance(found, (tuple, list)) else (found,):
-            if getattr(saved, "unpack_hook", saved) is None:
+            if saved is not None and saved.unpack_hook is None:
                 yield saved
 
 

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import sac
 from sac.errors import RegionError, SacWarning
+from sac.full import saved_by_graph
 from sac.full.discarding import Discardable, discard, lent_inputs, run_discardable
 from sac.full.saved_by_graph import nodes_between
 from sac.region.settings import PLAIN
@@ -360,6 +361,18 @@ def test_a_tensor_that_does_not_depend_on_the_output_changes_nothing_but_warns()
     assert str(seen[0].message) == (
         "the tensor given does not depend on the region's output, which is therefore kept until backward"
     )
+    del lender
+    assert not memory.expired()
+    out.sum().backward()
+    assert x.grad is not None
+
+
+def test_a_torch_that_shows_no_saved_tensors_keeps_the_output(monkeypatch):
+    monkeypatch.setattr(saved_by_graph, "_tells_hooks", False)
+    x, norm, linear = norm_and_linear()
+    out, lender, memory = normed(x, norm, linear)
+    with pytest.warns(SacWarning, match="this version of torch does not show what its graph has saved"):
+        assert discard([lender], out) == 0
     del lender
     assert not memory.expired()
     out.sum().backward()
