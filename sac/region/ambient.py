@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -20,7 +20,7 @@ class AutocastState:
 
     __slots__ = ("_cache", "_settings")
 
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._settings = _settings_now(_device_types(tensors))
         self._cache = torch.is_autocast_cache_enabled()
 
@@ -54,10 +54,13 @@ def _leave_autocast(settings: list[Setting], cache: bool) -> None:
     _set_autocast(settings, cache)
 
 
-def _device_types(tensors: Iterable[torch.Tensor]) -> Sequence[str]:
+def _device_types(tensors: Sequence[torch.Tensor]) -> Sequence[str]:
     usual = _usual_types()
-    others = {tensor.device.type for tensor in tensors if not tensor.is_cpu}.difference(usual)
-    return [*usual, *sorted(filter(torch.amp.is_autocast_available, others))] if others else usual
+    for tensor in tensors:
+        if not (tensor.is_cpu or tensor.is_cuda):
+            types = {tensor.device.type for tensor in tensors}.difference(usual)
+            return [*usual, *sorted(filter(torch.amp.is_autocast_available, types))]
+    return usual
 
 
 @functools.cache

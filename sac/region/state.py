@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,6 +25,9 @@ from sac.region.storages import describe, version_of
 #  - Changed in place where there is no recorder, because no call before had needed one (Note [Evidence]): an error.
 #    From then on the region runs under the recorder.
 # With `freeze_buffers=False` none of this is done, and recomputation works on the buffers as they are at that time.
+#
+# A module's buffers are its own, not a thread's: another thread that runs the same module during a recomputation finds
+# them as they were in that forward, and what it writes to them is lost.
 
 _MOST_COPIED_BYTES = 1 << 16
 
@@ -32,7 +35,7 @@ Bound = dict[str, Any]
 
 
 class UnseenWriteError(RegionError):
-    """A region wrote to a buffer, and nobody looked: it cannot be recomputed from what was there before."""
+    """A region wrote to a buffer or an input unseen: it cannot be recomputed from what was there before."""
 
 
 class Bindings:
@@ -44,13 +47,11 @@ class Bindings:
     __slots__ = ("_buffers", "_parameters", "_watched")
 
     def __init__(self, owners: tuple[nn.Module, ...], *, freeze_buffers: bool = True, recorded: bool = True) -> None:
-        self._parameters: list[tuple[Bound, Bound]] = [
-            (bound, dict(bound)) for owner in owners if (bound := cast(Bound, owner._parameters))
-        ]
+        self._parameters = [(bound, {**bound}) for owner in owners if (bound := owner._parameters)]
         self._buffers: list[tuple[nn.Module, Bound]] = []
         self._watched: list[_Watched] = []
         if freeze_buffers:
-            self._buffers = [(owner, dict(bound)) for owner in owners if (bound := owner._buffers)]
+            self._buffers = [(owner, {**held}) for owner in owners if (held := owner._buffers)]
             self._watched = [_Watched(buffer, recorded) for buffer in _plain_tensors(self._buffers)]
 
     def close(self) -> torch.Tensor | None:

@@ -136,7 +136,7 @@ def test_a_device_type_that_only_the_inputs_have_is_seen() -> None:
 class _Elsewhere:
     """What is asked of a tensor on a device that is not at hand."""
 
-    is_cpu = False
+    is_cpu = is_cuda = False
     device = torch.device("xpu")
 
 
