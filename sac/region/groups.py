@@ -102,6 +102,13 @@ def _unpickled(name: str | None, found: str) -> Problem:
     return Problem("tp_group", f"what is loaded was scattered over {group}, and {found}", fix=fix)
 
 
+def reaches(group: Any, device: torch.device) -> bool:
+    """Return whether ``group`` has a backend for tensors on ``device``: one made for NCCL alone knows no CPU."""
+    # Private name (torch 2.11 to 2.13); without it the collective itself tells.
+    kinds = getattr(group, "_device_types", None)
+    return kinds is None or any(kind.type == device.type for kind in kinds)
+
+
 def is_replicated(tensor: torch.Tensor, group: Any) -> bool:
     """Return whether the ranks of ``group`` have the same local tensor, as far as the tensor's type tells.
 

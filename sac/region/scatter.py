@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from sac.region.gathering import NO_TASK, Call, Gather, current_task
-from sac.region.groups import is_replicated, named_group, process_group, reference_to
+from sac.region.groups import is_replicated, named_group, process_group, reaches, reference_to
 from sac.region.parking import PackHooks
 from sac.region.placements import Here, Origin, Placed, Placement
 from sac.region.replicas import check_same_on_all_ranks
@@ -52,8 +52,12 @@ class Scattered:
         return _unpickled, (reference_to(self.group), self.inner, self.verify, self.prefetch)
 
     def accepts(self, tensor: torch.Tensor) -> bool:
-        """Return whether all ranks have the same: any plain tensor, and a DTensor that is replicated over the group."""
-        return is_replicated(tensor, self.group) and self.inner.accepts(tensor)
+        """Return whether the group can gather the tensor, and all ranks have the same.
+
+        That is so of any plain tensor, and of a DTensor that is replicated over the group.
+        """
+        possible = reaches(self.group, tensor.device) and is_replicated(tensor, self.group)
+        return possible and self.inner.accepts(tensor)
 
     def put(self, flat: torch.Tensor, origin: Origin) -> Placed:
         """Keep this rank's share of ``flat``, which all ranks of the group have.

@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
-import gc
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn import functional as F
 
 import sac
-from sac.full import FullConfig
-from sac.full.full_config import CallOptions, settings_of
-from sac.region.layout import Layout
-from sac.region.scatter import PlacedShare
 from tests.full.ranks import run_ranks
-from tests.full.scattering import Run, Seen, differences, mlp, plainly, scattered, weights
-
-
-def summed_up(result: Tensor, x: Tensor) -> Seen:
-    """Backward from the result, each element with a weight of its own."""
-    ramp = torch.linspace(-1, 2, result.numel()).view(result.shape)
-    (result * ramp).abs().float().sum().backward()
-    return {"result": result.detach(), "gradient of the input": x.grad}
+from tests.full.scattering import Run, Seen, differences, mlp, plainly, scattered, summed_up, weights
 
 
 def of_shape(shape: tuple[int, ...], kind: torch.dtype, run: Run) -> Seen:
@@ -301,142 +286,6 @@ def test_every_leaf_scattered():
     assert run_ranks(2, every_leaf_scattered) == [[], []]
 
 
-def two_pairs() -> list[str]:
-    """Tensor-parallel pairs in a world of four; the data of the two pairs differ."""
-    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    pair = dist.get_rank() // 2
-
-    def program(run: Run) -> Seen:
-        torch.manual_seed(pair)
-        x = torch.randn(3, 5 + pair, requires_grad=True)
-        model = mlp(5 + pair)
-        return summed_up(run(model, run(model, x * 2)), x) | weights(model)
-
-    return differences(program, scattered(pairs[pair], verify_replicated=True, prefetch=1))
-
-
-def test_a_group_of_some_ranks():
-    assert run_ranks(4, two_pairs) == [[]] * 4
-
-
-def over_a_mesh() -> list[str]:
-    """The tensor-parallel dimension of a mesh of two, given as a mesh."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-
-    def program(run: Run) -> Seen:
-        torch.manual_seed(mesh.get_local_rank("dp"))
-        x = torch.randn(3, 5, requires_grad=True)
-        model = mlp(5)
-        return summed_up(run(model, x * 2), x) | weights(model)
-
-    return differences(program, scattered(mesh["tp"], verify_replicated=True))
-
-
-def test_a_mesh_of_one_dimension():
-    assert run_ranks(4, over_a_mesh) == [[]] * 4
-
-
-class Reduced(torch.autograd.Function):
-    """Sum over the ranks in forward, as it is in backward: what ends a row-parallel layer."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        x = x.clone()
-        dist.all_reduce(x)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
-
-
-class Spread(torch.autograd.Function):
-    """As it is in forward, sum over the ranks in backward: what begins a column-parallel layer."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        grad = grad.clone()
-        dist.all_reduce(grad)
-        return grad
-
-
-def tensor_parallel(run: Run) -> Seen:
-    """Two layers of a column-parallel and a row-parallel product each, every rank with weights of its own."""
-    x = torch.randn(4, 6, requires_grad=True)
-    state = torch.get_rng_state()
-    torch.manual_seed(dist.get_rank())
-    layers = nn.ModuleList([nn.ModuleList([nn.Linear(6, 5), nn.Linear(5, 6, bias=False)]) for _ in range(3)])
-    torch.set_rng_state(state)
-
-    def layer(h: Tensor, at: int) -> Tensor:
-        up, down = layers[at]
-        return h + Reduced.apply(down(F.gelu(up(Spread.apply(F.layer_norm(h, (6,)))))))
-
-    h = x * 1.5
-    for at in range(3):
-        h = run(layer, h, at)
-    return summed_up(h, x) | weights(layers)
-
-
-def tensor_parallel_on_rank(more: dict[str, Any]) -> list[str]:
-    return differences(tensor_parallel, scattered(**more))
-
-
-@pytest.mark.parametrize("more", [{}, {"prefetch": 1, "verify_replicated": True}], ids=str)
-@pytest.mark.parametrize("size", [2, 4])
-def test_tensor_parallel_layers(size, more):
-    assert run_ranks(size, tensor_parallel_on_rank, more) == [[]] * size
-
-
-def distributed_tensors(placements: list[Any]) -> tuple[list[str], int]:
-    """A DTensor on a mesh of (dp, tp): what differs, and the bytes kept of it."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    kept = []
-
-    def program(run: Run) -> Seen:
-        x = distribute_tensor(torch.randn(4, 6), mesh, placements).requires_grad_()
-        weight = distribute_tensor(torch.randn(6, 6), mesh, [Replicate(), Replicate()]).requires_grad_()
-        h = (x * 2).t() if placements[0] == Replicate() else x * 2
-        result = run(lambda h: torch.tanh(h.view(4, 6) @ weight if h.shape == (4, 6) else weight @ h), h)
-        if run is not plainly:
-            kept.append(sum(isinstance(one, PlacedShare) for one in gc.get_objects()))
-        result.full_tensor().square().sum().backward()
-        return {"input": x.grad.full_tensor(), "weight": weight.grad.full_tensor(), "result": result.full_tensor()}
-
-    return differences(program, scattered(mesh["tp"], prefetch=1, verify_replicated=True)), kept[-1]
-
-
-def test_distributed_tensors():
-    whole = run_ranks(4, distributed_tensors, [Replicate(), Replicate()])
-    assert whole == [([], 1)] * 4
-    by_batch = run_ranks(4, distributed_tensors, [Shard(0), Replicate()])
-    assert by_batch == [([], 1)] * 4
-    split_already = run_ranks(4, distributed_tensors, [Replicate(), Shard(0)])
-    assert split_already == [([], 0)] * 4
-
-
-def distributed_layouts() -> None:
-    mesh = init_device_mesh("cpu", (2,))
-    x = distribute_tensor(torch.randn(5, 6), mesh, [Shard(0)])
-    for one in (x, x.t(), x[:, ::2], distribute_tensor(torch.randn(5, 6), mesh, [Replicate()]).t()):
-        assert Layout.fits(one)
-        layout, flat = Layout.of(one)
-        assert type(flat) is Tensor
-        back = layout.restore(flat.clone())
-        assert (back.shape, back.stride()) == (one.shape, one.stride())
-        assert (back.placements, back.device_mesh) == (one.placements, one.device_mesh)
-        assert back.to_local().stride() == one.to_local().stride()
-        assert torch.equal(back.to_local(), one.to_local())
-
-
-def test_distributed_tensors_laid_flat():
-    run_ranks(2, distributed_layouts)
-
-
 def the_callers_tensors() -> list[bool]:
     """Whether what the caller passed is as it was, bit for bit and in the same memory, after each stage."""
     x = torch.randn(3, 5)
@@ -472,18 +321,3 @@ def without_grad() -> Any:
 def test_without_grad_it_is_the_plain_call():
     for result in run_ranks(2, without_grad):
         assert torch.equal(result, torch.ones(3).sin())
-
-
-def group_of_one() -> list[Any]:
-    own = [dist.new_group([0]), dist.new_group([1])][dist.get_rank()]
-    stores = []
-    for store in ("scattered", "scattered+host", "scattered+contiguous"):
-        count = 4 if "contiguous" in store else None
-        options = CallOptions(tp_group=own)
-        keeping = settings_of(FullConfig(store=store, num_checkpoints=count), options, "here").keeping
-        stores.append(None if keeping is None else type(keeping.placement).__name__)
-    return [differences(chain, scattered(own)), stores]
-
-
-def test_a_group_of_one_rank_has_nothing_to_scatter():
-    assert run_ranks(2, group_of_one) == [[[], [None, "Host", "ContiguousBuffer"]]] * 2
