@@ -42,6 +42,13 @@ _SEQUENCES = (tuple, list, set, frozenset, deque)
 _MOST = 512
 _DEEPEST = 3
 _NESTED = 30  # containers and functions in one another; more would be more than Python's stack holds
+# Torch's own modules that need no dispatch mode whatever their attributes say; of these only `training` is looked at.
+_BUILT_IN = frozenset(
+    {
+        *(nn.Linear, nn.Identity, nn.Dropout, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm),
+        *(nn.GELU, nn.SiLU, nn.ReLU, nn.Sigmoid, nn.Tanh, nn.Softmax, nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    }
+)
 _STANDARD = len(vars(nn.Module()))  # what nn.Module itself puts into a module's dict, first of all
 
 
@@ -93,15 +100,19 @@ class Identity:
             if module is None or id(module) in seen:
                 continue
             seen[id(module)] = len(seen)
-            held = module.__dict__
-            children = held["_modules"]
-            parts += (same(type(module)), held["training"], len(children))
-            if children:
-                waiting += children.values()
-            if held["_forward_hooks"] or held["_forward_pre_hooks"]:
-                parts += (tuple(module._forward_hooks), tuple(module._forward_pre_hooks))  # their ids: none comes twice
+            held, kind = module.__dict__, type(module)
             if held["_parameters"] or held["_buffers"]:
                 self.owners.append(module)
+            if held["_forward_hooks"] or held["_forward_pre_hooks"]:
+                parts += (tuple(module._forward_hooks), tuple(module._forward_pre_hooks))  # their ids: none comes twice
+            children = held["_modules"]
+            if kind in _BUILT_IN and not children:
+                parts += (kind, held["training"])
+                if "forward" in held:
+                    self.add(held["forward"])
+                continue
+            parts += (same(kind), held["training"], len(children))
+            waiting += children.values()
             # The standard entries come first, except where something plain was set before nn.Module.__init__ ran.
             for value in islice(held.values(), _STANDARD, None) if next(iter(held)) == "training" else held.values():
                 if type(value) in PLAIN:
