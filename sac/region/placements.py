@@ -207,9 +207,11 @@ class Stored:
     def fetch(self, path: str) -> torch.Tensor:
         """Return the input, laid out as it was; ``path`` names the region in messages."""
         with torch.no_grad():
-            data = self.layout.restore(self.placed.fetch())
+            flat = self.placed.fetch()
+            data = self.layout.restore(flat)
             if self._released is not None:
-                self._released.give_back(data if self.placed.fresh else data.clone(), path)
+                own = data if self.placed.fresh else self.layout.restore(flat.clone())
+                self._released.give_back(own, path)
                 self._released = None
             return data
 

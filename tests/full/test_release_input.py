@@ -120,7 +120,16 @@ def on_rank(name: str, more: dict[str, Any]) -> list[str]:
     return differences(PROGRAMS[name], releasing(**more))
 
 
-@pytest.mark.parametrize("more", [{}, {"prefetch": 1}, {"store": "scattered+host"}], ids=str)
+STORES = [
+    {},
+    {"prefetch": 1},
+    {"store": "scattered+host"},
+    {"store": "host"},
+    {"store": "contiguous", "num_checkpoints": 4},
+]
+
+
+@pytest.mark.parametrize("more", STORES, ids=str)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_gradients_are_those_of_the_plain_call(name, more):
     assert run_ranks(2, on_rank, name, more) == [[], []]

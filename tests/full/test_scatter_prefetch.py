@@ -90,8 +90,8 @@ def warmed_up(run: Run) -> Layers:
     return layers
 
 
-def backward_events(prefetch: int, retain: bool) -> list[list[str]]:
-    run = scattered(prefetch=prefetch)
+def backward_events(prefetch: int, retain: bool, use_reentrant: bool) -> list[list[str]]:
+    run = scattered(prefetch=prefetch, use_reentrant=use_reentrant)
     layers = warmed_up(run)
     out = layers(start(), run).sum()
     found = []
@@ -103,7 +103,8 @@ def backward_events(prefetch: int, retain: bool) -> list[list[str]]:
     return found
 
 
-@pytest.mark.parametrize("retain", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+@pytest.mark.parametrize("retain", [False, True], ids=["once", "twice"])
 @pytest.mark.parametrize(
     ("prefetch", "expected"),
     [
@@ -113,9 +114,9 @@ def backward_events(prefetch: int, retain: bool) -> list[list[str]]:
         (9, "start 6, wait 6, start 5, start 4, run 6, wait 5, run 5, wait 4, run 4"),
     ],
 )
-def test_gathers_are_started_ahead(prefetch, expected, retain):
+def test_gathers_are_started_ahead(prefetch, expected, retain, reentrant):
     turns = 2 if retain else 1
-    assert run_ranks(2, backward_events, prefetch, retain) == [[expected.split(", ")] * turns] * 2
+    assert run_ranks(2, backward_events, prefetch, retain, reentrant) == [[expected.split(", ")] * turns] * 2
 
 
 def several_inputs() -> list[str]:
@@ -220,6 +221,22 @@ def not_directly_after_one_another() -> list[str]:
 def test_regions_are_found_behind_other_ops():
     events = ["start 6", "wait 6", "start 5", "start 10", "wait 10", "start 4", "wait 5", "wait 4"]
     assert run_ranks(2, not_directly_after_one_another) == [events] * 2
+
+
+def far_from_one_another() -> list[str]:
+    run = scattered(prefetch=2)
+    layers = warmed_up(run)
+    h = run(layers.one, start(), 0)
+    for _ in range(100):
+        h = h + 0.01
+    h = run(layers.one, h, 1)
+    with spied() as events:
+        h.sum().backward()
+    return events
+
+
+def test_regions_far_from_one_another_are_gathered_in_time():
+    assert run_ranks(2, far_from_one_another) == [["start 5", "wait 5", "start 4", "wait 4"]] * 2
 
 
 def failed_while_in_flight() -> tuple[list[str], int]:
