@@ -56,6 +56,27 @@ def stack_of(body: Callable[..., Any], count: int = 2) -> Callable[[], Stack]:
     return lambda: Stack(*(FunctionBlock(body) for _ in range(count)))
 
 
+class Scaled(nn.Module):
+    """The value depends on a counter bound anew and on one changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("bound", torch.zeros(()))
+        self.register_buffer("counted", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.bound = self.bound + 1
+        with torch.no_grad():
+            self.counted += 1
+        return (self.linear(x) * self.bound + self.counted).sin()
+
+
+def stack(*kinds: Callable[[], nn.Module]) -> Callable[[], Stack]:
+    """Return what builds a stack of blocks of these classes."""
+    return lambda: Stack(*(kind() for kind in kinds))
+
+
 def stepped(
     build: Callable[[], Stack],
     way: Way,
