@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import Parameter
 
 from sac.errors import RegionError
 from sac.region.ambient import subclasses_on
@@ -89,13 +90,18 @@ class ReentrantFrame(RegionCall):
             with torch.no_grad():
                 result = self._run_forward(args, kwargs)
         else:
-            passed = [detached(one) if isinstance(one, torch.Tensor) else one for one in given]
+            aliases = {
+                id(one): detached(one)
+                for one in given
+                if isinstance(one, torch.Tensor) and not isinstance(one, Parameter)
+            }
+            passed = [aliases.get(id(one), one) for one in given]  # a tensor that is passed twice is one here too
             args, kwargs = inputs.unflatten(passed)
             with saved_tensors_hooks(detached, _same):  # not those around the region: they are shown the inputs
                 result = self._run_forward(args, kwargs)
         written = self._written(given)
         results = Results(result, given, passed, written)
-        self._check_left(inputs.leaves_of(args, kwargs), passed or given, results.hidden)
+        self._check_left(inputs.leaves_of(args, kwargs), passed or given, results.problem)
         self._keep([], ALL if results.places or written else -1)
         changed = self._get_history(written, given, passed) if written else []
         if results.places or changed:
@@ -197,15 +203,11 @@ class ReentrantFrame(RegionCall):
 
     # What cannot be done
 
-    def _check_left(self, after: list[Any], before: list[Any], hidden: str) -> None:
+    def _check_left(self, after: list[Any], before: list[Any], problem: tuple[str, str] | None) -> None:
         """Raise if the function left tensors where their gradients would be lost."""
-        if hidden:
-            raise RegionError(
-                self._problem(
-                    f"the region returned a {hidden}, and autograd does not see the tensors that it holds",
-                    fix=f"return tuples, lists, dicts or what is registered as a pytree, or {_OTHER_MODE}",
-                )
-            )
+        if problem is not None:
+            found, fix = problem
+            raise RegionError(self._problem(found, fix=f"{fix}, or {_OTHER_MODE}"))
         known = {id(one) for one in before}
         if any(id(one) not in known and isinstance(one, torch.Tensor) and has_gradients(one) for one in after):
             raise RegionError(

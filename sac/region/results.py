@@ -21,7 +21,8 @@ from sac.region.parts import PLAIN, attributes_of
 # The alias may be written to in place, as the result of the plain call may. If the result is a view into an argument,
 # into something that needs a gradient, or into what another result lies in too, such a write would have to change more
 # than one history: then the alias is one that autograd refuses to write to. If the result is a view into an argument
-# that the region wrote to, it is made anew as a view of that argument, which has its history by then.
+# that the region wrote to, or got an alias of, it is made anew as a view of what the caller holds, once that has its
+# history.
 
 
 class Results:
@@ -32,7 +33,7 @@ class Results:
     positions of the arguments that the function wrote to.
     """
 
-    __slots__ = ("_given", "_leaves", "_outputs", "_spec", "_tensors", "_views", "hidden", "places")
+    __slots__ = ("_given", "_leaves", "_outputs", "_spec", "_tensors", "_views", "places", "problem")
 
     def __init__(
         self, result: Any, given: list[Any], passed: list[Any] | None = None, written: Collection[int] = ()
@@ -41,21 +42,26 @@ class Results:
         self._leaves, self._spec = leaves, _ = flatten(result)
         used = passed or given
         own = {id(one): place for place, one in enumerate(used)}
-        roots = {id(_root(used[position])): position for position in written} if written else {}
+        parents = written if passed is None else [at for at, one in enumerate(used) if isinstance(one, torch.Tensor)]
+        roots = {id(_root(used[position])): position for position in parents} if parents else {}
         self.places: list[int] = []  # for each output of the node, where it stands among the leaves
-        self.hidden = ""  # the name of the class of a leaf that holds tensors, if one does
+        self.problem: tuple[str, str] | None = None  # what is wrong with the result, and how to mend it
         self._tensors: list[torch.Tensor] = []
         self._outputs: list[tuple[int, int]] = []  # place of a leaf, and which of the outputs it is
-        self._views: list[tuple[int, int]] = []  # place of a leaf, and position of the written argument it is a view of
+        self._views: list[tuple[int, int]] = []  # place of a leaf, and position of the argument to make it anew of
         known: dict[int, int] = {}
         for place, leaf in enumerate(leaves):
             if not isinstance(leaf, torch.Tensor):
                 if type(leaf) not in PLAIN and id(leaf) not in own and _holds_tensors(leaf):
-                    self.hidden = type(leaf).__qualname__
+                    self.problem = _hidden(leaf)
             elif id(leaf) in own:
                 leaves[place] = given[own[id(leaf)]]
             elif roots and leaf._is_view() and id(_root(leaf)) in roots:
-                self._views.append((place, roots[id(_root(leaf))]))
+                position = roots[id(_root(leaf))]
+                if _can_be_remade(leaf, given[position]):
+                    self._views.append((place, position))
+                elif position in written:
+                    self.problem = _odd_view(position)
             elif _is_made_here(leaf) and (passed is None or leaf.requires_grad):
                 index = known.setdefault(id(leaf), len(known))
                 self._outputs.append((place, index))
@@ -114,6 +120,12 @@ def _root(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if base is None else base
 
 
+def _can_be_remade(view: torch.Tensor, own: torch.Tensor) -> bool:
+    """Return whether strides and an offset are all that makes ``view`` of ``own``."""
+    sorts = [(type(one), one.dtype, one.is_conj(), one.is_neg()) for one in (view, own)]
+    return sorts[0] == sorts[1]
+
+
 def _unwritable(tensor: torch.Tensor) -> torch.Tensor:
     alias = tensor.detach()
     return alias.view_as(alias)
@@ -122,3 +134,13 @@ def _unwritable(tensor: torch.Tensor) -> torch.Tensor:
 def _holds_tensors(leaf: Any) -> bool:
     """Return whether an object that is no pytree has something under a name that could have a gradient."""
     return any(isinstance(one, torch.Tensor) and has_gradients(one) for one in attributes_of(leaf).values())
+
+
+def _hidden(leaf: Any) -> tuple[str, str]:
+    found = f"the region returned a {type(leaf).__qualname__}, and autograd does not see the tensors that it holds"
+    return found, "return tuples, lists, dicts or what is registered as a pytree"
+
+
+def _odd_view(position: int) -> tuple[str, str]:
+    found = f"the region wrote to its input {position} and returned a view of it that is conjugated or of another dtype"
+    return found, "return a clone of it"

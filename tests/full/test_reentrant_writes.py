@@ -131,7 +131,23 @@ def in_a_region_of_a_region(run: Run) -> Seen:
     return seen(run(outer, h), x, model)
 
 
+def a_view_of_what_nothing_trains(run: Run) -> Seen:
+    """The view and the caller's tensor are one for autograd, whatever the region was given in its place."""
+    h, weight = torch.randn(8), torch.randn(4, requires_grad=True)
+    run(lambda h: h[2:6], h).mul_(weight)
+    return seen(h * 2, weight)
+
+
+def odd_views_of_what_nothing_trains(run: Run) -> Seen:
+    h = torch.randn(3, dtype=torch.complex64)
+    conjugated, imaginary, parts = run(lambda h: (h.conj(), h.imag, torch.view_as_real(h)), h)
+    parts.mul_(2)
+    return {"conjugated": conjugated.resolve_conj(), "imaginary": imaginary, "h": h}
+
+
 PROGRAMS = [
+    a_view_of_what_nothing_trains,
+    odd_views_of_what_nothing_trains,
     an_activation,
     an_activation_and_no_result,
     an_activation_that_is_returned,
@@ -214,6 +230,20 @@ def test_arguments_that_share_what_is_written(store):
         assert torch.equal(h, before)
     h.sum().backward()
     assert torch.equal(x.grad, torch.full((8,), 1.5))
+
+
+@pytest.mark.parametrize("view", [torch.conj, torch.view_as_real])
+def test_an_odd_view_of_what_was_written(view):
+    h = torch.randn(3, dtype=torch.complex64, requires_grad=True) * 1
+
+    def body(h: Tensor) -> Tensor:
+        return view(h.mul_(2))
+
+    assert error_of(lambda: reentrant(body, h)) == (
+        f"{body.__qualname__}: the region wrote to its input 0 and returned a view of it that is conjugated or of "
+        "another dtype\n"
+        "    fix: return a clone of it, or pass use_reentrant=False"
+    )
 
 
 class Later(nn.Module):
