@@ -20,10 +20,10 @@ from sac.region.storages import describe, version_of
 #    holds for names that `torch.func.functional_call` gives another meaning for one call.
 #  - Changed in place, in ops that the recorder sees: the recorder images what is written, whatever it is, see
 #    Note [What is kept, and what is not].
-#  - Changed in place inside a compiled function, where the recorder sees nothing: it takes a copy of each small buffer,
-#    as statistics and counters are, and drops those of buffers whose version shows that nobody wrote to them.
-#  - Changed in place where there is no recorder, because no call before had needed one (Note [Evidence]): an error.
-#    From then on the region runs under the recorder.
+#  - Changed in place where nobody sees it, inside a compiled function, or because no call before had needed a recorder
+#    (Note [Evidence]): each small buffer, as statistics and counters are, is copied before the forward, and the copies
+#    of those are dropped whose version shows that nobody wrote to them. A write to a large one is an error if there is
+#    no recorder. From then on the region runs under it.
 # With `freeze_buffers=False` none of this is done, and recomputation works on the buffers as they are at that time.
 #
 # A module's buffers are its own, not a thread's: another thread that runs the same module during a recomputation finds
@@ -46,19 +46,28 @@ class Bindings:
 
     __slots__ = ("_buffers", "_parameters", "_watched")
 
-    def __init__(self, owners: tuple[nn.Module, ...], *, freeze_buffers: bool = True, recorded: bool = True) -> None:
+    def __init__(self, owners: tuple[nn.Module, ...], *, freeze_buffers: bool = True) -> None:
         self._parameters = [(bound, {**bound}) for owner in owners if (bound := owner._parameters)]
         self._buffers: list[tuple[nn.Module, Bound]] = []
         self._watched: list[_Watched] = []
         if freeze_buffers:
             self._buffers = [(owner, {**held}) for owner in owners if (held := owner._buffers)]
-            self._watched = [_Watched(buffer, recorded) for buffer in _plain_tensors(self._buffers)]
+            self._watched = [_Watched(buffer) for buffer in _plain_tensors(self._buffers)]
 
-    def close(self) -> torch.Tensor | None:
-        """The forward is over: drop the copies of what was not written to; return a buffer that was, if any."""
+    def close(self) -> None:
+        """The forward is over: drop the copies of what was not written to."""
         if self._watched:
             self._watched = [one for one in self._watched if one.was_changed]
-        return self._watched[0].tensor if self._watched else None
+
+    @property
+    def were_written(self) -> bool:
+        """Whether the forward wrote to buffers in place; after ``close``."""
+        return bool(self._watched)
+
+    @property
+    def lost(self) -> torch.Tensor | None:
+        """A buffer that the forward wrote to and of which there is no copy, if any; after ``close``."""
+        return next((one.tensor for one in self._watched if not one.is_copied), None)
 
     def enter_on(self, stack: ExitStack) -> None:
         """Let names and data be those of the forward, and those of now when ``stack`` is left."""
@@ -90,18 +99,21 @@ class Bindings:
 
 
 class _Watched:
-    """One buffer during a forward: its version, its storage, and if ``copies`` and it is small, a copy of that."""
+    """One buffer during a forward: its version, its storage, and a copy of that if it is small."""
 
     __slots__ = ("_copy", "_geometry", "_storage", "_version", "tensor")
 
-    def __init__(self, tensor: torch.Tensor, copies: bool) -> None:
+    def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
         self._version = version_of(tensor)
         self._storage = storage = tensor.untyped_storage()
-        self._copy: torch.UntypedStorage | None = None
-        if copies:
-            self._geometry = tensor.storage_offset(), tensor.shape, tensor.stride()
-            self._copy = copy_of(storage) if storage.nbytes() <= _MOST_COPIED_BYTES else None
+        self._geometry = tensor.storage_offset(), tensor.shape, tensor.stride()
+        self._copy = copy_of(storage) if storage.nbytes() <= _MOST_COPIED_BYTES else None
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether what it held before the forward can be put back."""
+        return self._copy is not None or version_of(self.tensor) == self._version
 
     @property
     def was_changed(self) -> bool:

@@ -37,10 +37,9 @@ class Surroundings:
         recorded: bool = True,
     ) -> None:
         self._recorded = recorded
-        self.wrote_buffers = False
         self.provided = ProvidedState(settings.providers) if settings.providers else None
         self.rng = RngSnapshot(tensors, settings) if settings.preserve_rng_state else None
-        self.bindings = Bindings(owners, freeze_buffers=settings.freeze_buffers, recorded=recorded)
+        self.bindings = Bindings(owners, freeze_buffers=settings.freeze_buffers)
         self.flags = ProcessFlags()
         self.autocast = AutocastState(tensors)
         self.modes = FunctionModes()
@@ -49,12 +48,11 @@ class Surroundings:
         """The forward is over: hold nothing that has not changed. ``needed``: whether a recomputation may come.
 
         Raises ``UnseenWriteError``, which names the region as ``where``, if one may come and the forward wrote to a
-        buffer without a recorder.
+        large buffer without a recorder.
         """
-        written = self.bindings.close()
-        self.wrote_buffers = written is not None
-        if written is not None and needed and not self._recorded:
-            raise UnseenWriteError(self.bindings.unseen(written, where))
+        self.bindings.close()
+        if needed and not self._recorded and (lost := self.bindings.lost) is not None:
+            raise UnseenWriteError(self.bindings.unseen(lost, where))
 
     def enter_on(self, stack: ExitStack) -> None:
         """Put everything back as it was in the forward, and as it is now when ``stack`` is left.

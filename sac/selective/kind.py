@@ -101,9 +101,10 @@ class Region:
         try:
             output = frame.run(inputs, args, kwargs)
         except UnseenWriteError:
-            self._free.clear()
-            self._surprised = True
+            self._be_surprised()
             raise
+        if recorder is None and frame.surroundings.bindings.were_written:
+            self._be_surprised()
         if settings.keeping is not None:
             inputs.finish(settings.keeping, args, kwargs, output)
         if recorder is None:
@@ -111,6 +112,11 @@ class Region:
         else:
             self._learn(recorder, frame, sort)
         return output
+
+    def _be_surprised(self) -> None:
+        """A call without a recorder wrote to something: no call goes without one any more."""
+        self._free.clear()
+        self._surprised = True
 
     def _recorder(self, settings: Settings) -> RerunRecorder:
         tape = Tape() if not self.kind.rows else None
@@ -120,7 +126,7 @@ class Region:
         if recorder.tape is not None:
             self.kind.rows = tuple(recorder.tape.rows)
             announce(self.path, self.kind.rows)
-        needs_mode = recorder.needs_mode or frame.surroundings.wrote_buffers or self._surprised
+        needs_mode = recorder.needs_mode or frame.surroundings.bindings.were_written or self._surprised
         if sort is not None and (self.kind.table.saves_everything or not needs_mode):
             if len(self._free) >= SORTS:
                 self._free.clear()
