@@ -135,7 +135,8 @@ class KeptInputs:
     """Arguments of one region call in any structure; tensors are kept without their graph.
 
     ``kind`` says what sort of inputs these are (Note [Which function is it]): equal for equal uses, None where no other
-    use can be known to be equal. ``owners``: modules among the arguments that have buffers or parameters.
+    use can be known to be equal. ``owners``: modules among the arguments that have buffers or parameters. A tensor
+    that is passed more than once is kept once, under its first position, and is one tensor again in recomputation.
     """
 
     __slots__ = ("_call", "_keywords", "_leaves", "_spec", "kind", "owners", "tensors")
@@ -157,13 +158,19 @@ class KeptInputs:
                 break
         self.kind: tuple[Any, ...] | None = tuple(kind) if kind else None
         self._call: Call | None = None
-        self.tensors: list[_KeptTensor] = []
-        self._leaves: list[Any] | None = leaves
+        known: dict[int, _KeptTensor] = {}
+        kept_leaves = [*leaves]
         for position, leaf in enumerate(leaves):
             plain = type(leaf) is torch.Tensor  # asked first: whether it is a Parameter is a question that costs
             if plain or (isinstance(leaf, torch.Tensor) and not isinstance(leaf, torch.nn.Parameter)):
-                leaves[position] = kept = _KeptTensor(leaf, position)
-                self.tensors.append(kept)
+                kept = known.get(id(leaf))
+                if kept is None:
+                    known[id(leaf)] = kept = _KeptTensor(leaf, position)
+                elif self.kind is not None:  # the function may ask whether two of its arguments are one
+                    self.kind += ((position, kept.position),)
+                kept_leaves[position] = kept
+        self.tensors = list(known.values())
+        self._leaves: list[Any] | None = kept_leaves
 
     def _look_at(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         identity = Identity()
@@ -173,22 +180,17 @@ class KeptInputs:
         return identity.parts if identity.is_known else []
 
     def store(self, keeping: Keeping, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before the forward: copy the chosen inputs to where they are to lie. ``args`` and ``kwargs`` as before.
-
-        A tensor that is passed twice is stored once.
-        """
+        """Before the forward: copy the chosen inputs to where they are to lie. ``args`` and ``kwargs`` as before."""
+        assert self._leaves is not None, "stored after they were dropped"
         leaves = self.leaves_of(args, kwargs)
-        stored: dict[int, Stored] = {}
         self._call = call = Call()
-        kept_at = {kept.position: kept for kept in self.tensors}
         for position in keeping.choose(leaves):
-            tensor = leaves[position]
-            if id(tensor) not in stored:
+            kept = self._leaves[position]
+            if kept.stored is None:
                 name = partial(argument_name, args, kwargs, position)
                 if keeping.release:
-                    check_releasable(tensor, leaves, name)
-                stored[id(tensor)] = Stored(tensor, keeping.placement, call, name)
-            kept_at[position].stored = stored[id(tensor)]
+                    check_releasable(leaves[position], leaves, name)
+                kept.stored = Stored(leaves[position], keeping.placement, call, name)
 
     def leaves_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """Return the leaves of the call, each at its position. ``args`` and ``kwargs`` as before."""
@@ -246,19 +248,13 @@ class KeptInputs:
         if self._leaves is None:
             raise AssertionError("a region's inputs were used after they were dropped")
         storages: dict[int, torch.UntypedStorage] = {}
-        fetched = {stored: stored.fetch(path) for stored in self._stored()}
-        leaves = [
-            leaf.rebuild(storages, fetched, path, start) if isinstance(leaf, _KeptTensor) else leaf
-            for leaf in self._leaves
-        ]
+        fetched = {kept.stored: kept.stored.fetch(path) for kept in self.tensors if kept.stored is not None}
+        again = {kept: kept.rebuild(storages, fetched, path, start) for kept in self.tensors}
+        leaves = [again[leaf] if isinstance(leaf, _KeptTensor) else leaf for leaf in self._leaves]
         args, kwargs = self.unflatten(leaves)
         for stored in fetched:
             stored.placed.prefetch()
-        return args, kwargs, [(kept.position, leaves[kept.position]) for kept in self.tensors]
-
-    def _stored(self) -> list[Stored]:
-        """Return what is stored elsewhere, each once."""
-        return list(dict.fromkeys(kept.stored for kept in self.tensors if kept.stored is not None))
+        return args, kwargs, [(kept.position, again[kept]) for kept in self.tensors]
 
     def unflatten(self, leaves: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return ``(args, kwargs)`` with these leaves."""
