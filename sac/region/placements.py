@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -178,7 +180,7 @@ class Keeping:
 class Stored:
     """One kept input: how it is laid out, and where it lies."""
 
-    __slots__ = ("_closed", "_released", "layout", "placed")
+    __slots__ = ("__weakref__", "_closed", "_released", "layout", "placed")
 
     def __init__(self, tensor: torch.Tensor, placement: Placement, call: Call, name: Callable[[], str]) -> None:
         self._closed = False
@@ -202,7 +204,12 @@ class Stored:
         May be called more than once: an input can be passed twice.
         """
         if self._released is None:
-            self._released = Released(tensor, self.placed.local)
+            self._released = Released(tensor, self.placed.local, partial(_fetch_released, weakref.ref(self)))
+
+    @property
+    def is_released(self) -> bool:
+        """Whether a caller's tensor waits for its data."""
+        return self._released is not None
 
     def fetch(self, path: str) -> torch.Tensor:
         """Return the input, laid out as it was; ``path`` names the region in messages."""
@@ -211,16 +218,25 @@ class Stored:
             data = self.layout.restore(flat)
             if self._released is not None:
                 own = data if self.placed.fresh else self.layout.restore(flat.clone())
-                self._released.give_back(own, path)
-                self._released = None
+                released, self._released = self._released, None
+                released.give_back(own, path)
             return data
 
     def drop(self) -> None:
         """Let the data go."""
-        self._released = None
+        if self._released is not None:
+            self._released.forget()
+            self._released = None
         self.placed.drop()
 
     def bytes(self) -> tuple[int, int]:
         """Return the bytes held on the device and on the host."""
         local = self.placed.local
         return 0 if local is None else local.numel() * local.element_size(), self.placed.host_bytes
+
+
+def _fetch_released(reference: weakref.ref[Stored], grad: torch.Tensor) -> None:
+    """A hook on a released tensor: ``grad`` is about to be accumulated into it, or passed on."""
+    stored = reference()
+    if stored is not None and stored.is_released:
+        stored.fetch("")

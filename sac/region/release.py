@@ -22,6 +22,8 @@ from sac.region.storages import shares_storage, version_of
 #    and autograd makes the history of a view anew, from the tensor's shape, when the version is another.
 #  - Whatever else autograd has saved the tensor for would compute with the share. So the tensor's version is raised:
 #    autograd then raises instead. It is put back with the data, and from then on the other op is right again.
+#  - A gradient may arrive at the tensor before its data is fetched, if that takes no recomputation: then it is fetched
+#    for that. (Accumulation into a leaf looks at its shape.)
 #  - A write to the share shows in the version too; what lies there is all that is left of the input.
 #  - To pass a released tensor to a region is an error, if that region keeps its inputs elsewhere too.
 #
@@ -35,12 +37,12 @@ _released = WeakTensorKeyDictionary()  # released tensor -> an alias of what it 
 class Released:
     """One caller's tensor, held weakly; see Note [Released inputs].
 
-    ``left`` is what it keeps, flat; None for nothing.
+    ``left`` is what it keeps, flat; None for nothing. ``fetch`` is called when a gradient arrives at the tensor first.
     """
 
-    __slots__ = ("_caller", "_given", "_own_version", "_version")
+    __slots__ = ("_caller", "_given", "_hook", "_own_version", "_version")
 
-    def __init__(self, tensor: torch.Tensor, left: torch.Tensor | None) -> None:
+    def __init__(self, tensor: torch.Tensor, left: torch.Tensor | None, fetch: Callable[[torch.Tensor], None]) -> None:
         local = local_of(tensor)
         self._caller = TensorWeakRef(tensor)
         self._own_version = version_of(tensor)
@@ -49,9 +51,11 @@ class Released:
         self._given = local.detach()
         self._version = version_of(self._given)
         _released[tensor] = self._given
+        self._hook = tensor.register_hook(fetch) if tensor.requires_grad else None
 
     def give_back(self, data: torch.Tensor, path: str) -> None:
         """Let the caller's tensor, if it still lives, have ``data``; raises ``RegionError`` if it was written to."""
+        self.forget()
         if version_of(self._given) != self._version:
             found = "its input was changed in place after it had been released, and what is kept of it with it"
             fix = "do not write to a released tensor, or leave release_input off"
@@ -62,6 +66,12 @@ class Released:
         del _released[tensor]
         local_of(tensor).data = local_of(data)
         _set_version(tensor, self._own_version)
+
+    def forget(self) -> None:
+        """The data will not be fetched for the tensor any more."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
 
 
 def is_released(tensor: torch.Tensor) -> bool:

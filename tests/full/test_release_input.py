@@ -100,6 +100,19 @@ def passed_twice(run: Run) -> Seen:
     return {"input": x.grad, "x": h.detach(), **weights(model)}
 
 
+def gradient_before_recomputation(run: Run) -> Seen:
+    """What the loss needs takes no recomputation: the gradient arrives before the data has been fetched."""
+    x = torch.randn(3, 5, requires_grad=True)
+    model = mlp(5)
+    h = x * 2
+    found = {}
+    for name, one in {"leaf": x, "activation": h}.items():
+        straight, _around = run(lambda h: (h * 1.5, model(h)), one)
+        straight.sum().backward(retain_graph=True)
+        found[name] = one.detach().clone()
+    return found | {"input": x.grad}
+
+
 def nested(run: Run) -> Seen:
     x = torch.randn(3, 5, requires_grad=True)
     models = nn.ModuleList([mlp(5) for _ in range(4)])
@@ -112,7 +125,17 @@ def nested(run: Run) -> Seen:
 
 PROGRAMS = {
     program.__name__: program
-    for program in (chain, leaf, without_gradient, strided, often, returned_and_written, passed_twice, nested)
+    for program in (
+        chain,
+        leaf,
+        without_gradient,
+        strided,
+        often,
+        returned_and_written,
+        passed_twice,
+        gradient_before_recomputation,
+        nested,
+    )
 }
 
 
