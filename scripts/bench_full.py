@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What full recomputation costs beside the recomputation: each way on one layer, in one run, against torch's.
+"""What full recomputation costs beside the recomputation: each way on the same layers, in one run, against torch's.
 
     .venv/bin/python scripts/bench_full.py            both cases, about two minutes
     .venv/bin/python scripts/bench_full.py --quick    a few rounds of small cases: that it works, not how fast it is
@@ -8,7 +8,7 @@
 The ways take turns, one step each, and begin with another one in every round. All numbers are medians of CPU time on
 one thread, which other programs do not disturb; a ratio is the median of the ratios in single rounds, to the way of
 torch's that does the same: non-reentrant or reentrant. Before anything is timed, each way's gradients are compared with
-those of the plain layer, bit for bit, and the FLOPs of its matrix products are counted.
+those of the plain layers, bit for bit, and the FLOPs of its matrix products are counted.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from full_ways import SCATTERED, WAYS, Case, Row, measure
 
 from tests.full.ranks import run_ranks
 
-SMALL = Case("small", d=32, heads=4, batch=2, seq=8, rounds=600, warm_up=20)
-LAYER = Case("layer", d=1024, heads=16, batch=2, seq=256, rounds=10, warm_up=2)
+SMALL = Case("small", layers=8, d=32, heads=4, batch=2, seq=8, rounds=200, warm_up=10)
+LAYER = Case("layer", layers=1, d=1024, heads=16, batch=2, seq=256, rounds=10, warm_up=2)
 FULL_RUN = (SMALL, LAYER)
 QUICK_RUN = (replace(SMALL, rounds=5, warm_up=2), replace(LAYER, d=128, heads=4, seq=64, rounds=2))
 RANKS_LIMIT_SECONDS = 1800.0
@@ -74,9 +74,9 @@ def print_results(results: list[tuple[Case, list[Row]]], ranks: int, seen: dict[
         print(f"\n{case.key}: {case.label}, one thread, CPU time, {case.rounds} rounds{where}")
         print_table(COLUMNS, [cells(row) for row in rows])
     print(
-        "\nforward, step: medians. − none: what the forward costs more for being a region. ÷ torch: the way of\n"
-        "torch's in the same mode, median of the ratios in single rounds. recomputed: FLOPs of matrix products that a\n"
-        "step runs more than without checkpointing, in percent of a forward's.\n"
+        "\nforward, step: of one layer, medians. − none: what the forward costs more for being a region. ÷ torch: the\n"
+        "way of torch's in the same mode, median of the ratios in single rounds. recomputed: FLOPs of matrix products\n"
+        "that a step runs more than without checkpointing, in percent of a forward's.\n"
         f"torch {seen['torch']}, Python {seen['python']}, {seen['cores']} cores of {seen['cpu']}"
     )
 

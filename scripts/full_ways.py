@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import sac
-from tests.full.layers import PreNormLayer
+from tests.full.layers import stack
 from tests.semantics.recording import Recorder
 
 Step = Callable[[Tensor], Tensor]
@@ -59,9 +59,10 @@ COUNTERPART = {way: TORCH_REENTRANT if way.endswith("reentrant") else TORCH for 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One layer and one input."""
+    """Layers one after the other, each of them a region, and one input."""
 
     key: str
+    layers: int
     d: int
     heads: int
     batch: int
@@ -71,15 +72,17 @@ class Case:
 
     @property
     def label(self) -> str:
-        return f"d={self.d}, {self.heads} heads, MLP {4 * self.d}, batch {self.batch}, {self.seq} tokens"
+        size = f"d={self.d}, {self.heads} heads, MLP {4 * self.d}, batch {self.batch}, {self.seq} tokens"
+        return f"{self.layers} layer(s) of {size}"
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """One way in one case: medians, quartiles of the forward, and medians of ratios and differences in single rounds.
 
-    `region_us`: what the forward costs more than without checkpointing. `recomputed_percent`: the FLOPs of matrix
-    products that a step runs more than one without checkpointing, in percent of those of a forward.
+    Times are of one layer: those of all of them, divided by how many there are. `region_us`: what the forward costs
+    more than without checkpointing. `recomputed_percent`: the FLOPs of matrix products that a step runs more than one
+    without checkpointing, in percent of those of a forward.
     """
 
     way: str
@@ -94,40 +97,41 @@ class Row:
 
 
 class Runner:
-    """One way, on a layer of its own with the same weights as everybody's."""
+    """One way, on layers of its own with the same weights as everybody's."""
 
-    def __init__(self, way: str, layer: nn.Module, x: Tensor, weights: Tensor) -> None:
-        self.layer = copy.deepcopy(layer)
-        self.step = WAYS[way](self.layer)
+    def __init__(self, way: str, layers: nn.Module, x: Tensor, weights: Tensor) -> None:
+        self.layers = copy.deepcopy(layers)
+        self.steps = [WAYS[way](layer) for layer in self.layers]
         self.x = x.clone().requires_grad_()
         self.weights = weights
 
     def run(self) -> tuple[float, float]:
         """One forward and backward from no gradients; returns the CPU seconds of the forward and of both."""
         self.x.grad = None
-        for parameter in self.layer.parameters():
+        for parameter in self.layers.parameters():
             parameter.grad = None
         started = time.process_time()
-        output = self.step(self.x)
+        output = self.x
+        for step in self.steps:
+            output = step(output)
         between = time.process_time()
         output.backward(self.weights)
         return between - started, time.process_time() - started
 
     def gradients(self) -> list[Tensor]:
         """Those of the last step."""
-        return [tensor.grad for tensor in (self.x, *self.layer.parameters()) if tensor.grad is not None]
+        return [tensor.grad for tensor in (self.x, *self.layers.parameters()) if tensor.grad is not None]
 
 
 def measure(case: Case, ways: list[str], advance: Callable[[str], None] = lambda label: None) -> list[Row]:
     """Verify, count, warm up and time every way of one case, on one thread."""
-    torch.manual_seed(0)
-    layer = PreNormLayer(case.d, case.heads)
+    layers = stack(case.layers, case.d, case.heads)
     shape = (case.batch, case.seq, case.d)
     x, weights = torch.randn(shape), torch.randn(shape)
     with Recorder() as forward:
-        layer(x)
+        layers(x)
     with threads(1):
-        runners = {way: Runner(way, layer, x, weights) for way in ways}
+        runners = {way: Runner(way, layers, x, weights) for way in ways}
         flops = {}
         for way, runner in runners.items():
             advance(f"{case.key}: {way}")
@@ -135,7 +139,7 @@ def measure(case: Case, ways: list[str], advance: Callable[[str], None] = lambda
         equal = {way: same(runner.gradients(), runners[BASELINE].gradients()) for way, runner in runners.items()}
         seconds = time_rounds(case, runners, advance)
     more = {way: 100 * (flops[way] - flops[BASELINE]) / forward.product_flops for way in ways}
-    return [row(way, seconds, more[way], equal[way]) for way in ways]
+    return [row(way, case.layers, seconds, more[way], equal[way]) for way in ways]
 
 
 def warmed_up(runner: Runner, steps: int) -> int:
@@ -148,17 +152,18 @@ def warmed_up(runner: Runner, steps: int) -> int:
     return counted.product_flops
 
 
-def row(way: str, seconds: dict[str, list[tuple[float, float]]], percent: float, equal: bool) -> Row:
-    forwards = sorted(1e6 * forward for forward, _ in seconds[way])
-    pairs = list(zip(seconds[way], seconds[BASELINE], seconds[COUNTERPART.get(way, TORCH)], strict=True))
+def row(way: str, layers: int, seconds: dict[str, list[tuple[float, float]]], percent: float, equal: bool) -> Row:
+    us = 1e6 / layers
+    forwards = sorted(us * forward for forward, _ in seconds[way])
+    rounds = list(zip(seconds[way], seconds[BASELINE], seconds[COUNTERPART.get(way, TORCH)], strict=True))
     return Row(
         way,
         median(forwards),
         (forwards[len(forwards) // 4], forwards[-1 - len(forwards) // 4]),
-        median(1e6 * (mine[0] - plain[0]) for mine, plain, _ in pairs),
-        median(1e6 * step for _, step in seconds[way]),
-        median(mine[0] / theirs[0] for mine, _, theirs in pairs),
-        median(mine[1] / theirs[1] for mine, _, theirs in pairs),
+        median(us * (mine[0] - plain[0]) for mine, plain, _ in rounds),
+        median(us * step for _, step in seconds[way]),
+        median(mine[0] / theirs[0] for mine, _, theirs in rounds),
+        median(mine[1] / theirs[1] for mine, _, theirs in rounds),
         percent,
         equal,
     )

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import astuple
 from typing import Any
 
 import torch
 
-from sac.full.full_config import DEFAULT_CONFIG, DEFAULT_OPTIONS, CallOptions, FullConfig, settings_of
+from sac.full.full_config import DEFAULT_CONFIG, DEFAULT_OPTIONS, REENTRANT, CallOptions, FullConfig, settings_of
 from sac.full.function_regions import FULL_TABLE, run_as_region
-from sac.region.settings import Settings
+from sac.region.settings import PLAIN, Settings
 from sac.selective.compiled import run_in_eager, run_traced
+
+_USUAL = astuple(DEFAULT_OPTIONS)[1:]  # all but use_reentrant; such calls go a short way, which a small region notices
 
 
 def checkpoint(
@@ -49,8 +52,7 @@ def checkpoint(
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    options = CallOptions(
-        use_reentrant,
+    given = (
         distribute_saved_activations,
         tp_group,
         get_rng_state_tracker,
@@ -58,6 +60,9 @@ def checkpoint(
         early_stop,
         determinism_check,
     )
+    if config is None and given == _USUAL and type(use_reentrant) is bool and not torch.compiler.is_compiling():
+        return run_as_region(function, REENTRANT if use_reentrant else PLAIN, args, kwargs)
+    options = CallOptions(use_reentrant, *given)
     if torch.compiler.is_compiling() and (config is not None or options != DEFAULT_OPTIONS):
         return run_in_eager(_run, function, options, config, args, kwargs)
     return _run(function, options, config, args, kwargs)

@@ -139,7 +139,7 @@ class CallOptions:
 DEFAULT_CONFIG = FullConfig()
 DEFAULT_OPTIONS = CallOptions()
 _REENTRANT_OPTIONS = CallOptions(use_reentrant=True)
-_REENTRANT = Settings(use_reentrant=True)
+REENTRANT = Settings(use_reentrant=True)
 
 
 def settings_of(config: FullConfig, options: CallOptions, where: str) -> Settings:
@@ -151,7 +151,7 @@ def settings_of(config: FullConfig, options: CallOptions, where: str) -> Setting
     if config is DEFAULT_CONFIG and options == DEFAULT_OPTIONS:
         return PLAIN
     if config is DEFAULT_CONFIG and options.use_reentrant is True and options == _REENTRANT_OPTIONS:
-        return _REENTRANT  # the usual call in this mode; what follows takes as long as a small region
+        return REENTRANT  # the usual call in this mode; what follows takes as long as a small region
     if not isinstance(config, FullConfig):
         fix = "write sac.full.FullConfig(…); for a keyword of the function's own, functools.partial(function, config=…)"
         raise ConfigError(

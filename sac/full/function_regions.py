@@ -27,7 +27,7 @@ _MOST_REGIONS = 1024
 
 _regions: dict[Hashable, Region] = {}
 _kinds: dict[Hashable, Kind] = {}
-_changing: dict[Hashable, frozenset[int]] = {}  # by what a function holds beside plain values: which parts it changes
+_changing: dict[Hashable, dict[Hashable, frozenset[int]]] = {}  # which parts a function changes; see `_skeleton`
 
 
 def run_as_region(
@@ -56,12 +56,14 @@ def _identify(function: Callable[..., Any]) -> Identity:
 
 def _key(identity: Identity) -> Hashable:
     parts = identity.parts
-    for place in _changing.get(_skeleton(parts), ()) if _changing else ():
+    known = _changing.get(parts[0])  # as a rule None: most functions change nothing
+    for place in known.get(_skeleton(parts), ()) if known else ():
         parts = [*parts[:place], None, *parts[place + 1 :]]
     return tuple(parts)
 
 
 def _skeleton(parts: list[Any]) -> Hashable:
+    """Return what stays the same of a function that changes plain values: what it holds beside them."""
     return len(parts), tuple(part for part in parts if type(part) not in PLAIN)
 
 
@@ -71,7 +73,8 @@ def _note_changes(before: Identity, after: Identity) -> None:
         pairs = enumerate(zip(before.parts, after.parts, strict=True))
         changed = {place for place, (one, other) in pairs if one != other}
         if changed:
-            _put(_changing, skeleton, _changing.get(skeleton, frozenset()) | changed)
+            known = _changing.get(after.parts[0]) or _put(_changing, after.parts[0], {})
+            _put(known, skeleton, known.get(skeleton, frozenset()) | changed)
 
 
 def _kind_of(function: Any) -> Kind:

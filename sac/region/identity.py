@@ -42,14 +42,13 @@ _SEQUENCES = (tuple, list, set, frozenset, deque)
 _MOST = 512
 _DEEPEST = 3
 _NESTED = 30  # containers and functions in one another; more would be more than Python's stack holds
-# Torch's own modules that need no dispatch mode whatever their attributes say; of these only `training` is looked at.
-_BUILT_IN = frozenset(
-    {
-        *(nn.Linear, nn.Identity, nn.Dropout, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm),
-        *(nn.GELU, nn.SiLU, nn.ReLU, nn.Sigmoid, nn.Tanh, nn.Softmax, nn.Conv1d, nn.Conv2d, nn.Conv3d),
-    }
-)
 _STANDARD = len(vars(nn.Module()))  # what nn.Module itself puts into a module's dict, first of all
+# Torch's own modules that need no dispatch mode whatever their attributes say, and how many entries their dict has: of
+# these only `training` is looked at, if nobody has given them more.
+_BUILT_IN: dict[type, int] = {
+    kind: _STANDARD + len(kind.__constants__)
+    for kind in (nn.Linear, nn.Dropout, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.GELU, nn.SiLU, nn.ReLU, nn.Softmax)
+}
 
 
 class Identity:
@@ -101,15 +100,17 @@ class Identity:
                 continue
             seen[id(module)] = len(seen)
             held, kind = module.__dict__, type(module)
+            if "training" not in held:  # a scripted module keeps what it holds elsewhere
+                self.is_known = False
+                self.owners += module.modules()
+                continue
             if held["_parameters"] or held["_buffers"]:
                 self.owners.append(module)
             if held["_forward_hooks"] or held["_forward_pre_hooks"]:
                 parts += (tuple(module._forward_hooks), tuple(module._forward_pre_hooks))  # their ids: none comes twice
             children = held["_modules"]
-            if kind in _BUILT_IN and not children:
+            if _BUILT_IN.get(kind) == len(held) and not children:
                 parts += (kind, held["training"])
-                if "forward" in held:
-                    self.add(held["forward"])
                 continue
             parts += (same(kind), held["training"], len(children))
             waiting += children.values()

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 import sac
 from sac.full.full_config import FullConfig
+from sac.region.identity import Identity
 from sac.selective import modes
 from tests.full import flags
 
@@ -379,6 +380,28 @@ def test_an_attribute_of_a_submodule_is_changed() -> None:
         return block
 
     assert_not_confused(block, flip)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [nn.Linear(2, 2), nn.Dropout(), nn.LayerNorm(2), nn.RMSNorm(2), nn.GroupNorm(1, 2), nn.GELU(), nn.SiLU(), nn.ReLU(),
+     nn.Softmax()],
+)  # fmt: skip
+def test_of_built_in_modules_only_training_is_looked_at_unless_they_have_been_given_more(module: nn.Module) -> None:
+    def parts() -> list[Any]:
+        identity = Identity()
+        identity.add(module)
+        return identity.parts
+
+    before = parts()
+    assert len(before) == 3  # itself, its class, `training`
+    module.eval()
+    assert parts() != before
+    module.loud = False  # type: ignore[assignment]
+    quiet = parts()
+    module.loud = True  # type: ignore[assignment]
+    assert len(before) < len(quiet) == len(parts())
+    assert parts() != quiet
 
 
 def test_a_submodule_is_put_into_training() -> None:
