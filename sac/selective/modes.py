@@ -10,6 +10,7 @@ import torch
 
 from sac.errors import Problem, RegionError
 from sac.region.detach import copy_of, overwrite
+from sac.region.handles import ToTheEnd
 from sac.region.parking import Parked, fetch
 from sac.selective import scope
 from sac.selective.bare_mode import BareMode
@@ -173,6 +174,7 @@ class RecomputeMode(BareMode):
         scope.leave(self._outer)
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self.filling.verify = None
+        self.filling = ToTheEnd()  # it leads to the frame, and if this was an error the frame still leads here
         self.record.paused = self._was_paused
         for storage, image in self._present:
             overwrite(storage, image)
