@@ -66,6 +66,16 @@ def two_views_that_do_not_overlap(run: Run) -> Seen:
     return seen([run(lambda left, right: left.mul_(2) * right.exp(), left, right), h], x)
 
 
+def one_tensor_as_two_arguments(run: Run) -> Seen:
+    (x, h), frozen, weight = hidden(4, WIDTH), torch.randn(4, WIDTH), torch.randn(WIDTH, requires_grad=True)
+
+    def body(one: Tensor, other: Tensor) -> Tensor:
+        assert one is other
+        return one.mul_(2) * other.sin() * weight
+
+    return seen([run(body, h, h), run(body, frozen, frozen), h], x, weight)
+
+
 def a_tensor_that_needed_no_gradient(run: Run) -> Seen:
     """What is written with grad mode on gets a history, what is written without does not."""
     model, (x, h) = layer(), hidden(4, WIDTH)
@@ -155,6 +165,7 @@ PROGRAMS = [
     a_view_that_the_region_wrote_to,
     through_a_view_of_its_own,
     two_views_that_do_not_overlap,
+    one_tensor_as_two_arguments,
     a_tensor_that_needed_no_gradient,
     with_nothing_but_a_captured_weight,
     without_anything_trained,
