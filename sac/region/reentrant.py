@@ -28,14 +28,16 @@ from sac.region.writes import check_writes, give_history
 # and gradients of those that turn out not to are let go. Where nothing that is known to the region needs a gradient
 # (its arguments, the parameters of its modules) a closure may still hold a weight: then the forward runs with grad
 # enabled, and its graph, of which nothing is held, tells. A node needs an input that requires grad; a region that has
-# none but trains weights is given an empty one.
+# none but trains weights is given an empty one. Some modules choose other kernels without grad mode (an LSTM on a CPU,
+# attention in evaluation): then the results are theirs, as they are in torch's own reentrant mode.
 #
 # Backward. The function runs again with grad enabled, and backward is called on its results, with the gradients that
 # have come in: it accumulates into parameters by itself, and what arrives at the arguments is what the node returns.
 # The run is never stopped early: the graph is wanted whole, with its last node. It is made and used up at one go, so a
 # second backward makes another. Backward inside backward is why this mode allows neither `torch.autograd.grad` nor
 # `backward(inputs=...)` (the inner one would accumulate into every parameter) nor double backward (the gradients it
-# returns have no graph).
+# returns have no graph). The node knows of nothing that the function leaves anywhere but in its result; and if it reads
+# an activation that is no argument, the inner backward goes through the graph of that.
 
 
 class _Reentrant(torch.autograd.Function):

@@ -251,6 +251,18 @@ def test_gradients_in_other_strides_are_rounded_by_torch():
     assert wrong(gradients_in_other_strides, torch_reentrant) != []
 
 
+def lstm(run: Run) -> Seen:
+    model, (x, h) = nn.LSTM(WIDTH, WIDTH, 2, dropout=0.2), hidden(4, 3, WIDTH)
+    out, (last, cell) = run(model, h)
+    return seen([out, last, cell], x, model)
+
+
+def test_results_in_a_nested_structure():
+    """Torch's reentrant mode loses their gradients silently. Without grad mode an LSTM runs in another kernel."""
+    assert wrong(lstm, exact=False) == []
+    assert "gradient 0.0" in wrong(lstm, torch_reentrant, exact=False)
+
+
 def test_a_result_claims_a_gradient_only_if_something_is_trained():
     frozen, x = layer().requires_grad_(False), torch.randn(4, WIDTH)
     for _ in range(2):
