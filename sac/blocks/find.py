@@ -185,7 +185,7 @@ def _not_found(model: nn.Module) -> Problem:
         type(root_node(model).module).__name__,
         f"no transformer blocks were found in this model{have}",
         expected=LOOKED_FOR,
-        fix=f'name them in the policy or the config, for example regions.blocks: ["{example}"]',
+        fix=f'name them, for example blocks: ["{example}"], in the config, or under regions: in the policy',
     )
 
 

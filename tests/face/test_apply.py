@@ -111,8 +111,7 @@ def test_no_blocks() -> None:
         "Linear: no transformer blocks were found in this model; it has no list of modules\n"
         "    legal: a ModuleList, Sequential or numbered ModuleDict of modules with parameters and parts; Hugging Face "
         "layers; a model that is one block\n"
-        "    fix: name them in the policy or the config, for example regions.blocks: "
-        '["path.to.layers.*"]'
+        '    fix: name them, for example blocks: ["path.to.layers.*"], in the config, or under regions: in the policy'
     )
 
 
