@@ -38,7 +38,9 @@ def checkpoint(
     ``torch.compile`` compiles the region is part of the graph; with any of the arguments below it runs in eager there.
 
     ``use_reentrant``: recompute inside an autograd function whose backward calls backward again. Leave it off: only the
-    other mode stops early, and allows ``torch.autograd.grad`` and double backward.
+    other mode stops early, and allows ``torch.autograd.grad`` and double backward. Only there is it known which results
+    need a gradient (here every floating-point one claims to), and has what ``function`` leaves elsewhere than in its
+    result a graph.
     ``distribute_saved_activations``: keep the first floating-point input scattered over ``tp_group`` (a process group
     or a mesh of one dimension, with this rank in it): each rank holds 1 / group size of it until backward.
     ``get_rng_state_tracker``: returns a tracker of named RNG states (ours, Megatron's, TransformerEngine's,

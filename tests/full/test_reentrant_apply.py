@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,11 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import sac
+from tests.full.cases import WIDTH, Run, Seen, hidden, layer
 from tests.full.layers import stack
 from tests.full.ranks import run_ranks
+from tests.full.reentrant import reentrant, wrong
 from tests.semantics.blocks import llama_stack, with_dropout
 from tests.semantics.recording import kept_bytes
 from tests.semantics.training import assert_same, assert_same_training, built, train
@@ -102,8 +107,8 @@ def step_sharded(value: Any) -> dict[str, Tensor]:
     model = stack(2)
     if value is not None:
         sac.apply(model, value)
-    for layer in model:
-        fully_shard(layer)
+    for block in model:
+        fully_shard(block)
     fully_shard(model)
     for _ in range(2):
         model(inputs_of(dist.get_rank())).square().sum().backward()
@@ -113,3 +118,34 @@ def step_sharded(value: Any) -> dict[str, Tensor]:
 def test_sharded():
     for right, found in zip(run_ranks(2, step_sharded, None), run_ranks(2, step_sharded, LAYERS), strict=True):
         assert_same(right, found)
+
+
+def in_dtensors(run: Run, placement: Placement) -> Seen:
+    mesh = dist.init_device_mesh("cpu", (2,))
+    weight = nn.Parameter(distribute_tensor(torch.randn(WIDTH, WIDTH), mesh, [Replicate()]))
+    x = distribute_tensor(torch.randn(4, WIDTH), mesh, [placement]).requires_grad_()
+    h = x * 1.5
+    out = run(lambda h: torch.tanh(h @ weight), h)
+    (out + h).square().sum().full_tensor().backward()
+    return {"out": out.to_local().detach(), "x": x.grad.to_local(), "weight": weight.grad.to_local()}
+
+
+def tensor_parallel(run: Run) -> Seen:
+    model, (x, h) = layer(), hidden(4, WIDTH)
+    mesh = dist.init_device_mesh("cpu", (2,))
+    parallelize_module(model, mesh, {"1": ColwiseParallel(), "4": RowwiseParallel()})
+    (h + run(model, h)).square().sum().backward()
+    found = {name: getattr(one.grad, "to_local", lambda one=one: one.grad)() for name, one in model.named_parameters()}
+    return found | {"x": x.grad}
+
+
+def wrong_on_rank(program: Callable[..., Seen], options: dict[str, Any], *args: Any) -> list[str]:
+    group = {"tp_group": dist.group.WORLD} if options else {}
+    return wrong(lambda run: program(run, *args), lambda *args: reentrant(*args, **options, **group))
+
+
+@pytest.mark.parametrize("options", [{}, {"distribute_saved_activations": True}], ids=["whole", "scattered"])
+def test_dtensors_and_tensor_parallel_layers(options):
+    for placement in (Replicate(), Shard(0)):
+        assert run_ranks(2, wrong_on_rank, in_dtensors, options, placement) == [[], []]
+    assert run_ranks(2, wrong_on_rank, tensor_parallel, options) == [[], []]
