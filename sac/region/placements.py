@@ -180,31 +180,23 @@ class Keeping:
 class Stored:
     """One kept input: how it is laid out, and where it lies."""
 
-    __slots__ = ("__weakref__", "_closed", "_released", "layout", "placed")
+    __slots__ = ("__weakref__", "_released", "layout", "placed")
 
     def __init__(self, tensor: torch.Tensor, placement: Placement, call: Call, name: Callable[[], str]) -> None:
-        self._closed = False
         self._released: Released | None = None
         with torch.no_grad():
             self.layout, flat = Layout.of(tensor.detach())
             self.placed = placement.put(flat, Origin(tensor, self.layout, call, name))
 
     def close(self, hooks: PackHooks | None) -> None:
-        """The forward is over. May be called more than once: an input can be passed twice."""
-        if self._closed:
-            return
-        self._closed = True
+        """The forward is over."""
         self.placed.settle()
         if hooks is not None:
             self.placed.park(hooks)
 
     def release(self, tensor: torch.Tensor) -> None:
-        """Leave the caller's ``tensor`` nothing but what is kept of it on the device, until it is fetched.
-
-        May be called more than once: an input can be passed twice.
-        """
-        if self._released is None:
-            self._released = Released(tensor, self.placed.local, partial(_fetch_released, weakref.ref(self)))
+        """Leave the caller's ``tensor`` nothing but what is kept of it on the device, until it is fetched."""
+        self._released = Released(tensor, self.placed.local, partial(_fetch_released, weakref.ref(self)))
 
     @property
     def is_released(self) -> bool:
