@@ -32,8 +32,10 @@ class FullConfig:
     ``scattered+host``. All but ``whole`` copy before the forward, so what is written later does not matter.
 
     ``verify_replicated``: compare the input over the group before it is scattered (costs an all-reduce).
-    ``prefetch``: how many regions ahead, in backward order, gathers are started. ``release_input``: after the forward
-    the caller's tensor holds this rank's share only, flat, until backward (as in Megatron and TransformerEngine).
+    ``prefetch``: how many regions ahead, in backward order, gathers are started; regions are found along the autograd
+    graph, a few dozen ops from one to the next at most. ``release_input``: after the forward the caller's tensor holds
+    this rank's share only, flat, until backward (as in Megatron and TransformerEngine), if nothing else holds its
+    memory; ops that saved it before raise while it is so, and what reads it sees the share.
 
     ``state``: providers of state of your own (``snapshot``, ``restore``). ``generators``: put back beside the default
     ones. ``freeze_buffers``: buffers that a region updates advance once, not again in recomputation.
