@@ -15,8 +15,8 @@ from sac.blocks.paths import Node, join, root_node, walk
 from sac.blocks.stacks import is_callable
 from sac.blocks.wrap import Applied, InstalledForward, scope_module, set_forward
 from sac.errors import ModelError, Problem, RegionError
+from sac.full.function_regions import run_modules
 from sac.policy.model import Chunks
-from sac.region.state import owners_of
 from sac.selective.compiled import run_in_eager, run_traced
 from sac.selective.kind import Kind, Region
 from sac.selective.table import Table
@@ -134,9 +134,7 @@ class ChunkedForward(InstalledForward):
         return run_traced(function, region.kind.table, (input,), {})
 
     def _run_region(self, region: Region, function: Any, modules: tuple[nn.Module, ...], input: Any) -> Any:
-        owners = tuple({owner: None for module in modules for owner in owners_of(module)})
-        training = tuple(module.training for module in modules)
-        return region.run(function, owners, training, self.applied.settings, (input,), {})
+        return run_modules(region, function, modules, self.applied.settings, (input,), {})
 
     def _other_size(self, size: int) -> Problem:
         return Problem(

@@ -15,8 +15,8 @@ from sac.blocks.cache import Restore
 from sac.blocks.find import Block
 from sac.blocks.zero_hits import HitWatch
 from sac.errors import ModelError, Problem
+from sac.full.function_regions import run_modules
 from sac.region.settings import PLAIN, Settings
-from sac.region.state import owners_of
 from sac.selective.compiled import run_in_eager, run_traced
 from sac.selective.kind import Kind, Region
 from sac.selective.scope import ScopedForward
@@ -84,7 +84,7 @@ class RegionForward(InstalledForward):
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         region, module, watch = self.region, self.module, self.applied.watch
-        output = region.run(self.original, owners_of(module), module.training, self.applied.settings, args, kwargs)
+        output = run_modules(region, self.original, module, self.applied.settings, args, kwargs)
         if watch.waits:
             watch.saw(region.path, region.kind.table, region.stats)
         return output

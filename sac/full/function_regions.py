@@ -1,4 +1,4 @@
-"""Regions of functions: what earlier calls of ``sac.checkpoint`` have shown of each."""
+"""Regions of functions and modules: what earlier calls have shown of each, and which of them a call is one of."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import types
 from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any
+
+from torch import nn
 
 from sac.policy.model import Policy
 from sac.region.identity import Identity
@@ -24,6 +26,7 @@ from sac.selective.table import Table
 FULL = Policy(name="full", source="full")
 FULL_TABLE = Table(FULL, ())
 _MOST_REGIONS = 1024
+_OF_ONE_FUNCTION = ()  # the mark of all calls of a region that serves one function only
 
 _regions: dict[Hashable, Region] = {}
 _kinds: dict[Hashable, Kind] = {}
@@ -39,16 +42,44 @@ def run_as_region(
     key = _key(identity) if identity.is_known else None
     region = _regions.get(key) if key is not None else None
     if region is not None:
-        return region.run(function, owners, None, settings, args, kwargs)
+        return region.run(function, owners, _OF_ONE_FUNCTION, settings, args, kwargs)
     region = Region(_kind_of(function), getattr(function, "__qualname__", type(function).__name__))
-    output = region.run(function, owners, None, settings, args, kwargs)
+    output = region.run(function, owners, _OF_ONE_FUNCTION, settings, args, kwargs)
     if key is not None:
         _note_changes(identity, _identify(function))
         _put(_regions, _key(identity), region)
     return output
 
 
-def _identify(function: Callable[..., Any]) -> Identity:
+def run_modules(
+    region: Region,
+    function: Callable[..., Any],
+    modules: nn.Module | tuple[nn.Module, ...],
+    settings: Settings,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Run ``function(*args, **kwargs)``, which calls ``modules``, as a call of ``region``.
+
+    The modules may have been changed since its last call: by an attribute, a hook, a part put into training.
+    """
+    identity = _identify(modules)
+    owners = tuple(identity.owners)
+    if not identity.is_known:
+        return region.run(function, owners, None, settings, args, kwargs)
+    key = _key(identity)
+    mark = region.marks.get(key)
+    if mark is not None:
+        return region.run(function, owners, mark, settings, args, kwargs)
+    mark = _put(region.marks, key, object())
+    output = region.run(function, owners, mark, settings, args, kwargs)
+    after = _identify(modules)
+    _note_changes(identity, after)
+    _put(region.marks, _key(after), mark)
+    return output
+
+
+def _identify(function: Any) -> Identity:
     identity = Identity()
     identity.add(function)
     return identity

@@ -121,7 +121,16 @@ class Identity:
                 else:
                     parts.append(None)
                     if type(value) in _FUNCTIONS:
-                        self.add(value)
+                        self._add_function_of_module(value)
+                    elif type(value) is torch.Generator:  # what makes a module draw from it may be anywhere
+                        self.is_known = False
+
+    def _add_function_of_module(self, value: Any) -> None:
+        owner: Any = getattr(value, "__self__", None)
+        if type(owner).__module__.startswith("sac."):  # a forward that we put there: what counts is the one before it
+            value = owner.before
+        if value is not None:
+            self.add(value)
 
     def _add_sequence(self, value: Iterable[Any]) -> None:
         self.parts.append(same(type(value)))

@@ -26,8 +26,8 @@ from sac.selective.tape import OpRow, Tape
 # The first call of a region always runs under the recorder, in `full` mode too. If it shows nothing that needs a
 # dispatch mode (no op that may be saved, no generator passed by the caller, no write to something from outside, no last
 # op that writes to what autograd has saved), later calls of that region on the same sort of inputs enter none. Inputs
-# are of one sort if dtypes, shapes, needed gradients and plain values are the same, and the module is in training or
-# not as before. Evidence is per region: blocks of one class may differ by a plain attribute that no one can compare.
+# are of one sort if dtypes, shapes, needed gradients and plain values are the same, and if the function is made of the
+# same parts as before (Note [Which function is it]). Evidence is per region.
 
 
 SORTS = 1024  # of inputs that a region remembers; variable lengths must not make it grow for ever
@@ -56,11 +56,15 @@ class Region:
         self.kind = kind
         self.path = path
         self.stats = RegionStats()
+        self.marks: dict[Hashable, object] = {}  # what the function was made of in a call: the mark of such calls
         self._free: set[Any] = set()  # sorts of inputs that need no mode
         self._surprised = False  # a call has written to what no call before it had: none goes without a mode any more
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_free": set()}  # a copy learns anew: sorts hold weak references, which cannot be copied
+        return vars(self) | {
+            "_free": set(),
+            "marks": {},
+        }  # a copy learns anew: sorts hold weak references, which cannot be copied
 
     def run(
         self,
@@ -73,13 +77,15 @@ class Region:
     ) -> Any:
         """Run one call; gradients are those of ``function(*args, **kwargs)``.
 
-        ``owners`` are the function's modules with buffers or parameters. Calls with another ``mark`` (whether the
-        module is in training, say) share no evidence.
+        ``owners`` are the function's modules with buffers or parameters. Calls with another ``mark``, which stands for
+        what the function is made of, share no evidence; those without one have none.
         """
         inputs = KeptInputs(args, kwargs)
         if inputs.owners:
             owners += inputs.owners
-        sort = (mark, settings.freeze_buffers, settings.use_reentrant, inputs.kind) if inputs.kind is not None else None
+        sort = None
+        if mark is not None and inputs.kind is not None:
+            sort = (mark, settings.freeze_buffers, settings.use_reentrant, inputs.kind)
         everything = self.kind.table.saves_everything
         recorder = None
         if sort is None or sort not in self._free:

@@ -86,12 +86,20 @@ def test_changes_that_no_recorder_sees(block: type[nn.Module], way: Way) -> None
 
 
 class LateStarter(nn.Module):
-    """Begins to write to a buffer in some later call, for a reason that is in no argument."""
+    """Begins to write to a buffer in some later call, for a reason that is in no argument and no plain attribute."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
-        self.linear, self.active = nn.Linear(8, 8), False
+        self.linear, self.flags = nn.Linear(8, 8), [False]
         self.register_buffer("seen", torch.zeros(size))
+
+    @property
+    def active(self) -> bool:
+        return self.flags[0]
+
+    @active.setter
+    def active(self, value: bool) -> None:
+        self.flags[0] = value
 
     def forward(self, x: Tensor) -> Tensor:
         if self.active:

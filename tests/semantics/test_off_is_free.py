@@ -24,19 +24,19 @@ from tests.semantics.blocks import (
     selective,
     square,
 )
+from tests.semantics.mode_probe import SEEN, note_mode
 from tests.semantics.recording import Recorder, step, without_collector
 from tests.semantics.training import built
 
-SEEN: list[bool] = []
 MATMULS = selective(policy(alternate("matmul")))
 
 
 def watched(block: FunctionBlock, x: Tensor) -> Tensor:
     """Notes whether a dispatch mode is active at the begin and at the end of each run."""
-    SEEN.append(_get_current_dispatch_mode() is not None)
+    note_mode()
     h = F.dropout((x @ block.a).sin(), 0.3, block.training)
     out = (h @ block.b).cos()
-    SEEN.append(_get_current_dispatch_mode() is not None)
+    note_mode()
     return out * x
 
 
@@ -134,7 +134,7 @@ def test_watch_can_see_a_mode() -> None:
 
 
 def routed(block: FunctionBlock, x: Tensor) -> Tensor:
-    SEEN.append(_get_current_dispatch_mode() is not None)
+    note_mode()
     weights, chosen = (x @ block.a).softmax(-1).topk(2)
     return (x @ block.b).gather(1, chosen) * weights
 
