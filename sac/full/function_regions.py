@@ -43,7 +43,7 @@ def run_as_region(
     region = _regions.get(key) if key is not None else None
     if region is not None:
         return region.run(function, owners, _OF_ONE_FUNCTION, settings, args, kwargs)
-    region = Region(_kind_of(function), getattr(function, "__qualname__", type(function).__name__))
+    region = Region(_kind_of(function), _name_of(function))
     output = region.run(function, owners, _OF_ONE_FUNCTION, settings, args, kwargs)
     if key is not None:
         _note_changes(identity, _identify(function))
@@ -81,7 +81,7 @@ def run_modules(
 
 def _identify(function: Any) -> Identity:
     identity = Identity()
-    identity.add(function)
+    identity.look_at(function)
     return identity
 
 
@@ -110,10 +110,17 @@ def _note_changes(before: Identity, after: Identity) -> None:
 
 def _kind_of(function: Any) -> Kind:
     """Return one kind for all functions of the same code, and for all modules of a class."""
-    while isinstance(function, (partial, types.MethodType)):
-        function = function.func if isinstance(function, partial) else function.__func__
-    key = same(getattr(function, "__code__", type(function)))
+    while type(function) in (partial, types.MethodType):
+        function = function.func if type(function) is partial else function.__func__
+    key = same(function.__code__ if type(function) is types.FunctionType else type(function))
     return _kinds.get(key) or _put(_kinds, key, Kind(FULL_TABLE, "full"))
+
+
+def _name_of(function: Any) -> str:
+    """Return how messages name the region."""
+    is_function = type(function) in (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
+    name: str = function.__qualname__ if is_function else type(function).__name__
+    return name
 
 
 def _put(known: dict[Hashable, Any], key: Hashable, value: Any) -> Any:

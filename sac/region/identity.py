@@ -70,8 +70,16 @@ class Identity:
         self._seen: dict[int, int] = {}
         self._code_names: tuple[str, ...] = ()
 
+    def look_at(self, *values: Any) -> None:
+        """Add ``values``. Objects that raise when they are looked at are no business of ours, and not known."""
+        try:
+            for value in values:
+                self.add(value)
+        except Exception:
+            self.is_known = False
+
     def add(self, value: Any) -> None:
-        """Look at ``value``."""
+        """Add ``value`` and what it holds."""
         kind = type(value)
         self._left -= 1
         if kind in PLAIN:

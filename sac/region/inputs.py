@@ -61,8 +61,7 @@ class KeptInputs:
 
     def _look_at(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         identity = Identity()
-        identity.add(args)
-        identity.add(kwargs)
+        identity.look_at(args, kwargs)
         self.owners = tuple(identity.owners)
         return identity.parts if identity.is_known else []
 

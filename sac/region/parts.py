@@ -26,6 +26,7 @@ class Same(weakref.ref):  # type: ignore[type-arg]
     # As long as the object lives there is one of these, so they need not be compared by what they refer to.
     __hash__ = object.__hash__
     __eq__ = object.__eq__
+    __ne__ = object.__ne__
 
 
 _living: dict[int, Same] = {}  # by the address of the object

@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -577,6 +578,51 @@ def test_objects_that_cannot_be_compared_make_no_function_we_know(entered: list[
     for _ in range(3):
         assert torch.equal(gradient(region(function)), gradient(function))
     assert len(entered) == 3
+
+
+class Unreadable:
+    """Raises whatever it is asked."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ValueError(name)
+
+    def __eq__(self, other: object) -> bool:
+        raise ValueError("==")
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def __dict__(self) -> Any:  # type: ignore[override]
+        raise ValueError("__dict__")
+
+    def __call__(self, x: Tensor, *args: Any) -> Tensor:
+        return body(x, False)
+
+
+def test_objects_that_raise_when_looked_at_make_no_function_we_know(entered: list[Any]) -> None:
+    odd = Unreadable()
+    for function in (odd, odd, lambda x, *args: odd(x), functools.partial(odd)):
+        assert torch.equal(gradient(region(function)), gradient(function))
+        assert torch.equal(gradient(region(function), odd), gradient(function, odd))
+    assert len(entered) == 8
+
+
+@pytest.mark.parametrize("held", [np.arange(6.0), np.float64(2), EqualToAll(True), [np.arange(2)] * 2])
+def test_objects_with_an_equality_of_their_own_are_compared_by_identity(held: Any, entered: list[Any]) -> None:
+    def function(x: Tensor) -> Tensor:
+        assert held is not None
+        return body(x, False)
+
+    for _ in range(3):
+        assert torch.equal(gradient(region(function)), gradient(function))
+    assert len(entered) == 1
+
+
+@pytest.mark.parametrize("function", [torch.sin, torch.Tensor.sin, functools.lru_cache(torch.sin), torch.eye(6).matmul])
+def test_functions_that_are_not_pythons_own_are_known(function: Any, entered: list[Any]) -> None:
+    for _ in range(3):
+        assert torch.equal(gradient(region(function)), gradient(function))
+    assert len(entered) == 1
 
 
 def test_a_function_that_holds_too_much_is_run_under_the_mode(entered: list[Any]) -> None:
