@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import sac
 from sac.full import FullConfig, RngTracker
 from tests.fuzz.programs import Program, programs
-from tests.fuzz.test_random_programs import BACKWARDS, CALM, backward_once, live_after, needs_grad, trained
+from tests.fuzz.test_random_programs import BACKWARDS, CALM, live_after, needs_grad, trained
 from tests.semantics.blocks import FULL, Stack, policy, save, selective
 from tests.semantics.training import Backward, assert_same, built
 
