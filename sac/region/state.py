@@ -30,6 +30,7 @@ from sac.region.storages import describe, version_of
 # them as they were in that forward, and what it writes to them is lost.
 
 _MOST_COPIED_BYTES = 1 << 16
+_MOST_COPIED_BYTES_UNRECORDED = 1 << 9  # the usual call: a counter is worth the time, a table of positions is not
 
 Bound = dict[str, Any]
 
@@ -46,13 +47,14 @@ class Bindings:
 
     __slots__ = ("_buffers", "_parameters", "_watched")
 
-    def __init__(self, owners: tuple[nn.Module, ...], *, freeze_buffers: bool = True) -> None:
+    def __init__(self, owners: tuple[nn.Module, ...], *, freeze_buffers: bool = True, recorded: bool = True) -> None:
         self._parameters = [(bound, {**bound}) for owner in owners if (bound := owner._parameters)]
         self._buffers: list[tuple[nn.Module, Bound]] = []
         self._watched: list[_Watched] = []
         if freeze_buffers:
+            most = _MOST_COPIED_BYTES if recorded else _MOST_COPIED_BYTES_UNRECORDED
             self._buffers = [(owner, {**held}) for owner in owners if (held := owner._buffers)]
-            self._watched = [_Watched(buffer) for buffer in _plain_tensors(self._buffers)]
+            self._watched = [_Watched(buffer, most) for buffer in _plain_tensors(self._buffers)]
 
     def close(self) -> None:
         """The forward is over: drop the copies of what was not written to."""
@@ -99,16 +101,16 @@ class Bindings:
 
 
 class _Watched:
-    """One buffer during a forward: its version, its storage, and a copy of that if it is small."""
+    """One buffer during a forward: its version, its storage, and a copy of that if it has at most ``most`` bytes."""
 
     __slots__ = ("_copy", "_geometry", "_storage", "_version", "tensor")
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, most: int) -> None:
         self.tensor = tensor
         self._version = version_of(tensor)
         self._storage = storage = tensor.untyped_storage()
         self._geometry = tensor.storage_offset(), tensor.shape, tensor.stride()
-        self._copy = copy_of(storage) if storage.nbytes() <= _MOST_COPIED_BYTES else None
+        self._copy = copy_of(storage) if storage.nbytes() <= most else None
 
     @property
     def is_copied(self) -> bool:

@@ -39,7 +39,7 @@ class Surroundings:
         self._recorded = recorded
         self.provided = ProvidedState(settings.providers) if settings.providers else None
         self.rng = RngSnapshot(tensors, settings) if settings.preserve_rng_state else None
-        self.bindings = Bindings(owners, freeze_buffers=settings.freeze_buffers)
+        self.bindings = Bindings(owners, freeze_buffers=settings.freeze_buffers, recorded=recorded)
         self.flags = ProcessFlags()
         self.autocast = AutocastState(tensors)
         self.modes = FunctionModes()
