@@ -80,12 +80,17 @@ class Results:
 
     def _aliases_among_views(self) -> list[torch.Tensor]:
         roots = [_root(tensor) for tensor in self._tensors]
+        if len(roots) == 1 and not roots[0].requires_grad and not self._lies_in_an_argument(roots[0]):
+            return [detached(self._tensors[0])]  # what most layers return: a product, laid out as its input was
         given = [_root(one) for one in self._given if isinstance(one, torch.Tensor)]
         lying_in = Counter(id(root) for root in (*roots, *given))
         return [
             _unwritable(tensor) if root.requires_grad or lying_in[id(root)] > 1 else detached(tensor)
             for tensor, root in zip(self._tensors, roots, strict=True)
         ]
+
+    def _lies_in_an_argument(self, root: torch.Tensor) -> bool:
+        return any(isinstance(one, torch.Tensor) and _root(one) is root for one in self._given)
 
     def value(self, outputs: Sequence[torch.Tensor]) -> Any:
         """Return the result with the ``outputs`` of the node in it; written arguments have their history by now."""
