@@ -11,7 +11,7 @@ from torch import nn
 
 from sac.blocks.wrap import regions_of
 from sac.errors import ModelError, Problem
-from sac.region.placements import Keeping
+from sac.region.stores.placements import Keeping
 from sac.selective.kind import Kind, Region
 from sac.selective.stats import NO_RULE
 from sac.trace import group_label, regions_by_kind

@@ -14,10 +14,10 @@ import torch
 from sac.errors import ConfigError, Problem, listing, nearest
 from sac.full import ContiguousBuffer
 from sac.full.checks import check_flag, problems_in
-from sac.region.groups import group_problem, process_group
-from sac.region.host import Host
-from sac.region.placements import Here, Keeping, Origin, Placed, Placement
-from sac.region.scatter import Scattered
+from sac.region.stores.groups import group_problem, process_group
+from sac.region.stores.host import Host
+from sac.region.stores.placements import Here, Keeping, Origin, Placed, Placement
+from sac.region.stores.scatter import Scattered
 
 SECTION = "activation_checkpointing"
 

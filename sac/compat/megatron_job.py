@@ -10,7 +10,7 @@ import torch.distributed as dist
 from sac.errors import ConfigError, Problem
 from sac.full import RngTracker, seed_model_parallel
 from sac.full.seeding import DATA_PARALLEL, EXPERT_PARALLEL
-from sac.region.groups import group_problem, process_group
+from sac.region.stores.groups import group_problem, process_group
 
 
 class CudaRNGStatesTracker(RngTracker):

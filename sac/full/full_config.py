@@ -11,12 +11,12 @@ import torch
 from sac.errors import ConfigError, Problem
 from sac.full.checks import STORES, problems_in, stores_in, word_of
 from sac.policy.nodes import shown
-from sac.region.contiguous import ContiguousBuffer
-from sac.region.groups import group_problem
-from sac.region.host import Host
-from sac.region.placements import Here, Keeping, Placement
-from sac.region.scatter import Scattered
 from sac.region.settings import PLAIN, Settings, StateProvider
+from sac.region.stores.contiguous import ContiguousBuffer
+from sac.region.stores.groups import group_problem
+from sac.region.stores.host import Host
+from sac.region.stores.placements import Here, Keeping, Placement
+from sac.region.stores.scatter import Scattered
 
 
 @dataclass(frozen=True, slots=True)

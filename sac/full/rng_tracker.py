@@ -11,7 +11,7 @@ import torch
 
 from sac.errors import ConfigError, Problem, listing, nearest
 from sac.region.detach import cloned
-from sac.region.rng import default_generator
+from sac.region.states.rng import default_generator
 
 # Note [Named streams]
 #
@@ -20,8 +20,8 @@ from sac.region.rng import default_generator
 # old until the fork ends. So the tracker knows which stream is in use, a fork of that one goes on with it, and a fork
 # of another one inside puts the first one's state away, where a third fork, of the first name again, finds it.
 #
-# `_current_state_name` has the name that Megatron-Core gave it: `sac.region.rng_trackers` takes it into its snapshots,
-# of ours and of theirs.
+# `_current_state_name` has the name that Megatron-Core gave it: `sac.region.states.rng_trackers` takes it into its
+# snapshots, of ours and of theirs.
 
 MODEL_PARALLEL = "model-parallel-rng"
 

@@ -12,12 +12,12 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from sac.errors import Problem, RegionError
-from sac.region.ambient import subclasses_on
 from sac.region.call import RETAIN, Recorder, RegionCall, graph_is_retained
 from sac.region.handles import Filling, Handle, StopRecompute
 from sac.region.inputs import KeptInputs
 from sac.region.parking import fetch
 from sac.region.settings import PLAIN, Settings
+from sac.region.states.ambient import subclasses_on
 from sac.region.storages import describe, metadata
 
 # Note [The walk of a region]

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
 
-from sac.region.gathering import Call
 from sac.region.identity import Identity
 from sac.region.kept_tensor import KeptTensor, Start
 from sac.region.parking import PackHooks
 from sac.region.parts import PLAIN, sort_of
-from sac.region.placements import Keeping, Stored
-from sac.region.release import check_releasable, is_worth_it
 from sac.region.storages import storage_sizes
+from sac.region.stores.gathering import Call
+from sac.region.stores.placements import Keeping, Stored
+from sac.region.stores.release import check_releasable, is_worth_it
 
 
 class KeptInputs:

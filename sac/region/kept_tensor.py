@@ -10,9 +10,9 @@ import torch
 from sac.errors import Problem, RegionError
 from sac.region.detach import copy_of, version_watch
 from sac.region.parking import PackHooks, Parked, fetch, park
-from sac.region.placements import Stored
-from sac.region.state import UnseenWriteError
+from sac.region.states.bindings import UnseenWriteError
 from sac.region.storages import describe, shares_storage, version_of
+from sac.region.stores.placements import Stored
 
 Start = Callable[[torch.Tensor, int], torch.Tensor]
 

@@ -11,12 +11,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
 from sac.errors import RegionError
-from sac.region.ambient import subclasses_on
 from sac.region.call import RETAIN, RegionCall, graph_is_retained
 from sac.region.detach import detached
 from sac.region.handles import ALL, ToTheEnd
 from sac.region.inputs import KeptInputs
 from sac.region.results import Results, flatten, has_gradients
+from sac.region.states.ambient import subclasses_on
 from sac.region.storages import describe, metadata
 from sac.region.writes import check_writes, give_history
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from sac.region.placements import Keeping
+from sac.region.stores.placements import Keeping
 
 
 @runtime_checkable

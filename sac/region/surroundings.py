@@ -8,12 +8,12 @@ from contextlib import ExitStack
 import torch
 from torch import nn
 
-from sac.region.ambient import AutocastState, FunctionModes
-from sac.region.process_flags import ProcessFlags
-from sac.region.providers import ProvidedState
-from sac.region.rng import RngSnapshot
 from sac.region.settings import Settings
-from sac.region.state import Bindings, UnseenWriteError
+from sac.region.states.ambient import AutocastState, FunctionModes
+from sac.region.states.bindings import Bindings, UnseenWriteError
+from sac.region.states.process_flags import ProcessFlags
+from sac.region.states.providers import ProvidedState
+from sac.region.states.rng import RngSnapshot
 
 # Dispatch modes are not among it: those that are on in backward stay on in recomputation, as torch's own do, so that
 # what counts or traces the ops of a step sees all of them.

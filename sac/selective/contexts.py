@@ -18,7 +18,7 @@ from sac.region.detach import detached
 from sac.region.handles import ALL, Handle, ToTheEnd
 from sac.region.parking import PackHooks, surrounding_hooks
 from sac.region.settings import Settings
-from sac.region.state import owners_of
+from sac.region.states.bindings import owners_of
 from sac.region.storages import shares_storage
 from sac.region.surroundings import Surroundings
 from sac.selective.modes import ForwardMode, RecomputeMode

@@ -13,7 +13,7 @@ from sac.region.inputs import KeptInputs
 from sac.region.parking import surrounding_hooks
 from sac.region.reentrant import ReentrantFrame
 from sac.region.settings import Settings
-from sac.region.state import UnseenWriteError
+from sac.region.states.bindings import UnseenWriteError
 from sac.selective.announce import announce
 from sac.selective.bind import rebuild_table
 from sac.selective.rerun import RerunRecorder

@@ -12,7 +12,7 @@ from sac.region.detach import copy_of
 from sac.region.handles import Handle
 from sac.region.inputs import KeptInputs
 from sac.region.parking import PackHooks, park
-from sac.region.rng import default_generator
+from sac.region.states.rng import default_generator
 from sac.selective.compact import compact_views
 from sac.selective.labels import Description, Labels
 from sac.selective.table import BoundRule, Plan, Table

@@ -12,7 +12,7 @@ from torch import Tensor
 import sac
 from sac.errors import RegionError
 from sac.full import FullConfig
-from sac.region.contiguous import ContiguousBuffer
+from sac.region.stores.contiguous import ContiguousBuffer
 from tests.full.cases import WIDTH, layer
 from tests.semantics.blocks import llama_stack, tokens
 from tests.semantics.recording import Recorder, without_collector

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import sac
 from sac.full import FullConfig
-from sac.region.host import Host
+from sac.region.stores.host import Host
 from tests.full.cases import WIDTH, hidden, layer, loss_of
 from tests.full.simulated_streams import simulated_streams
 from tests.semantics.blocks import llama_stack, policy, save, selective

@@ -12,6 +12,7 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
+import torch._dynamo  # torch imports it inside an op otherwise, and that holds the op's tensors until a collection
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import sac
 from sac.errors import RegionError
 from sac.full import FullConfig, RngTracker
-from sac.region import rng
+from sac.region.states import rng
 from tests.full.trackers import MAKERS, MegatronLike, TiedGenerator, bytes_of, draws, filled, leaf, states_of
 from tests.semantics.blocks import FunctionBlock, Stack, policy, save, selective
 from tests.semantics.recording import Recorder

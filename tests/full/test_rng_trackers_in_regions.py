@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import sac
 from sac.full import FullConfig, RngTracker
-from sac.region import rng
+from sac.region.states import rng
 from tests.full.trackers import MAKERS, MegatronLike, TiedGenerator, TiedTracker, bytes_of, filled
 from tests.semantics.blocks import FULL, FunctionBlock, Stack, alternate, policy, save, selective, square
 from tests.semantics.training import assert_same, built, train

@@ -23,8 +23,8 @@ from torch.nn import functional as F
 import sac
 from sac.full import FullConfig
 from sac.full.full_config import CallOptions, settings_of
-from sac.region.layout import Layout
-from sac.region.scatter import PlacedShare
+from sac.region.stores.layout import Layout
+from sac.region.stores.scatter import PlacedShare
 from tests.full.ranks import run_ranks
 from tests.full.scattering import Run, Seen, differences, mlp, plainly, scattered, summed_up, weights
 from tests.semantics.blocks import Stack

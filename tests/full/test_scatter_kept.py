@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import sac
-from sac.region.scatter import PlacedShare
+from sac.region.stores.scatter import PlacedShare
 from tests.full.ranks import run_ranks
 from tests.full.scattering import bytes_left, mlp, scattered
 from tests.semantics.blocks import LlamaLikeBlock, Stack, alternate, policy, save

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sac.region import gathering
-from sac.region.scatter import PlacedShare
+from sac.region.stores import gathering
+from sac.region.stores.scatter import PlacedShare
 from tests.full.ranks import run_ranks
 from tests.full.scattering import Run, bytes_left, plainly, scattered
 from tests.semantics.recording import Recorder, without_collector

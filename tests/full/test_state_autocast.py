@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import sac
-from sac.region.ambient import AutocastState
+from sac.region.states.ambient import AutocastState
 from tests.full.stateful import ON_EACH_WAY, Surrounding, Way, as_it_is, stack_of, stepped
 from tests.semantics.blocks import FunctionBlock
 from tests.semantics.training import assert_same

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sac
-from sac.region import process_flags
+from sac.region.states import process_flags
 from tests.full.stateful import ON_EACH_WAY, Surrounding, Way, as_it_is, stack_of, stepped
 from tests.semantics.blocks import FULL, FunctionBlock, install
 from tests.semantics.recording import Recorder

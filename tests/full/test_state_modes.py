@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sac
-from sac.region import ambient
+from sac.region.states import ambient
 from tests.full.stateful import ON_EACH_WAY, Surrounding, Way, as_it_is, stack_of, stepped
 from tests.semantics.blocks import FunctionBlock
 from tests.semantics.training import assert_same

@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import sac
 from sac.errors import RegionError
 from sac.full import FullConfig
-from sac.region import process_flags
+from sac.region.states import process_flags
 from tests.full.stateful import MATMULS, as_it_is, by_function
 from tests.semantics.blocks import FULL, Stack, install, square
 from tests.semantics.recording import without_collector

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import sac
 from sac.errors import RegionError
 from sac.full import FullConfig
-from sac.region.state import Bindings, owners_of
+from sac.region.states.bindings import Bindings, owners_of
 from tests.full.stateful import ON_EACH_WAY, WAYS, Scaled, Way, as_it_is, by_function, stack, stepped
 from tests.semantics.blocks import Stack
 from tests.semantics.training import assert_same

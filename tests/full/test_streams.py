@@ -13,11 +13,11 @@ from torch import Tensor, nn
 import sac
 from sac.errors import RegionError
 from sac.full import FullConfig
-from sac.region import host_copies
-from sac.region.contiguous import ContiguousBuffer
 from sac.region.detach import detached
-from sac.region.host import Host, PlacedOnHost
-from sac.region.slots import Slots
+from sac.region.stores import host_copies
+from sac.region.stores.contiguous import ContiguousBuffer
+from sac.region.stores.host import Host, PlacedOnHost
+from sac.region.stores.slots import Slots
 from tests.full.cases import CASES, WIDTH, Run, hidden, layer, loss_of, written_after, written_inside
 from tests.full.ranks import run_ranks
 from tests.full.simulated_streams import Simulation, simulated_streams, take_cpu_for_a_device

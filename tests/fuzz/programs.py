@@ -52,13 +52,15 @@ class ProgramBlock(nn.Module):
         self.linears = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
         places = [str(at) for at, line in enumerate(program.lines) if line.name == "batch norm"]
         self.batch_norms = nn.ModuleDict({place: batch_norm() for place in places})
-        self.generator = torch.Generator().manual_seed(3)
+        self.generator: torch.Generator | None = None  # a block that holds one is never run without a mode
+        if any("by generator" in line.name for line in program.lines):
+            self.generator = torch.Generator().manual_seed(3)
 
     def _apply(self, fn: Any, recurse: bool = True) -> ProgramBlock:
         """Move the generator along with the weights."""
         super()._apply(fn, recurse)
         device = self.scale.device
-        if self.generator.device != device:
+        if self.generator is not None and self.generator.device != device:
             self.generator = torch.Generator(device).manual_seed(3)
         return self
 

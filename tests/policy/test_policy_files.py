@@ -201,7 +201,8 @@ def test_traps_of_other_yaml_readers_are_told_in_a_mapping() -> None:
         "    legal: text\n"
         "    fix: quote it where it is written\n"
         "policy.rules[0].layers: layers is 68\n"
-        '    legal: all, {first: n}, {block: n}, {last: n}, {every: k, offset: j}, {fraction: f}, or a list such as ["0-7", "12"]\n'
+        "    legal: all, {first: n}, {block: n}, {last: n}, {every: k, offset: j}, {fraction: f}, "
+        'or a list such as ["0-7", "12"]\n'
         "    fix: write [68] for that layer alone, {first: 68} for the first ones; if 1:8 was written,"
         ' YAML 1.1 reads it as 68: ranges are written as ["1-8"]\n'
         "policy.rules[1].do: do is a value of type object\n"

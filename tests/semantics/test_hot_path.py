@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import sac
 from sac.region.detach import detached
-from sac.region.state import owners_of
+from sac.region.states.bindings import owners_of
 from sac.selective.bare_mode import CAN_MARK, BareMode
 from tests.semantics.blocks import alternate, llama_stack, policy, save, selective, tokens
 

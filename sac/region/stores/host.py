@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import torch
 
-from sac.region.host_copies import Copies, CopiesByDevice, Copying
 from sac.region.parking import PackHooks, Parked, fetch, park
-from sac.region.placements import Here, Placed
+from sac.region.stores.host_copies import Copies, CopiesByDevice, Copying
+from sac.region.stores.placements import Here, Placed
 
 
 class Host:

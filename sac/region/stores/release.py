@@ -8,8 +8,8 @@ import torch
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from sac.errors import Problem, RegionError
-from sac.region.layout import local_of
 from sac.region.storages import shares_storage, version_of
+from sac.region.stores.layout import local_of
 
 # Note [Released inputs]
 #

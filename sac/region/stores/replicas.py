@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from sac.errors import Problem, RegionError
-from sac.region.placements import Origin
+from sac.region.stores.placements import Origin
 
 # Note [Checksum of bits]
 #

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from sac.errors import ConfigError, Problem
 from sac.policy.nodes import shown
-from sac.region.layout import is_dtensor
+from sac.region.stores.layout import is_dtensor
 
 LEGAL = "a process group that holds this rank, or a mesh of one dimension"
 

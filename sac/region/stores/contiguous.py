@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from sac.errors import Problem, RegionError
-from sac.region.host import Host
-from sac.region.host_copies import CopiesByDevice
 from sac.region.parking import surrounding_hooks
-from sac.region.placements import Here, Placed
-from sac.region.slots import PlacedInSlot, Slots
+from sac.region.stores.host import Host
+from sac.region.stores.host_copies import CopiesByDevice
+from sac.region.stores.placements import Here, Placed
+from sac.region.stores.slots import PlacedInSlot, Slots
 
 
 class ContiguousBuffer:

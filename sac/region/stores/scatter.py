@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from sac.region.gathering import NO_TASK, Call, Gather, current_task
-from sac.region.groups import is_replicated, named_group, process_group, reaches, reference_to
 from sac.region.parking import PackHooks
-from sac.region.placements import Here, Origin, Placed, Placement
-from sac.region.replicas import check_same_on_all_ranks
+from sac.region.stores.gathering import NO_TASK, Call, Gather, current_task
+from sac.region.stores.groups import is_replicated, named_group, process_group, reaches, reference_to
+from sac.region.stores.placements import Here, Origin, Placed, Placement
+from sac.region.stores.replicas import check_same_on_all_ranks
 
 # Note [Shares]
 #

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from sac.errors import Problem, RegionError
-from sac.region.host import PlacedOnHost
-from sac.region.host_copies import Copies, streams_of
 from sac.region.parking import PackHooks, Parked, fetch, park
-from sac.region.placements import PlacedHere
+from sac.region.stores.host import PlacedOnHost
+from sac.region.stores.host_copies import Copies, streams_of
+from sac.region.stores.placements import PlacedHere
 
 # Note [Slots]
 #

@@ -10,10 +10,10 @@ from typing import Any, Protocol
 
 import torch
 
-from sac.region.gathering import Call
-from sac.region.layout import Layout
 from sac.region.parking import PackHooks, Parked, fetch, park
-from sac.region.release import Released
+from sac.region.stores.gathering import Call
+from sac.region.stores.layout import Layout
+from sac.region.stores.release import Released
 
 # Note [Kept inputs]
 #

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from sac.errors import Problem, RegionError
-from sac.region.rng_trackers import NamedStates, States, put_back, put_trackers_back, states_of, tracker_of
 from sac.region.settings import Settings
+from sac.region.states.rng_trackers import NamedStates, States, put_back, put_trackers_back, states_of, tracker_of
 
 # Note [Random states]
 #

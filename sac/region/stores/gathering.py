@@ -35,7 +35,7 @@ _will_run = getattr(torch._C, "_will_engine_execute_node", None)
 _task_id = getattr(torch._C, "_current_graph_task_id", None)
 NO_TASK = -1
 
-_MARK = "sac.region.gathering"
+_MARK = "sac.region.stores.gathering"
 _FAR = 64  # nodes looked at for marks; a region's input is mostly the result of another, or a few ops away from one
 
 

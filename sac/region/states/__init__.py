@@ -1,0 +1,1 @@
+"""What a region's forward met beside its inputs: random states, flags, modes, buffers, state of the user's own."""
