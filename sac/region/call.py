@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from sac.errors import Problem
+from sac.errors import Problem, RegionError
 from sac.region.handles import Ending, Handle
 from sac.region.inputs import KeptInputs
 from sac.region.parking import PackHooks, surrounding_hooks
@@ -117,7 +117,14 @@ class RegionCall(ABC):
             self.recorder.drop()
 
     def _enter_forward_again(self, stack: ExitStack, inputs: list[tuple[int, torch.Tensor]], ending: Ending) -> None:
-        """Enter all that the forward saw, with grad enabled, for a run of the function on the rebuilt ``inputs``."""
+        """Enter all that the forward saw, with grad enabled, for a run of the function on the rebuilt ``inputs``.
+
+        Raises ``RegionError`` if a parameter of the region was changed since.
+        """
+        bindings = self.surroundings.bindings
+        if self.settings.checks_metadata and (problem := bindings.changed_parameter(self.path)) is not None:
+            raise RegionError(problem)
+        stack.callback(bindings.note_parameters)
         self.surroundings.enter_on(stack)
         stack.enter_context(torch.enable_grad())
         if self.recorder is not None:

@@ -26,6 +26,8 @@ from sac.region.storages import describe, version_of
 #    no recorder. From then on the region runs under it.
 # With `freeze_buffers=False` none of this is done, and recomputation works on the buffers as they are at that time.
 #
+# Parameters that somebody else writes to between forward and backward are an error, as where autograd has saved them.
+#
 # A module's buffers are its own, not a thread's: another thread that runs the same module during a recomputation finds
 # them as they were in that forward, and what it writes to them is lost.
 
@@ -45,10 +47,11 @@ class Bindings:
     Parameters of wrapper subclasses are left alone: FSDP exchanges its sharded ones between forward and backward.
     """
 
-    __slots__ = ("_buffers", "_parameters", "_watched")
+    __slots__ = ("_buffers", "_parameters", "_versions", "_watched")
 
     def __init__(self, owners: tuple[nn.Module, ...], *, freeze_buffers: bool = True, recorded: bool = True) -> None:
         self._parameters = [(bound, {**bound}) for owner in owners if (bound := owner._parameters)]
+        self.note_parameters()
         self._buffers: list[tuple[nn.Module, Bound]] = []
         self._watched: list[_Watched] = []
         if freeze_buffers:
@@ -60,6 +63,27 @@ class Bindings:
         """The forward is over: drop the copies of what was not written to."""
         if self._watched:
             self._watched = [one for one in self._watched if one.was_changed]
+        self.note_parameters()
+
+    def note_parameters(self) -> None:
+        """Take note of the parameters' versions: from now on nothing but the region's own runs may write to them."""
+        self._versions: list[int] = [
+            version_of(one) for _, held in self._parameters for one in held.values() if one is not None
+        ]
+
+    def changed_parameter(self, where: str) -> Problem | None:
+        """Return the problem that a parameter was written to since ``note_parameters``, if one was."""
+        held = [(name, one) for _, before in self._parameters for name, one in before.items() if one is not None]
+        for (name, one), version in zip(held, self._versions, strict=True):
+            if version_of(one) != version:
+                return Problem(
+                    where=where or "region",
+                    found=f"parameter {name!r} ({describe(one)}) was changed in place after the forward: it is at "
+                    f"version {version_of(one)}, backward expects version {version}",
+                    fix="step the optimizer when every backward of these weights is done; determinism_check: none "
+                    "turns this check off",
+                )
+        return None
 
     @property
     def were_written(self) -> bool:
@@ -87,7 +111,7 @@ class Bindings:
 
     def drop(self) -> None:
         """Hold nothing any more."""
-        self._buffers, self._parameters, self._watched = [], [], []
+        self._buffers, self._parameters, self._watched, self._versions = [], [], [], []
 
     def unseen(self, tensor: torch.Tensor, where: str) -> Problem:
         """Return the problem that nobody saw the region ``where`` write to the buffer ``tensor``."""
