@@ -3,11 +3,12 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.script_runs import run_script
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "scripts" / "bench_full.py"
@@ -15,14 +16,7 @@ WAYS = ["none", "torch", "torch reentrant", "sac.checkpoint", "sac.checkpoint re
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
+    return run_script(SCRIPT, *arguments)
 
 
 @pytest.fixture(scope="module", params=["1", "2"])

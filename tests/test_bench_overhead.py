@@ -3,11 +3,12 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.script_runs import run_script
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "scripts" / "bench_overhead.py"
@@ -18,14 +19,7 @@ SELECTIVE = ("stock SAC", "sac selective", "sac.context_fn")
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
+    return run_script(SCRIPT, *arguments)
 
 
 @pytest.fixture(scope="module")

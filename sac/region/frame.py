@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from sac.errors import Problem, RegionError
-from sac.region.call import RETAIN, Recorder, RegionCall, graph_is_retained
+from sac.region.call import RETAIN, RegionCall, graph_is_retained
 from sac.region.handles import Filling, Handle, StopRecompute
 from sac.region.inputs import KeptInputs
 from sac.region.parking import fetch
-from sac.region.settings import PLAIN, Settings
 from sac.region.states.ambient import subclasses_on
 from sac.region.storages import describe, metadata
 
@@ -51,20 +48,10 @@ class Frame(RegionCall):
 
     compares = True
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        path: str,
-        recorder: Recorder | None,
-        owners: tuple[nn.Module, ...] = (),
-        settings: Settings = PLAIN,
-    ) -> None:
-        super().__init__(function, path, recorder, owners, settings)
-        self._handles: list[weakref.ref[Handle]] = []
-        self._forward_over = False
-
     def run(self, inputs: KeptInputs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See ``RegionCall.run``."""
+        self._handles: list[weakref.ref[Handle]] = []
+        self._forward_over = False
         self._begin(inputs)
         with saved_tensors_hooks(self._pack, self._unpack):
             output = self._run_forward(args, kwargs)

@@ -11,32 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sac.errors import ConfigError
 from sac.full import RngTracker
+from tests.full.named_streams import assert_numbers, numbers_of, refusal, two_streams
 from tests.full.trackers import DeepSpeedLike, MegatronLike
 
 
 @pytest.fixture
 def tracker() -> RngTracker:
-    made = RngTracker("cpu")
-    made.add("a", 1)
-    made.add("b", 2)
-    return made
-
-
-def numbers_of(seed: int, count: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.rand(3, generator=generator) for _ in range(count)]
-
-
-def assert_numbers(drawn: list[Tensor], expected: list[Tensor]) -> None:
-    assert [one.tolist() for one in drawn] == [one.tolist() for one in expected]
-
-
-def refusal(call, *args, **kwargs) -> str:
-    with pytest.raises(ConfigError) as error:
-        call(*args, **kwargs)
-    return str(error.value)
+    return two_streams()
 
 
 # add
