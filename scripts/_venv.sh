@@ -1,7 +1,7 @@
 # Sourced by the scripts of this folder: `prepare EXTRAS` makes .venv if there is none and installs the package into it.
 #
-# What was installed is remembered in .venv/sac-EXTRAS.stamp, so a second run installs nothing until pyproject.toml or
-# constraints.txt change. The extras contain each other: dev holds test, and test holds tools,hf.
+# What was installed is remembered in .venv/sac-EXTRAS.stamp, so a second run installs nothing until pyproject.toml,
+# constraints.txt or tests/stacks/no_deps.txt change. The extras contain each other: dev holds test, and test holds tools,hf.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
@@ -26,7 +26,7 @@ install_with_note() {
         sleep 2
         printf '.' >&2
     done
-    if ! wait "$pip"; then
+    if ! wait "$pip" || ! install_without_dependencies "$1" >>"$log" 2>&1; then
         printf '\nThe install failed; the end of %s:\n' "$log" >&2
         tail -n 20 "$log" >&2
         return 1
@@ -34,10 +34,14 @@ install_with_note() {
     printf ' done in %d s\n' "$((SECONDS - started))" >&2
 }
 
+install_without_dependencies() {
+    case $1 in test | dev) "$python" -m pip install --no-deps -r tests/stacks/no_deps.txt ;; esac
+}
+
 prepare() {
     [ -n "${SAC_PYTHON:-}" ] && return
     local extras=$1 wanted covering
-    wanted=$(cat pyproject.toml constraints.txt | cksum)
+    wanted=$(cat pyproject.toml constraints.txt tests/stacks/no_deps.txt | cksum)
     case $extras in
         dev) covering="dev" ;;
         test) covering="test dev" ;;
