@@ -1,0 +1,121 @@
+"""What a training stack gives with and without us: losses, gradients, and measured FLOPs, bytes and collectives."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from sac.measuring.memory_timeline import mark, measure_memory
+from sac.measuring.step_flops import count_flops
+from tests.semantics.training import same_bits
+
+FORWARD_DONE = "forward done"
+SENT = "gloo:"  # the backend's own events: a collective whose result is taken from what was kept has none
+WRAPPED_NAMES = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "_orig_mod.", "module.")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Some steps of training, and one more that was measured."""
+
+    losses: list[float]
+    gradients: dict[str, Tensor]
+    flops: int
+    kept_bytes: int
+    collectives: dict[str, int]
+
+
+def outcome(
+    step: Callable[[], Any], model: nn.Module, *, steps: int = 2, seed: int = 0, compiled: bool = False
+) -> Outcome:
+    """Run `step` some times and read the gradients after each; then once more for each thing that is measured.
+
+    `step` is one forward and backward, without the optimizer; it calls `forward_done()` in between if there is one
+    place where all of forward is over, and may return the loss. The parameters never change, so losses of steps differ
+    only by random numbers.
+    """
+    torch.manual_seed(seed)
+    losses, gradients = [], {}
+    for index in range(steps):
+        model.zero_grad()
+        loss = step()
+        losses += [float(loss.detach())] if loss is not None else []
+        gradients |= {f"step {index} {name}": value for name, value in gradients_of(model).items()}
+    model.zero_grad()
+    memory = measure_memory(step)
+    model.zero_grad()
+    flops = _compiled_flops(step) if compiled else count_flops(step)
+    model.zero_grad()
+    sent = Counter(name for name, _ in _events(step) if name.startswith(SENT))
+    kept = memory.at(FORWARD_DONE) if FORWARD_DONE in memory.marks else memory.peak_bytes
+    return Outcome(losses, gradients, flops, kept, dict(sent))
+
+
+def forward_done() -> None:
+    """Say that forward is over and backward has not begun: here `kept_bytes` is read."""
+    mark(FORWARD_DONE)
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    """The gradients of the model by parameter, whole ones where they are sharded, under names without wrappers."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        if hasattr(gradient, "full_tensor"):
+            gradient = gradient.full_tensor()
+        for wrapped in WRAPPED_NAMES:
+            name = name.replace(wrapped, "")
+        found[name] = gradient.detach().clone()
+    return found
+
+
+def differences(ours: Outcome, reference: Outcome) -> list[str]:
+    """Names of the gradients that differ in any bit, or that only one of the two has; `losses` where those differ."""
+    names = sorted(set(ours.gradients) | set(reference.gradients))
+    both = set(ours.gradients) & set(reference.gradients)
+    differ = [n for n in names if n not in both or not same_bits(ours.gradients[n], reference.gradients[n])]
+    assert reference.gradients, "the reference has no gradient: nothing was compared"
+    return (["losses"] if ours.losses != reference.losses else []) + differ
+
+
+def _events(step: Callable[[], Any]) -> list[tuple[str, list[list[int]]]]:
+    """What the profiler saw in a step: names of events, and the shapes of the tensors that operators were given."""
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+        step()
+    return [(event.name, event.input_shapes) for event in profiler.events()]
+
+
+def _compiled_flops(step: Callable[[], Any]) -> int:
+    """FLOPs where a dispatch mode would change what runs. In eager this would count what a mode answers by itself."""
+    return sum(_product_flops(name, shapes) for name, shapes in _events(step))
+
+
+def _product_flops(name: str, shapes: list[list[int]]) -> int:
+    """FLOPs of a matrix product or a fused attention, one multiply-add as two."""
+    match name:
+        case "aten::mm":
+            left, right = shapes[:2]
+        case "aten::addmm":
+            left, right = shapes[1:3]
+        case "aten::bmm":
+            left, right = shapes[:2]
+        case "aten::baddbmm":
+            left, right = shapes[1:3]
+        case "aten::_scaled_dot_product_flash_attention_for_cpu":
+            query, key = shapes[:2]
+            return 4 * math.prod(query) * key[-2]
+        case "aten::_scaled_dot_product_flash_attention_for_cpu_backward":
+            query, key = shapes[1:3]
+            return 10 * math.prod(query) * key[-2]
+        case _:
+            return 0
+    return 2 * math.prod(left) * right[-1]
