@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sac.errors import PolicyError
-from sac.policy.files import load_policy
+from tests.policy.whole_text import assert_whole_text
 
 BYTES = 'a whole number of bytes, or text such as "64KiB", "1MiB", "1.5GB"'
 CALL = "{index: n}, {index: [n, m]} or {every: k, offset: j}, counted from 0"
@@ -340,10 +339,4 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_whole_text_about_matchers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text, lines = CASES[name]
-    monkeypatch.chdir(tmp_path)
-    Path("p.yaml").write_text(text, encoding="utf-8")
-    with pytest.raises(PolicyError) as caught:
-        load_policy("p.yaml")
-    whole = "\n".join(line if line.startswith("p.yaml") else f"    {line}" for line in lines)
-    assert str(caught.value) == whole
+    assert_whole_text(*CASES[name], tmp_path, monkeypatch)
