@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+
+from sac.selective import modes
 
 
 @pytest.fixture(autouse=True)
@@ -15,3 +18,17 @@ def random_state_is_left_alone() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     torch.set_rng_state(before)
+
+
+@pytest.fixture
+def entered(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The forwards that ran under a mode."""
+    seen: list[Any] = []
+    enter = modes.ForwardMode.__enter__
+
+    def counted(self: Any) -> Any:
+        seen.append(self)
+        return enter(self)
+
+    monkeypatch.setattr(modes.ForwardMode, "__enter__", counted)
+    return seen
