@@ -50,8 +50,8 @@ class Recorder(Protocol):
 class RegionCall(ABC):
     """One call of one checkpointed region.
 
-    ``path`` names the region in messages. ``owners`` are its modules with buffers or parameters. ``compares``: a
-    recorder that need not serve anything is still of use, to tell whether recomputation saves the same values.
+    ``path`` names the region in messages. ``owners`` are its modules. ``compares``: a recorder that need not serve
+    anything is still of use, to tell whether recomputation saves the same values.
     """
 
     compares = False

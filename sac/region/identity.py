@@ -55,7 +55,7 @@ class Identity:
     """Collects the identity of functions or arguments; see Note [Which function is it].
 
     ``parts``: what they are, flat. ``is_known``: whether that is all of it. ``owners``: the torch modules met, and
-    those below, that have buffers or parameters.
+    those below: what they own is put back in recomputation.
     """
 
     __slots__ = ("_code_names", "_left", "_nested", "_objects", "_seen", "is_known", "owners", "parts")
@@ -112,8 +112,7 @@ class Identity:
                 self.is_known = False
                 self.owners += module.modules()
                 continue
-            if held["_parameters"] or held["_buffers"]:
-                self.owners.append(module)
+            self.owners.append(module)
             if held["_forward_hooks"] or held["_forward_pre_hooks"]:
                 parts += (tuple(module._forward_hooks), tuple(module._forward_pre_hooks))  # their ids: none comes twice
             children = held["_modules"]

@@ -22,8 +22,8 @@ class KeptInputs:
     """Arguments of one region call in any structure; tensors are kept without their graph.
 
     ``kind`` says what sort of inputs these are (Note [Which function is it]): equal for equal uses, None where no other
-    use can be known to be equal. ``owners``: modules among the arguments that have buffers or parameters. A tensor
-    that is passed more than once is kept once, under its first position, and is one tensor again in recomputation.
+    use can be known to be equal. ``owners``: modules among the arguments, and those below. A tensor that is passed
+    more than once is kept once, under its first position, and is one tensor again in recomputation.
     """
 
     __slots__ = ("_call", "_keywords", "_leaves", "_spec", "kind", "owners", "tensors")

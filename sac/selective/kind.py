@@ -77,8 +77,8 @@ class Region:
     ) -> Any:
         """Run one call; gradients are those of ``function(*args, **kwargs)``.
 
-        ``owners`` are the function's modules with buffers or parameters. Calls with another ``mark``, which stands for
-        what the function is made of, share no evidence; those without one have none.
+        ``owners`` are the function's modules. Calls with another ``mark``, which stands for what the function is made
+        of, share no evidence; those without one have none.
         """
         inputs = KeptInputs(args, kwargs)
         if inputs.owners:
@@ -89,12 +89,12 @@ class Region:
         everything = self.kind.table.saves_everything
         recorder = None
         if sort is None or sort not in self._free:
-            recorder = self._recorder(settings)
+            recorder = self._recorder(owners, settings)
         elif everything:
             if surrounding_hooks() is None:
                 self.stats.calls += 1
                 return function(*args, **kwargs)
-            recorder = self._recorder(settings)
+            recorder = self._recorder(owners, settings)
         if settings.keeping is not None:
             inputs.store(settings.keeping, args, kwargs)
         if recorder is not None:
@@ -124,9 +124,9 @@ class Region:
         self._free.clear()
         self._surprised = True
 
-    def _recorder(self, settings: Settings) -> RerunRecorder:
+    def _recorder(self, owners: tuple[nn.Module, ...], settings: Settings) -> RerunRecorder:
         tape = Tape() if not self.kind.rows else None
-        return RerunRecorder(self.kind.table, self.path, tape, freeze_buffers=settings.freeze_buffers)
+        return RerunRecorder(self.kind.table, self.path, owners, tape, freeze_buffers=settings.freeze_buffers)
 
     def _learn(self, recorder: RerunRecorder, frame: Frame | ReentrantFrame, sort: Any) -> None:
         if recorder.tape is not None:

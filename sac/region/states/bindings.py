@@ -1,4 +1,4 @@
-"""What the modules of a region hold, as it was in the forward: parameters and buffers by name, and buffers' data."""
+"""What the modules of a region own, as it was in the forward: parameters and buffers by name, buffers' data, flags."""
 
 from __future__ import annotations
 
@@ -26,6 +26,9 @@ from sac.region.storages import describe, version_of
 #    no recorder. From then on the region runs under it.
 # With `freeze_buffers=False` none of this is done, and recomputation works on the buffers as they are at that time.
 #
+# Each module's `training` flag is put back likewise: a model that is put into evaluation between forward and backward
+# (to validate, before a last backward) is recomputed with the dropout and the statistics that its forward had.
+#
 # Parameters that somebody else writes to between forward and backward are an error, as where autograd has saved them.
 #
 # A module's buffers are its own, not a thread's: another thread that runs the same module during a recomputation finds
@@ -42,14 +45,15 @@ class UnseenWriteError(RegionError):
 
 
 class Bindings:
-    """What the names of parameters and buffers of a region's modules meant when its forward began.
+    """What the names of parameters and buffers of a region's modules meant when its forward began; which were training.
 
     Parameters of wrapper subclasses are left alone: FSDP exchanges its sharded ones between forward and backward.
     """
 
-    __slots__ = ("_buffers", "_parameters", "_versions", "_watched")
+    __slots__ = ("_buffers", "_parameters", "_training", "_versions", "_watched")
 
     def __init__(self, owners: tuple[nn.Module, ...], *, freeze_buffers: bool = True, recorded: bool = True) -> None:
+        self._training = [(owner, owner.training) for owner in owners]
         self._parameters = [(bound, {**bound}) for owner in owners if (bound := owner._parameters)]
         self.note_parameters()
         self._buffers: list[tuple[nn.Module, Bound]] = []
@@ -96,7 +100,11 @@ class Bindings:
         return next((one.tensor for one in self._watched if not one.is_copied), None)
 
     def enter_on(self, stack: ExitStack) -> None:
-        """Let names and data be those of the forward, and those of now when ``stack`` is left."""
+        """Let names, data and flags be those of the forward, and those of now when ``stack`` is left."""
+        for owner, training in self._training:
+            if owner.training is not training:
+                stack.callback(setattr, owner, "training", owner.training)  # not by `train`: it may do more
+                owner.training = training
         for owner, before in self._buffers:
             stack.callback(_bind, owner._buffers, dict(owner._buffers))
             _bind(owner._buffers, before)
@@ -111,7 +119,7 @@ class Bindings:
 
     def drop(self) -> None:
         """Hold nothing any more."""
-        self._buffers, self._parameters, self._watched, self._versions = [], [], [], []
+        self._buffers, self._parameters, self._watched, self._versions, self._training = [], [], [], [], []
 
     def unseen(self, tensor: torch.Tensor, where: str) -> Problem:
         """Return the problem that nobody saw the region ``where`` write to the buffer ``tensor``."""
@@ -183,18 +191,15 @@ def _bind(bound: Bound, wanted: Bound) -> None:
 
 
 def owners_of(module: nn.Module | None) -> tuple[nn.Module, ...]:
-    """Return the modules of a region that have buffers or parameters."""
+    """Return the modules of a region."""
     if module is None:
         return ()
     seen = {module}
-    owners: list[nn.Module] = []
-    waiting = [module]
-    for owner in waiting:  # by hand: module.modules() makes the names of all of them, in every call of a region
-        if owner._parameters or owner._buffers:
-            owners.append(owner)
+    owners = [module]
+    for owner in owners:  # by hand: module.modules() makes the names of all of them, in every call of a region
         if owner._modules:
             for child in owner._modules.values():
                 if child is not None and child not in seen:
                     seen.add(child)
-                    waiting.append(child)
+                    owners.append(child)
     return tuple(owners)
