@@ -10,7 +10,7 @@ from sac.extras import import_extra
 from sac.measuring.comparison import Comparison, ModeResult
 
 # Eight colours that stay apart for colour-blind readers and in grey (Okabe and Ito's order, black first for `none`).
-_COLOURS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8A8A8A")
+COLOURS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8A8A8A")
 _MIB = 2**20
 
 
@@ -21,7 +21,7 @@ def save_picture(comparison: Comparison, path: str | Path) -> Path:
     rows = [row for row in comparison.rows if row.memory is not None]
     figure, axes = pyplot.subplots(figsize=(11, 6), layout="constrained")
     for index, row in enumerate(rows):
-        _draw(axes, row, _COLOURS[index % len(_COLOURS)])
+        _draw(axes, row, COLOURS[index % len(COLOURS)])
     _describe(axes, comparison)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
