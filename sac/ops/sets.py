@@ -99,7 +99,8 @@ _LOW_PRECISION_MATMUL = SaveSet(
     + _names(
         """symm_mem.fused_all_gather_scaled_matmul symm_mem.fused_scaled_matmul_reduce_scatter
         onednn.qlinear_pointwise torchao*.*scaled_mm* torchao*.*_matmul* fbgemm*.f8* fbgemm*.i8* fbgemm*.bf16i4*
-        mslk*.f8* mslk*.f4* mslk*.i8* mslk*.bf16i4* bitsandbytes.int8_scaled_mm bitsandbytes.int8_linear_matmul""",
+        mslk*.f8* mslk*.f4* mslk*.i8* mslk*.bf16i4* bitsandbytes.gemm_4bit
+        bitsandbytes.int8_scaled_mm bitsandbytes.int8_mixed_scaled_mm bitsandbytes.int8_linear_matmul""",
     ),
 )
 

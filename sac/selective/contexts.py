@@ -239,6 +239,6 @@ def checkpoint_contexts(
     if is_traced():
         forward, recompute = create_selective_checkpoint_contexts(TracedPolicy(table, path, module))
         return forward, recompute
-    record = CallRecord(table, path)
+    record = CallRecord(table, path, owners_of(module))
     state = _State(module)
     return CheckpointForwardMode(record, state), CheckpointRecomputeMode(record, state)

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from sac.selective.tensors import has_storage, metadata, offset_in_storage, storage_address, tensor_parts, wrapped_parts
+from sac.selective.weights import NOT_PARAMETERS, Origins
 
 # Note [Labels]
 #
@@ -66,18 +67,21 @@ class Labels:
         "_draws",
         "_elsewhere",
         "_inputs",
+        "_made_of",
         "_moved",
         "_parameters",
         "_weak",
         "foreign",
         "makers",
+        "origins",
         "parameter_addresses",
         "places",
         "visitors",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, owners: tuple[nn.Module, ...] = ()) -> None:
         self._by_storage: dict[int, int] = {}
+        self.origins = Origins(owners)
         self._inputs: set[int] = set()
         self._elsewhere: set[int] = set()
         self._moved: dict[int, int] = {}  # storage of an input -> how much further on it lay in forward
@@ -128,19 +132,24 @@ class Labels:
         label = self._by_storage.get(key)
         if label is None:
             if kind is Parameter or (kind is not Tensor and isinstance(tensor, Parameter)):
-                label = self._by_storage[key] = hash(("parameter", id(tensor)))
-                self._parameters.add(label)
+                label = self._name_parameter(tensor, key)
                 self.parameter_addresses.add(key)
             else:
                 label = hash(("foreign", key))
                 if label not in self.foreign:
                     self.foreign.add(label)
                     self.visitors.watch(tensor)
+                    self.origins.name_foreign(label, key)
         elif kind is Parameter:
             self.parameter_addresses.add(key)
             if not self.lasts(label):  # FSDP makes the storage inside the region, and fills it; the name stays
-                label = self._by_storage[key] = hash(("parameter", id(tensor)))
-                self._parameters.add(label)
+                label = self._name_parameter(tensor, key)
+        return label
+
+    def _name_parameter(self, tensor: Tensor, key: int) -> int:
+        label = self._by_storage[key] = hash(("parameter", id(tensor)))
+        self._parameters.add(label)
+        self.origins.name_parameter(label, tensor)
         return label
 
     def see(self, args: tuple[Any, ...]) -> None:
@@ -153,7 +162,8 @@ class Labels:
     def name_constant(self, tensor: Any) -> None:
         """Label a small tensor made from Python numbers by those numbers, since its storage is new in each pass."""
         if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu" and tensor.numel() <= _CONSTANT_NUMEL:
-            self._by_storage[storage_address(tensor)] = hash(("constant", str(tensor.tolist())))
+            label = self._by_storage[storage_address(tensor)] = hash(("constant", str(tensor.tolist())))
+            self.origins.name_result(label, 0)
 
     def is_persistent(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor lies in an input or a parameter that nothing in the region has written to."""
@@ -178,22 +188,25 @@ class Labels:
             for part in wrapped_parts(tensor):
                 self._by_storage.setdefault(storage_address(part), label)
             self._parameters.add(label)
+            self.origins.name_parameter(label, tensor)
             return label
         labels = [self.of(part) for part in wrapped_parts(tensor)]
         label = hash(tuple(labels))
+        self.origins.name_result(label, self.origins.of_all(labels))
         if not self.foreign.isdisjoint(labels):
             self.foreign.add(label)
         return label
 
-    def signature(self, key: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, bool]:
-        """Return the signature of a call, and whether anything foreign went into it."""
+    def signature(self, key: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, bool, int]:
+        """Return the signature of a call, whether anything foreign went into it, and what ``Origins.of`` says of it."""
         parts: list[Any] = [key]
+        self._made_of = 0
         foreign = self._describe(args, parts)
         if kwargs:
             for name, value in kwargs.items():
                 parts.append(name)
                 foreign = self._describe((value,), parts) or foreign
-        return hash(tuple(parts)), foreign
+        return hash(tuple(parts)), foreign, self._made_of
 
     def _describe(self, values: Any, parts: list[Any]) -> bool:
         foreign = False
@@ -204,6 +217,8 @@ class Labels:
                 label = self.of_plain(value, kind, address)
                 parts.append((label, *(self._metadata(value) if address in self._moved else metadata(value))))
                 foreign = foreign or label in self.foreign
+                if self._made_of >= 0:
+                    self._made_of = self.origins.joined(self._made_of, label)
             elif kind in _PLAIN:
                 parts.append(value)
             elif kind is float:
@@ -212,6 +227,7 @@ class Labels:
                 label = self.of(value)
                 parts.append((label, *self._metadata(value)))
                 foreign = foreign or label in self.foreign
+                self._made_of = self.origins.joined(self._made_of, label)
             elif kind is list or kind is tuple:
                 parts.append(len(value))
                 foreign = self._describe(value, parts) or foreign
@@ -256,22 +272,18 @@ class Labels:
             self._weak.add(storage)
         self._by_storage[address] = label
 
-    def name_output(self, out: Any, signature: int, foreign: bool) -> None:
-        """Label an op's result."""
-        if type(out) is Tensor:
-            self._name(out, signature)
-            if foreign:
-                self.foreign.add(signature)
-            return
-        if isinstance(out, torch.Tensor):
-            if type(out) is not torch.Tensor and hasattr(type(out), "__tensor_flatten__"):
-                out = wrapped_parts(out)
-            else:
+    def name_output(self, out: Any, signature: int, foreign: bool, made_of: int = NOT_PARAMETERS) -> None:
+        """Label an op's result, which is ``made_of`` what ``Origins.of`` says."""
+        if isinstance(out, Tensor):
+            if type(out) is Tensor or not hasattr(type(out), "__tensor_flatten__"):
                 self._name(out, signature)
                 if foreign:
                     self.foreign.add(signature)
+                if made_of >= 0:
+                    self.origins.name_result(signature, made_of)
                 return
+            out = wrapped_parts(out)
         if isinstance(out, (tuple, list)):
             for place, part in enumerate(out):
                 if part is not None:
-                    self.name_output(part, hash((signature, place)), foreign)
+                    self.name_output(part, hash((signature, place)), foreign, made_of)

@@ -20,6 +20,7 @@ from sac.selective.record import CallRecord, SavedValue, default_generators, wri
 from sac.selective.table import BoundRule, Plan, run_op
 from sac.selective.tape import Tape
 from sac.selective.tensors import map_tensors, storage_address, tensor_parts, tensors_of
+from sac.selective.weights import NOT_PARAMETERS, is_large
 
 _LIFT_FRESH = torch.ops.aten.lift_fresh.default
 
@@ -83,15 +84,15 @@ class ForwardMode(BareMode):
             if self.tape is not None:
                 self.tape.add(plan, None, False, args, kwargs, out)
             return out
-        signature, foreign = record.labels.signature(plan.key, args, kwargs)
+        signature, foreign, made_of = record.labels.signature(plan.key, args, kwargs)
         if plan.is_random:
-            signature = record.labels.draw(plan.key, signature)
+            signature, made_of = record.labels.draw(plan.key, signature), NOT_PARAMETERS
         if plan.has_generator:
             _note_generators(record, args, kwargs)
         if plan.writes:
             record.before_write(plan, args, kwargs)
         if plan.counts or plan.candidates:
-            out = self._run_decided(plan, signature, foreign, args, kwargs)
+            out = self._run_decided(plan, signature, foreign, made_of, args, kwargs)
         else:
             record.note_reads(args)
             out = run_op(plan, args, kwargs) if plan.own_body else plan.run(*args, **kwargs)
@@ -100,16 +101,16 @@ class ForwardMode(BareMode):
             if self.tape is not None:
                 self.tape.add(plan, plan.final, False, args, kwargs, out)
         if plan.writes:
-            _relabel(record.labels, plan, signature, foreign, args, kwargs)
+            _relabel(record.labels, plan, signature, foreign, args, kwargs, made_of)
         record.labels.makers[signature] = plan
-        record.labels.name_output(out, signature, foreign)
+        record.labels.name_output(out, signature, foreign, made_of)
         record.after_op()
         return out
 
-    def _run_decided(self, plan: Plan, signature: int, foreign: bool, args: Any, kwargs: Any) -> Any:
+    def _run_decided(self, plan: Plan, signature: int, foreign: bool, made_of: int, args: Any, kwargs: Any) -> Any:
         """Run an op that may be saved, decide, and hold its result if so."""
         record = self.record
-        before = None
+        before = []
         if plan.draws and plan.counts:
             before = [(generator, generator.get_state()) for generator in _generators(args, kwargs)]
         out = run_op(plan, args, kwargs)
@@ -120,13 +121,13 @@ class ForwardMode(BareMode):
         saves, rule = decide(record, plan, args, kwargs, out)
         if rule is not None:
             record.hits[rule.index] += 1
-        if saves and _aliases(args, kwargs, out):
+        moved = [(g, g.get_state()) for g, state in before if not torch.equal(g.get_state(), state)] if saves else []
+        if saves and (_aliases(args, kwargs, out) or (is_large(out, made_of) and not (plan.must_save or moved))):
             saves = False
         if saves:
             value = SavedValue(plan, call, rule, signature, twin, foreign)
             value.description = record.labels.describe(args, kwargs)
-            if before is not None:
-                value.rng_after = [(g, g.get_state()) for g, state in before if not torch.equal(g.get_state(), state)]
+            value.rng_after = moved
             record.save(value, out)
         else:
             record.note_reads(args)
@@ -208,7 +209,7 @@ class RecomputeMode(BareMode):
             return out
         if filling.done:
             filling.settle(written_tensors(plan, args, kwargs) if plan.writes else ())
-        signature, foreign = labels.signature(plan.key, args, kwargs)
+        signature, foreign, _ = labels.signature(plan.key, args, kwargs)
         if plan.is_random:
             signature = labels.draw(plan.key, signature)
         if plan.counts or plan.candidates:  # the calls that forward counted, and no others
@@ -328,9 +329,11 @@ def _written_parts(plan: Plan, args: Any, kwargs: Any) -> list[torch.Tensor]:
     return [part for tensor in written_tensors(plan, args, kwargs) for part in tensor_parts(tensor)]
 
 
-def _relabel(labels: Labels, plan: Plan, signature: int, foreign: bool, args: Any, kwargs: Any) -> None:
+def _relabel(
+    labels: Labels, plan: Plan, signature: int, foreign: bool, args: Any, kwargs: Any, made_of: int = NOT_PARAMETERS
+) -> None:
     for place, part in enumerate(_written_parts(plan, args, kwargs)):
-        labels.name_output(part, hash((signature, "written", place)), foreign)
+        labels.name_output(part, hash((signature, "written", place)), foreign, made_of)
 
 
 def _generators(args: Any, kwargs: Any) -> list[torch.Generator]:

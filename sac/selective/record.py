@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
+from torch import nn
 
 from sac.region.detach import copy_of
 from sac.region.handles import Handle
@@ -74,11 +75,13 @@ class SavedValue:
 class CallRecord:
     """State of one call of a region under a table; the forward fills it, the recomputation reads it."""
 
-    def __init__(self, table: Table, path: str, *, freeze_buffers: bool = True) -> None:
+    def __init__(
+        self, table: Table, path: str, owners: tuple[nn.Module, ...] = (), *, freeze_buffers: bool = True
+    ) -> None:
         self.table = table
         self.path = path
         self.freeze_buffers = freeze_buffers
-        self.labels = Labels()
+        self.labels = Labels(owners)
         self.places = self.labels.places
         self.saved: list[SavedValue] = []
         self.decided: list[SavedValue] = []  # after the forward: all that was decided to be saved, for the report

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import nn
 
 from sac.region.handles import Ending, Handle
 from sac.region.inputs import KeptInputs
@@ -20,8 +21,16 @@ from sac.selective.tape import Tape
 class RerunRecorder:
     """Carries a table out on one region call; the ``Recorder`` that a frame talks to."""
 
-    def __init__(self, table: Table, path: str, tape: Tape | None = None, *, freeze_buffers: bool = True) -> None:
-        self.record = CallRecord(table, path, freeze_buffers=freeze_buffers)
+    def __init__(
+        self,
+        table: Table,
+        path: str,
+        owners: tuple[nn.Module, ...],
+        tape: Tape | None = None,
+        *,
+        freeze_buffers: bool = True,
+    ) -> None:
+        self.record = CallRecord(table, path, owners, freeze_buffers=freeze_buffers)
         self.tape = tape
         self.needs_mode = False
         self.figures: KeptFigures | None = None
