@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -48,7 +49,8 @@ class InstalledForward(ABC):
     @property
     def original(self) -> Any:
         """The forward that the module would have without sac."""
-        return self.before if self.before is not None else type(self.module).forward.__get__(self.module)
+        # A partial, not a bound method: Dynamo 2.11 can trace neither `__get__` nor the making of a method.
+        return self.before if self.before is not None else partial(type(self.module).forward, self.module)
 
     @property
     @abstractmethod
