@@ -12,6 +12,7 @@ from torch import nn
 from sac.blocks.cache import kv_free_submodules, own_checkpointing, shares_kv, turn_off_cache
 from sac.blocks.chunks import find_chains, install_chunks
 from sac.blocks.find import Block, drop_frozen, find_blocks, submodules
+from sac.blocks.switches import cover_switches
 from sac.blocks.wrap import Applied, install, ours_on, regions_of
 from sac.blocks.zero_hits import HitWatch
 from sac.config import Config, family_policy, parse_config, usable_policy
@@ -36,6 +37,7 @@ def apply(
 
     ``value`` is what a training config holds under ``activation_checkpointing:``; see ``sac.config.parse_config`` for
     its forms. Gradients stay bit for bit what they were; names, ``state_dict``, classes, ``deepcopy`` and pickle too.
+    The model's own checkpointing cannot be turned on after that; see Note [Both on] in ``sac.blocks.switches``.
     ``tp_group`` and ``get_rng_state_tracker`` are those of ``sac.checkpoint``; a group is used only where the config
     scatters inputs, so it can be given with every config.
 
@@ -73,6 +75,7 @@ def apply(
     applied.restores = turn_off_cache(model)
     install(pairs, applied)
     install_chunks(chains, bound.table(()), applied)
+    cover_switches(model)
     return model
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from sac.blocks.block import Block
 from sac.blocks.paths import Node, join, root_node, walk
 from sac.blocks.stacks import is_callable
+from sac.blocks.switches import refuse_callers
 from sac.blocks.wrap import Applied, InstalledForward, scope_module, set_forward
 from sac.errors import ModelError, Problem, RegionError
 from sac.full.function_regions import run_modules
@@ -134,6 +135,8 @@ class ChunkedForward(InstalledForward):
         return run_traced(function, region.kind.table, (input,), {})
 
     def _run_region(self, region: Region, function: Any, modules: tuple[nn.Module, ...], input: Any) -> Any:
+        if not region.stats.calls:
+            refuse_callers(region.path)
         return run_modules(region, function, modules, self.applied.settings, (input,), {})
 
     def _other_size(self, size: int) -> Problem:

@@ -27,11 +27,20 @@ def own_checkpointing(model: nn.Module) -> str:
     return ""
 
 
+def flags_of(module: nn.Module) -> tuple[str, ...]:
+    """Return the flags that are on in ``module`` itself."""
+    return tuple(flag for flag in FLAGS if getattr(module, flag, False) is True)
+
+
+def is_checkpoint_wrapper(module: nn.Module) -> bool:
+    """Return whether ``module`` is torch's wrapper that checkpoints the module in it."""
+    return "CheckpointWrapper" in class_names(module)
+
+
 def _flagged(model: nn.Module) -> Iterator[tuple[str, str]]:
     for node in walk(model):
-        for flag in FLAGS:
-            if getattr(node.module, flag, False) is True:
-                yield f"{flag} is on in {_named(node.path, node.module)}", _flag_off(model, flag)
+        for flag in flags_of(node.module):
+            yield f"{flag} is on in {_named(node.path, node.module)}", _flag_off(model, flag)
 
 
 def _flag_off(model: nn.Module, flag: str) -> str:
@@ -49,7 +58,7 @@ def _flag_off(model: nn.Module, flag: str) -> str:
 
 def _wrapped(model: nn.Module) -> Iterator[tuple[str, str]]:
     for name, module in model.named_modules():
-        if "CheckpointWrapper" in class_names(module):
+        if is_checkpoint_wrapper(module):
             inner = getattr(module, "_checkpoint_wrapped_module", module)
             path = clean_path(name, model)
             yield f"checkpoint_wrapper is around {_named(path, inner)}", "build the model without it"

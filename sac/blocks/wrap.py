@@ -14,6 +14,7 @@ from torch import nn
 
 from sac.blocks.cache import Restore
 from sac.blocks.find import Block
+from sac.blocks.switches import refuse_callers, refuse_flags, uncover_switches
 from sac.blocks.zero_hits import HitWatch
 from sac.errors import ModelError, Problem
 from sac.full.function_regions import run_modules
@@ -86,6 +87,9 @@ class RegionForward(InstalledForward):
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         region, module, watch = self.region, self.module, self.applied.watch
+        refuse_flags(module, region.path)  # see Note [Both on]
+        if not region.stats.calls:
+            refuse_callers(region.path)
         output = run_modules(region, self.original, module, self.applied.settings, args, kwargs)
         if watch.waits:
             watch.saw(region.path, region.kind.table, region.stats)
@@ -161,6 +165,7 @@ def remove(model: nn.Module) -> nn.Module:
                 fix="take that off first, then call sac.remove",
             )
         )
+    uncover_switches(model)
     for module, _ in owned:
         take_off(module)
     applied = {id(forward.applied): forward.applied for _, forward in owned if isinstance(forward, InstalledForward)}

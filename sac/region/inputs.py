@@ -59,6 +59,11 @@ class KeptInputs:
         self.tensors = list(known.values())
         self._leaves: list[Any] | None = kept_leaves
 
+    @property
+    def are_plain(self) -> bool:
+        """Whether each argument by itself is a tensor or a plain value."""
+        return self._spec is None
+
     def _look_at(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         identity = Identity()
         identity.look_at(args, kwargs)

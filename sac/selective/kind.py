@@ -14,6 +14,8 @@ from sac.region.parking import surrounding_hooks
 from sac.region.reentrant import ReentrantFrame
 from sac.region.settings import Settings
 from sac.region.states.bindings import UnseenWriteError
+from sac.region.states.caches import OnCaches, caches_in, without
+from sac.region.transforms import refuse_transforms
 from sac.selective.announce import announce
 from sac.selective.bind import rebuild_table
 from sac.selective.rerun import RerunRecorder
@@ -78,9 +80,14 @@ class Region:
         """Run one call; gradients are those of ``function(*args, **kwargs)``.
 
         ``owners`` are the function's modules. Calls with another ``mark``, which stands for what the function is made
-        of, share no evidence; those without one have none.
+        of, share no evidence; those without one have none, nor have calls with a cache (Note [Caches as arguments]).
         """
+        refuse_transforms(self.path)
         inputs = KeptInputs(args, kwargs)
+        if not inputs.are_plain and (caches := caches_in(args, kwargs)):
+            function, mark = OnCaches(function, caches), None
+            args, kwargs = without(caches, args, kwargs)
+            inputs = KeptInputs(args, kwargs)
         if inputs.owners:
             owners += inputs.owners
         sort = None

@@ -1,0 +1,126 @@
+"""A model's own switches for activation checkpointing, once sac is on the model: they raise and turn nothing on.
+
+Note [Both on]
+Two checkpointings at once would run every block three times. What is on when ``sac.apply`` is called is refused there.
+What comes later is refused where it is first seen:
+ - a method that turns it on (a trainer, an adapter library or the user calls it): by the method itself, which is
+   covered on the instance until ``sac.remove``;
+ - a flag that is set by hand, on a block or on what calls it, and a ``checkpoint_wrapper`` that is put around a block:
+   by the region, when it runs. It asks for its block's flags in each call, and looks up the stack in the first.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import FrameType, MethodType
+from typing import Any
+
+from torch import nn
+
+from sac.blocks.own import FLAGS, flags_of, is_checkpoint_wrapper
+from sac.errors import ModelError, Problem, RegionError
+
+ENABLING = (  # Hugging Face's, its deprecated name, diffusers', timm's
+    "activation_checkpointing_enable",
+    "gradient_checkpointing_enable",
+    "enable_gradient_checkpointing",
+    "set_grad_checkpointing",
+)
+TWICE = "two at once would run every block three times"
+
+
+class Switch:
+    """Stands on a module, instead of a method of its own, until it is taken off.
+
+    Picklable, and right after ``deepcopy``: it refers to its module as an attribute, which both of them follow.
+    """
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self.module = module
+        self.name = name
+        self.before = module.__dict__.get(name)
+
+    @property
+    def original(self) -> Any:
+        """The method that the module would have without sac."""
+        return self.before if self.before is not None else getattr(type(self.module), self.name).__get__(self.module)
+
+    def put_on(self) -> None:
+        """Make it the module's own."""
+        self.module.__dict__[self.name] = MethodType(type(self).__call__, self)
+
+    def take_off(self) -> None:
+        """Give the module the method that it had before."""
+        if self.before is not None:
+            self.module.__dict__[self.name] = self.before
+        else:
+            del self.module.__dict__[self.name]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse to turn the model's own checkpointing on; ``set_grad_checkpointing(False)`` is passed on."""
+        if args[:1] == (False,) or kwargs.get("enable") is False:
+            return self.original(*args, **kwargs)
+        raise ModelError(
+            Problem(
+                type(self.module).__name__,
+                f"{self.name} was called, and sac.apply has been called on this model before: {TWICE}",
+                fix="leave the model's own checkpointing off: activation_checkpointing=False and "
+                "gradient_checkpointing=False for a Trainer (TRL has it on by default), "
+                "use_gradient_checkpointing=False for PEFT; or call sac.remove(model) first",
+            )
+        )
+
+
+def switches_on(module: nn.Module) -> Iterator[Switch]:
+    """Yield what sac has put on ``module`` itself in the place of its switches."""
+    for value in list(module.__dict__.values()):
+        owner = getattr(value, "__self__", None) if isinstance(value, MethodType) else None
+        if isinstance(owner, Switch):
+            yield owner
+
+
+def cover_switches(model: nn.Module) -> None:
+    """Cover each switch of the model and of the models in it; what covers one already stays."""
+    for module in model.modules():
+        covered = {switch.name for switch in switches_on(module)}
+        for name in ENABLING:
+            if name not in covered and callable(getattr(type(module), name, None)):
+                Switch(module, name).put_on()
+
+
+def uncover_switches(model: nn.Module) -> None:
+    """Undo ``cover_switches``."""
+    for module in model.modules():
+        for switch in list(switches_on(module)):
+            switch.take_off()
+
+
+def refuse_flags(module: nn.Module, path: str) -> None:
+    """Raise ``RegionError`` if a flag has been set on the block itself."""
+    held = module.__dict__  # where a flag is set, the class having it off: asked in every call
+    for flag in FLAGS:
+        if held.get(flag) is True:
+            raise RegionError(_both(path, f"{flag} is on in this block"))
+
+
+def refuse_callers(path: str) -> None:
+    """Raise ``RegionError`` if a module that is calling the region on this thread checkpoints what it calls."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        caller = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else None
+        if isinstance(caller, nn.Module):
+            kind = type(caller).__name__
+            if is_checkpoint_wrapper(caller):
+                raise RegionError(_both(path, f"a checkpoint_wrapper ({kind}) has been put around this block"))
+            for flag in flags_of(caller):
+                raise RegionError(_both(path, f"{flag} is on in {kind}, which calls this block"))
+        frame = frame.f_back
+
+
+def _both(path: str, found: str) -> Problem:
+    return Problem(
+        path or "region",
+        f"{found}, and sac.apply has been called on this model: {TWICE}",
+        fix="leave the model's own checkpointing off (with Accelerate: activation_checkpointing of the FSDP plugin)",
+    )
