@@ -1,0 +1,62 @@
+"""That a stack composes with us: the gradients without us, and the FLOPs, bytes and collectives that are due."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from tests.full.ranks import run_ranks
+from tests.stacks import data_parallel
+from tests.stacks.composition import Outcome, differences
+
+
+@functools.cache
+def outcomes(stack: str, mode: str, world: int = 2, **options: Any) -> list[Outcome]:
+    """What each rank has after training in `mode`; `stack` is a function of `data_parallel`."""
+    return run_ranks(world, _train, stack, mode, options)
+
+
+def _train(stack: str, mode: str, options: dict[str, Any]) -> Outcome:
+    train = getattr(data_parallel, stack)
+    return train(mode, **options)
+
+
+def assert_same_gradients(stack: str, mode: str, **options: Any) -> None:
+    """Losses and gradients of every step and rank are, bit for bit, those of the same run without checkpointing."""
+    plain, ours = outcomes(stack, "none", **options), outcomes(stack, mode, **options)
+    assert [differences(one, reference) for one, reference in zip(ours, plain, strict=True)] == [[]] * len(plain)
+
+
+def assert_composes(stack: str, mode: str, **options: Any) -> None:
+    """Gradients are those without checkpointing, and the figures those of `mode`, "full" or "selective".
+
+    Full runs, keeps and sends what torch's own full checkpoint does; selective runs less and keeps more than that,
+    runs more and keeps less than no checkpointing, and sends no more than full.
+    """
+    assert_same_gradients(stack, mode, **options)
+    assert_full_figures(stack, mode, **options) if mode == "full" else assert_figures_between(stack, mode, **options)
+
+
+def assert_full_figures(stack: str, mode: str, **options: Any) -> None:
+    """A mode that recomputes everything runs and sends what torch's full checkpoint does, and keeps no more."""
+    of_torch, ours = outcomes(stack, "torch full", **options)[0], outcomes(stack, mode, **options)[0]
+    assert ours.flops == of_torch.flops > outcomes(stack, "none", **options)[0].flops
+    assert ours.kept_bytes <= of_torch.kept_bytes
+    assert ours.collectives == of_torch.collectives
+
+
+def assert_figures_between(stack: str, mode: str, **options: Any) -> None:
+    """A selective mode lies between no checkpointing and torch's full one, and sends no more than that does."""
+    plain, of_torch = outcomes(stack, "none", **options)[0], outcomes(stack, "torch full", **options)[0]
+    ours = outcomes(stack, mode, **options)[0]
+    assert plain.flops < ours.flops < of_torch.flops
+    assert of_torch.kept_bytes < ours.kept_bytes < plain.kept_bytes
+    assert all(count <= of_torch.collectives.get(name, 0) for name, count in ours.collectives.items())
+
+
+def assert_everything_figures(stack: str, mode: str, **options: Any) -> None:
+    """A policy that saves all runs, keeps and sends what there is without checkpointing: nothing is gathered again."""
+    plain, ours = outcomes(stack, "none", **options)[0], outcomes(stack, mode, **options)[0]
+    assert ours.flops == plain.flops
+    assert ours.kept_bytes <= plain.kept_bytes
+    assert ours.collectives == plain.collectives

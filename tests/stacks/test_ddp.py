@@ -1,0 +1,67 @@
+"""DistributedDataParallel: regions before and after it, unused parameters, static graphs, accumulated gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.full.ranks import RankError
+from tests.stacks.composes import assert_composes, assert_full_figures, assert_same_gradients, outcomes
+from tests.stacks.data_parallel import SCATTERED
+
+BOTH = pytest.mark.parametrize("mode", ["full", "selective"])
+UNUSED: dict[str, Any] = {"block": "two ways", "find_unused_parameters": True}
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"order": "after"},
+        {"static_graph": True},
+        {"micro_batches": 2},
+        {"static_graph": True, "order": "after"},
+        {"find_unused_parameters": True},
+        {"gradient_as_bucket_view": True, "order": "after"},
+        {"frozen": ("embed", "blocks.0", "mlp")},
+    ],
+    ids=str,
+)
+def test_composes(mode: str, options: dict[str, Any]) -> None:
+    assert_composes("ddp", mode, **options)
+
+
+@pytest.mark.parametrize("mode", ["full", "selective", "full, inputs on the host"])
+@pytest.mark.parametrize("more", [{}, {"order": "after", "micro_batches": 2}], ids=str)
+def test_branches_that_ranks_choose_apart_and_parameters_that_nothing_uses(mode: str, more: dict[str, Any]) -> None:
+    options = UNUSED | more
+    assert_same_gradients("ddp", mode, **options)
+    ours, plain = outcomes("ddp", mode, **options)[0], outcomes("ddp", "none", **options)[0]
+    assert ours.flops > plain.flops if mode == "full" else ours.flops >= plain.flops
+    assert ours.collectives == plain.collectives
+    assert not any("unused" in name for name in ours.gradients)
+    assert {"left", "right"} <= {part for name in ours.gradients for part in name.split(".")}
+
+
+@pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"micro_batches": 2}], ids=str)
+def test_reentrant(options: dict[str, Any]) -> None:
+    assert_same_gradients("ddp", "full, reentrant", **options)
+    assert_full_figures("ddp", "full, reentrant", **options)
+
+
+def test_reentrant_with_unused_parameters_is_refused_by_ddp_itself() -> None:
+    """DDP looks for unused parameters in the graph after forward, in which a reentrant region has none: its error."""
+    with pytest.raises(RankError, match="has been marked as ready twice"):
+        outcomes("ddp", "full, reentrant", **UNUSED)
+
+
+@pytest.mark.parametrize("mode", SCATTERED)
+def test_inputs_scattered_over_the_ranks(mode: str) -> None:
+    """The ranks have the same data, as tensor-parallel ones do; each keeps its half of the inputs."""
+    assert_same_gradients("ddp", mode, same_data=True)
+    whole = mode.split(",")[0]
+    ours, kept_whole = outcomes("ddp", mode, same_data=True)[0], outcomes("ddp", whole, same_data=True)[0]
+    assert ours.kept_bytes < kept_whole.kept_bytes
+    assert ours.flops == kept_whole.flops
