@@ -41,6 +41,18 @@ def test_what_backward_recomputes_is_counted():
     assert recomputed - plain == 2 * 2 * BATCH * HEADS * S * S * D
 
 
+def test_gradients_that_are_asked_for_by_name_are_counted():
+    """As a pipeline schedule asks for them that runs backward in two parts."""
+    layer, x = torch.nn.Linear(8, 16, bias=False), torch.randn(4, 8, requires_grad=True)
+
+    def step() -> None:
+        out = layer(x)
+        torch.autograd.grad(out.sum(), [x], retain_graph=True)
+        torch.autograd.grad(out.sum(), [layer.weight])
+
+    assert count_flops(step) == 3 * 2 * 4 * 8 * 16
+
+
 def test_attention_formulas_for_unequal_heads_and_lengths():
     q, k, v = (2, 4, 10, 8), (2, 4, 20, 8), (2, 4, 20, 6)
     assert attention_flops(q, k, v) == 2 * 8 * 10 * 20 * (8 + 6)
