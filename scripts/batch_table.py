@@ -38,7 +38,7 @@ from sac.policy.sizes import LEGAL_BYTES, parse_bytes
 CASES = (Case("T5", "t5-small.json", layers=2, seq=128), Case("Llama", "smollm2-135m.json", layers=4, seq=128))
 MEMORY = "512MiB"
 QUICK_CASES = (replace(CASES[0], layers=1, seq=64), replace(CASES[1], layers=2, seq=64))
-QUICK_MEMORY = "160MiB"
+QUICK_MEMORY = "136MiB"
 MODES = f"{NONE},full,selective"
 
 

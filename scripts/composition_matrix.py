@@ -1,0 +1,121 @@
+#!/usr/bin/env python3
+"""Every training stack under every mode: are the gradients those without checkpointing, and what does a step cost.
+
+    .venv/bin/python scripts/composition_matrix.py                  every stack
+    .venv/bin/python scripts/composition_matrix.py --list           their names
+    .venv/bin/python scripts/composition_matrix.py --stack "FSDP2" --stack plain
+
+Each stack trains a small model on CPU, in as many processes as it says, first without sac and then in each mode. A row
+whose package is not installed says so. The script ends with 1 if a gradient differs or a stack raises.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import warnings
+from dataclasses import asdict
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench_overhead import environment, print_table, shown_progress, threads
+
+from tests.stacks.matrix import DIFFER, Cell, Line, line_of
+from tests.stacks.registry import EVERY_MODE, STACKS, Stack
+
+COLUMNS = ("stack", "processes", *EVERY_MODE)
+
+
+def chosen(names: list[str], parser: argparse.ArgumentParser) -> list[Stack]:
+    """The stacks of these names, all of them if there are none; a name that is no stack's ends the script."""
+    known = {stack.name.lower(): stack for stack in STACKS}
+    found = []
+    for name in names:
+        if name.lower() not in known:
+            near = get_close_matches(name.lower(), known, n=1)
+            hint = f"did you mean {known[near[0]].name!r}? " if near else ""
+            parser.error(f"there is no stack {name!r}; {hint}--list prints all")
+        found.append(known[name.lower()])
+    return found or list(STACKS)
+
+
+def lines_of(stacks: list[Stack], progress: Any) -> list[Line]:
+    """Every stack in turn."""
+    total = sum(1 + len(stack.modes) for stack in stacks)
+    done = 0
+
+    def advance(label: str) -> None:
+        nonlocal done
+        done += 1
+        progress(done, total, label)
+
+    return [line_of(stack, advance) for stack in stacks]
+
+
+def cells(line: Line) -> list[str]:
+    by_mode = {cell.mode: cell for cell in line.cells}
+    return [line.stack, str(line.world), *(text_of(by_mode[mode]) if mode in by_mode else "–" for mode in EVERY_MODE)]
+
+
+def text_of(cell: Cell) -> str:
+    """Gradients, FLOPs, kept bytes, collectives."""
+    if cell.missing or cell.error:
+        return "cannot run here" if cell.missing else "ERROR"
+    ratios = [f"{ratio:.2f}" if ratio is not None else "  – " for ratio in (cell.flops, cell.kept, cell.sent)]
+    return "  ".join([cell.gradients, *ratios])
+
+
+def notes_of(line: Line) -> list[str]:
+    """Why a cell has no numbers, or which gradients differ."""
+    notes = []
+    for cell in line.cells:
+        why = cell.missing or cell.error
+        if cell.gradients == DIFFER:
+            why = f"{len(cell.different)} differ: {', '.join(cell.different[:3])}"
+        if why:
+            notes.append(f"{line.stack}, {cell.mode}: {why}")
+    return notes
+
+
+def print_lines(lines: list[Line], seen: dict[str, Any]) -> None:
+    print(f"$ {seen['command']}")
+    print_table(COLUMNS, [cells(line) for line in lines])
+    for line in lines:
+        for note in notes_of(line):
+            print(note)
+    print(
+        "Per mode: gradients beside those of the same stack without sac; then FLOPs of a step, bytes that it keeps\n"
+        "for backward and collectives that it sends, each divided by that. equal: every bit of every gradient and\n"
+        "loss, on every process. close: up to rounding, where the stack adds in another order. – : nothing is sent,\n"
+        "or the mode does not apply. scattered: full, with the inputs of regions cut over the processes.\n"
+        f"torch {seen['torch']}, Python {seen['python']}, {seen['cores']} cores of {seen['cpu']}"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stack", action="append", default=[], metavar="NAME", help="only this one; may be repeated")
+    parser.add_argument("--list", action="store_true", help="print the names of the stacks")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    given = parser.parse_args()
+    stacks = chosen(given.stack, parser)
+    if given.list:
+        print("\n".join(stack.name for stack in stacks))
+        return 0
+    with threads(1), shown_progress(quiet=False) as progress, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # other packages' own; what sac finds wrong here is an error or a difference
+        lines = lines_of(stacks, progress)
+    seen = environment("composition_matrix.py")
+    if given.json:
+        print(json.dumps({**seen, "stacks": [asdict(line) for line in lines]}, indent=2))
+    else:
+        print_lines(lines, seen)
+    return 1 if any(line.failed for line in lines) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,89 @@
+"""Every training stack that sac is run inside, by the name that it has in the README's matrix.
+
+`trained(stack, mode)` returns what each process has after some steps in a mode: an `Outcome` per rank. A stack's
+function is named and not imported, so that a package that is missing takes away its own rows alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.full.ranks import run_ranks
+from tests.stacks.composition import Outcome
+
+NONE = "none"
+MODES: dict[str, Any] = {
+    NONE: "none",
+    "full": "full",
+    "selective": "selective",
+    "scattered": {"mode": "full", "distribute_saved_activations": True},
+}
+EVERYWHERE = ("full", "selective")
+EVERY_MODE = (*EVERYWHERE, "scattered")
+
+
+@dataclass(frozen=True)
+class Stack:
+    """One row. `function` is `module:name` below `tests.stacks`; it is called with a mode and `options`.
+
+    `words` are the modes as that function knows them, where it has names of its own. `rounded`: the stack itself adds
+    numbers in another order once a graph changes, so that gradients are compared up to rounding.
+    """
+
+    name: str
+    function: str
+    world: int = 1
+    modes: tuple[str, ...] = EVERYWHERE
+    options: Mapping[str, Any] = field(default_factory=dict)
+    mode_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    words: Mapping[str, Any] = field(default_factory=lambda: MODES)
+    rounded: bool = False
+
+
+# Over a data-parallel group inputs are alike only if the data is; elsewhere the mode has the name that it has here.
+SAME_DATA: dict[str, Any] = {
+    "modes": EVERY_MODE,
+    "words": {**MODES, "scattered": "full, scattered"},
+    "mode_options": {"scattered": {"same_data": True}},
+}
+
+STACKS: tuple[Stack, ...] = (
+    Stack("plain", "compiled:plain"),
+    Stack("DDP", "data_parallel:ddp", 2, **SAME_DATA),
+    Stack("FSDP1", "data_parallel:fsdp1", 2, **SAME_DATA),
+    Stack("FSDP2", "data_parallel:fsdp2", 2, **SAME_DATA),
+    Stack("FSDP2 nested", "data_parallel:fsdp2", 2, options={"block": "experts", "nested": True}, **SAME_DATA),
+    Stack("compile aot_eager", "compiled:whole", options={"backend": "aot_eager"}),
+    Stack("compile inductor", "compiled:whole", options={"backend": "inductor"}, rounded=True),
+    Stack("per-block compile", "compiled:per_block", options={"backend": "aot_eager"}),
+    Stack("HF Trainer", "hugging_face:trainer"),
+    Stack("Accelerate", "hugging_face:accelerate"),
+    Stack("PEFT LoRA", "hugging_face:peft_lora"),
+    Stack("TRL SFT", "hugging_face:trl_sft"),
+)
+
+
+def trained(stack: Stack, mode: str, options: Mapping[str, Any] | None = None) -> list[Outcome]:
+    """Train in `mode` and return the outcome of each rank; `options` are given beside those of the stack."""
+    given = {**stack.options, **(options or {})}
+    value = stack.words.get(mode, mode)
+    if stack.world == 1:
+        return [_train(stack.function, value, given)]
+    return run_ranks(stack.world, _train, stack.function, value, given)
+
+
+def _train(function: str, value: Any, options: dict[str, Any]) -> Outcome:
+    module, _, name = function.partition(":")
+    train = getattr(importlib.import_module(f"tests.stacks.{module}"), name)
+    found: Outcome = train(value, **options)
+    return found
+
+
+@functools.cache
+def stack_named(name: str) -> Stack:
+    """The stack of that name; raises `KeyError`."""
+    return {stack.name: stack for stack in STACKS}[name]
