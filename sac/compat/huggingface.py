@@ -1,0 +1,171 @@
+"""Hugging Face's training tools: a callback for the Trainer, and training arguments that a JSON file can hold.
+
+``sac.apply(model, value)`` before the Trainer is all that is needed; the Trainer's own switch stays off. Two more ways:
+
+``SacCallback(value)``, for a model that the Trainer (or TRL) builds or wraps itself::
+
+    Trainer(model, args, callbacks=[SacCallback("selective")], ...)
+
+``take_over(model)``, for a training config that turns activation checkpointing on in its own words. The mapping is a
+config value of ``sac.apply``, and plain JSON::
+
+    TrainingArguments(activation_checkpointing=True, activation_checkpointing_kwargs={"mode": "selective"}, ...)
+    Trainer(take_over(model), args, ...)
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from transformers import TrainerCallback
+
+from sac.blocks.attach import apply, refuse_own_checkpointing
+from sac.blocks.switches import Switch, uncover_switches
+from sac.blocks.wrap import regions_of, remove
+from sac.config import parse_config
+from sac.errors import ConfigError, ModelError, Problem
+from sac.reporting import report
+
+__all__ = ["SacCallback", "take_over"]
+
+_log = logging.getLogger(__name__)
+
+# Each with the name that transformers 5 deprecates.
+_ENABLE = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+_DISABLE = ("activation_checkpointing_disable", "gradient_checkpointing_disable")
+
+
+class SacCallback(TrainerCallback):
+    """Puts ``sac.apply(model, value)`` on the model of a Trainer, and logs ``sac.report`` after the first step.
+
+    It is put on when the Trainer has been built, before anything wraps the model; on a model that ``model_init`` makes
+    when training begins. The report goes to the logger of this module, at level INFO, on the first process only.
+
+    Raises ``ConfigError`` for the value, and when the Trainer is built with ``activation_checkpointing=True``; what
+    ``sac.apply`` raises.
+    """
+
+    def __init__(self, value: Any) -> None:
+        parse_config(value)
+        self.value = value
+        self._told = False
+
+    def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Put it on the model that the Trainer was given."""
+        if getattr(args, "activation_checkpointing", False) or getattr(args, "gradient_checkpointing", False):
+            raise ConfigError(
+                Problem(
+                    "SacCallback",
+                    f"activation_checkpointing is on in the {type(args).__name__} too: two at once would run every "
+                    "block three times",
+                    fix="set activation_checkpointing=False and gradient_checkpointing=False (TRL has it on by "
+                    "default); or leave the callback out, and call take_over(model)",
+                )
+            )
+        apply(model, self.value)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Put it on a model that has come since."""
+        self._told = False
+        if not _is_on(model):
+            apply(model, self.value)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Log the report, once a training."""
+        if not self._told and _is_on(model) and state.is_world_process_zero:
+            _log.info("%s", report(model))
+        self._told = True
+
+
+def take_over(model: nn.Module, value: Any = "selective") -> nn.Module:
+    """Let the model's own methods that turn activation checkpointing on and off be carried out by sac; return it.
+
+    ``model.activation_checkpointing_enable(kwargs, every_n_layers, offload)``, by whomever it is called, is then
+    ``sac.apply(model, ...)``. Its ``kwargs`` are the config value if they have a ``mode``, and are added to ``value``
+    otherwise, such as ``{"use_reentrant": False}``. ``every_n_layers=n`` is ``layers: {every: n}``, ``offload=True`` is
+    ``store: host``. Nothing happens before it is called; ``sac.remove(model)`` gives the methods back.
+
+    Raises ``ConfigError`` or ``PolicyError`` for the value; ``ModelError`` for a model without such methods, or with
+    activation checkpointing on already, its own or ours.
+    """
+    parse_config(value)
+    where = type(model).__name__
+    if _is_on(model):
+        before = "sac.apply has been called on this model before"
+        raise ModelError(Problem(where, before, fix="call sac.remove(model) first, or leave take_over out"))
+    refuse_own_checkpointing(model)
+    uncover_switches(model)
+    kinds = dict.fromkeys(_ENABLE, _Enable) | dict.fromkeys(_DISABLE, _Disable)
+    switches = [
+        kind(module, name, model, value)
+        for module in model.modules()
+        for name, kind in kinds.items()
+        if callable(getattr(type(module), name, None))
+    ]
+    if not switches:
+        missing = f"this model has no {_ENABLE[0]}(), and so nothing that could be taken over"
+        raise ModelError(Problem(where, missing, fix="call sac.apply(model, value)"))
+    for switch in switches:
+        switch.put_on()
+    return model
+
+
+class _TakenOver(Switch):
+    def __init__(self, module: nn.Module, name: str, model: nn.Module, value: Any) -> None:
+        super().__init__(module, name)
+        self.model = model
+        self.value = value
+
+    def _disable(self) -> None:
+        if _is_on(self.model):
+            remove(self.model)
+            take_over(self.model, self.value)
+
+
+class _Enable(_TakenOver):
+    def __call__(  # PEFT asks the signature for the second of the two names
+        self,
+        activation_checkpointing_kwargs: Mapping[str, Any] | None = None,
+        every_n_layers: int = 1,
+        offload: bool = False,
+        gradient_checkpointing_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Turn it on, instead of what is on."""
+        given = dict(activation_checkpointing_kwargs or gradient_checkpointing_kwargs or {})
+        if every_n_layers != 1:
+            _add(given, "layers", {"every": every_n_layers}, f"every_n_layers={every_n_layers}")
+        if offload:
+            _add(given, "store", "host", "offload=True")
+        value = self.value if not given else given if "mode" in given else _mapping_of(self.value) | given
+        parse_config(value)
+        self._disable()
+        apply(self.model, value)
+
+
+class _Disable(_TakenOver):
+    def __call__(self) -> None:
+        """Turn it off; it can be turned on again."""
+        self._disable()
+
+
+def _add(given: dict[str, Any], key: str, value: Any, written: str) -> None:
+    """Add what an argument of transformers' means; raises ``ConfigError`` where the key says it already."""
+    if key in given:
+        where = f"activation_checkpointing_kwargs.{key}"
+        raise ConfigError(Problem(where, f"{written} says it too", fix="leave one of the two out"))
+    given[key] = value
+
+
+def _mapping_of(value: Any) -> dict[str, Any]:
+    """Return a config value as a mapping."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    config = parse_config(value)
+    return {"mode": config.mode} | ({"policy": config.policy} if config.policy is not None else {})
+
+
+def _is_on(model: nn.Module) -> bool:
+    return any(True for _ in regions_of(model))
