@@ -49,6 +49,15 @@ def version_watch(tensor: torch.Tensor) -> torch.Tensor:
     return watch
 
 
+def equal(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Return ``torch.equal`` of two states of generators, which no mode is asked for, fake tensors included."""
+    guard = _Unseen() if _Unseen is not None else None
+    try:
+        return torch.equal(left, right)
+    finally:
+        del guard
+
+
 def overwrite(storage: torch.UntypedStorage, source: torch.UntypedStorage) -> None:
     """Copy the bytes of ``source`` into ``storage``, seen by no mode and no version counter."""
     guard = _Unseen() if _Unseen is not None else None

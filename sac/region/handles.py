@@ -63,9 +63,11 @@ class Handle:
 
     def keep(self, tensor: torch.Tensor) -> None:
         """Hold the data of ``tensor`` until autograd drops this handle."""
-        # Autograd hands over the graph's own tensor, where it saves an op's input; its version counter is shared.
+        # Autograd hands over the graph's own tensor, where it saves an op's input; its version counter is shared. A
+        # leaf is held itself, as autograd holds it: DeepSpeed's ZeRO-3 takes the data of a weight away and gathers it
+        # again, and an alias would hold the whole weight.
         self.kept, self.version = True, version_of(tensor)
-        self.value = self.watched = detached(tensor) if tensor.requires_grad else tensor
+        self.value = self.watched = tensor if tensor.is_leaf else detached(tensor)
 
     def park(self, hooks: PackHooks) -> None:
         """Hand the held tensor to the saved-tensor hooks around the region."""

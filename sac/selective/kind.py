@@ -15,6 +15,7 @@ from sac.region.reentrant import ReentrantFrame
 from sac.region.settings import Settings
 from sac.region.states.bindings import UnseenWriteError
 from sac.region.states.caches import OnCaches, caches_in, without
+from sac.region.transforms import refuse_transforms
 from sac.selective.announce import announce
 from sac.selective.bind import rebuild_table
 from sac.selective.rerun import RerunRecorder
@@ -81,6 +82,7 @@ class Region:
         ``owners`` are the function's modules. Calls with another ``mark``, which stands for what the function is made
         of, share no evidence; those without one have none, nor have calls with a cache (Note [Caches as arguments]).
         """
+        refuse_transforms(self.path)
         inputs = KeptInputs(args, kwargs)
         if not inputs.are_plain and (caches := caches_in(args, kwargs)):
             function, mark = OnCaches(function, caches), None

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from sac.errors import Problem, RegionError
-from sac.region.detach import copy_of, overwrite
+from sac.region.detach import copy_of, equal, overwrite
 from sac.region.handles import ToTheEnd
 from sac.region.parking import Parked, fetch
 from sac.selective import scope
@@ -121,7 +121,7 @@ class ForwardMode(BareMode):
         saves, rule = decide(record, plan, args, kwargs, out)
         if rule is not None:
             record.hits[rule.index] += 1
-        moved = [(g, g.get_state()) for g, state in before if not torch.equal(g.get_state(), state)] if saves else []
+        moved = [(g, g.get_state()) for g, state in before if not equal(g.get_state(), state)] if saves else []
         if saves and (_aliases(args, kwargs, out) or (is_large(out, made_of) and not (plan.must_save or moved))):
             saves = False
         if saves:

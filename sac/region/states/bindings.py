@@ -27,7 +27,8 @@ from sac.region.storages import describe, version_of
 # With `freeze_buffers=False` none of this is done, and recomputation works on the buffers as they are at that time.
 #
 # Each module's `training` flag is put back likewise: a model that is put into evaluation between forward and backward
-# (to validate, before a last backward) is recomputed with the dropout and the statistics that its forward had.
+# (to validate, before a last backward) is recomputed with the dropout and the statistics that its forward had. So is
+# each parameter's `requires_grad`, which decides what autograd saves: adversarial training switches it between the two.
 #
 # Parameters that somebody else writes to between forward and backward are an error, as where autograd has saved them.
 #
@@ -50,11 +51,13 @@ class Bindings:
     Parameters of wrapper subclasses are left alone: FSDP exchanges its sharded ones between forward and backward.
     """
 
-    __slots__ = ("_buffers", "_parameters", "_training", "_versions", "_watched")
+    __slots__ = ("_buffers", "_held", "_need_grad", "_parameters", "_training", "_versions", "_watched")
 
     def __init__(self, owners: tuple[nn.Module, ...], *, freeze_buffers: bool = True, recorded: bool = True) -> None:
         self._training = [(owner, owner.training) for owner in owners]
         self._parameters = [(bound, {**bound}) for owner in owners if (bound := owner._parameters)]
+        self._held = [one for _, held in self._parameters for one in held.values() if one is not None]
+        self._need_grad = [one.requires_grad for one in self._held]
         self.note_parameters()
         self._buffers: list[tuple[nn.Module, Bound]] = []
         self._watched: list[_Watched] = []
@@ -71,15 +74,13 @@ class Bindings:
 
     def note_parameters(self) -> None:
         """Take note of the parameters' versions: from now on nothing but the region's own runs may write to them."""
-        self._versions: list[int] = [
-            version_of(one) for _, held in self._parameters for one in held.values() if one is not None
-        ]
+        self._versions = [version_of(one) for one in self._held]
 
     def changed_parameter(self, where: str) -> Problem | None:
         """Return the problem that a parameter was written to since ``note_parameters``, if one was."""
-        held = [(name, one) for _, before in self._parameters for name, one in before.items() if one is not None]
-        for (name, one), version in zip(held, self._versions, strict=True):
+        for one, version in zip(self._held, self._versions, strict=True):
             if version_of(one) != version:
+                name = next(name for _, held in self._parameters for name, value in held.items() if value is one)
                 return Problem(
                     where=where or "region",
                     found=f"parameter {name!r} ({describe(one)}) was changed in place after the forward: it is at "
@@ -114,12 +115,17 @@ class Bindings:
             if other:
                 stack.callback(bound.update, {name: now[name] for name in other})
                 bound.update(other)
+        for parameter, needs in zip(self._held, self._need_grad, strict=True):
+            if parameter.requires_grad is not needs:
+                stack.callback(parameter.requires_grad_, not needs)
+                parameter.requires_grad_(needs)
         for one in self._watched:
             one.enter_on(stack)
 
     def drop(self) -> None:
         """Hold nothing any more."""
-        self._buffers, self._parameters, self._watched, self._versions, self._training = [], [], [], [], []
+        self._buffers, self._parameters, self._watched, self._training = [], [], [], []
+        self._held, self._need_grad, self._versions = [], [], []
 
     def unseen(self, tensor: torch.Tensor, where: str) -> Problem:
         """Return the problem that nobody saw the region ``where`` write to the buffer ``tensor``."""
