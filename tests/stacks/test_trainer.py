@@ -1,0 +1,275 @@
+"""transformers' Trainer: the same losses and weights as without us; its own switch is refused, or carried out by us."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+import sac
+from sac.blocks.wrap import regions_of
+from sac.errors import ConfigError, ModelError, RegionError
+from tests.model_zoo import tiny
+from tests.stacks.hf_training import Trained, arguments, rows, saved_memory, train, untouched
+
+transformers = pytest.importorskip("transformers", reason="tests/stacks needs transformers")
+pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
+
+from sac.compat.huggingface import SacCallback, take_over  # noqa: E402  (needs transformers)
+
+ENABLED = (
+    "LlamaForCausalLM: activation_checkpointing_enable was called, and sac.apply has been called on this model before: "
+    "two at once would run every block three times\n"
+    "    fix: leave the model's own checkpointing off: activation_checkpointing=False and gradient_checkpointing=False "
+    "for a Trainer (TRL has it on by default), use_gradient_checkpointing=False for PEFT; or call sac.remove(model) "
+    "first"
+)
+SELECTIVE = {"mode": "selective", "policy": "llama"}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    return train(tmp_path_factory.mktemp("plain"), untouched)
+
+
+def region_paths(model: nn.Module) -> list[str]:
+    return [one.region.path for one in regions_of(model)]
+
+
+# --- sac.apply, the Trainer's own switch off
+
+
+@pytest.mark.parametrize("value", ["full", "selective"])
+def test_losses_and_weights_are_those_without_checkpointing(value: str, plain: Trained, tmp_path: Path) -> None:
+    ours = train(tmp_path, lambda model: sac.apply(model, value))
+    assert ours.differs(plain) == []
+    assert saved_memory(ours, plain)
+
+
+def test_accumulation_half_precision_and_evaluation(tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "gradient_accumulation_steps": 2,
+        "bf16": True,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+    }
+    plain = train(tmp_path, untouched, **options)
+    ours = train(tmp_path, lambda model: sac.apply(model, "selective"), **options)
+    assert ours.differs(plain) == []
+    assert saved_memory(ours, plain)
+
+
+def test_a_training_that_is_saved_and_taken_up_again(plain: Trained, tmp_path: Path) -> None:
+    def prepare(model: nn.Module) -> nn.Module:
+        return sac.apply(model, "selective")
+
+    train(tmp_path, prepare, save_strategy="steps", save_steps=2)
+    again = train(tmp_path, prepare, resume=str(tmp_path / "checkpoint-2"))
+    assert again.differs(plain) == []
+
+
+def test_keys_and_values_in_a_cache(tmp_path: Path) -> None:
+    """With `use_cache=True` the Trainer turns on again what `sac.apply` has turned off."""
+    plain = train(tmp_path, untouched, use_cache=True)
+    ours = train(tmp_path, lambda model: sac.apply(model, "selective"), use_cache=True)
+    assert ours.differs(plain) == []
+
+
+# --- both on
+
+
+@pytest.mark.parametrize("name", ["activation_checkpointing", "gradient_checkpointing"])
+def test_the_trainers_own_switch_after_apply(name: str, tmp_path: Path) -> None:
+    model, batch = tiny("llama")
+    sac.apply(model, "selective")
+    trainer = transformers.Trainer(model, arguments(tmp_path, **{name: True}), train_dataset=rows(batch))
+    with pytest.raises(ModelError) as caught:
+        trainer.train()
+    assert str(caught.value) == ENABLED
+    assert not model.is_activation_checkpointing
+
+
+# --- SacCallback
+
+
+@pytest.mark.parametrize("model_init", [False, True])
+def test_callback(model_init: bool, plain: Trained, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="sac.compat.huggingface"):
+        ours = train(tmp_path, untouched, callbacks=[SacCallback("selective")], model_init=model_init)
+    plain = train(tmp_path, untouched, model_init=True) if model_init else plain  # it sets the seed once more
+    assert ours.differs(plain) == []
+    assert saved_memory(ours, plain)
+    told = [record.getMessage() for record in caplog.records if record.name == "sac.compat.huggingface"]
+    assert len(told) == 1
+    assert told[0].startswith("activation checkpointing: selective, 2 regions\nmodel.layers.0-1 (x2): keeps ")
+
+
+def test_callback_that_does_nothing(plain: Trained, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="sac.compat.huggingface"):
+        ours = train(tmp_path, untouched, callbacks=[SacCallback("none")])
+    assert ours.differs(plain) == []
+    assert ours.step.flops == plain.step.flops
+    assert not [record for record in caplog.records if record.name == "sac.compat.huggingface"]
+
+
+def test_callback_beside_the_trainers_own_switch(tmp_path: Path) -> None:
+    model, batch = tiny("llama")
+    with pytest.raises(ConfigError) as caught:
+        transformers.Trainer(
+            model,
+            arguments(tmp_path, activation_checkpointing=True),
+            train_dataset=rows(batch),
+            callbacks=[SacCallback("full")],
+        )
+    assert str(caught.value) == (
+        "SacCallback: activation_checkpointing is on in the TrainingArguments too: two at once would run every block "
+        "three times\n"
+        "    fix: set activation_checkpointing=False and gradient_checkpointing=False (TRL has it on by default); or "
+        "leave the callback out, and call take_over(model)"
+    )
+    assert region_paths(model) == []
+
+
+def test_callback_with_a_value_that_means_nothing() -> None:
+    with pytest.raises(ConfigError, match="selectiv"):
+        SacCallback("selectiv")
+
+
+# --- take_over
+
+
+def test_arguments_in_json(plain: Trained, tmp_path: Path) -> None:
+    """The whole config in a file, as `HfArgumentParser` reads it."""
+    written = json.loads(arguments(tmp_path).to_json_string())
+    config = {name: written[name] for name in ("output_dir", "max_steps", "learning_rate", "use_cpu", "disable_tqdm")}
+    config |= {"activation_checkpointing": True, "activation_checkpointing_kwargs": SELECTIVE, "save_strategy": "no"}
+    config |= {"per_device_train_batch_size": 2, "report_to": [], "logging_steps": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    parser = transformers.HfArgumentParser(transformers.TrainingArguments)
+    (args,) = parser.parse_json_file(str(tmp_path / "config.json"))
+    assert json.loads(args.to_json_string())["activation_checkpointing_kwargs"] == SELECTIVE
+    ours = train(tmp_path, take_over, activation_checkpointing=True, activation_checkpointing_kwargs=SELECTIVE)
+    assert ours.differs(plain) == []
+    assert saved_memory(ours, plain)
+
+
+def test_nothing_is_on_before_the_switch_is(plain: Trained, tmp_path: Path) -> None:
+    ours = train(tmp_path, take_over)
+    assert ours.differs(plain) == []
+    assert ours.step.flops == plain.step.flops
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "options", "mode", "paths"),
+    [
+        (None, {}, "selective", [0, 1, 2, 3]),
+        ({"mode": "full"}, {}, "full", [0, 1, 2, 3]),
+        ({"use_reentrant": False}, {}, "selective", [0, 1, 2, 3]),
+        ({"layers": {"last": 1}}, {}, "selective", [3]),
+        (None, {"every_n_layers": 2}, "selective", [0, 2]),
+        ({"mode": "full"}, {"every_n_layers": 2, "offload": True}, "full", [0, 2]),
+    ],
+)
+@pytest.mark.parametrize("name", ["activation_checkpointing", "gradient_checkpointing"])
+def test_what_the_switch_is_given(
+    name: str, kwargs: dict[str, Any] | None, options: dict[str, Any], mode: str, paths: list[int]
+) -> None:
+    model, batch = tiny("llama", num_hidden_layers=4)
+    take_over(model)
+    getattr(model, f"{name}_enable")(**{f"{name}_kwargs": kwargs}, **options)
+    assert region_paths(model) == [f"model.layers.{number}" for number in paths]
+    report = sac.report(model)
+    assert report.mode == mode
+    assert bool(report.kept_inputs) == ("offload" in options)
+    assert not model.is_activation_checkpointing
+    model(**batch).loss.backward()
+    getattr(model, f"{name}_disable")()
+    assert region_paths(model) == []
+
+
+@pytest.mark.parametrize(
+    ("value", "mode"), [("full", "full"), ("llama", "selective"), ({"mode": "selective", "layers": ["0"]}, "selective")]
+)
+def test_what_is_meant_where_the_arguments_say_nothing(value: Any, mode: str) -> None:
+    for kwargs in (None, {"preserve_rng_state": True}):
+        model, _ = tiny("llama")
+        take_over(model, value).activation_checkpointing_enable(kwargs)
+        assert sac.report(model).mode == mode
+        assert len(region_paths(model)) == (1 if isinstance(value, dict) else 2)
+
+
+def test_on_twice_and_off_and_on() -> None:
+    model, batch = tiny("llama")
+    take_over(model).activation_checkpointing_enable()
+    model.gradient_checkpointing_enable({"mode": "full"})
+    assert sac.report(model).mode == "full"
+    model.model.activation_checkpointing_disable()
+    model.activation_checkpointing_disable()
+    assert region_paths(model) == []
+    assert model.config.use_cache is True
+    model.model.activation_checkpointing_enable()
+    assert len(region_paths(model)) == 2
+    assert region_paths(model)[0] == "model.layers.0"
+    model(**batch).loss.backward()
+    take_over(sac.remove(model), "full")
+    take_over(model, "selective").activation_checkpointing_enable()
+    assert sac.report(model).mode == "selective"
+    sac.remove(model).activation_checkpointing_enable()
+    assert model.is_activation_checkpointing
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_is_taken_over_by_itself(copied: Any) -> None:
+    model, _ = tiny("llama")
+    twin = copied(take_over(model))
+    twin.activation_checkpointing_enable()
+    assert len(region_paths(twin)) == 2
+    assert region_paths(model) == []
+    assert list(twin.state_dict()) == list(model.state_dict())
+
+
+def test_what_cannot_be_taken_over() -> None:
+    model, _ = tiny("llama")
+    with pytest.raises(ModelError) as caught:
+        take_over(nn.Linear(2, 2))
+    assert str(caught.value) == (
+        "Linear: this model has no activation_checkpointing_enable(), and so nothing that could be taken over\n"
+        "    fix: call sac.apply(model, value)"
+    )
+    with pytest.raises(ConfigError, match='"selectiv" is not known'):
+        take_over(model, "selectiv")
+    sac.apply(model, "full")
+    with pytest.raises(ModelError) as caught:
+        take_over(model)
+    assert str(caught.value) == (
+        "LlamaForCausalLM: sac.apply has been called on this model before\n"
+        "    fix: call sac.remove(model) first, or leave take_over out"
+    )
+    sac.remove(model).activation_checkpointing_enable()
+    with pytest.raises(ModelError, match="the model's own checkpointing is on"):
+        take_over(model)
+
+
+def test_arguments_that_mean_nothing_to_us() -> None:
+    model, batch = tiny("llama")
+    take_over(model)
+    with pytest.raises(ConfigError) as caught:
+        model.activation_checkpointing_enable({"layers": "all"}, every_n_layers=2)
+    assert str(caught.value) == (
+        "activation_checkpointing_kwargs.layers: every_n_layers=2 says it too\n    fix: leave one of the two out"
+    )
+    with pytest.raises(ConfigError, match="unknown key 'context_fn'"):
+        model.activation_checkpointing_enable({"context_fn": print})
+    with pytest.raises(ConfigError, match="mode selective has no reentrant form"):
+        model.activation_checkpointing_enable({"use_reentrant": True})
+    assert region_paths(model) == []
+    model.activation_checkpointing_enable()
+    model.model.layers[0].gradient_checkpointing = True
+    with pytest.raises(RegionError, match="gradient_checkpointing is on in this block"):
+        model(**batch)
