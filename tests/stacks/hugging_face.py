@@ -71,6 +71,7 @@ def trl_sft(mode: Any) -> Outcome:
     trl = pytest.importorskip("trl")
     datasets = pytest.importorskip("datasets")
     model, inputs = _llama()
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
     sac.apply(model, mode)
     rows = datasets.Dataset.from_dict({"input_ids": inputs["input_ids"].tolist()})
     with tempfile.TemporaryDirectory() as folder:

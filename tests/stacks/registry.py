@@ -28,10 +28,10 @@ EVERY_MODE = (*EVERYWHERE, "scattered")
 
 @dataclass(frozen=True)
 class Stack:
-    """One row. `function` is `module:name` below `tests.stacks`; it is called with a mode and `options`.
+    """One row. `function` is `module:name` below `tests.stacks`; it is called with a config value and `options`.
 
-    `words` are the modes as that function knows them, where it has names of its own. `rounded`: the stack itself adds
-    numbers in another order once a graph changes, so that gradients are compared up to rounding.
+    `mode_options` are given in one mode, and to the run without us that it is held against. `rounded`: the stack itself
+    adds numbers in another order once a graph changes, so that gradients are compared up to rounding.
     """
 
     name: str
@@ -40,16 +40,11 @@ class Stack:
     modes: tuple[str, ...] = EVERYWHERE
     options: Mapping[str, Any] = field(default_factory=dict)
     mode_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    words: Mapping[str, Any] = field(default_factory=lambda: MODES)
     rounded: bool = False
 
 
-# Over a data-parallel group inputs are alike only if the data is; elsewhere the mode has the name that it has here.
-SAME_DATA: dict[str, Any] = {
-    "modes": EVERY_MODE,
-    "words": {**MODES, "scattered": "full, scattered"},
-    "mode_options": {"scattered": {"same_data": True}},
-}
+# Over a data-parallel group the inputs of regions are alike only if the data is.
+SAME_DATA: dict[str, Any] = {"modes": EVERY_MODE, "mode_options": {"scattered": {"same_data": True}}}
 
 STACKS: tuple[Stack, ...] = (
     Stack("plain", "compiled:plain"),
@@ -57,6 +52,9 @@ STACKS: tuple[Stack, ...] = (
     Stack("FSDP1", "data_parallel:fsdp1", 2, **SAME_DATA),
     Stack("FSDP2", "data_parallel:fsdp2", 2, **SAME_DATA),
     Stack("FSDP2 nested", "data_parallel:fsdp2", 2, options={"block": "experts", "nested": True}, **SAME_DATA),
+    Stack("TP", "model_parallel:tensor_parallel", 2, EVERY_MODE),
+    Stack("SP", "model_parallel:tensor_parallel", 2, options={"kind": "sequence"}),
+    Stack("FSDP2xTP", "model_parallel:fsdp_tp", 4, EVERY_MODE),
     Stack("compile aot_eager", "compiled:whole", options={"backend": "aot_eager"}),
     Stack("compile inductor", "compiled:whole", options={"backend": "inductor"}, rounded=True),
     Stack("per-block compile", "compiled:per_block", options={"backend": "aot_eager"}),
@@ -64,16 +62,18 @@ STACKS: tuple[Stack, ...] = (
     Stack("Accelerate", "hugging_face:accelerate"),
     Stack("PEFT LoRA", "hugging_face:peft_lora"),
     Stack("TRL SFT", "hugging_face:trl_sft"),
+    Stack("Lightning", "other_trainers:lightning"),
+    Stack("diffusers DiT", "other_trainers:diffusion", options={"model": "dit"}),
+    Stack("timm ViT", "other_trainers:vision"),
 )
 
 
 def trained(stack: Stack, mode: str, options: Mapping[str, Any] | None = None) -> list[Outcome]:
     """Train in `mode` and return the outcome of each rank; `options` are given beside those of the stack."""
     given = {**stack.options, **(options or {})}
-    value = stack.words.get(mode, mode)
     if stack.world == 1:
-        return [_train(stack.function, value, given)]
-    return run_ranks(stack.world, _train, stack.function, value, given)
+        return [_train(stack.function, MODES[mode], given)]
+    return run_ranks(stack.world, _train, stack.function, MODES[mode], given)
 
 
 def _train(function: str, value: Any, options: dict[str, Any]) -> Outcome:
