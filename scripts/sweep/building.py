@@ -1,0 +1,193 @@
+"""A tiny model of a family, with inputs for which its forward has a gradient."""
+
+from __future__ import annotations
+
+import random
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .classes import model_classes
+from .hints import HINTS, Hint
+from .inputs import CannotMakeInputs, Wanted, learn, make_inputs
+from .shrinking import SIZES, Size, small_config
+
+MOST_PARAMETERS = 150_000_000
+MOST_CLASSES = 3
+REPAIRS = 6
+VARIANTS = (Wanted(), Wanted(labels=False), Wanted(modalities=False), Wanted(modalities=False, labels=False))
+
+
+class CannotBuild(Exception):
+    """No size of no class of the family could be built and run."""
+
+
+class NotTrainable(Exception):
+    """The model runs, and has no gradient, or not the same in every run."""
+
+
+@dataclass(frozen=True)
+class Built:
+    """A model in training mode and its inputs."""
+
+    model: nn.Module
+    inputs: dict[str, Any]
+    size: str
+
+
+def build(family: str, deadline: float) -> Built:
+    """Return the first model of ``family`` that builds, runs and has gradients.
+
+    Raises ``CannotBuild`` or ``NotTrainable``, each with the reason.
+    """
+    import transformers
+
+    hint = HINTS.get(family, Hint())
+    kind = transformers.CONFIG_MAPPING[family]
+    try:
+        classes = model_classes(kind)
+    except ImportError as error:
+        raise CannotBuild(one_line(error)) from error
+    if not classes:
+        raise NotTrainable("no model class of its own: a part of a larger model's configuration")
+    classes = [c for c in classes if c.__name__ == hint.model] if hint.model else classes[:MOST_CLASSES]
+    attempts: list[str] = []
+    without_gradient = ""
+    hopeless: set[Any] = set()  # classes whose inputs no size would explain
+    for size in [size for size in SIZES if not hint.size or size.name == hint.size]:
+        try:
+            config = hint.config(size) if hint.config else small_config(kind, size, hint.changes)
+        except Exception as error:
+            attempts.append(f"{size.name}: {one_line(error)}")
+            continue
+        for model_class in [c for c in classes if c not in hopeless]:
+            try:
+                return _first_that_runs(model_class, config, size, hint, deadline)
+            except CannotMakeInputs as error:
+                attempts.append(f"{size.name}, {model_class.__name__}: {one_line(error)}")
+                hopeless.add(model_class)
+            except NotTrainable as error:
+                without_gradient = without_gradient or str(error)
+            except Exception as error:
+                attempts.append(f"{size.name}, {model_class.__name__}: {one_line(error)}")
+            if time.process_time() > deadline:
+                break
+    if without_gradient:
+        raise NotTrainable(without_gradient)
+    raise CannotBuild("\n".join(attempts))
+
+
+def _first_that_runs(model_class: Any, config: Any, size: Size, hint: Hint, deadline: float) -> Built:
+    count = _count_parameters(model_class, config)
+    if count > MOST_PARAMETERS:
+        raise CannotBuild(f"{count / 1e6:.0f} M parameters")
+    reset_seeds()
+    model = model_class(config).train().float()
+    first: Exception | None = None
+    for inputs in _attempts(model, hint):
+        if isinstance(inputs, Exception):
+            first = first or inputs
+            continue
+        if time.process_time() > deadline:
+            break
+        reset_seeds()
+        loss = loss_of(model(**inputs))
+        if loss is None or not loss.requires_grad:
+            raise NotTrainable(f"the output of {model_class.__name__} has no gradient")
+        loss.backward()
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        if not any(bool((g != 0).any()) for g in grads):
+            raise NotTrainable(f"every gradient of {model_class.__name__} is zero")
+        model.zero_grad()
+        return Built(model, inputs, size.name)
+    raise first or CannotBuild("out of time")
+
+
+def _attempts(model: nn.Module, hint: Hint) -> Iterator[dict[str, Any] | Exception]:
+    """Yield inputs that a forward takes, or why one does not."""
+    for variant in VARIANTS:
+        wanted = replace(variant, tokens=dict(hint.tokens), added=hint.added, image=hint.image)
+        for _ in range(REPAIRS):
+            try:
+                inputs = hint.inputs(model) if hint.inputs else make_inputs(model, wanted)
+            except Exception as error:
+                yield error
+                break
+            try:
+                reset_seeds()
+                with torch.no_grad():
+                    model(**inputs)
+            except Exception as error:
+                if hint.inputs or not learn(str(error), wanted):
+                    yield error
+                    break
+                continue
+            yield inputs
+            return
+        else:
+            yield CannotMakeInputs(f"{type(model).__name__} asks for {wanted.tokens} and does not take them")
+        if hint.inputs:
+            return
+
+
+def _count_parameters(model_class: Any, config: Any) -> int:
+    """0 where a model cannot be laid out without memory; then its real size decides."""
+    import copy
+
+    try:
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return sum(p.numel() for p in model_class(copy.deepcopy(config)).parameters())
+    except Exception:
+        return 0
+
+
+def loss_of(output: Any) -> Tensor | None:
+    """Return a sum over every floating-point number in ``output``, each with a weight of its own."""
+    total: Tensor | None = None
+    for tensor in _tensors(output):
+        if not tensor.is_floating_point() or not tensor.requires_grad:
+            continue
+        finite = torch.where(tensor.isfinite(), tensor, torch.zeros_like(tensor)).float()
+        weights = torch.cos(torch.arange(finite.numel(), dtype=torch.float32)).view(finite.shape)
+        term = (finite * weights).sum() / max(finite.numel(), 1) ** 0.5
+        total = term if total is None else total + term
+    return total
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _tensors(each)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors(each)
+    elif hasattr(value, "__dict__") and not isinstance(value, nn.Module):
+        yield from _tensors(vars(value))
+
+
+def reset_seeds() -> None:
+    """Every generator that a forward may draw from starts again."""
+    random.seed(0)
+    torch.manual_seed(0)
+    try:
+        import numpy
+    except ImportError:
+        return
+    numpy.random.seed(0)
+
+
+def one_line(error: BaseException) -> str:
+    """Return the kind of an exception and the end of its first line."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[-1].strip() if type(error).__name__.startswith('Strict') and lines else lines[0].strip() if lines else ''}"
+
+
+__all__ = ["Built", "CannotBuild", "CannotMakeInputs", "NotTrainable", "build", "loss_of", "one_line", "reset_seeds"]

@@ -1,0 +1,76 @@
+"""Children that check one family each, under limits of time and memory."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from .checking import CANNOT_BUILD, Row, asdict, check_family
+
+POLL_S = 0.2
+# Imported once, in the process that the children are forked from.
+PRELOADED = ["sweep.checking", "torch._dynamo", "transformers.modeling_layers", "transformers.models.auto.modeling_auto",
+             "transformers.models.llama.modeling_llama"]  # fmt: skip
+
+
+def check_all(
+    families: Sequence[str], jobs: int, limit_s: float, limit_bytes: int, started: Callable[[str], None]
+) -> Iterator[dict[str, Any]]:
+    """Yield the row of each family as it is ready. A child that dies, hangs or grows too large is a row as well."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    waiting = list(reversed(families))
+    running: dict[Any, tuple[str, Any, float]] = {}
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            family = waiting.pop()
+            receiver, sender = context.Pipe(duplex=False)
+            child = context.Process(target=_child, args=(family, limit_s, sender), daemon=True)
+            child.start()
+            sender.close()
+            running[receiver] = (family, child, time.monotonic())
+            started(family)
+        ready = wait(list(running), timeout=POLL_S)
+        for receiver in list(running):
+            family, child, begun = running[receiver]
+            row = None
+            if receiver in ready:
+                row = _received(receiver, family, child)
+            elif time.monotonic() - begun > limit_s:
+                row = asdict(Row(family, CANNOT_BUILD, f"killed after {limit_s:.0f} s", seconds=limit_s))
+            elif (used := _resident_bytes(child.pid)) > limit_bytes:
+                row = asdict(Row(family, CANNOT_BUILD, f"killed at {used / 2**30:.1f} GiB"))
+            if row is not None:
+                child.kill()
+                child.join()
+                receiver.close()
+                del running[receiver]
+                yield row
+
+
+def _received(receiver: Connection, family: str, child: Any) -> dict[str, Any]:
+    try:
+        return receiver.recv()
+    except EOFError:
+        child.join()
+        return asdict(Row(family, CANNOT_BUILD, f"its process ended with exit code {child.exitcode}"))
+
+
+def _child(family: str, limit_s: float, sender: Connection) -> None:
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 1)
+    os.dup2(nothing, 2)
+    sender.send(check_family(family, limit_s))
+    sender.close()
+
+
+def _resident_bytes(pid: int) -> int:
+    try:
+        with open(f"/proc/{pid}/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:  # it has just ended, or this is no Linux
+        return 0
