@@ -197,7 +197,7 @@ def _bind(bound: Bound, wanted: Bound) -> None:
 
 
 def owners_of(module: nn.Module | None) -> tuple[nn.Module, ...]:
-    """Return the modules of a region."""
+    """Return the modules of a region, each once."""
     if module is None:
         return ()
     seen = {module}
