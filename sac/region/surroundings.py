@@ -11,6 +11,7 @@ from torch import nn
 from sac.region.settings import Settings
 from sac.region.states.ambient import AutocastState, FunctionModes
 from sac.region.states.bindings import Bindings, UnseenWriteError
+from sac.region.states.compiled_graphs import keep_order_of_graphs
 from sac.region.states.process_flags import ProcessFlags
 from sac.region.states.providers import ProvidedState
 from sac.region.states.rng import RngSnapshot
@@ -43,6 +44,7 @@ class Surroundings:
         self.flags = ProcessFlags()
         self.autocast = AutocastState(tensors)
         self.modes = FunctionModes()
+        keep_order_of_graphs()
 
     def close(self, where: str, *, needed: bool = True) -> None:
         """The forward is over: hold nothing that has not changed. ``needed``: whether a recomputation may come.
