@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import time
 import warnings
@@ -11,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from sac.blocks.cache import turn_off_cache
 
 from .classes import model_classes
 from .hints import HINTS, Hint
@@ -88,6 +91,7 @@ def _first_that_runs(model_class: Any, config: Any, size: Size, hint: Hint, dead
         raise CannotBuild(f"{count / 1e6:.0f} M parameters")
     reset_seeds()
     model = model_class(config).train().float()
+    turn_off_cache(model)
     first: Exception | None = None
     for inputs in _attempts(model, hint):
         if isinstance(inputs, Exception):
@@ -137,8 +141,6 @@ def _attempts(model: nn.Module, hint: Hint) -> Iterator[dict[str, Any] | Excepti
 
 def _count_parameters(model_class: Any, config: Any) -> int:
     """0 where a model cannot be laid out without memory; then its real size decides."""
-    import copy
-
     try:
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -186,8 +188,9 @@ def reset_seeds() -> None:
 
 def one_line(error: BaseException) -> str:
     """Return the kind of an exception and the end of its first line."""
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[-1].strip() if type(error).__name__.startswith('Strict') and lines else lines[0].strip() if lines else ''}"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    told = lines[-1 if "Validation" in type(error).__name__ else 0] if lines else ""
+    return f"{type(error).__name__}: {told}"
 
 
 __all__ = ["Built", "CannotBuild", "CannotMakeInputs", "NotTrainable", "build", "loss_of", "one_line", "reset_seeds"]

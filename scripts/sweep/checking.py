@@ -6,7 +6,7 @@ import copy
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -51,8 +51,8 @@ class Run:
     flops: int = 0
 
 
-def check_family(family: str, limit_s: float) -> dict[str, Any]:
-    """Return the row of ``family`` as a dictionary; exceptions are rows too."""
+def check_family(family: str, limit_s: float) -> Row:
+    """Return the row of ``family``; exceptions are rows too."""
     start = time.monotonic()
     row = Row(family, CANNOT_BUILD)
     warnings.simplefilter("ignore")
@@ -69,7 +69,7 @@ def check_family(family: str, limit_s: float) -> dict[str, Any]:
     except Exception as error:
         row.status, row.reason = FAILS, one_line(error)
     row.seconds = round(time.monotonic() - start, 1)
-    return asdict(row)
+    return row
 
 
 def _check(built: Built, row: Row) -> None:

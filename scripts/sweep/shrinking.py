@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,13 +39,23 @@ SIZES = (
 )
 
 MOST_LAYERS = 8
+# Fields of many families that no rule below is about.
+SMALLEST = {
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "max_source_positions": 32,
+    "encoder_hash_byte_group_vocab": 64,
+}
 IDS = 200  # where the ids of special tokens begin that did not fit into a small vocabulary
 
 LAYERS = re.compile(r"(^|_)(n_|num_)?layers?$|^depth$|^n_layer$|^num_blocks$|^num_hidden_blocks$")
 NO_LAYERS = re.compile(
     r"kv_shared|feature|conv|flow|residual|feat_extract|nextn|adapter|global|upsampl|multi_modal|project|unet|rope"
 )
-STAGES = re.compile(r"^depths$|^num_blocks$|_depths$|^layer_depths$|^stage_num_blocks$|^blocks_per_stage$|^num_layers$")
+STAGES = re.compile(
+    r"^depths$|^num_blocks$|_depths$|^layer_depths$|^stage_num_blocks$|^blocks_per_stage$|^num_layers$|_repeats$"
+)
 INDICES = re.compile(r"index|indices|feature_layer|attn_layer|_layers$|_layer_ids?$|deepstack")
 WIDTH = re.compile(
     r"hidden|embd|embed|emb_dim|dim|d_model|d_ff|d_inner|channels?|intermediate|ffn|width|projection_size|units|_rank$"
@@ -84,15 +94,15 @@ class _Names:
         return self.ids.setdefault(value, min(IDS + len(self.ids), self.small - 1))
 
 
-def small_config(config_class: type, size: Size, changes: dict[str, Any] | None = None) -> Any:
-    """Return an instance of ``config_class`` made smaller; ``changes`` are fields by path (``text_config.hidden_size``).
+def small_config(config_class: type, size: Size, changes: Mapping[str, Any]) -> Any:
+    """Return an instance of ``config_class`` made smaller; ``changes`` are by path: ``text_config.pad_token_id``.
 
     Raises whatever the class raises for what it is given.
     """
-    return _small(config_class, config_class(), size, _Names(size.vocab), changes or {})
+    return _small(config_class, config_class(), size, _Names(size.vocab), changes)
 
 
-def _small(kind: type, config: Any, size: Size, names: _Names, changes: dict[str, Any]) -> Any:
+def _small(kind: type, config: Any, size: Size, names: _Names, changes: Mapping[str, Any]) -> Any:
     own = {key: value for key, value in changes.items() if "." not in key}
     given = {key: value for key, value in _fields(kind, config, size, names) if key not in own}
     for key, value in vars(config).items():
@@ -126,8 +136,7 @@ def _fields(kind: type, config: Any, size: Size, names: _Names) -> Iterator[tupl
             sections = [s // size.head_dim if s % size.head_dim == 0 else s for s in value["mrope_section"]]
             yield each.name, {**value, "mrope_section": sections}
         if each.default is None or isinstance(value, (bool, str, dict)) or each.name.startswith("_"):
-            if not (isinstance(value, (list, tuple)) and old and len(value) == old and each.default is not None):
-                continue
+            continue
         changed = _changed(each.name, value, size, names, old, new)
         if IMAGE.search(each.name) and size.patches:
             changed = _image_like(value, getattr(config, "patch_size", 0), size.patches)
@@ -166,6 +175,8 @@ def _changed(name: str, value: Any, size: Size, names: _Names, old: int, new: in
         return [names.token(v) for v in value] if isinstance(value, list) else names.token(value)
     if isinstance(value, (list, tuple)):
         return _changed_list(name, value, size, old, new)
+    if name == "depth_coefficient":  # EfficientNet multiplies its depths by it
+        return min(value, 1.0)
     if isinstance(value, float) or value == 0:
         is_dropout = DROPOUT.search(name) and not NO_DROPOUT.search(name) and isinstance(value, (int, float))
         return 0.1 if is_dropout and value == 0 else value
@@ -175,18 +186,14 @@ def _changed(name: str, value: Any, size: Size, names: _Names, old: int, new: in
 
 
 def _changed_int(name: str, value: int, size: Size, old: int, new: int) -> int:
-    if name == "first_k_dense_replace":
-        return min(value, 1)
+    if name in SMALLEST:
+        return min(value, SMALLEST[name])
     if LAYERS.search(name) and not NO_LAYERS.search(name):
         return new if value == old else min(value, size.layers)
     if EXPERTS.search(name) and "shared" not in name and "per_tok" not in name:
         return min(value, 8)
     if PER_TOKEN.search(name):
         return min(value, 2)
-    if name == "n_group":
-        return min(value, 2)
-    if name == "topk_group":
-        return 1
     if VOCAB.search(name):
         return min(value, size.vocab or value)
     if HEADS.search(name):
@@ -233,7 +240,7 @@ def _image_like(value: Any, patch: Any, patches: int) -> Any:
 
 
 def _image(value: int, patch: int, patches: int) -> int:
-    """An image of some patches, large enough to be halved a few times; its size may be looked up in a table of sizes."""
+    """An image of some patches, large enough to be halved a few times."""
     if patch and value % patch == 0:
         return min(value, max(patch * patches, 64))
     return value if patch else min(value, 64)

@@ -5,21 +5,19 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from .checking import CANNOT_BUILD, Row, asdict, check_family
+from .checking import CANNOT_BUILD, Row, check_family
 
 POLL_S = 0.2
 # Imported once, in the process that the children are forked from.
-PRELOADED = ["sweep.checking", "torch._dynamo", "transformers.modeling_layers", "transformers.models.auto.modeling_auto",
-             "transformers.models.llama.modeling_llama"]  # fmt: skip
+PRELOADED = ["sweep.checking", "torch._dynamo", "transformers.modeling_layers",
+             "transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama"]  # fmt: skip
 
 
-def check_all(
-    families: Sequence[str], jobs: int, limit_s: float, limit_bytes: int, started: Callable[[str], None]
-) -> Iterator[dict[str, Any]]:
+def check_all(families: Sequence[str], jobs: int, limit_s: float, limit_bytes: int) -> Iterator[Row]:
     """Yield the row of each family as it is ready. A child that dies, hangs or grows too large is a row as well."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
@@ -33,7 +31,6 @@ def check_all(
             child.start()
             sender.close()
             running[receiver] = (family, child, time.monotonic())
-            started(family)
         ready = wait(list(running), timeout=POLL_S)
         for receiver in list(running):
             family, child, begun = running[receiver]
@@ -41,9 +38,9 @@ def check_all(
             if receiver in ready:
                 row = _received(receiver, family, child)
             elif time.monotonic() - begun > limit_s:
-                row = asdict(Row(family, CANNOT_BUILD, f"killed after {limit_s:.0f} s", seconds=limit_s))
+                row = Row(family, CANNOT_BUILD, f"killed after {limit_s:.0f} s", seconds=limit_s)
             elif (used := _resident_bytes(child.pid)) > limit_bytes:
-                row = asdict(Row(family, CANNOT_BUILD, f"killed at {used / 2**30:.1f} GiB"))
+                row = Row(family, CANNOT_BUILD, f"killed at {used / 2**30:.1f} GiB")
             if row is not None:
                 child.kill()
                 child.join()
@@ -52,12 +49,12 @@ def check_all(
                 yield row
 
 
-def _received(receiver: Connection, family: str, child: Any) -> dict[str, Any]:
+def _received(receiver: Connection, family: str, child: Any) -> Row:
     try:
         return receiver.recv()
     except EOFError:
         child.join()
-        return asdict(Row(family, CANNOT_BUILD, f"its process ended with exit code {child.exitcode}"))
+        return Row(family, CANNOT_BUILD, f"its process ended with exit code {child.exitcode}")
 
 
 def _child(family: str, limit_s: float, sender: Connection) -> None:

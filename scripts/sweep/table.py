@@ -1,0 +1,75 @@
+"""The sweep's rows as a table for the terminal, and as the page ``docs/hf-sweep.md``."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from .checking import CANNOT_BUILD, FAILS, NOT_TRAINABLE, PASSES, Row
+
+COLUMNS = ("family", "model", "blocks", "kept: full", "selective", "FLOPs: full", "selective", "result")
+ORDER = (PASSES, FAILS, NOT_TRAINABLE, CANNOT_BUILD)
+START, END = "<!-- hf-sweep -->", "<!-- /hf-sweep -->"
+LONGEST = 220
+
+
+def counts_text(rows: Iterable[Row]) -> str:
+    """Return how many families there are of each result, in one line."""
+    counts = Counter(row.status for row in rows)
+    return f"{counts.total()} families: " + ", ".join(f"{counts[status]} {_plural(status)}" for status in ORDER)
+
+
+def _plural(status: str) -> str:
+    return {PASSES: "pass", FAILS: "FAIL"}.get(status, status)
+
+
+def cells(row: Row) -> list[str]:
+    """Return a row as text; bytes and FLOPs as shares of those without checkpointing."""
+    result = row.status if row.status == PASSES else f"{row.status}: {_short(row.reason)}"
+    return [
+        row.family,
+        row.model,
+        str(sum(row.blocks.values())) if row.blocks else "",
+        *(_share(row.kept_bytes, mode) for mode in ("full", "selective")),
+        *(_share(row.flops, mode) for mode in ("full", "selective")),
+        result,
+    ]
+
+
+def _share(numbers: dict[str, int], mode: str) -> str:
+    return f"{100 * numbers[mode] / numbers['none']:.0f} %" if mode in numbers and numbers.get("none") else ""
+
+
+def _short(reason: str) -> str:
+    first = reason.partition("\n")[0]
+    return first if len(first) <= LONGEST else first[: LONGEST - 1] + "…"
+
+
+def print_table(rows: Sequence[Row]) -> None:
+    """Print the counts and one line for each family."""
+    from sac.commands.render import print_rows
+
+    print(counts_text(rows))
+    print_rows(COLUMNS, [cells(row) for row in rows], right=COLUMNS[2:7])
+
+
+def page(rows: Sequence[Row], command: str, versions: str) -> str:
+    """Return what stands between the markers of the page."""
+    lines = [f"`{command}`, {versions}", "", counts_text(rows), "", _line(COLUMNS), "|---" * len(COLUMNS) + "|"]
+    lines += [_line([cell.replace("|", "\\|") for cell in cells(row)]) for row in rows]
+    return "\n".join(lines)
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def write_page(path: Path, text: str) -> None:
+    """Put ``text`` between the markers of the file. Raises ``ValueError`` if it has none."""
+    old = path.read_text(encoding="utf-8")
+    pattern = re.compile(f"{START}\n.*?{END}", re.DOTALL)
+    if not pattern.search(old):
+        raise ValueError(f"{path} has no {START} … {END}")
+    path.write_text(pattern.sub(lambda _: f"{START}\n{text}\n{END}", old), encoding="utf-8")
