@@ -12,17 +12,21 @@ from sac.selective.table import Table
 
 
 class HitWatch:
-    """Adds up the hits of each region's first call; when all regions have run, tells of rules without any."""
+    """Adds up the hits of each region's first call; when all regions have run, tells of rules without any.
 
-    def __init__(self, paths: Iterable[str], rules: Iterable[Rule], *, strict: bool) -> None:
+    ``stage``: what matches may be on another pipeline stage, so that no hit at all is not an error by itself.
+    """
+
+    def __init__(self, paths: Iterable[str], rules: Iterable[Rule], *, strict: bool, stage: bool = False) -> None:
         self._pending = set(paths)
         self._rules = list(rules)
         self._hit: set[str] = set()
         self.strict = strict
+        self.stage = stage
         self.waits = bool(self._pending)
 
     def saw(self, path: str, table: Table, stats: RegionStats) -> None:
-        """A region has run; ``stats`` holds the hits of its call. Raises ``RegionError`` when all rules are idle."""
+        """A region has run; ``stats`` holds the hits of its call. Raises ``RegionError`` when the policy did nothing."""
         self._hit.update(table.rules[place].rule.id for place in _places(table, stats))
         self._pending.discard(path)
         if self._pending and stats.calls < 2:
@@ -31,8 +35,7 @@ class HitWatch:
         idle = self.idle()
         if not idle:
             return
-        needed = [rule for rule in self._rules if not rule.optional]
-        if self.strict or len(idle) == len(needed):
+        if self.strict or not (self._hit or self.stage):
             raise RegionError([_problem(rule) for rule in idle])
         for rule in idle:
             warnings.warn(str(_problem(rule)), SacWarning, stacklevel=2)

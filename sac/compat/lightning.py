@@ -1,0 +1,74 @@
+"""Lightning: a callback, for a module that cannot call ``sac.apply`` itself.
+
+In a module of one's own a line at the end of ``configure_model`` is all that is needed::
+
+    def configure_model(self):
+        ...
+        sac.apply(self, self.hparams.activation_checkpointing)
+
+``SacCallback(value)`` is for a module from somewhere else::
+
+    Trainer(callbacks=[SacCallback("selective")], ...).fit(module, data)
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+try:
+    from lightning.pytorch.callbacks import Callback
+    from lightning.pytorch.utilities.model_helpers import is_overridden
+except ImportError:  # the same under its old name
+    from pytorch_lightning.callbacks import Callback  # type: ignore[assignment]
+    from pytorch_lightning.utilities.model_helpers import is_overridden
+
+from sac.blocks.attach import apply
+from sac.blocks.wrap import regions_of
+from sac.config import parse_config
+from sac.reporting import report
+
+__all__ = ["SacCallback"]
+
+_log = logging.getLogger(__name__)
+
+
+class SacCallback(Callback):
+    """Puts ``sac.apply(module, value)`` on the module that a Trainer fits, and logs ``sac.report`` after one batch.
+
+    It is put on before the strategy wraps the module and before optimizers are made; where the module has a
+    ``configure_model``, which builds or shards it later, right after the strategy has set it up. It stays after
+    ``fit``, and a second ``fit`` finds it there. The report goes to the logger of this module, at level INFO, on the
+    first process only.
+
+    Raises ``ConfigError`` for the value, when it is built, and in ``fit`` what ``sac.apply`` raises.
+    """
+
+    def __init__(self, value: Any) -> None:
+        parse_config(value)
+        self.value = value
+        self._is_put_on = False
+        self._told = False
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Put it on a module that is complete."""
+        if stage == "fit" and not is_overridden("configure_model", pl_module):
+            self._put_on(pl_module)
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Put it on a module that ``configure_model`` has completed."""
+        if is_overridden("configure_model", pl_module):
+            self._put_on(pl_module)
+        self._told = False
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Log the report, once a fit."""
+        if not self._told and trainer.is_global_zero and next(regions_of(pl_module), None) is not None:
+            _log.info("%s", report(pl_module))
+        self._told = True
+
+    def _put_on(self, module: Any) -> None:
+        if self._is_put_on and next(regions_of(module), None) is not None:
+            return
+        apply(module, self.value)
+        self._is_put_on = True

@@ -1,0 +1,65 @@
+"""sac.apply on models of timm."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+
+import pytest
+
+import sac
+from tests.stacks.composition import differences
+from tests.stacks.other_trainers import TIMM, assert_composes, measured_as_it_is, timm_model, vision
+
+
+@pytest.mark.filterwarnings("ignore:.*matched no op in any region:sac.errors.SacWarning")
+@pytest.mark.parametrize("name", TIMM)
+def test_gradients_are_equal_and_kept_bytes_fall(name: str) -> None:
+    assert_composes(partial(vision, model=name))
+
+
+def test_a_model_of_convolutions_has_no_other_matmul_and_is_told_so() -> None:
+    model, images = timm_model("convnext_atto")
+    sac.apply(model, "selective")
+    with pytest.warns(sac.errors.SacWarning, match='rule "matmuls" matched no op in any region of the model'):
+        model(images).sum().backward()
+    assert "rule convolutions: 3 calls" in str(sac.report(model))
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "swin_tiny_patch4_window7_224"])
+def test_full_does_what_its_own_checkpointing_does(name: str) -> None:
+    (model, images), (theirs, _) = timm_model(name), timm_model(name)
+    theirs.set_grad_checkpointing()
+    own = measured_as_it_is(theirs, lambda trained: trained(images).square().mean())
+    ours = measured_as_it_is(sac.apply(model, "full"), lambda trained: trained(images).square().mean())
+    assert differences(ours, own) == []
+    assert ours.flops == own.flops
+    assert ours.kept_bytes <= own.kept_bytes
+
+
+def test_its_own_checkpointing_on_before_is_refused() -> None:
+    model, _ = timm_model("vit_tiny_patch16_224")
+    model.set_grad_checkpointing()
+    with pytest.raises(sac.SacError) as error:
+        sac.apply(model, "full")
+    assert str(error.value) == (
+        "VisionTransformer: the model's own checkpointing is on: grad_checkpointing is on in the model "
+        "(VisionTransformer) (turn it off with model.set_grad_checkpointing(False))\n"
+        "    fix: turn it off, then call sac.apply; two at once would run every block three times"
+    )
+    model.set_grad_checkpointing(False)
+    sac.apply(model, "full")
+
+
+def test_its_own_checkpointing_turned_on_afterwards_is_refused_at_that_call() -> None:
+    model, images = timm_model("vit_tiny_patch16_224")
+    sac.apply(model, "full")
+    with pytest.raises(sac.SacError, match="set_grad_checkpointing was called, and sac"):
+        model.set_grad_checkpointing()
+    model.set_grad_checkpointing(False)
+    model(images).sum().backward()
+
+
+def test_nobody_finds_the_stand_in_for_torchvision() -> None:
+    timm_model("vit_tiny_patch16_224")
+    assert not hasattr(sys.modules.get("torchvision"), "FrozenBatchNorm2d")
