@@ -32,7 +32,12 @@ def drop_frozen(blocks: Sequence[Block], model: nn.Module) -> tuple[tuple[Block,
     those two and itself, a language model by everything. So a frozen vision tower is left alone, with or without a
     projector trained behind it, while a frozen language model behind a trained projector keeps its blocks, since the
     projector's gradient comes through them.
+
+    Where nothing at all is trained, no block is left alone: as a rule adapters are to come. Regions that no gradient
+    passes through keep nothing and are not run again.
     """
+    if not is_trained(model):
+        return tuple(blocks), ()
     trained_stacks = {block.stack for block in blocks if is_trained(block.module)}
     trained_towers = _trained_towers(model)
     kept = tuple(

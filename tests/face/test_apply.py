@@ -134,13 +134,20 @@ def test_layers_leave_no_block() -> None:
     )
 
 
-def test_frozen_model() -> None:
-    model = llama().requires_grad_(False)
+def test_frozen_blocks() -> None:
+    model = tiny("llava")[0]
+    model.model.vision_tower.requires_grad_(False)
     before = state(model)
-    assert warned(lambda: sac.apply(model, "full")) == [
+    assert warned(lambda: sac.apply(model, {"mode": "full", "scope": "vision"})) == [
         "every block of this model is frozen: sac.apply had nothing to do"
     ]
     assert state(model) == before
+
+
+def test_frozen_model_whose_adapters_are_to_come() -> None:
+    model = llama().requires_grad_(False)
+    assert warned(lambda: sac.apply(model, "full")) == []
+    assert [one.region.path for one in regions_of(model)] == ["model.layers.0", "model.layers.1"]
 
 
 LAYERS = {
