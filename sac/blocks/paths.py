@@ -94,6 +94,14 @@ def walk(model: nn.Module, *, repeats: bool = False) -> Iterator[Node]:
         ahead.extend(reversed(children_of(node)))
 
 
+def parts_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield clean path and module of ``module`` and of all below, each once; a wrapper has the path of what it holds."""
+    for node in walk(module):
+        for _, wrapper in node.wrappers:
+            yield node.path, wrapper
+        yield node.path, node.module
+
+
 def clean_path(path: str, model: nn.Module | None = None) -> str:
     """Return ``path`` as it is in the model without wrappers; see Note [Clean paths].
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from sac.blocks.cache import Restore
 from sac.blocks.find import Block
+from sac.blocks.paths import parts_of
 from sac.blocks.switches import refuse_callers, refuse_flags, uncover_switches
 from sac.blocks.zero_hits import HitWatch
 from sac.errors import ModelError, Problem
@@ -113,7 +114,7 @@ def scope_modules(blocks: Sequence[nn.Module]) -> None:
     """Let the sub-modules of each block tell, while they run, which of them it is."""
     roots = {id(block) for block in blocks}
     for block in blocks:
-        for path, module in block.named_modules():
+        for path, module in parts_of(block):
             if id(module) not in roots:
                 scope_module(module, path)
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -17,6 +20,7 @@ from sac.measuring.step_flops import count_flops
 from tests.semantics.training import same_bits
 
 FORWARD_DONE = "forward done"
+RELEASE_SECONDS = 0.005
 SENT = "gloo:"  # the backend's own events: a collective whose result is taken from what was kept has none
 WRAPPED_NAMES = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "_orig_mod.", "module.")
 
@@ -49,7 +53,8 @@ def outcome(
         losses += [float(loss.detach())] if loss is not None else []
         gradients |= {f"step {index} {name}": value for name, value in gradients_of(model).items()}
     model.zero_grad()
-    memory = measure_memory(step)
+    with _buffers_freed_here():
+        memory = measure_memory(step)
     model.zero_grad()
     flops = _compiled_flops(step) if compiled else count_flops(step)
     model.zero_grad()
@@ -61,6 +66,26 @@ def outcome(
 def forward_done() -> None:
     """Say that forward is over and backward has not begun: here `kept_bytes` is read."""
     mark(FORWARD_DONE)
+
+
+@contextlib.contextmanager
+def _buffers_freed_here() -> Iterator[None]:
+    """Let this thread be the last to hold the buffers of a collective: what gloo's frees the profiler does not see."""
+    if not dist.is_initialized():
+        yield
+        return
+    wait = dist.Work.wait
+
+    def wait_longer(*args: Any, **kwargs: Any) -> Any:
+        done = wait(*args, **kwargs)
+        time.sleep(RELEASE_SECONDS)
+        return done
+
+    dist.Work.wait = wait_longer
+    try:
+        yield
+    finally:
+        dist.Work.wait = wait
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
