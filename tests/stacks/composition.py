@@ -112,16 +112,19 @@ def differences(ours: Outcome, reference: Outcome) -> list[str]:
     return (["losses"] if ours.losses != reference.losses else []) + differ
 
 
-def _events(step: Callable[[], Any]) -> list[tuple[str, list[list[int]]]]:
-    """What the profiler saw in a step: names of events, and the shapes of the tensors that operators were given."""
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+def _events(step: Callable[[], Any], *, shapes: bool = False) -> list[tuple[str, list[list[int]]]]:
+    """What the profiler saw in a step: names of events, and the shapes of the tensors that operators were given.
+
+    For shapes it holds weak references to tensors, so that `.to` cannot exchange the parameters of a sharded module.
+    """
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=shapes) as profiler:
         step()
     return [(event.name, event.input_shapes) for event in profiler.events()]
 
 
 def _compiled_flops(step: Callable[[], Any]) -> int:
     """FLOPs where a dispatch mode would change what runs. In eager this would count what a mode answers by itself."""
-    return sum(_product_flops(name, shapes) for name, shapes in _events(step))
+    return sum(_product_flops(name, shapes) for name, shapes in _events(step, shapes=True))
 
 
 def _product_flops(name: str, shapes: list[list[int]]) -> int:
