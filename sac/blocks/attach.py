@@ -12,6 +12,8 @@ from torch import nn
 from sac.blocks.cache import kv_free_submodules, own_checkpointing, shares_kv, turn_off_cache
 from sac.blocks.chunks import find_chains, install_chunks
 from sac.blocks.find import Block, drop_frozen, find_blocks, submodules
+from sac.blocks.paths import parts_of
+from sac.blocks.stages import idle_note, is_stage, rules_here
 from sac.blocks.switches import cover_switches
 from sac.blocks.wrap import Applied, install, ours_on, regions_of
 from sac.blocks.zero_hits import HitWatch
@@ -23,7 +25,6 @@ from sac.policy.model import Chunks, Policy, Rule
 from sac.selective.announce import check_trace_target
 from sac.selective.bind import BoundPolicy
 from sac.selective.kind import Kind
-from sac.selective.table import Table
 
 
 def apply(
@@ -60,15 +61,19 @@ def apply(
     refuse_own_checkpointing(model)
     policy = FULL if config.mode == "full" else (config.policy or family_policy(model))
     bound = usable_policy(policy)
-    blocks, notes = _choose_blocks(model, config, policy)
+    blocks, notes, stage = _choose_blocks(model, config, policy)
+    if not blocks:
+        warnings.warn(notes[0], SacWarning, stacklevel=2)
+        return model
     blocks, left_alone = drop_frozen(blocks, model)
     if not blocks:
         warnings.warn("every block of this model is frozen: sac.apply had nothing to do", SacWarning, stacklevel=2)
         return model
-    _check_static(bound, blocks, strict=config.strict)
+    _check_static(bound, blocks, strict=config.strict, stage=stage)
     chains = find_chains(model, blocks, config.layers) if isinstance(config.layers, Chunks) else ()
     pairs = [] if chains else kinds_of(bound, blocks, config.mode)
-    watch = HitWatch((block.path for block, _ in pairs), policy.rules, strict=config.strict)
+    rules = rules_here(policy.rules, blocks) if stage else policy.rules
+    watch = HitWatch((block.path for block, _ in pairs), rules, strict=config.strict, stage=stage)
     applied = Applied(config.mode, (), watch, tuple(block.path for block in left_alone), notes, settings)
     for note in notes:  # now: a warning may be made an error, and the model is to be as it was then
         warnings.warn(note, SacWarning, stacklevel=2)
@@ -109,11 +114,17 @@ def refuse_own_checkpointing(model: nn.Module) -> None:
         )
 
 
-def _choose_blocks(model: nn.Module, config: Config, policy: Policy) -> tuple[tuple[Block, ...], tuple[str, ...]]:
-    """Return the modules that are to be regions, and notes on them for the user."""
+def _choose_blocks(model: nn.Module, config: Config, policy: Policy) -> tuple[tuple[Block, ...], tuple[str, ...], bool]:
+    """Return the modules that are to be regions, notes on them for the user, and whether the model is a stage.
+
+    There is no module on a stage that holds none; see Note [Stages].
+    """
     patterns = config.blocks or policy.blocks
     blocks = find_blocks(model, patterns=patterns, scope=config.scope)
+    stage = is_stage(model, blocks)
     chosen = tuple(block for block in blocks if _is_chosen(block, config, policy))
+    if not chosen and stage:
+        return (), (idle_note(model, blocks),), stage
     if not chosen:
         sizes = sorted({block.stack_size for block in blocks})
         raise ModelError(
@@ -134,7 +145,7 @@ def _choose_blocks(model: nn.Module, config: Config, policy: Policy) -> tuple[tu
     if not parts:
         raise ModelError(Problem(type(model).__name__, f"{_sharing(model)}, and the blocks hold nothing else"))
     note = f"{_sharing(model)}: in its blocks the regions are {count} other sub-modules"
-    return tuple(parts.values()), (note,) if sharing else ()
+    return tuple(parts.values()), (note,) if sharing else (), stage
 
 
 def _sharing(model: nn.Module) -> str:
@@ -146,12 +157,12 @@ def _is_chosen(block: Block, config: Config, policy: Policy) -> bool:
     return block.layer in config.layers.select(size) and block.layer in policy.layers.select(size)
 
 
-def _check_static(bound: BoundPolicy, blocks: Sequence[Block], *, strict: bool) -> None:
+def _check_static(bound: BoundPolicy, blocks: Sequence[Block], *, strict: bool, stage: bool) -> None:
     """Tell of rules whose `module` or `layers` is nowhere in the model, before anything runs."""
-    idle = [one.rule for one in bound.rules if not one.rule.optional and not _has_place(one.rule, blocks)]
+    needed = [one.rule for one in bound.rules if not one.rule.optional]
+    idle = [rule for rule in (rules_here(needed, blocks) if stage else needed) if not _has_place(rule, blocks)]
     if not idle:
         return
-    needed = [one for one in bound.rules if not one.rule.optional]
     problems = [
         Problem(
             rule.where("module" if rule.module is not None else "layers"),
@@ -160,7 +171,7 @@ def _check_static(bound: BoundPolicy, blocks: Sequence[Block], *, strict: bool) 
         )
         for rule in idle
     ]
-    if strict or len(idle) == len(needed):
+    if strict or (len(idle) == len(needed) and not stage):
         raise PolicyError(problems)
     for problem in problems:
         warnings.warn(str(problem), SacWarning, stacklevel=3)
@@ -170,7 +181,7 @@ def _has_place(rule: Rule, blocks: Sequence[Block]) -> bool:
     for block in blocks:
         if rule.layers is not None and block.layer not in rule.layers.select(block.stack_size):
             continue
-        if rule.module is None or any(rule.module.matches(path) for path, _ in block.module.named_modules()):
+        if rule.module is None or any(rule.module.matches(path) for path, _ in parts_of(block.module)):
             return True
     return False
 
@@ -185,18 +196,16 @@ def _place(rule: Rule) -> str:
 def kinds_of(bound: BoundPolicy, blocks: Sequence[Block], mode: str) -> list[tuple[Block, Kind]]:
     """Return each block with its kind; blocks of one structure in one stack under the same rules share one."""
     kinds: dict[tuple[object, ...], Kind] = {}
-    tables: dict[tuple[int, ...], Table] = {}
     pairs = []
     for block in blocks:
         rules = tuple(rule.index for rule in bound.rules_of(block.layer, block.stack_size, _has_module(block)))
-        table = tables.setdefault(rules, bound.table(rules))
         part = block.path.removeprefix(block.stack).lstrip(".").partition(".")[2]
-        structure = tuple((path, type(module)) for path, module in block.module.named_modules())
+        structure = tuple((path, type(module)) for path, module in parts_of(block.module))
         key = (rules, block.stack, part, structure)
-        pairs.append((block, kinds.setdefault(key, Kind(table, mode))))
+        pairs.append((block, kinds.setdefault(key, Kind(bound.table(rules), mode))))
     return pairs
 
 
 def _has_module(block: Block) -> Callable[[Rule], bool]:
-    paths = [path for path, _ in block.module.named_modules()]
+    paths = [path for path, _ in parts_of(block.module)]
     return lambda rule: rule.module is None or any(rule.module.matches(path) for path in paths)

@@ -6,12 +6,14 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
+import torch
 from torch import nn
 
 from sac.blocks.block import Block
 from sac.blocks.frozen import drop_frozen, is_trained
-from sac.blocks.paths import Node, children_of, clean_path, root_node, walk
-from sac.blocks.stacks import find_stacks, is_callable, numbering
+from sac.blocks.paths import Node, children_of, clean_path, join, root_node, walk
+from sac.blocks.stacks import STRONG, find_stacks, is_callable, numbering
+from sac.blocks.stages import emptied_stacks
 from sac.blocks.towers import Towers, parse_scope
 from sac.errors import ConfigError, ModelError, Problem, listing, nearest
 
@@ -48,6 +50,7 @@ def find_blocks(
     With them a block is what any pattern matches, by clean path or by the path that ``named_modules`` gives.
     ``scope`` keeps the towers it names. ``granularity="submodule"`` gives instead of each block its direct children
     that hold parameters and are more than a norm or one linear map (attention, mlp), or the block if it has none.
+    A pipeline stage may hold no block: then there are none (Note [Stages] in ``stages.py``).
 
     Raises ``ModelError`` when there is no block, none in the scope, or a pattern matches nothing; ``ConfigError`` for
     an illegal scope or granularity.
@@ -63,7 +66,7 @@ def find_blocks(
         )
     blocks = _matched(model, patterns) if patterns else _recognised(model)
     inside = tuple(block for block in blocks if block.tower in towers)
-    if not inside:
+    if blocks and not inside:
         raise ModelError(_out_of_scope(model, blocks, scope))
     if grain == "block":
         return inside
@@ -104,12 +107,14 @@ def part_of(block: Block, node: Node) -> Block:
 def _recognised(model: nn.Module) -> tuple[Block, ...]:
     towers, nodes = Towers(model), list(walk(model))
     modules = {node.path: node.module for node in nodes}
-    found = []
+    found, emptied = [], emptied_stacks(model)
     for stack in find_stacks(model):
+        if emptied and stack.rank < STRONG:  # what is left in a stage without blocks is a head, say
+            continue
         size = _counted_size(modules, stack.path, stack.size)
         for node, layer in zip(stack.nodes, stack.layers, strict=True):
             found.append(Block(node.path, node.module, layer, stack.path, size, towers.of(node.path)))
-    if not found:
+    if not found and not emptied:
         raise ModelError(_not_found(model))
     order = {id(node.module): place for place, node in enumerate(nodes)}
     return tuple(sorted(found, key=lambda block: order[id(block.module)]))
@@ -137,10 +142,11 @@ def _matched(model: nn.Module, patterns: Sequence[Pattern]) -> tuple[Block, ...]
     nodes = [node for node in walk(model, repeats=True) if node.path or whole]
     chosen: dict[str, Node] = {}
     seen: set[int] = set()
-    problems = []
+    problems, emptied = [], emptied_stacks(model)
     for pattern in patterns:
         fits = [node for node in nodes if pattern.matches(node.path) or pattern.matches(_raw_path(node))]
-        if not any(is_callable(node.module) for node in fits):
+        elsewhere = any(pattern.matches(join(path, "0")) for path in emptied)
+        if not elsewhere and not any(is_callable(node.module) for node in fits):
             problems.append(_matches_nothing(model, pattern, fits, nodes))
     for node in nodes:  # a parent comes before what is inside it
         wanted = any(pattern.matches(node.path) or pattern.matches(_raw_path(node)) for pattern in patterns)
@@ -178,6 +184,9 @@ def numbered_blocks(model: nn.Module, chosen: dict[str, Node]) -> Iterator[Block
 
 
 def _not_found(model: nn.Module) -> Problem:
+    scripted = next((node for node in walk(model) if isinstance(node.module, torch.jit.ScriptModule)), None)
+    if scripted is not None:
+        return _is_scripted(scripted)
     lists = _largest_lists(model)
     have = f"; its largest lists: {', '.join(text for _, text in lists)}" if lists else "; it has no list of modules"
     example = f"{lists[0][0]}.*".lstrip(".") if lists else "path.to.layers.*"
@@ -186,6 +195,14 @@ def _not_found(model: nn.Module) -> Problem:
         f"no transformer blocks were found in this model{have}",
         expected=LOOKED_FOR,
         fix=f'name them, for example blocks: ["{example}"], in the config, or under regions: in the policy',
+    )
+
+
+def _is_scripted(node: Node) -> Problem:
+    return Problem(
+        node.path or type(node.module).__name__,
+        "this module is compiled by TorchScript, which calls its own code and no forward of ours",
+        fix="put sac on the plain model; torch.compile goes with it, TorchScript does not",
     )
 
 
@@ -220,6 +237,8 @@ def _out_of_scope(model: nn.Module, blocks: Sequence[Block], scope: str | Sequen
 
 def _matches_nothing(model: nn.Module, pattern: Pattern, fits: Sequence[Node], nodes: Sequence[Node]) -> Problem:
     name = type(root_node(model).module).__name__
+    if fits and isinstance(fits[0].module, torch.jit.ScriptModule):
+        return _is_scripted(fits[0])
     if fits:
         kind = type(fits[0].module).__name__
         found = f'"{pattern.text}" matches only {fits[0].path}, a {kind}, which is not called itself'

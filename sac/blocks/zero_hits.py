@@ -10,6 +10,8 @@ from sac.policy.model import Rule
 from sac.selective.stats import RegionStats
 from sac.selective.table import Table
 
+COMPILED = "compiled"  # the save-set of compiled graphs as a whole
+
 
 class HitWatch:
     """Adds up the hits of each region's first call; when all regions have run, tells of rules without any.
@@ -19,6 +21,7 @@ class HitWatch:
 
     def __init__(self, paths: Iterable[str], rules: Iterable[Rule], *, strict: bool, stage: bool = False) -> None:
         self._pending = set(paths)
+        self._compiled: list[str] = []
         self._rules = list(rules)
         self._hit: set[str] = set()
         self.strict = strict
@@ -26,12 +29,15 @@ class HitWatch:
         self.waits = bool(self._pending)
 
     def saw(self, path: str, table: Table, stats: RegionStats) -> None:
-        """A region has run; ``stats`` holds the hits of its call. Raises ``RegionError`` when the policy did nothing."""
+        """A region has run; ``stats`` holds the hits of its call. Raises ``RegionError`` if the policy did nothing."""
         self._hit.update(table.rules[place].rule.id for place in _places(table, stats))
         self._pending.discard(path)
+        if stats.compiled_graphs:
+            self._compiled.append(path)
         if self._pending and stats.calls < 2:
             return
         self.waits = False
+        self._tell_of_compiled()
         idle = self.idle()
         if not idle:
             return
@@ -39,6 +45,11 @@ class HitWatch:
             raise RegionError([_problem(rule) for rule in idle])
         for rule in idle:
             warnings.warn(str(_problem(rule)), SacWarning, stacklevel=2)
+
+    def _tell_of_compiled(self) -> None:
+        """Warn that rules do not reach what is compiled below a region, unless one of them is on that as a whole."""
+        if self._compiled and self._rules and not any(COMPILED in rule.ops for rule in self._rules):
+            warnings.warn(str(_compiled_problem(self._compiled)), SacWarning, stacklevel=2)
 
     def idle(self) -> list[Rule]:
         """Return the rules that nothing has matched so far and that are not optional."""
@@ -48,6 +59,16 @@ class HitWatch:
 def _places(table: Table, stats: RegionStats) -> list[int]:
     chosen = {bound.index: place for place, bound in enumerate(table.rules)}
     return [chosen[index] for index in stats.hits if index in chosen]
+
+
+def _compiled_problem(paths: list[str]) -> Problem:
+    more = f" and {len(paths) - 1} more regions" if len(paths) > 1 else ""
+    return Problem(
+        where=f"{paths[0]}{more}",
+        found="torch.compile was applied to something inside the region. That is one piece here: what rules say of "
+        "modules and ops inside does not reach it, and it is run again as a whole",
+        fix="compile the whole block or model instead, after sac.apply: block.compile() or torch.compile(model)",
+    )
 
 
 def _problem(rule: Rule) -> Problem:

@@ -1,0 +1,273 @@
+"""Model parallel training of a small Llama: what each stack gives in one mode, as an `Outcome` of one rank.
+
+Each function runs in every rank of a process group: `run_ranks(2, tensor_parallel, "full")`. A mode is one of `MODES`,
+"torch full", or a config value. Pipelines are in `pipelines.py`, context parallel attention in `ring_attention.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import _functional_collectives as funcol
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as of_torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+
+import sac
+from tests.stacks.composition import Outcome, forward_done, outcome
+from tests.stacks.parallel_llama import DecoderLayer, Llama, Sizes, batch, built, cross_entropy
+
+SAVE_COLLECTIVES = {"schema": "sac/v1", "name": "sent-once", "rules": [{"id": "c", "ops": "collective", "do": "save"}]}
+SAVE_MATMULS = {"schema": "sac/v1", "name": "sent-again", "rules": [{"id": "m", "ops": "matmul", "do": "save"}]}
+SCATTERED = {"distribute_saved_activations": True}
+LLAMA = {"mode": "selective", "policy": "llama"}
+MODES: dict[str, Any] = {
+    "none": "none",
+    "full": "full",
+    "selective": LLAMA,
+    "full, scattered": {"mode": "full", **SCATTERED},
+    "selective, scattered": {**LLAMA, **SCATTERED},
+    "collectives saved": {"mode": "selective", "policy": SAVE_COLLECTIVES},
+    "collectives sent again": {"mode": "selective", "policy": SAVE_MATMULS},
+}
+SETTLE_SECONDS = 0.02  # gloo's threads let go of the tensors of a collective a little after it is over
+
+
+def put(model: nn.Module, mode: Any, tp_group: Any = None, block: type[nn.Module] = DecoderLayer) -> None:
+    """Put a mode on the model: one of ours, torch's full checkpoint of every `block`, or a config value."""
+    if mode != "torch full":
+        sac.apply(model, MODES.get(mode, mode) if isinstance(mode, str) else mode, tp_group=tp_group)
+        return
+    of_torch.apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, block))
+
+
+def settled_forward() -> None:
+    """Say that forward is over, once memory is what the graph holds and not what gloo still holds."""
+    time.sleep(SETTLE_SECONDS)
+    forward_done()
+
+
+def _all(names: str, style: Callable[[], Any]) -> dict[str, Any]:
+    return {name: style() for name in names.split()}
+
+
+COLWISE = "self_attn.q_proj self_attn.k_proj self_attn.v_proj mlp.gate_proj mlp.up_proj"
+ROWWISE = "self_attn.o_proj mlp.down_proj"
+NORMS = "input_layernorm post_attention_layernorm"
+
+
+def layer_plan(kind: str) -> dict[str, Any]:
+    """What `parallelize_module` is given for a decoder layer.
+
+    `replicated`: between layers every rank has the whole hidden state. `sequence`: its share of the tokens, as a plain
+    tensor. `dtensor`: the same as a DTensor, and DTensors all the way.
+    """
+    if kind == "replicated":
+        return _all(COLWISE, ColwiseParallel) | _all(ROWWISE, RowwiseParallel)
+    local = kind == "sequence"
+    whole, heads = Replicate(), Shard(1)
+    angles = None if local else whole
+    plan = {
+        "self_attn": PrepareModuleInput(
+            input_layouts=(Shard(1), angles, angles),
+            desired_input_layouts=(whole, angles, angles),
+            use_local_output=local,
+        ),
+        "mlp": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(whole,), use_local_output=local),
+        **_all(NORMS, SequenceParallel),
+        **_all(COLWISE, functools.partial(ColwiseParallel, use_local_output=local)),
+        **_all(ROWWISE, functools.partial(RowwiseParallel, output_layouts=Shard(1), use_local_output=local)),
+    }
+    if not local:  # torch 2.13 has no sharding rule for attention on the CPU
+        plan["self_attn.core"] = PrepareModuleInputOutput(
+            input_layouts=(heads,) * 3,
+            desired_input_layouts=(heads,) * 3,
+            use_local_input=True,
+            output_layouts=(heads,),
+            desired_output_layouts=(heads,),
+            use_local_output=False,
+        )
+    return plan
+
+
+def make_parallel(model: Llama, mesh: DeviceMesh, kind: str) -> None:
+    """Shard the model over a mesh of one dimension; see `layer_plan`."""
+    for layer in model.layers.values():
+        parallelize_module(layer, mesh, layer_plan(kind))
+    if kind == "replicated":
+        return
+    local = kind == "sequence"
+    ends = {
+        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=local),
+        "norm": SequenceParallel(),
+        "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
+    }
+    parallelize_module(model, mesh, ends)
+    if not local:
+        model.cos, model.sin = (distribute_tensor(one, mesh, [Replicate()]) for one in (model.cos, model.sin))
+
+
+def trained(model: Llama, kind: str, ids: Tensor, labels: Tensor) -> Outcome:
+    """Train on one batch; the loss of sequence-parallel kinds is computed in shards of the vocabulary."""
+
+    def step() -> Tensor:
+        with loss_parallel() if kind != "replicated" else contextlib.nullcontext():
+            loss = cross_entropy(model(ids), labels)
+            settled_forward()
+            loss.backward()
+        return loss.full_tensor() if isinstance(loss, DTensor) else loss
+
+    return outcome(step, model)
+
+
+def tensor_parallel(mode: Any, *, kind: str = "replicated", order: str = "after", dropout: float = 0.0) -> Outcome:
+    """Train a model that `parallelize_module` has sharded; `order`: the mode is put on before that or after."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    sizes = Sizes(dropout=dropout)
+    model = built(sizes)
+    if order == "before":
+        put(model, mode, mesh)
+    make_parallel(model, mesh, kind)
+    if order == "after":
+        put(model, mode, mesh)
+    return trained(model, kind, *batch(sizes))
+
+
+def fsdp_tp(mode: Any, *, kind: str = "replicated", order: str = "between") -> Outcome:
+    """Train on four ranks: two of tensor parallelism, two of FSDP2. `order`: before both, "between" them, or after."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    sizes = Sizes()
+    model = built(sizes)
+    if order == "before":
+        put(model, mode, mesh["tp"])
+    make_parallel(model, mesh["tp"], kind)
+    if order == "between":
+        put(model, mode, mesh["tp"])
+    for layer in model.layers.values():
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    if order == "after":
+        put(model, mode, mesh["tp"])
+    return trained(model, kind, *batch(sizes, seed=mesh.get_local_rank("dp")))
+
+
+# torch 2.13 renames these; the old names warn.
+GATHER = getattr(funcol, "all_gather_single_autograd", None) or funcol.all_gather_tensor_autograd
+REDUCE = getattr(funcol, "reduce_scatter_single_autograd", None) or funcol.reduce_scatter_tensor_autograd
+
+
+class SequenceShare(nn.Module):
+    """One block of a sequence-parallel model that is written with functional collectives: gather, map, scatter."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.RMSNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        group = dist.group.WORLD
+        whole = GATHER(self.norm(x_BTD), gather_dim=1, group=group)
+        mapped = self.down(nn.functional.gelu(self.up(whole)))
+        return x_BTD + REDUCE(mapped, "sum", scatter_dim=1, group=group)
+
+
+class RoutedExperts(nn.Module):
+    """One expert per rank: tokens go where the router says by an uneven all-to-all, and come back by another."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, dist.get_world_size(), bias=False)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        group, x_ND = dist.group.WORLD, x_BTD.flatten(0, 1)
+        weight_N1, expert_N1 = self.router(x_ND).softmax(-1).topk(1)
+        order_N = expert_N1.flatten().argsort(stable=True)
+        sent = torch.bincount(expert_N1.flatten(), minlength=dist.get_world_size())
+        received = funcol.all_to_all_single(sent, None, None, group)
+        gives, gets = sent.tolist(), received.tolist()
+        there_MD = funcol.all_to_all_single_autograd(x_ND[order_N], gets, gives, group)
+        mapped_MD = self.down(nn.functional.gelu(self.up(there_MD)))
+        back_ND = funcol.all_to_all_single_autograd(mapped_MD, gives, gets, group)
+        return x_BTD + (torch.empty_like(x_ND).index_copy(0, order_N, back_ND) * weight_N1).view_as(x_BTD)
+
+
+class Blocks(nn.Module):
+    """Blocks of one class, one after the other."""
+
+    def __init__(self, kind: type[nn.Module], width: int = 32, count: int = 2) -> None:
+        super().__init__()
+        torch.manual_seed(7 + dist.get_rank())
+        self.layers = nn.ModuleList(kind(width) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def _trained_blocks(mode: Any, kind: type[nn.Module]) -> Outcome:
+    model = Blocks(kind)
+    put(model, mode, block=kind)
+    x = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(dist.get_rank()))
+
+    def step() -> Tensor:
+        loss = model(x).square().mean()
+        settled_forward()
+        loss.backward()
+        return loss
+
+    return outcome(step, model)
+
+
+def collectives(mode: Any) -> Outcome:
+    """Train blocks that gather and scatter tokens themselves."""
+    return _trained_blocks(mode, SequenceShare)
+
+
+def experts(mode: Any) -> Outcome:
+    """Train blocks with one expert per rank."""
+    return _trained_blocks(mode, RoutedExperts)
+
+
+def transformers_plan(mode: Any, *, saved: str, family: str) -> Outcome:
+    """Train a model of `tests.model_zoo`, saved in the folder `saved`, by transformers' own tensor parallel plan."""
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    from tests.model_zoo import tiny
+
+    rank, world = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ.update({"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world})  # as torchrun sets them
+    config = DistributedConfig(tp_size=dist.get_world_size())
+    model = AutoModelForCausalLM.from_pretrained(saved, distributed_config=config, dtype=torch.float32).train()
+    if mode == "torch full":
+        model.activation_checkpointing_enable()
+    else:
+        put(model, mode, dist.group.WORLD)
+    _, inputs = tiny(family)
+
+    def step() -> Tensor:
+        loss: Tensor = model(**inputs).loss
+        settled_forward()
+        loss.backward()
+        return loss
+
+    return outcome(step, model)
