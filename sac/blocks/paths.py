@@ -95,7 +95,7 @@ def walk(model: nn.Module, *, repeats: bool = False) -> Iterator[Node]:
 
 
 def parts_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield clean path and module of ``module`` and of all below, each once; a wrapper has the path of what it holds."""
+    """Yield clean path and module of ``module`` and of all below, each once; a wrapper has that of what it wraps."""
     for node in walk(module):
         for _, wrapper in node.wrappers:
             yield node.path, wrapper
