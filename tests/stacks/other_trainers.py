@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import sac
 from tests.stacks.composition import Outcome, differences, forward_done, outcome
-from tests.stacks.stand_ins import import_timm
+from tests.stacks.stand_ins import import_timm, import_titan
 
 SEED = 0
 
@@ -130,3 +130,11 @@ def _lightning_on_ranks(mode: Any, strategy: Any, **options: Any) -> Outcome:
     told = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": "0", "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     with mock.patch.dict(os.environ, told):
         return lightning(mode, strategy=strategy, devices=int(world), plugins=[elastic()], **options)
+
+
+def torchtitan(mode: Any) -> Outcome:
+    """A Llama 3 of torchtitan under its `ActivationCheckpointing`, ours or its own; see `titan_models`."""
+    import_titan("torchtitan.distributed.activation_checkpoint")
+    from tests.stacks import titan_models
+
+    return titan_models.trained(mode)

@@ -1,0 +1,38 @@
+"""torchtitan: a policy for its ``activation_checkpoint`` field that calls ``sac.apply``.
+
+In a job's config registry::
+
+    from sac.compat.torchtitan import SacAC
+
+    Trainer.Config(activation_checkpoint=SacAC.Config(value="selective"), ...)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing  # type: ignore[import-untyped]
+
+from sac.blocks.attach import apply
+
+__all__ = ["SacAC"]
+
+
+class SacAC(ActivationCheckpointing):  # type: ignore[misc]
+    """Carries a config value of ``sac.apply`` out on each part of the model that a process has.
+
+    There are no wrappers: names of parameters stay as they are. torchtitan's own keys ``preserve_rng_state``,
+    ``determinism_check`` and ``debug`` are not read; ``value`` may be a mapping that has those of sac.
+    A pipeline part without layers is left as it is, with a warning.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ActivationCheckpointing.Config):  # type: ignore[misc]
+        """``value``: a mode, the name of a shipped policy, the path of a policy file, or a mapping."""
+
+        value: str = "selective"
+
+    def apply(self, model: nn.Module) -> None:
+        """Put it on the blocks of ``model``, in place. Raises what ``sac.apply`` raises."""
+        apply(model, self.config.value)
