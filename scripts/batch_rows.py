@@ -167,5 +167,6 @@ def _tokens_per_s(batch: int, seq: int, seconds: list[float]) -> float:
 
 
 def speed_at(result: Result, mode: str, batch: int) -> float | None:
-    """Tokens per second of one mode at one batch."""
-    return next(point.tokens_per_s for point in result.points if (point.mode, point.batch) == (mode, batch))
+    """Tokens per second of one mode at one batch; None where it was not timed."""
+    found = (point.tokens_per_s for point in result.points if (point.mode, point.batch) == (mode, batch))
+    return next(found, None)

@@ -6,7 +6,8 @@
     .venv/bin/python scripts/composition_matrix.py --stack "FSDP2" --stack plain
 
 Each stack trains a small model on CPU, in as many processes as it says, first without sac and then in each mode. A row
-whose package is not installed says so. The script ends with 1 if a gradient differs or a stack raises.
+whose package is not installed says so. The script ends with 1 if a gradient differs, a stack raises, or a mode
+does nothing.
 """
 
 from __future__ import annotations
@@ -70,12 +71,14 @@ def text_of(cell: Cell) -> str:
 
 
 def notes_of(line: Line) -> list[str]:
-    """Why a cell has no numbers, or which gradients differ."""
+    """Why a cell has no numbers, or what is wrong with those it has."""
     notes = []
     for cell in line.cells:
         why = cell.missing or cell.error
         if cell.gradients == DIFFER:
             why = f"{len(cell.different)} differ: {', '.join(cell.different[:3])}"
+        elif cell.idle:
+            why = "nothing is recomputed and nothing let go"
         if why:
             notes.append(f"{line.stack}, {cell.mode}: {why}")
     return notes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -145,12 +146,15 @@ def test_the_closing_words_are_computed(modules):
 
     none = Row("none", True, 1000, 0.0, 2.0, 1.0, 8, 1000, 1100, 400.0, 1.0)
     full = Row("full", True, 640, 36.0, 2.8, 1.4, 30, 1000, 1100, 300.0, 0.75)
-    points = (Point("none", 1, 300, 100.0), Point("none", 8, 1000, 400.0))
+    points = (
+        *(Point("none", 1, 300, 100.0), Point("none", 8, 1000, 400.0)),
+        *(Point("full", 8, 640, 290.0), Point("full", 30, 1000, 300.0)),
+    )
     assert verdict([Result("T5", "", 1, 1, 1, 8, (none, full), points)]) == (
         "The classic claim is 33-38 % of memory freed for 20-25 % of time, and 2-3x throughput from the larger batch.\n"
-        "full: memory freed T5 36 %; time T5 +40 %; throughput at the largest batch T5 0.75x.\n"
-        "    Of the claim, the memory holds, the time does not hold, the throughput does not hold.\n"
-        "A larger batch alone, T5 without checkpointing: 100 tokens/s at batch 1, 400 at 8 (4.00x)."
+        "T5, full: 36 % of memory freed for 40 % more time; 3.8x the batch, 0.75x the throughput. "
+        "The claim: memory yes, time no, throughput no.\n"
+        "Throughput that a larger batch brings by itself, T5: none 4.00x from 1 to 8, full 1.03x from 8 to 30."
     )
 
 
@@ -193,3 +197,19 @@ def test_none_are_refused(refused, option):
 def test_memory_on_a_gpu_is_found_too():
     done = run_script(SCRIPT, *QUICK, "--device", "cuda")
     assert done.returncode == 0, done.stderr
+
+
+def test_the_page_has_what_the_script_prints(modules):
+    from batch_table import CASES
+    from batch_verdict import CLAIM
+
+    page = (ROOT / "docs" / "batch-table.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"<!-- batch-table -->\n```\n(.*?)```\n<!-- /batch-table -->", page, re.DOTALL)
+    assert block.startswith("$ .venv/bin/python scripts/batch_table.py --picture docs/batch-table.png\n")
+    assert CLAIM in block
+    for case in CASES:
+        assert re.search(rf"^{case.key}: {re.escape(case.label)}, ", block, re.MULTILINE)
+        for mode in ("full", "selective"):
+            assert f"{case.key}, {mode}: " in block
+    assert re.search(r"torch \d.*, Python \d.*, \d+ cores of \S", block)
+    assert (ROOT / "docs" / "batch-table.png").exists()

@@ -31,6 +31,11 @@ class Cell:
     missing: str = ""  # what this machine lacks to run it
     error: str = ""  # what was raised
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing was recomputed and nothing let go: the mode was put on and did not work."""
+        return self.flops is not None and self.kept is not None and self.flops <= 1 <= self.kept
+
 
 @dataclass(frozen=True, slots=True)
 class Line:
@@ -42,8 +47,8 @@ class Line:
 
     @property
     def failed(self) -> bool:
-        """Whether a gradient differs, or something was raised."""
-        return any(cell.gradients == DIFFER or cell.error for cell in self.cells)
+        """Whether a gradient differs, something was raised, or a mode did nothing."""
+        return any(cell.gradients == DIFFER or cell.error or cell.idle for cell in self.cells)
 
 
 def line_of(stack: Stack, advance: Callable[[str], None] = lambda label: None) -> Line:

@@ -24,7 +24,7 @@ SCRIPT = ROOT / "scripts" / "composition_matrix.py"
 
 def made(value: float, flops: int = 100, kept: int = 10, sent: int = 4) -> Outcome:
     collectives = {"gloo:all_reduce": sent} if sent else {}
-    return Outcome([value], {"weight": torch.tensor([1.0, value])}, flops, kept, collectives)
+    return Outcome([float(value)], {"weight": torch.tensor([1.0, value])}, flops, kept, collectives)
 
 
 def test_ratios_are_over_all_processes():
@@ -48,6 +48,14 @@ def test_a_gradient_that_is_not_there_is_a_difference_up_to_rounding_too():
 
 def test_nothing_sent_has_no_ratio():
     assert compared("full", [made(1, sent=0)], [made(1, sent=0)], rounded=False).sent is None
+
+
+def test_a_mode_that_does_nothing_fails():
+    cell = compared("full", [made(1)], [made(1)], rounded=False)
+    assert cell.idle
+    assert Line("plain", 1, (cell,)).failed
+    for working in (made(1, flops=101), made(1, kept=9)):
+        assert not Line("plain", 1, (compared("full", [working], [made(1)], rounded=False),)).failed
 
 
 def absent(mode: Any) -> Outcome:
