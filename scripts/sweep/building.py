@@ -22,7 +22,7 @@ from .shrinking import SIZES, Size, small_config
 
 MOST_PARAMETERS = 150_000_000
 MOST_CLASSES = 3
-REPAIRS = 6
+REPAIRS = 8
 VARIANTS = (Wanted(), Wanted(labels=False), Wanted(modalities=False), Wanted(modalities=False, labels=False))
 
 
@@ -61,7 +61,8 @@ def build(family: str, deadline: float) -> Built:
     classes = [c for c in classes if c.__name__ == hint.model] if hint.model else classes[:MOST_CLASSES]
     attempts: list[str] = []
     without_gradient = ""
-    hopeless: set[Any] = set()  # classes whose inputs no size would explain
+    hopeless: set[Any] = set()  # classes for which another size would not help
+    last: dict[Any, str] = {}
     for size in [size for size in SIZES if not hint.size or size.name == hint.size]:
         try:
             config = hint.config(size) if hint.config else small_config(kind, size, hint.changes)
@@ -78,6 +79,9 @@ def build(family: str, deadline: float) -> Built:
                 without_gradient = without_gradient or str(error)
             except Exception as error:
                 attempts.append(f"{size.name}, {model_class.__name__}: {one_line(error)}")
+                if last.get(model_class) == one_line(error):
+                    hopeless.add(model_class)
+                last[model_class] = one_line(error)
             if time.process_time() > deadline:
                 break
     if without_gradient:
@@ -116,25 +120,22 @@ def _attempts(model: nn.Module, hint: Hint) -> Iterator[dict[str, Any] | Excepti
     """Yield inputs that a forward takes, or why one does not."""
     for variant in VARIANTS:
         wanted = replace(variant, tokens=dict(hint.tokens), added=hint.added, image=hint.image)
+        told: Exception | None = None
         for _ in range(REPAIRS):
             try:
                 inputs = hint.inputs(model) if hint.inputs else make_inputs(model, wanted)
-            except Exception as error:
-                yield error
-                break
-            try:
                 reset_seeds()
                 with torch.no_grad():
                     model(**inputs)
             except Exception as error:
-                if hint.inputs or not learn(str(error), wanted):
-                    yield error
+                told = error if told is None or wanted.layout == 0 else told
+                if isinstance(error, CannotMakeInputs) or hint.inputs or not learn(str(error), wanted):
                     break
                 continue
             yield inputs
             return
-        else:
-            yield CannotMakeInputs(f"{type(model).__name__} asks for {wanted.tokens} and does not take them")
+        if told is not None:
+            yield told
         if hint.inputs:
             return
 

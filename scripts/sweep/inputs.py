@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +27,7 @@ class Wanted:
     added: tuple[str, ...] = ()
     tokens: dict[str, int] = field(default_factory=dict)  # per modality: placeholders in the text, all rows together
     image: int = 0  # side of images whose size no field tells
+    layout: int = 0  # which order of the axes of sound and of video
 
 
 def make_inputs(model: nn.Module, wanted: Wanted) -> dict[str, Any]:
@@ -49,8 +49,9 @@ def make_inputs(model: nn.Module, wanted: Wanted) -> dict[str, Any]:
     return {name: maker.make(name) for name in dict.fromkeys(names)}
 
 
+LAYOUTS = 4
 MODALITIES = ("pixel_values", "input_features", "input_values", "pixel_values_videos", "bbox")
-USUAL = ("decoder_input_ids",)
+USUAL = ("decoder_input_ids", "actions", "returns_to_go", "timesteps")
 TOGETHER = {
     "pixel_values": ("image_grid_thw", "mm_token_type_ids", "image_sizes", "aspect_ratio_ids", "aspect_ratio_mask",
                      "spatial_shapes", "pixel_attention_mask", "image_grid_hw", "pixel_position_ids", "image_grids",
@@ -124,12 +125,18 @@ class _Maker:
     def _input_ids(self) -> Tensor:
         rows = []
         for kind, count in self.wanted.tokens.items():
-            token = self._value(*PLACEHOLDER[kind], of=self.config)
+            token = self._placeholder(kind)
             if token is None:
                 raise CannotMakeInputs(f"no id of a placeholder for {kind} in {type(self.config).__name__}")
             rows.append(torch.full((BATCH, count // BATCH), token))
         ids = self._plain_ids(SEQ)
         return torch.cat([ids[:, :3], *rows, ids[:, 3:]], dim=1)
+
+    def _placeholder(self, kind: str) -> int | None:
+        """Return the id that stands for one piece of an image or a sound, wherever the configuration has it."""
+        parts = [self.config, *(p for p in vars(self.config).values() if hasattr(p, "to_dict"))]
+        found = (self._value(*PLACEHOLDER[kind], of=part) for part in parts)
+        return next((token for token in found if isinstance(token, int)), None)
 
     def _labels(self) -> Tensor:
         if self.config.is_encoder_decoder or self._main() != "input_ids":
@@ -163,7 +170,7 @@ class _Maker:
         ids = self._labels()
         kinds = torch.zeros_like(ids)
         for place, kind in ((1, "image"), (2, "video"), (3, "audio")):
-            token = self._value(*PLACEHOLDER[kind], of=self.config)
+            token = self._placeholder(kind)
             if token is not None:
                 kinds[ids == token] = place
         return kinds
@@ -207,11 +214,10 @@ class _Maker:
         if self._by_patches():
             return self._patches()
         height, width = self._side()
-        frames = self._value("num_frames", of=self.vision)
-        name = type(self.model).__name__
-        if frames and re.search(r"Video|VivIT|Vivit|Timesformer|VJEPA", name):
-            return self._floats(BATCH, int(frames), self._channels(), height, width)
-        return self._floats(BATCH, self._channels(), height, width)
+        frames = self._value("num_frames", "frames_per_clip", of=self.vision, default=1)
+        channels = self._channels()
+        layouts = ((channels,), (int(frames), channels), (1, 1, channels), (channels, int(frames)))
+        return self._floats(BATCH, *layouts[self.wanted.layout % LAYOUTS], height, width)
 
     def _image(self) -> Tensor:
         return self._pixel_values()
@@ -252,11 +258,12 @@ class _Maker:
         return int(self._value(*names, of=self.audio, default=self._value(*names, default=80)))
 
     def _input_features(self) -> Tensor:
-        frames = self._value("max_source_positions", of=self.audio)
-        name = type(self.model).__name__ + type(self.audio).__name__
-        if frames and not re.search(r"Speech2Text|SpeechToText", name):
-            return self._floats(BATCH, self._mels(), 2 * int(frames))
-        return self._floats(BATCH, 64, self._mels())
+        mels, frames = self._mels(), 2 * int(self._value("max_source_positions", of=self.audio, default=32))
+        layouts = ((mels, frames), (frames, mels), (1, frames, mels), (1, self._square(), self._square()))
+        return self._floats(BATCH, *layouts[self.wanted.layout % LAYOUTS])
+
+    def _square(self) -> int:
+        return int(self._value("spec_size", of=self.audio, default=64))
 
     def _input_features_mask(self) -> Tensor:
         return torch.ones(BATCH, self._input_features().shape[-1], dtype=torch.long)
@@ -272,6 +279,20 @@ class _Maker:
 
     def _spectrogram(self) -> Tensor:
         return self._floats(BATCH, SEQ, self._mels())
+
+    # Trajectories
+
+    def _states(self) -> Tensor:
+        return self._floats(BATCH, TARGET, self.config.state_dim)
+
+    def _actions(self) -> Tensor:
+        return self._floats(BATCH, TARGET, self.config.act_dim)
+
+    def _returns_to_go(self) -> Tensor:
+        return self._floats(BATCH, TARGET, 1)
+
+    def _timesteps(self) -> Tensor:
+        return torch.arange(TARGET).expand(BATCH, TARGET)
 
     # Time series
 
@@ -296,12 +317,9 @@ class _Maker:
         return self._floats(BATCH, self.config.prediction_length, self.config.num_time_features)
 
 
-Repair = Callable[[str, Wanted], bool]
-
-
 def learn(message: str, wanted: Wanted) -> bool:
     """Note in ``wanted`` what an exception's message says is missing; return whether it said anything new."""
-    before = (dict(wanted.tokens), wanted.added, wanted.image)
+    before = (dict(wanted.tokens), wanted.added, wanted.layout)
     counts = re.search(r"(Image|Video|Audio)[^:]*tokens: *(?:tensor\()?(\d+)\)?,? *features:? *(\d+)", message)
     if counts:
         kind, tokens, features = counts[1].lower(), int(counts[2]), int(counts[3])
@@ -313,4 +331,6 @@ def learn(message: str, wanted: Wanted) -> bool:
         name = missing[1] or missing[2]
         if name not in wanted.added:
             wanted.added += (name,)
-    return (wanted.tokens, wanted.added, wanted.image) != before
+    if (wanted.tokens, wanted.added, wanted.layout) == before and wanted.layout < LAYOUTS - 1:
+        wanted.layout += 1
+    return (wanted.tokens, wanted.added, wanted.layout) != before

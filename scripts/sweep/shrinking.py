@@ -39,6 +39,7 @@ SIZES = (
 )
 
 MOST_LAYERS = 8
+MOST_STAGES = 6  # a list that is no longer is one of stages, not of layers
 # Fields of many families that no rule below is about.
 SMALLEST = {
     "first_k_dense_replace": 1,
@@ -59,11 +60,11 @@ STAGES = re.compile(
 INDICES = re.compile(r"index|indices|feature_layer|attn_layer|_layers$|_layer_ids?$|deepstack")
 WIDTH = re.compile(
     r"hidden|embd|embed|emb_dim|dim|d_model|d_ff|d_inner|channels?|intermediate|ffn|width|projection_size|units|_rank$"
-    r"|inner|planes|filters|attention_size|text_d_|vision_d_|expert_size|rnn_size|classifier_proj_size|gating_size"
+    r"|upsample_groups|inner|planes|filters|attention_size|text_d_|vision_d_|expert_size|rnn_size|classifier_proj_size|gating_size"
     r"|^ssm_state|mlp_size"
 )
 NO_WIDTH = re.compile(
-    r"layers|heads|act|dropout|prob|std|scale|ratio|token|position|image|patch|kernel|window|stride|groups|factor|eps"
+    r"layers|heads|act|dropout|prob|std|scale|ratio|token|position|image|patch|kernel|window|stride|(?<!upsample_)groups|factor|eps"
     r"|^num_(?!channels$|filters$)|^n_(?!embd$|inner$)|multiplier|embeddings$|num_channels|audio_channels|in_channels$|out_channels$"
     r"|downsample_rate|type|init|use_|_range|expansion|max_|mult$|index|levels|loss|epsilon|quantiz|per_layer_input"
     r"|_norm|frame|mask_length|rope_dim|sections?|lags|chunk"
@@ -110,7 +111,19 @@ def _small(kind: type, config: Any, size: Size, names: _Names, changes: Mapping[
             below = {k.partition(".")[2]: v for k, v in changes.items() if k.startswith(f"{key}.")}
             given[key.lstrip("_") if not key.startswith("_") else key] = _small(type(value), value, size, names, below)
     _fit_together(given, own)
-    return kind(**{**given, **own})
+    made = kind(**{**given, **own})
+    for key, value in vars(config).items():
+        if not hasattr(made, key):  # what a default configuration is given beyond its fields
+            setattr(made, key, value)
+    return made
+
+
+def _get(config: Any, name: str) -> Any:
+    """Return a field, or None: some configurations refuse to tell a field that differs between layers."""
+    try:
+        return getattr(config, name, None)
+    except Exception:
+        return None
 
 
 def _fit_together(given: dict[str, Any], own: dict[str, Any]) -> None:
@@ -129,17 +142,23 @@ def _fit_together(given: dict[str, Any], own: dict[str, Any]) -> None:
 def _fields(kind: type, config: Any, size: Size, names: _Names) -> Iterator[tuple[str, Any]]:
     """Yield the fields that change, with their new values."""
     old, new, shared = _layers(config, size)
-    heads = 0
+    heads, usual = 0, kind()
     for each in dataclasses.fields(kind):
-        value = getattr(config, each.name, None)
+        value = _get(config, each.name)
         if each.name == "rope_parameters" and isinstance(value, dict) and "mrope_section" in value:
             sections = [s // size.head_dim if s % size.head_dim == 0 else s for s in value["mrope_section"]]
             yield each.name, {**value, "mrope_section": sections}
-        if each.default is None or isinstance(value, (bool, str, dict)) or each.name.startswith("_"):
+        if each.name.startswith("_") or hasattr(value, "to_dict"):
+            continue
+        is_usual = _get(usual, each.name) == value
+        if not is_usual and isinstance(value, (bool, str, dict, type(None))):
+            yield each.name, value
+            continue
+        if (is_usual and each.default is None) or isinstance(value, (bool, str, dict)):
             continue
         changed = _changed(each.name, value, size, names, old, new)
         if IMAGE.search(each.name) and size.patches:
-            changed = _image_like(value, getattr(config, "patch_size", 0), size.patches)
+            changed = _image_like(value, _get(config, "patch_size"), size.patches)
         if each.name == "num_kv_shared_layers" and value:
             changed = shared
         if HEADS.search(each.name) and isinstance(changed, int):
@@ -147,15 +166,24 @@ def _fields(kind: type, config: Any, size: Size, names: _Names) -> Iterator[tupl
                 changed = changed if heads and heads % changed == 0 else (1 if heads else changed)
             else:
                 heads = changed
-        if changed != value:
+        if changed != value or not is_usual:
             yield each.name, changed
+    yield from _outputs(config, usual, old, new)
+
+
+def _outputs(config: Any, usual: Any, old: int, new: int) -> Iterator[tuple[str, Any]]:
+    """Yield which stages a backbone gives back: the same number of them, the last ones where there are fewer layers."""
+    chosen = _get(config, "out_indices")
+    if not chosen or chosen == _get(usual, "out_indices"):
+        return
+    yield "out_indices", list(range(new - len(chosen) + 1, new + 1)) if old != new else list(chosen)
 
 
 def _layers(config: Any, size: Size) -> tuple[int, int, int]:
     """Return how many layers there were, how many there are to be, and how many of those share keys and values."""
     old = next(
         (v for n in ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth")
-         if isinstance(v := getattr(config, n, None), int)),
+         if isinstance(v := _get(config, n), int)),
         0,
     )  # fmt: skip
     if old <= size.layers:
@@ -164,8 +192,8 @@ def _layers(config: Any, size: Size) -> tuple[int, int, int]:
     for value in vars(config).values():
         if isinstance(value, (list, tuple)) and len(value) == old and all(isinstance(v, str) for v in value):
             new = max(new, 1 + max(list(value).index(sort) for sort in set(value)))
-    new = min(new, MOST_LAYERS, old)
-    if getattr(config, "num_kv_shared_layers", 0):
+    new = min(max(new, len(_get(config, "out_indices") or ())), MOST_LAYERS, old)
+    if _get(config, "num_kv_shared_layers"):
         return old, min(2 * new, 2 * MOST_LAYERS), min(new, MOST_LAYERS)
     return old, new, 0
 
@@ -210,7 +238,7 @@ def _changed_list(name: str, value: Any, size: Size, old: int, new: int) -> Any:
         return value
     if not all(isinstance(v, (int, str, float)) for v in value):
         return value
-    if old and len(value) == old and old != new:
+    if len(value) == old and old != new and (old > MOST_STAGES or isinstance(value[0], str)):
         return type(value)(value[:new])
     if not all(type(v) is int for v in value):
         return value

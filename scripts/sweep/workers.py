@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import time
@@ -19,8 +20,9 @@ PRELOADED = ["sweep.checking", "torch._dynamo", "transformers.modeling_layers",
 
 def check_all(families: Sequence[str], jobs: int, limit_s: float, limit_bytes: int) -> Iterator[Row]:
     """Yield the row of each family as it is ready. A child that dies, hangs or grows too large is a row as well."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    for name in PRELOADED:
+        importlib.import_module(name)
+    context = multiprocessing.get_context("fork")
     waiting = list(reversed(families))
     running: dict[Any, tuple[str, Any, float]] = {}
     while waiting or running:
