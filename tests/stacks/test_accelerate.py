@@ -1,0 +1,157 @@
+"""Accelerate: `sac.apply` before and after `prepare`, under DDP and FSDP2, with accumulation and bfloat16."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import sac
+from sac.blocks.cache import turn_off_cache
+from sac.blocks.wrap import regions_of
+from tests.full.ranks import RankError, run_ranks
+from tests.model_zoo import tiny
+from tests.stacks.composition import Outcome, differences, forward_done, outcome
+
+pytest.importorskip("accelerate", reason="tests of Accelerate need accelerate")
+
+WORLD = 2
+PRECISIONS = ["no", pytest.param("bf16", marks=pytest.mark.slow)]
+
+
+@contextmanager
+def accelerator(**options: Any) -> Iterator[Any]:
+    """An Accelerator on the process group that there is, or on none; its state, which is global, is taken back."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState
+
+    environment = {"ACCELERATE_USE_CPU": "true"}
+    if dist.is_initialized():
+        rank = str(dist.get_rank())
+        environment |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(dist.get_world_size())}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # asked for, and not used again
+    with mock.patch.dict(os.environ, environment):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        try:
+            yield Accelerator(cpu=True, **options)
+        finally:
+            AcceleratorState._reset_state(reset_partial_state=True)
+            GradientState._reset_state()
+
+
+def prepared(accelerate: Any, value: Any, when: str) -> tuple[nn.Module, dict[str, Any]]:
+    model, batch = tiny("llama", dropout=0.1)
+    turn_off_cache(model)
+    if when == "before":
+        sac.apply(model, value)
+    model, _ = accelerate.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    if when == "after":
+        sac.apply(model, value)
+    assert value == "none" or len(list(regions_of(model))) == 2
+    return model, batch
+
+
+def accumulated(accelerate: Any, model: nn.Module, batch: dict[str, Any]) -> Outcome:
+    """Two micro-batches a step, gradients being exchanged in the second alone."""
+    ids = [batch["input_ids"], batch["labels"].roll(dist.get_rank() + 1 if dist.is_initialized() else 1)]
+
+    def step() -> Tensor:
+        for micro in ids:
+            with accelerate.accumulate(model):
+                loss: Tensor = model(input_ids=micro, labels=micro).loss
+                forward_done()
+                accelerate.backward(loss)
+        return loss
+
+    return outcome(step, model)
+
+
+def run(value: Any, when: str, precision: str = "no") -> Outcome:
+    with accelerator(mixed_precision=precision, gradient_accumulation_steps=2) as accelerate:
+        model, batch = prepared(accelerate, value, when)
+        return accumulated(accelerate, model, batch)
+
+
+def shards(accelerate: Any, plugin: Any, precision: str) -> None:
+    """Let the plugin be in force. Accelerate itself asks for a device and takes DDP on a CPU, plugin or not."""
+    from accelerate.utils import DistributedType
+
+    accelerate.state.distributed_type = DistributedType.FSDP
+    accelerate.state.fsdp_plugin = plugin
+    if precision != "no":
+        plugin.set_mixed_precision(precision)
+
+
+def run_fsdp(value: Any, when: str, precision: str = "no", *, own: bool = False) -> Outcome:
+    from accelerate import FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        activation_checkpointing=own,
+        cpu_ram_efficient_loading=False,
+    )
+    with accelerator(mixed_precision=precision, gradient_accumulation_steps=2) as accelerate:
+        shards(accelerate, plugin, precision)
+        model, batch = prepared(accelerate, value, when)
+        assert type(model).__name__.startswith("FSDP")
+        return accumulated(accelerate, model, batch)
+
+
+def run_fsdp_with_its_own(value: Any, when: str) -> Outcome:
+    return run_fsdp(value, when, own=True)
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_one_process(precision: str) -> None:
+    plain = run("none", "before", precision)
+    for value in ("full", "selective"):
+        for when in ("before", "after"):
+            ours = run(value, when, precision)
+            assert differences(ours, plain) == []
+            assert ours.flops > plain.flops
+            assert ours.kept_bytes < plain.kept_bytes
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_data_parallel(precision: str) -> None:
+    plain = run_ranks(WORLD, run, "none", "before", precision)
+    for value, when in (("full", "before"), ("selective", "before"), ("selective", "after")):
+        for ours, reference in zip(run_ranks(WORLD, run, value, when, precision), plain, strict=True):
+            assert differences(ours, reference) == []
+            assert ours.flops > reference.flops
+            assert ours.kept_bytes < reference.kept_bytes
+            assert ours.collectives == reference.collectives != {}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_fsdp2_plugin(precision: str) -> None:
+    plain = run_ranks(WORLD, run_fsdp, "none", "before", precision)
+    for value, when in (("full", "before"), ("selective", "before"), ("selective", "after")):
+        for ours, reference in zip(run_ranks(WORLD, run_fsdp, value, when, precision), plain, strict=True):
+            assert differences(ours, reference) == []
+            assert ours.flops > reference.flops
+            assert ours.kept_bytes < reference.kept_bytes
+            assert ours.collectives == reference.collectives != {}
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_the_plugins_own_checkpointing_beside_ours(when: str) -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(WORLD, run_fsdp_with_its_own, "selective", when)
+    expected = {
+        "before": "model.layers.0: a checkpoint_wrapper (FSDPCheckpointWrapper) has been put around this block, and "
+        "sac.apply has been called on this model: two at once would run every block three times\n    fix: leave the "
+        "model's own checkpointing off (with Accelerate: activation_checkpointing of the FSDP plugin)",
+        "after": "the model's own checkpointing is on: checkpoint_wrapper is around model.layers.0",
+    }
+    assert expected[when] in str(caught.value)
