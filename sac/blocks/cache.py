@@ -5,7 +5,7 @@ A block that writes its keys and values into a cache does so again when it is re
 as long. So the cache is turned off where training reads the switch: on the model's config and each config below it.
 ``generation_config`` keeps its own: ``generate`` runs without grad and hands its switch to the forward itself, so
 generating stays as fast as it was (held by a test). A call that asks for a cache all the same, or brings one, is right
-too (Note [Caches as arguments] in ``sac.region.states.caches``), but holds every layer's keys and values until backward.
+too (Note [Caches as arguments] in ``sac.region.states.caches``), but holds all keys and values until backward.
 
 Models whose layers read the keys and values of another layer (Gemma 3n, Gemma 4) hand these through a dictionary that
 attention writes into, and did through the cache itself in older releases. Recomputing that attention would write again,
