@@ -43,9 +43,24 @@ class UnmatchedOp:
 
 
 @dataclass(frozen=True, slots=True)
+class TracedReport:
+    """What ``torch.compile`` was told of one region when it last traced one: calls of ops to save, and to recompute.
+
+    ``rules``: calls that each rule matched. What the partitioner then keeps is its choice among what autograd needs of
+    that: no bytes are known.
+    """
+
+    saved: int
+    recomputed: int
+    rules: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
 class KindReport:
     """One kind of region, per region; bytes are those of the last call, of whole storages, each counted once.
 
+    ``calls``: in eager. ``traced``: None if none was compiled. ``compiled_graphs``: those that ran inside the region,
+    each of them one piece for rules.
     ``input_host_bytes``: of inputs kept in host memory for a device, on top of ``input_bytes``.
     ``dead_bytes``: decided to be saved, then let go at the end of forward, since backward can never read them.
     """
@@ -59,6 +74,8 @@ class KindReport:
     dead_bytes: int
     rules: tuple[RuleUse, ...]
     unmatched: tuple[UnmatchedOp, ...]
+    traced: TracedReport | None = None
+    compiled_graphs: int = 0
 
     @property
     def kept_bytes(self) -> int:
@@ -99,8 +116,8 @@ class Report:
 
     def __str__(self) -> str:
         lines = [f"activation checkpointing: {self.mode}, {sum(kind.count for kind in self.kinds)} regions"]
-        if not any(kind.calls for kind in self.kinds):
-            lines.append("no forward with grad has run yet; what torch.compile has compiled does not count")
+        if not any(kind.calls or kind.traced for kind in self.kinds):
+            lines.append("no forward with grad has run yet")
         if self.kept_inputs:
             lines.append(f"of each region's inputs: {self.kept_inputs}")
         for kind in self.kinds:
@@ -125,12 +142,13 @@ def report(model: nn.Module) -> Report:
     applied = forwards[0].applied
     kinds = tuple(_kind_report(kind, regions) for kind, regions in _alike(model))
     hit = {use.rule for kind in kinds for use in kind.rules if use.hits}
+    hit |= {rule for kind in kinds if kind.traced is not None for rule in kind.traced.rules}
     rules = {bound.rule.id for forward in forwards for bound in forward.region.kind.table.rules}
     return Report(
         applied.mode,
         "; ".join(dict.fromkeys(filter(None, (_kept_inputs(one.applied.settings.keeping) for one in forwards)))),
         kinds,
-        tuple(sorted(rules - hit)) if any(kind.calls for kind in kinds) else (),
+        tuple(sorted(rules - hit)) if any(kind.calls or kind.traced for kind in kinds) else (),
         applied.left_alone,
         applied.notes,
     )
@@ -169,7 +187,17 @@ def _kind_report(kind: Kind, regions: Sequence[Region]) -> KindReport:
         dead_bytes=stats.dead_bytes,
         rules=tuple(_rule_uses(kind, regions)),
         unmatched=tuple(_unmatched(kind)),
+        traced=_traced(kind),
+        compiled_graphs=stats.compiled_graphs,
     )
+
+
+def _traced(kind: Kind) -> TracedReport | None:
+    calls = kind.table.traced
+    if calls is None:
+        return None
+    hits = {one.rule.id: calls.hits[one.index] for one in kind.table.rules if one.index in calls.hits}
+    return TracedReport(calls.saved, calls.recomputed, hits)
 
 
 def _rule_uses(kind: Kind, regions: Sequence[Region]) -> Iterable[RuleUse]:
@@ -194,19 +222,30 @@ def _unmatched(kind: Kind) -> Iterable[UnmatchedOp]:
 
 
 def _kind_lines(kind: KindReport) -> list[str]:
+    lines = list(_eager_lines(kind)) if kind.calls or kind.traced is None else []
+    if kind.traced is not None:
+        told = kind.traced
+        lines.append(f"{kind.regions}: compiled; told to save {told.saved} calls and to recompute {told.recomputed}")
+        lines += [f"  rule {rule}: {hits} calls" for rule, hits in told.rules.items()]
+        lines.append("  what of that is kept is the partitioner's choice, and in no bytes here")
+    return lines
+
+
+def _eager_lines(kind: KindReport) -> Iterable[str]:
     on_host = f"; {_size(kind.input_host_bytes)} of inputs in host memory" if kind.input_host_bytes else ""
-    lines = [
+    yield (
         f"{kind.regions}: keeps {_size(kind.kept_bytes)} per region "
         f"({_size(kind.saved_bytes)} saved, {_size(kind.input_bytes)} of inputs{on_host})"
-    ]
+    )
     for use in kind.rules:
-        lines.append(f"  rule {use.rule}: {use.hits} calls, {_size(use.saved_bytes)} saved")
+        yield f"  rule {use.rule}: {use.hits} calls, {_size(use.saved_bytes)} saved"
     if kind.dead_bytes:
-        lines.append(f"  let go, since backward never reads it: {_size(kind.dead_bytes)}")
+        yield f"  let go, since backward never reads it: {_size(kind.dead_bytes)}"
+    if kind.compiled_graphs:
+        yield f"  compiled graphs inside, each one piece that rules do not look into: {kind.compiled_graphs}"
     if kind.unmatched:
         ops = ", ".join(f"{op.op} (x{op.calls}, {_size(op.bytes)})" for op in kind.unmatched)
-        lines.append(f"  recomputed by default, dearest first: {ops}")
-    return lines
+        yield f"  recomputed by default, dearest first: {ops}"
 
 
 def _size(count: int) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from sac.full.compiled_inside import count_compiled
 from sac.policy.model import Policy
 from sac.region.identity import Identity
 from sac.region.parts import PLAIN, same
@@ -63,6 +64,21 @@ def run_modules(
 
     The modules may have been changed since its last call: by an attribute, a hook, a part put into training.
     """
+    is_first = not region.stats.calls
+    output = _run_modules(region, function, modules, settings, args, kwargs)
+    if is_first:
+        region.stats.compiled_graphs = count_compiled(output, (args, kwargs))
+    return output
+
+
+def _run_modules(
+    region: Region,
+    function: Callable[..., Any],
+    modules: nn.Module | tuple[nn.Module, ...],
+    settings: Settings,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
     identity = _identify(modules)
     owners = tuple(identity.owners)
     if not identity.is_known:

@@ -11,6 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from sac.errors import Problem, RegionError
 from sac.region.call import RETAIN, RegionCall, graph_is_retained
+from sac.region.eager import never_compiled
 from sac.region.handles import Filling, Handle, StopRecompute
 from sac.region.inputs import KeptInputs
 from sac.region.parking import fetch
@@ -75,6 +76,7 @@ class Frame(RegionCall):
             for handle in kept:
                 handle.park(self.hooks)
 
+    @never_compiled
     def _unpack(self, handle: Handle) -> torch.Tensor:
         if handle.kept:
             return handle.kept_value(self.path)

@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from sac.errors import RegionError
 from sac.region.call import RETAIN, RegionCall, graph_is_retained
 from sac.region.detach import detached
+from sac.region.eager import never_compiled
 from sac.region.handles import ALL, ToTheEnd
 from sac.region.inputs import KeptInputs
 from sac.region.results import Results, flatten, has_gradients
@@ -130,6 +131,7 @@ class ReentrantFrame(RegionCall):
             give_history(given[position], output)
         return results.value(outputs)
 
+    @never_compiled
     def backward(self, grads: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
         """Run the region and its backward; return the gradients of the arguments that are the node's inputs."""
         self._check_backward()

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from sac.region.eager import kept_out_of_graphs
 from sac.selective.contexts import checkpoint_contexts
 from sac.selective.table import Table
 
@@ -30,21 +30,7 @@ def run_traced(function: Callable[..., Any], table: Table, args: tuple[Any, ...]
     return torch_checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
-def _run_region(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    return function(*args, **kwargs)
-
-
-def _kept_out_of_graphs(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
-    # Private name (torch 2.1 to 2.13): `torch.compiler.disable` does the same, and loads all of Dynamo right now.
-    disable: Callable[..., Any] = getattr(torch, "_disable_dynamo", torch.compiler.disable)
-    wrapped: Callable[..., Any] = disable(function)
-    # Read by Dynamo for its message (torch 2.13, held by tests/full/test_compiled_settings.py).
-    vars(wrapped).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=reason)
-    return wrapped
-
-
-run_in_eager = _kept_out_of_graphs(
-    _run_region,
+run_in_eager = kept_out_of_graphs(
     "sac runs this region in eager: inputs that are kept elsewhere, trackers, generators, state providers and "
     "use_reentrant cannot be put into a graph",
 )

@@ -22,7 +22,8 @@ class RegionStats:
 
     ``saved_bytes``: for backward, the inputs apart; ``input_host_bytes``: of inputs kept in host memory for a device;
     ``dead_bytes``: decided to be saved, and let go since backward can
-    never read it; ``by_rule`` and ``hits`` are keyed by the rule's index in the table.
+    never read it; ``by_rule`` and ``hits`` are keyed by the rule's index in the table. ``compiled_graphs``: those of
+    ``torch.compile`` that the first call ran.
     """
 
     calls: int = 0
@@ -32,10 +33,11 @@ class RegionStats:
     dead_bytes: int = 0
     by_rule: dict[int, int] = field(default_factory=dict)
     hits: dict[int, int] = field(default_factory=dict)
+    compiled_graphs: int = 0
 
     def figures(self) -> tuple[object, ...]:
         """Return all but the number of calls, to be compared."""
-        kept = (self.saved_bytes, self.input_bytes, self.input_host_bytes, self.dead_bytes)
+        kept = (self.saved_bytes, self.input_bytes, self.input_host_bytes, self.dead_bytes, self.compiled_graphs)
         return (*kept, tuple(sorted(self.by_rule.items())), tuple(sorted(self.hits.items())))
 
     def take(self, kept: KeptFigures | None, input_bytes: tuple[int, int]) -> None:

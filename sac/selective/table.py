@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -119,10 +119,20 @@ def run_op(plan: Plan, args: Any, kwargs: Any) -> Any:
     return plan.run(*args, **kwargs)
 
 
+@dataclass(slots=True)
+class TracedCalls:
+    """What ``torch.compile`` was told of one region when it last traced one: calls to save, to recompute, by rule."""
+
+    saved: int = 0
+    recomputed: int = 0
+    hits: dict[int, int] = field(default_factory=dict)
+
+
 class Table:
     """The rules that hold for one layer of one stack, and the plans they make; see ``plan``.
 
-    ``must_save``: nondeterministic routing ops are kept although no rule says so (promise 10).
+    ``must_save``: nondeterministic routing ops are kept although no rule says so (promise 10). ``traced`` is None as
+    long as no region with this table has been traced.
     """
 
     def __init__(self, policy: Policy, rules: tuple[BoundRule, ...], *, must_save: bool = True) -> None:
@@ -131,6 +141,7 @@ class Table:
         self.default = policy.default
         self.must_save = must_save
         self.saves_everything = self._saves_everything()
+        self.traced: TracedCalls | None = None
         self._plans: dict[str, dict[Any, Plan]] = {}
 
     def scope(self, path: str) -> dict[Any, Plan]:

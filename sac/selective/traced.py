@@ -11,7 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from sac.selective.modes import decide
 from sac.selective.record import CallRecord
-from sac.selective.table import Table
+from sac.selective.table import BoundRule, Table, TracedCalls
 
 # Note [Modules under torch.compile]
 #
@@ -25,9 +25,11 @@ from sac.selective.table import Table
 
 def is_traced() -> bool:
     """Return whether ops are traced now, and not run."""
-    # Private names of torch 2.13, as torch.utils.checkpoint asks itself: is AOTAutograd tracing right now?
-    key = getattr(getattr(torch._C, "_TorchDispatchModeKey", None), "PROXY", None)
-    return torch.compiler.is_compiling() or (key is not None and torch._C._get_dispatch_mode(key) is not None)
+    # Private names of torch 2.13: is AOTAutograd at work right now? It runs a region twice, first under the mode that
+    # makes ops functional alone, to learn what they write to.
+    keys = getattr(torch._C, "_TorchDispatchModeKey", None)
+    modes = [key for name in ("PROXY", "FUNCTIONAL") if (key := getattr(keys, name, None)) is not None]
+    return torch.compiler.is_compiling() or any(torch._C._get_dispatch_mode(key) is not None for key in modes)
 
 
 class TracedPolicy:
@@ -38,6 +40,7 @@ class TracedPolicy:
 
     def __init__(self, table: Table, path: str, module: nn.Module | None = None) -> None:
         self.record = CallRecord(table, path)
+        self.calls = table.traced = TracedCalls()
         self._paths = {} if module is None else {str(id(part)): name for name, part in module.named_modules()}
         stack = _modules_at_work()
         self._base = stack[-1][1] if stack else ""
@@ -47,10 +50,19 @@ class TracedPolicy:
         table, record = self.record.table, self.record
         path = self._module()
         plan = table.scope(path).get(op) or table.plan(op, path)
-        if plan.light or not (plan.counts or plan.candidates):
+        if plan.light:
             return CheckpointPolicy.PREFER_RECOMPUTE
-        saves, _ = decide(record, plan, args, kwargs, getattr(context, "op_output", None))
+        saves, rule = False, plan.final
+        if plan.counts or plan.candidates:
+            saves, rule = decide(record, plan, args, kwargs, getattr(context, "op_output", None))
+        self._count(saves, rule)
         return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def _count(self, saves: bool, rule: BoundRule | None) -> None:
+        calls = self.calls
+        calls.saved, calls.recomputed = calls.saved + saves, calls.recomputed + (not saves)
+        if rule is not None:
+            calls.hits[rule.index] = calls.hits.get(rule.index, 0) + 1
 
     def _module(self) -> str:
         """Return the path, relative to the region, of the module that is being traced now."""

@@ -1,0 +1,101 @@
+"""What `sac.report` says of regions that only `torch.compile` ran: what the partitioner was told, and no bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import sac
+from tests.face.compiling import train_compiled
+from tests.semantics.blocks import FULL, alternate, llama_stack, policy, save, selective, tokens
+from tests.semantics.training import built
+from tests.stacks.test_compiled_inside import ATTENTION_AND_PRODUCTS
+
+VALUES = {
+    "full": FULL,
+    "every product": selective(policy(save("matmul"))),
+    "attention, and products in turn": ATTENTION_AND_PRODUCTS,
+    "one linear": selective(policy(save("matmul", module="mlp.gate_proj"))),
+    "the second call": selective(policy(save("aten.mm", call={"index": 0}, module="self_attn.*"))),
+    "by layer": selective(policy(save("attention"), save("matmul", layers={"first": 1}))),
+    "every second, by shape": selective(policy(alternate("matmul", shape=["_", 64]))),
+}
+
+
+def whole(model: nn.Module, backend: Any) -> Any:
+    return torch.compile(model, backend=backend, fullgraph=True)
+
+
+def blocks(model: nn.Module, backend: Any) -> None:
+    for block in model.blocks:
+        block.compile(backend=backend, fullgraph=True)
+
+
+def eager_hits(value: Any) -> dict[str, list[int]]:
+    model = sac.apply(built(llama_stack), value)
+    model(*tokens())
+    return {kind.regions: [use.hits for use in kind.rules if use.rule != "default"] for kind in sac.report(model).kinds}
+
+
+@pytest.mark.parametrize("compile_it", [whole, blocks])
+@pytest.mark.parametrize("value", VALUES.values(), ids=VALUES.keys())
+def test_rules_match_as_often_as_in_eager(value: Any, compile_it: Any) -> None:
+    applied: list[nn.Module] = []
+    _, log = train_compiled(llama_stack, lambda m: applied.append(sac.apply(m, value)), compile_it=compile_it)
+    report = sac.report(applied[0])
+    told = {kind.regions: list(kind.traced.rules.values()) for kind in report.kinds if kind.traced is not None}
+    assert told == {name: [hits for hits in counts if hits] for name, counts in eager_hits(value).items()}
+    assert all(kind.calls == 0 and kind.kept_bytes == 0 for kind in report.kinds)
+    assert log.backward
+
+
+def test_text_of_a_compiled_model() -> None:
+    applied: list[nn.Module] = []
+    train_compiled(llama_stack, lambda m: applied.append(sac.apply(m, ATTENTION_AND_PRODUCTS)))
+    text = str(sac.report(applied[0]))
+    (kind,) = sac.report(applied[0]).kinds
+    assert kind.traced is not None
+    assert kind.traced.saved == 5  # attention, and the 1st, 3rd, 5th and 7th of seven products
+    assert text == (
+        "activation checkpointing: selective, 2 regions\n"
+        f"blocks.0-1 (x2): compiled; told to save 5 calls and to recompute {kind.traced.recomputed}\n"
+        "  rule rule-0: 1 calls\n"
+        "  rule rule-1: 7 calls\n"
+        "  what of that is kept is the partitioner's choice, and in no bytes here"
+    )
+
+
+def test_plain_values_hold_it() -> None:
+    applied: list[nn.Module] = []
+    train_compiled(llama_stack, lambda m: applied.append(sac.apply(m, VALUES["every product"])))
+    (kind,) = sac.report(applied[0]).to_dict()["kinds"]
+    assert (kind["traced"]["saved"], kind["traced"]["rules"]) == (7, {"rule-0": 7})
+    assert kind["compiled_graphs"] == 0
+
+
+def test_a_rule_without_a_hit_is_among_those_without() -> None:
+    value = selective(policy(save("matmul"), save("convolution")))
+    applied: list[nn.Module] = []
+    train_compiled(llama_stack, lambda m: applied.append(sac.apply(m, value)))
+    assert sac.report(applied[0]).zero_hit_rules == ("rule-1",)
+
+
+def test_kinds_of_one_table_are_told_apart() -> None:
+    """Blocks that differ in structure, under the same rules."""
+
+    def build() -> nn.Module:
+        model = llama_stack()
+        model.blocks[1].mlp = nn.Linear(32, 32, bias=False)
+        return model
+
+    applied: list[nn.Module] = []
+    train_compiled(build, lambda m: applied.append(sac.apply(m, VALUES["every product"])))
+    assert [kind.traced.saved for kind in sac.report(applied[0]).kinds if kind.traced] == [7, 5]
+
+
+def test_nothing_is_traced_before_the_first_step() -> None:
+    model = sac.apply(built(llama_stack), VALUES["every product"])
+    assert [kind.traced for kind in sac.report(model).kinds] == [None]
