@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from tests.semantics.blocks import GatedMLP, RootMeanSquareNorm
 
-WIDTH, HEADS, TOKENS, BLOCKS = 32, 4, 8, 3
+WIDTH, HEADS, TOKENS, BLOCKS = 32, 4, 8, 2
 DROPOUT = 0.1
 
 

@@ -16,7 +16,7 @@ from tests.full.ranks import run_ranks
 from tests.model_zoo import tiny
 from tests.stacks.composition import Outcome, differences, forward_done, outcome
 from tests.stacks.data_parallel import trained, units_of
-from tests.stacks.decoders import ExpertsBlock, decoder
+from tests.stacks.decoders import BLOCKS, ExpertsBlock, decoder
 
 SCATTERED = {"mode": "selective", "distribute_saved_activations": True, "prefetch": 1}
 CHUNKS = {"mode": "full", "layers": {"uniform": 2}}
@@ -97,5 +97,5 @@ def test_regions_of_two_layers(value: Any, order: str) -> None:
 @pytest.mark.parametrize("value", ["full", SCATTERED], ids=str)
 def test_replicated_and_sharded(value: Any) -> None:
     plain, ours = same_gradients(replicated_and_sharded, value, world=4)
-    gathers = 3 if value is SCATTERED else 0  # the input of each region, once
+    gathers = BLOCKS if value is SCATTERED else 0  # the input of each region, once
     assert ours.collectives["gloo:all_gather"] == plain.collectives["gloo:all_gather"] + gathers
