@@ -147,7 +147,8 @@ class Labels:
         return label
 
     def _name_parameter(self, tensor: Tensor, key: int) -> int:
-        label = self._by_storage[key] = hash(("parameter", id(tensor)))
+        # `data` of a class of parameters may be a parameter too, another in each pass: that of bitsandbytes is.
+        label = self._by_storage[key] = hash(("parameter", id(tensor) if type(tensor) is Parameter else key))
         self._parameters.add(label)
         self.origins.name_parameter(label, tensor)
         return label

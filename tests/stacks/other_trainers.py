@@ -138,3 +138,22 @@ def torchtitan(mode: Any) -> Outcome:
     from tests.stacks import titan_models
 
     return titan_models.trained(mode)
+
+
+def low_precision(mode: Any, *, conversion: str = "float8 tensorwise", backend: str = "", length: int = 32) -> Outcome:
+    """A stack in low precision by torchao, a key of `low_precision.CONVERSIONS`; compiled as a whole by `backend`."""
+    from tests.stacks import low_precision as models
+
+    model = models.build(conversion)
+    given = models.inputs(model, length)
+    sac.apply(model, mode)
+    called = torch.compile(model, backend=backend, fullgraph=True) if backend else model
+    return measured_as_it_is(model, lambda _: models.loss(given, called), compiled=bool(backend))
+
+
+def qlora(mode: Any, *, length: int = 16, **adapter: Any) -> Outcome:
+    """A Llama in 4 bits by bitsandbytes with adapters of PEFT; `adapter` are keys of `LoraConfig`."""
+    from tests.stacks import qlora_models
+
+    model = qlora_models.build(**adapter)
+    return measured(model, mode, functools.partial(qlora_models.loss, length=length))
