@@ -23,28 +23,12 @@ from sac.config import OWN_KEYS, parse_config
 from sac.full import FullConfig
 from sac.full.checks import STORES
 from sac.full.full_config import CALL_KEYS, KEYS, CallOptions
+from tests.docs.pages import rows, snippets
 from tests.full.ranks import run_ranks
 
-ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", "docs/full-recompute.md")
 PAGE = "docs/full-recompute.md"
 WIDTH = 16
-
-
-def text_of(page: str) -> str:
-    return (ROOT / page).read_text(encoding="utf-8")
-
-
-def snippets(page: str, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", text_of(page), flags=re.MULTILINE | re.DOTALL)
-
-
-def rows(page: str, head: str) -> list[list[str]]:
-    """The cells of the one table whose head begins so."""
-    (table,) = re.findall(
-        rf"^\| {re.escape(head)} \|[^\n]*\n\|[-|]+\|\n((?:\|.*\n)+)", text_of(page), flags=re.MULTILINE
-    )
-    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in table.splitlines()]
 
 
 class Layer(nn.Module):
