@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from typing import Any
 
 from tests.full.ranks import run_ranks
-from tests.stacks import data_parallel
 from tests.stacks.composition import Outcome, differences
 
 
 @functools.cache
 def outcomes(stack: str, mode: str, world: int = 2, **options: Any) -> list[Outcome]:
-    """What each rank has after training in `mode`; `stack` is a function of `data_parallel`."""
+    """What each rank has after training in `mode`; `stack` is a function of `data_parallel`, or `module:function`."""
     return run_ranks(world, _train, stack, mode, options)
 
 
 def _train(stack: str, mode: str, options: dict[str, Any]) -> Outcome:
-    train = getattr(data_parallel, stack)
-    return train(mode, **options)
+    module, _, function = stack.rpartition(":")
+    train = getattr(importlib.import_module(f"tests.stacks.{module or 'data_parallel'}"), function)
+    found: Outcome = train(mode, **options)
+    return found
 
 
 def assert_same_gradients(stack: str, mode: str, **options: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
 from collections import Counter
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import _functional_collectives as funcol
 from torch.profiler import ProfilerActivity, profile
 
 from sac.measuring.memory_timeline import mark, measure_memory
@@ -74,18 +76,26 @@ def _buffers_freed_here() -> Iterator[None]:
     if not dist.is_initialized():
         yield
         return
-    wait = dist.Work.wait
+    with _longer(dist.Work, "wait"), _longer(funcol, "wait_tensor"):
+        yield
 
-    def wait_longer(*args: Any, **kwargs: Any) -> Any:
-        done = wait(*args, **kwargs)
+
+@contextlib.contextmanager
+def _longer(owner: Any, name: str) -> Iterator[None]:
+    """Let a function of `owner` take longer, by as much as gloo's threads need to let go."""
+    function = getattr(owner, name)
+
+    @functools.wraps(function)
+    def longer(*args: Any, **kwargs: Any) -> Any:
+        found = function(*args, **kwargs)
         time.sleep(RELEASE_SECONDS)
-        return done
+        return found
 
-    dist.Work.wait = wait_longer
+    setattr(owner, name, longer)
     try:
         yield
     finally:
-        dist.Work.wait = wait
+        setattr(owner, name, function)
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:

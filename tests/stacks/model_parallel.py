@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -43,12 +42,12 @@ MODES: dict[str, Any] = {
     "none": "none",
     "full": "full",
     "selective": LLAMA,
+    "own policy": "selective",  # of the family, if the model is known
     "full, scattered": {"mode": "full", **SCATTERED},
     "selective, scattered": {**LLAMA, **SCATTERED},
     "collectives saved": {"mode": "selective", "policy": SAVE_COLLECTIVES},
     "collectives sent again": {"mode": "selective", "policy": SAVE_MATMULS},
 }
-SETTLE_SECONDS = 0.02  # gloo's threads let go of the tensors of a collective a little after it is over
 
 
 def put(model: nn.Module, mode: Any, tp_group: Any = None, block: type[nn.Module] = DecoderLayer) -> None:
@@ -57,12 +56,6 @@ def put(model: nn.Module, mode: Any, tp_group: Any = None, block: type[nn.Module
         sac.apply(model, MODES.get(mode, mode) if isinstance(mode, str) else mode, tp_group=tp_group)
         return
     of_torch.apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, block))
-
-
-def settled_forward() -> None:
-    """Say that forward is over, once memory is what the graph holds and not what gloo still holds."""
-    time.sleep(SETTLE_SECONDS)
-    forward_done()
 
 
 def _all(names: str, style: Callable[[], Any]) -> dict[str, Any]:
@@ -131,7 +124,7 @@ def trained(model: Llama, kind: str, ids: Tensor, labels: Tensor) -> Outcome:
     def step() -> Tensor:
         with loss_parallel() if kind != "replicated" else contextlib.nullcontext():
             loss = cross_entropy(model(ids), labels)
-            settled_forward()
+            forward_done()
             loss.backward()
         return loss.full_tensor() if isinstance(loss, DTensor) else loss
 
@@ -230,7 +223,7 @@ def _trained_blocks(mode: Any, kind: type[nn.Module]) -> Outcome:
 
     def step() -> Tensor:
         loss = model(x).square().mean()
-        settled_forward()
+        forward_done()
         loss.backward()
         return loss
 
@@ -266,7 +259,7 @@ def transformers_plan(mode: Any, *, saved: str, family: str) -> Outcome:
 
     def step() -> Tensor:
         loss: Tensor = model(**inputs).loss
-        settled_forward()
+        forward_done()
         loss.backward()
         return loss
 

@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.experimental import context_parallel as of_torch
 
-from tests.stacks.composition import Outcome, outcome
-from tests.stacks.model_parallel import put, settled_forward
+from tests.stacks.composition import Outcome, forward_done, outcome
+from tests.stacks.model_parallel import put
 from tests.stacks.parallel_llama import Sizes, batch, built, cross_entropy
 
 FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -96,7 +96,7 @@ def context_parallel(mode: Any) -> Outcome:
     def step() -> Tensor:
         with kernel_of_the_cpu(), of_torch(mesh, buffers=buffers, buffer_seq_dims=[1, 1, 0, 0]):
             loss = cross_entropy(model(ids), labels)
-            settled_forward()
+            forward_done()
             loss.backward()
         return loss
 
