@@ -24,7 +24,7 @@ _TAKEN = {"function", "use_reentrant", "context_fn", "determinism_check", "debug
 
 def run_traced(function: Callable[..., Any], table: Table, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Run ``function(*args, **kwargs)`` as a region of a graph that is being traced."""
-    contexts = partial(checkpoint_contexts, table)  # no path: Dynamo would compile each region anew
+    contexts = partial(checkpoint_contexts, table, in_graph=True)  # no path: Dynamo would compile each region anew
     if not _TAKEN.isdisjoint(kwargs):  # the function's own, which torch would take for its own
         function, kwargs = partial(function, **kwargs), {}
     return torch_checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)

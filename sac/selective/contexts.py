@@ -73,19 +73,21 @@ class CheckpointForwardMode(ForwardMode):
 
 
 _BESIDE_TORCH = Settings(preserve_rng_state=False)  # random states are torch's part here
+_IN_A_GRAPH = Settings()  # and not here: torch leaves them to the compiler, which a backend that runs the graph is not
 
 
 class _State:
     """What surrounded the forward and torch's checkpoint does not put back; buffers are those of ``module``."""
 
-    def __init__(self, module: nn.Module | None) -> None:
+    def __init__(self, module: nn.Module | None, settings: Settings) -> None:
         self._module = module
+        self._settings = settings
         self._surroundings: Surroundings | None = None
         self._entered: list[ExitStack] = []  # a region can be recomputed inside its own recomputation
 
     def note(self) -> None:
         """The forward begins."""
-        self._surroundings = Surroundings((), owners_of(self._module), _BESIDE_TORCH)
+        self._surroundings = Surroundings((), owners_of(self._module), self._settings)
 
     def forward_is_over(self) -> None:
         """Keep nothing of buffers that are what they were."""
@@ -233,12 +235,15 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def checkpoint_contexts(
-    table: Table, path: str = "", module: nn.Module | None = None
+    table: Table, path: str = "", module: nn.Module | None = None, *, in_graph: bool = False
 ) -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    """Return the pair of modes for one call of ``torch.utils.checkpoint``, which calls this once per call."""
+    """Return the pair of modes for one call of ``torch.utils.checkpoint``, which calls this once per call.
+
+    ``in_graph``: the call is one in a graph of Dynamo's, which is traced, or run as it is (backend "eager").
+    """
     if is_traced():
         forward, recompute = create_selective_checkpoint_contexts(TracedPolicy(table, path, module))
         return forward, recompute
     record = CallRecord(table, path, owners_of(module))
-    state = _State(module)
+    state = _State(module, _IN_A_GRAPH if in_graph else _BESIDE_TORCH)
     return CheckpointForwardMode(record, state), CheckpointRecomputeMode(record, state)

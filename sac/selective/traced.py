@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import warnings
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
+from sac.errors import Problem, SacWarning
 from sac.selective.modes import decide
 from sac.selective.record import CallRecord
 from sac.selective.table import BoundRule, Table, TracedCalls
@@ -32,6 +34,22 @@ def is_traced() -> bool:
     return torch.compiler.is_compiling() or any(torch._C._get_dispatch_mode(key) is not None for key in modes)
 
 
+def _tell_of_budget() -> None:
+    """Warn if the partitioner has a memory budget of its own."""
+    budget = getattr(torch._functorch.config, "activation_memory_budget", 1.0)
+    if budget == 1:
+        return
+    wins = "it has no say in regions: what sac saves is saved there, and what it does not is recomputed"
+    if budget == 0:
+        wins = "at 0 it wins: everything is recomputed, what sac saves too"
+    problem = Problem(
+        "torch._functorch.config.activation_memory_budget",
+        f"it is {budget}, and sac.apply has been called on what is compiled; {wins}",
+        fix="leave it at 1, or leave sac.apply out",
+    )
+    warnings.warn(str(problem), SacWarning, stacklevel=2)
+
+
 class TracedPolicy:
     """A table as the policy function that torch's own modes ask under ``torch.compile``: tags for the partitioner.
 
@@ -41,6 +59,7 @@ class TracedPolicy:
     def __init__(self, table: Table, path: str, module: nn.Module | None = None) -> None:
         self.record = CallRecord(table, path)
         self.calls = table.traced = TracedCalls()
+        _tell_of_budget()
         self._paths = {} if module is None else {str(id(part)): name for name, part in module.named_modules()}
         stack = _modules_at_work()
         self._base = stack[-1][1] if stack else ""
