@@ -59,8 +59,10 @@ class TracedReport:
 class KindReport:
     """One kind of region, per region; bytes are those of the last call, of whole storages, each counted once.
 
-    ``calls``: in eager. ``traced``: None if none was compiled. ``compiled_graphs``: those that ran inside the region,
-    each of them one piece for rules.
+    ``calls``: in eager, of all regions, as is ``left_in_eager``: calls under ``torch.compile`` that it did not compile
+    (a graph break inside the region, backend "eager"); decisions are the same there, and no bytes are known.
+    ``traced``: None if none was compiled. ``compiled_graphs``: those that ran inside the region, each of them one piece
+    for rules.
     ``input_host_bytes``: of inputs kept in host memory for a device, on top of ``input_bytes``.
     ``dead_bytes``: decided to be saved, then let go at the end of forward, since backward can never read them.
     """
@@ -75,7 +77,13 @@ class KindReport:
     rules: tuple[RuleUse, ...]
     unmatched: tuple[UnmatchedOp, ...]
     traced: TracedReport | None = None
+    left_in_eager: int = 0
     compiled_graphs: int = 0
+
+    @property
+    def has_run(self) -> bool:
+        """Whether a forward with grad has run, or was compiled."""
+        return bool(self.calls or self.left_in_eager or self.traced)
 
     @property
     def kept_bytes(self) -> int:
@@ -116,7 +124,7 @@ class Report:
 
     def __str__(self) -> str:
         lines = [f"activation checkpointing: {self.mode}, {sum(kind.count for kind in self.kinds)} regions"]
-        if not any(kind.calls or kind.traced for kind in self.kinds):
+        if not any(kind.has_run for kind in self.kinds):
             lines.append("no forward with grad has run yet")
         if self.kept_inputs:
             lines.append(f"of each region's inputs: {self.kept_inputs}")
@@ -188,6 +196,7 @@ def _kind_report(kind: Kind, regions: Sequence[Region]) -> KindReport:
         rules=tuple(_rule_uses(kind, regions)),
         unmatched=tuple(_unmatched(kind)),
         traced=_traced(kind),
+        left_in_eager=kind.table.left_in_eager,
         compiled_graphs=stats.compiled_graphs,
     )
 
@@ -222,7 +231,12 @@ def _unmatched(kind: Kind) -> Iterable[UnmatchedOp]:
 
 
 def _kind_lines(kind: KindReport) -> list[str]:
-    lines = list(_eager_lines(kind)) if kind.calls or kind.traced is None else []
+    lines = list(_eager_lines(kind)) if kind.calls or not kind.has_run else []
+    if kind.left_in_eager:
+        lines.append(
+            f"{kind.regions}: {kind.left_in_eager} calls that torch.compile left in eager, with the same decisions, "
+            "and in no bytes here"
+        )
     if kind.traced is not None:
         told = kind.traced
         lines.append(f"{kind.regions}: compiled; told to save {told.saved} calls and to recompute {told.recomputed}")

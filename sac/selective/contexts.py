@@ -244,6 +244,7 @@ def checkpoint_contexts(
     if is_traced():
         forward, recompute = create_selective_checkpoint_contexts(TracedPolicy(table, path, module))
         return forward, recompute
+    table.left_in_eager += in_graph
     record = CallRecord(table, path, owners_of(module))
     state = _State(module, _IN_A_GRAPH if in_graph else _BESIDE_TORCH)
     return CheckpointForwardMode(record, state), CheckpointRecomputeMode(record, state)

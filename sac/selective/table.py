@@ -132,7 +132,8 @@ class Table:
     """The rules that hold for one layer of one stack, and the plans they make; see ``plan``.
 
     ``must_save``: nondeterministic routing ops are kept although no rule says so (promise 10). ``traced`` is None as
-    long as no region with this table has been traced.
+    long as no region with this table has been traced. ``left_in_eager``: calls that were to be traced, and which Dynamo
+    or its backend ran op by op after all.
     """
 
     def __init__(self, policy: Policy, rules: tuple[BoundRule, ...], *, must_save: bool = True) -> None:
@@ -142,6 +143,7 @@ class Table:
         self.must_save = must_save
         self.saves_everything = self._saves_everything()
         self.traced: TracedCalls | None = None
+        self.left_in_eager = 0
         self._plans: dict[str, dict[Any, Plan]] = {}
 
     def scope(self, path: str) -> dict[Any, Plan]:

@@ -1,0 +1,157 @@
+"""What people compile: Hugging Face models as a whole, flex attention, `mode="reduce-overhead"`, inductor per block."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import sac
+from tests.face.compiling import Compiled, count
+from tests.model_zoo import tiny
+from tests.semantics.blocks import FULL, Stack, alternate, llama_stack, policy, save, selective, tokens
+from tests.semantics.training import assert_same, built
+from tests.stacks.composition import Outcome, differences, forward_done, outcome
+
+IN_TURN = selective(policy(save("attention"), alternate("matmul")))
+TOPK = torch.ops.aten.topk.default
+FAMILIES = ["gpt2", "qwen3_moe", *(pytest.param(family, marks=pytest.mark.slow) for family in ("bert", "llama"))]
+
+
+def hugging_face(family: str, value: Any) -> tuple[dict[str, Tensor], Compiled, nn.Module]:
+    torch._dynamo.reset()
+    log = Compiled()
+    model, inputs = tiny(family, use_cache=False)
+    sac.apply(model, value)
+    loss = torch.compile(model, backend=log.backend, fullgraph=True)(**inputs).loss
+    loss.backward()
+    seen = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return seen | {"loss": loss.detach()}, log, model
+
+
+def products_of_sac(model: nn.Module) -> tuple[int, int]:
+    """How many calls the partitioner was told to save in all regions, and to recompute."""
+    traced = [(kind.traced, kind.count) for kind in sac.report(model).kinds]
+    assert all(one is not None for one, _ in traced)
+    return sum(one.saved * n for one, n in traced), sum(one.recomputed * n for one, n in traced)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hugging_face_model_as_one_graph(family: str) -> None:
+    expected, plain, _ = hugging_face(family, "none")
+    full, log, _ = hugging_face(family, "full")
+    assert_same(expected, full)
+    chosen, told, model = hugging_face(family, "selective")
+    assert_same(expected, chosen)
+    (none,), (again,), (some,) = plain.products(), log.products(), told.products()
+    assert none < some < again
+    saved, recomputed = products_of_sac(model)
+    assert 0 < saved < recomputed
+    for routed in (log, told):
+        assert count(routed.backward[0], TOPK) == 0  # of a mixture of experts; the others have none
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("value", [FULL, IN_TURN], ids=["full", "in turn"])
+def test_inductor_block_by_block(value: Any) -> None:
+    runs = []
+    for config in ("none", value):
+        torch._dynamo.reset()
+        model = sac.apply(built(lambda: llama_stack(3)), config)
+        for block in model.blocks:
+            block.compile(fullgraph=True)
+        runs.append(stepped(model, model))
+    assert_close(*runs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("value", [FULL, IN_TURN], ids=["full", "in turn"])
+def test_reduce_overhead(value: Any) -> None:
+    """Without CUDA graphs to make, this mode is inductor as ever."""
+    runs = []
+    for config in ("none", value):
+        torch._dynamo.reset()
+        model = sac.apply(built(llama_stack), config)
+        runs.append(stepped(model, torch.compile(model, mode="reduce-overhead", fullgraph=True)))
+    assert_close(*runs)
+
+
+class Flexible(nn.Module):
+    """A block with flex attention, causal, and a product before and after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(32, 96, bias=False), nn.Linear(32, 32, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        from torch.nn.attention.flex_attention import flex_attention
+
+        q, k, v = (part.unflatten(-1, (2, 16)).transpose(1, 2) for part in self.into(x).chunk(3, -1))
+        mixed = flex_attention(q, k, v, score_mod=lambda score, b, h, i, j: score - (i - j).abs())
+        return x + self.out(mixed.transpose(1, 2).flatten(-2))
+
+
+@pytest.mark.gpu  # torch 2.13 has no backward of flex attention on the CPU
+@pytest.mark.parametrize(
+    ("value", "attentions"),
+    [(FULL, 2), (selective(policy(save("attention"))), 0), (selective(policy(save("matmul"))), 2)],
+    ids=["full", "attention", "products"],
+)
+def test_flex_attention(value: Any, attentions: int) -> None:
+    """The save-set `attention` means the higher-order op: it is not in the backward graph then."""
+    runs = []
+    for config in ("none", value):
+        torch._dynamo.reset()
+        log = Compiled()
+        model = sac.apply(built(lambda: Stack(Flexible(), Flexible()), "cuda"), config)
+        run = torch.compile(model, backend=log.backend, fullgraph=True)
+        runs.append(stepped(model, run, steps=1, device="cuda"))
+    assert count(log.backward[0], torch.ops.higher_order.flex_attention) == attentions
+    assert_same(*runs)
+
+
+def stepped(model: nn.Module, run: Any, steps: int = 2, device: str = "cpu") -> dict[str, Tensor]:
+    seen: dict[str, Tensor] = {}
+    for step in range(steps):
+        model.zero_grad()
+        torch.manual_seed(step)
+        (x,) = tokens(device)
+        out = run(x.requires_grad_())
+        out.square().sum().backward()
+        seen |= {f"{step} {name}": p.grad.clone() for name, p in model.named_parameters()}
+        seen |= {f"{step} output": out.detach().clone(), f"{step} input": x.grad}
+    return seen
+
+
+def assert_close(expected: dict[str, Tensor], ours: dict[str, Tensor]) -> None:
+    """Inductor fuses other ops together where other values are at hand: the last bits may differ."""
+    assert expected.keys() == ours.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(ours[name], value, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def measured(value: Any) -> Outcome:
+    torch._dynamo.reset()
+    model = sac.apply(built(lambda: llama_stack(4)), value)
+    run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    x = tokens(batch=4, length=32)[0].requires_grad_()
+
+    def step() -> Tensor:
+        loss = run(x).square().sum()
+        forward_done()
+        loss.backward()
+        return loss
+
+    step()
+    return outcome(step, model, compiled=True)
+
+
+def test_compiled_steps_keep_less_and_compute_more() -> None:
+    """What really ran, beside what the graphs say: a region that compile dropped would show here."""
+    none, chosen, full = measured("none"), measured(IN_TURN), measured(FULL)
+    assert differences(chosen, none) == []
+    assert differences(full, none) == []
+    assert none.flops < chosen.flops < full.flops
+    assert full.kept_bytes < chosen.kept_bytes < none.kept_bytes
