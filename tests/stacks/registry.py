@@ -69,6 +69,9 @@ STACKS: tuple[Stack, ...] = (
     Stack("Lightning", "other_trainers:lightning"),
     Stack("diffusers DiT", "other_trainers:diffusion", options={"model": "dit"}),
     Stack("timm ViT", "other_trainers:vision"),
+    Stack("torchtitan", "other_trainers:torchtitan"),
+    Stack("torchao float8", "other_trainers:low_precision", options={"conversion": "float8 tensorwise"}),
+    Stack("QLoRA 4 bit", "other_trainers:qlora"),
 )
 
 
