@@ -26,7 +26,6 @@ from sac.full.full_config import CALL_KEYS, KEYS, CallOptions
 from tests.docs.pages import rows, snippets
 from tests.full.ranks import run_ranks
 
-PAGES = ("README.md", "docs/full-recompute.md")
 PAGE = "docs/full-recompute.md"
 WIDTH = 16
 
@@ -127,17 +126,6 @@ def test_snippets_of_the_page_on_full_recomputation():
         *(f"7: other_model, {ON} full, 3 regions", f"8: third_model, {ON} selective, 3 regions"),
     ]
     assert run_ranks(2, run_snippets, PAGE) == [expected] * 2
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_yaml_is_what_it_is_said_to_be(page):
-    found = [yaml.safe_load(snippet) for snippet in snippets(page, "yaml")]
-    assert found
-    for value in found:
-        if "schema" in value:
-            sac.load_policy(value)
-        else:
-            assert parse_config(value["activation_checkpointing"]).mode != "none"
 
 
 def _in_code(cell: str) -> str:

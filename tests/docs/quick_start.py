@@ -149,7 +149,7 @@ def qlora() -> Names:
     return {**names, "model_in_4_bits": model}
 
 
-# By heading: names for its snippets (each goes on with what is left of the one before), packages, whether it takes ranks.
+# By heading: names for its snippets (what one leaves stays for the next), packages, whether it takes ranks.
 SECTIONS: dict[str, tuple[Callable[[], Names], tuple[str, ...], bool]] = {
     "Plain PyTorch": (plain, (), False),
     "DDP": (plain, (), True),

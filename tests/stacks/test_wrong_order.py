@@ -72,7 +72,6 @@ PAIRS_IN_RANKS = [
     ("get_peft_model", "DDP"),
     ("get_peft_model", "fully_shard"),
     ("get_peft_model", "FSDP1"),
-    ("parallelize_module", "fully_shard"),
     ("to(bfloat16)", "fully_shard"),
     ("load_state_dict", "FSDP1"),
     ("compile blocks", "fully_shard"),

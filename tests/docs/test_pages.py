@@ -1,0 +1,113 @@
+"""Every page: links and paths lead somewhere, policies load, tables name what there is, Python is run."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import yaml
+from torch import nn
+
+import sac
+from sac.blocks.wrap import regions_of
+from sac.config import parse_config
+from sac.ops.sets import SET_NAMES
+from sac.policy.rules import RULE_KEYS
+from sac.policy.schema import POLICY_KEYS
+from tests.docs.pages import ROOT, pages, rows, snippets, text_of
+from tests.test_docs import Model
+
+WRITING = "docs/writing-a-policy.md"
+RUN_BY = {
+    "README.md": "tests/test_docs.py",
+    "docs/full-recompute.md": "tests/test_docs.py",
+    "docs/quick-start.md": "tests/docs/quick_start.py",
+    WRITING: "tests/docs/test_pages.py",
+}
+
+
+def test_every_page_with_python_is_run_by_a_test() -> None:
+    assert {page for page in pages() if snippets(page, "python")} == set(RUN_BY)
+    for page, test in RUN_BY.items():
+        assert f'"{page}"' in (ROOT / test).read_text(encoding="utf-8")
+
+
+def test_the_index_has_every_page() -> None:
+    linked = set(re.findall(r"\]\(([\w-]+\.md)\)", text_of("docs/README.md")))
+    assert linked == {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
+
+
+@pytest.mark.parametrize("page", pages())
+def test_links_lead_somewhere(page: str) -> None:
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)]*))?\)", text_of(page)):
+        if target.startswith("http"):
+            continue
+        path = (ROOT / page).parent / target if target else ROOT / page
+        assert path.exists(), target
+        if anchor:
+            assert anchor in {_anchor(head) for head in re.findall(r"^#+ (.+)$", path.read_text(), flags=re.M)}, anchor
+
+
+def _anchor(heading: str) -> str:
+    """What a heading is linked by, as GitHub makes it."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", [page for page in pages() if page.startswith("docs/")])
+def test_paths_are_there(page: str) -> None:
+    for path in re.findall(r"`((?:tests|scripts|policies|sac)/[\w./-]+)", text_of(page)):
+        assert path == "sac/v1" or (ROOT / path).exists(), path
+
+
+def test_there_are_twelve_promises() -> None:
+    told = rows("docs/promises.md", "| promise")
+    assert [cells[0] for cells in told] == [str(number) for number in range(1, 13)]
+    assert all(re.findall(r"`tests/[\w./]+\.py`", cells[-1]) for cells in told)
+
+
+@pytest.mark.parametrize("page", [page for page in pages() if snippets(page, "yaml")])
+def test_yaml_is_what_it_is_said_to_be(page: str) -> None:
+    for snippet in snippets(page, "yaml"):
+        value = yaml.safe_load(snippet)
+        if "schema" in value:
+            assert sac.load_policy(value).name == value["name"]
+        else:
+            assert parse_config(value["activation_checkpointing"]).mode != "none"
+
+
+@pytest.mark.parametrize(
+    ("head", "names"),
+    [("key of a policy", POLICY_KEYS), ("key of a rule", RULE_KEYS), ("save-set", SET_NAMES)],
+    ids=["policy", "rule", "save-sets"],
+)
+def test_tables_of_keys_are_complete(head: str, names: tuple[str, ...]) -> None:
+    assert [cells[0].strip("`") for cells in rows(WRITING, head)] == list(names)
+
+
+def test_the_first_policy_uses_every_key() -> None:
+    policy = yaml.safe_load(snippets(WRITING, "yaml")[0])
+    assert set(policy) == set(POLICY_KEYS)
+    assert {key for rule in policy["rules"] for key in rule} == set(RULE_KEYS)
+
+
+def test_python_on_writing_a_policy() -> None:
+    for snippet in snippets(WRITING, "python"):
+        model: nn.Module = Model()
+        exec(compile(snippet, WRITING, "exec"), {"model": model})
+        assert next(regions_of(model), None) is not None
+
+
+def test_policies_that_are_compared_are_shown() -> None:
+    page = "docs/choosing-a-policy.md"
+    shown = {yaml.safe_load(snippet).get("name") for snippet in snippets(page, "yaml")} - {None}
+    compared = {name for cells in rows(page, "mode") for name in re.findall(r"`([\w-]+)\.yaml`", cells[0])}
+    assert shown == compared
+    assert all(f"{name}.yaml" in text_of(page).split("$ sac compare")[1].split("```")[0] for name in compared)
+
+
+def test_versions_of_the_comparison_are_those_that_tests_run_with() -> None:
+    pinned = (ROOT / "constraints.txt").read_text() + (ROOT / "tests/stacks/no_deps.txt").read_text()
+    versions = re.findall(r"(\w+) (\d+\.\d+\.\d+)", text_of("docs/comparison.md"))
+    assert len(versions) >= 5
+    for name, version in versions:
+        assert re.search(rf"^{name}=={re.escape(version)}", pinned, flags=re.MULTILINE), name

@@ -1,0 +1,52 @@
+"""docs/troubleshooting.md: each message on it is one of ours, and each of ours that a training can meet is on it."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.docs.messages import every_text, problem_texts
+from tests.docs.pages import text_of
+
+PAGE = "docs/troubleshooting.md"
+NOT_MET = {  # told of arguments, with what is legal beside them
+    "… is no torch.nn.Module",
+    "… is not known",
+    "… is no part of a model",
+    "model is a …",
+    "recompute_granularity=… is in the config of …",  # a part of the one on the model's own checkpointing
+}
+
+
+def messages() -> list[str]:
+    """The texts in headings and in the first cells of tables, in code."""
+    text = text_of(PAGE)
+    found = re.findall(r"^### `(.+)`$", text, flags=re.MULTILINE)
+    cells = re.findall(r"^\| (?:`` (.+?) ``|`([^`]+)`) \|", text, flags=re.MULTILINE)
+    return found + [double or single for double, single in cells]
+
+
+def parts(message: str) -> list[str]:
+    return [part for part in message.split("…") if part.strip()]
+
+
+def is_in(message: str, text: str) -> bool:
+    """Whether the parts of a message between … stand in a text, in order."""
+    return re.search(".*".join(map(re.escape, parts(message))), text, flags=re.DOTALL) is not None
+
+
+def test_there_are_messages() -> None:
+    assert len(messages()) > 60
+    assert len(set(messages())) == len(messages())
+
+
+@pytest.mark.parametrize("message", messages())
+def test_the_message_is_one_of_ours(message: str) -> None:
+    assert any(is_in(message, text) for text in every_text()), message
+
+
+def test_every_message_that_a_training_can_meet_is_on_the_page() -> None:
+    told = [message for message in messages() if parts(message)[0] != "output "]
+    missing = [text for text in problem_texts() - NOT_MET if not any(is_in(message, text) for message in told)]
+    assert sorted(missing) == []
