@@ -88,11 +88,15 @@ def test_a_stack_that_cannot_run_keeps_its_row_and_says_why(name, missing, error
     assert line.failed == bool(error)
 
 
-@pytest.mark.parametrize(("function", "reason"), [(absent, REASON), (skipped, "no such kernel on CPU"), (broken, "")])
+@pytest.mark.parametrize(("function", "reason"), [(absent, REASON), (skipped, "no such kernel on CPU")])
 def test_reasons_come_out_of_other_processes(function: Callable[..., Any], reason: str):
     with pytest.raises(RankError) as error:
         run_ranks(2, function, "full")
     assert missing_in(error.value) == reason
+
+
+def test_what_else_a_process_raises_is_no_reason():
+    assert missing_in(RankError("rank 0: Traceback\nValueError: No module named 'sac'")) == ""
 
 
 def test_names_are_said_once_and_modes_exist():
