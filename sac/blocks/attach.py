@@ -57,7 +57,7 @@ def apply(
     if config.mode == "none":
         return model
     options = replace(config.options, tp_group=tp_group, get_rng_state_tracker=get_rng_state_tracker)
-    settings = settings_of(config.full, options, "sac.apply")
+    settings = settings_of(config.full, options, "sac.apply", compared=set())
     refuse_own_checkpointing(model)
     policy = FULL if config.mode == "full" else (config.policy or family_policy(model))
     bound = usable_policy(policy)

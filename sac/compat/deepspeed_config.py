@@ -179,7 +179,7 @@ def keeping_of(section: ActivationCheckpointing, mpu: Any) -> Keeping | None:
         group = model_parallel_group(mpu)
         if group is not None:
             inner = placement if placement is not None else Here()
-            placement = Scattered.over(process_group(group), inner, verify=False, prefetch=0) or placement
+            placement = Scattered.over(process_group(group), inner, verify=set(), prefetch=0) or placement
     return Keeping(placement, _is_activation) if placement is not None else None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,12 +35,14 @@ def stores_in(written: Any) -> tuple[str, ...]:
     return tuple(word_of(word) for word in written.split("+")) if isinstance(written, str) else ()
 
 
-def check_flag(value: Any) -> Finding | None:
-    """Return what is wrong with a value that is to be true or false."""
-    if isinstance(value, bool):
+def check_flag(value: Any, besides: str = "") -> Finding | None:
+    """Return what is wrong with a value that is to be true or false, or the word ``besides``."""
+    if isinstance(value, bool) or (besides and word_of(value) == besides):
         return None
     meant = _FLAG_WORDS.get(word_of(str(value)), "")
-    return _shown(value, "not true or false"), "true, false", "", f"write {meant}, without quotes" if meant else ""
+    word = f"{besides}, " if besides else ""
+    fix = f"write {meant}, without quotes" if meant else ""
+    return _shown(value, f"not {word}true or false"), f"{word}true, false", "", fix
 
 
 def check_word(value: Any, words: tuple[str, ...], what: str, legal: str = "") -> Finding | None:
@@ -151,7 +154,7 @@ _CHECK_OF: dict[str, Callable[[Any], Finding | None]] = {
     "keep": _check_keep,
     "store": _check_store,
     "num_checkpoints": _check_count,
-    "verify_replicated": check_flag,
+    "verify_replicated": partial(check_flag, besides="first"),
     "prefetch": _check_prefetch,
     "release_input": check_flag,
     "state": _check_state,

@@ -16,7 +16,9 @@ from sac.region.stores.contiguous import ContiguousBuffer
 from sac.region.stores.groups import group_problem
 from sac.region.stores.host import Host
 from sac.region.stores.placements import Here, Keeping, Placement
-from sac.region.stores.scatter import Scattered
+from sac.region.stores.scatter import Place, Scattered
+
+COMPARED_BY_CALLS: set[Place] = set()  # by functions and modules, each with settings of its own in every call
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,8 @@ class FullConfig:
     preallocated buffer, of ``num_checkpoints`` slots; one FullConfig has one buffer), or several joined by ``+``:
     ``scattered+host``. All but ``whole`` copy before the forward, so what is written later does not matter.
 
-    ``verify_replicated``: compare the input over the group before it is scattered (costs an all-reduce).
+    ``verify_replicated``: compare the input over the group before it is scattered (costs an all-reduce): ``first`` in
+    the first call of each region, True in every call, False never.
     ``prefetch``: how many regions ahead, in backward order, gathers are started; regions are found along the autograd
     graph, a few dozen ops from one to the next at most. ``release_input``: after the forward the caller's tensor holds
     this rank's share only, flat, until backward (as in Megatron and TransformerEngine), if nothing else holds its
@@ -46,7 +49,7 @@ class FullConfig:
     keep: str | Callable[[int, torch.Tensor], bool] = "first"
     store: str = "whole"
     num_checkpoints: int | None = None
-    verify_replicated: bool = False
+    verify_replicated: bool | str = "first"
     prefetch: int = 0
     release_input: bool = False
     state: tuple[StateProvider, ...] = ()
@@ -62,6 +65,8 @@ class FullConfig:
             raise ConfigError(problems)
         if isinstance(self.keep, str):
             object.__setattr__(self, "keep", word_of(self.keep))
+        if isinstance(self.verify_replicated, str):
+            object.__setattr__(self, "verify_replicated", word_of(self.verify_replicated))
         object.__setattr__(self, "store", "+".join(self.stores))
         object.__setattr__(self, "state", tuple(self.state))
         object.__setattr__(self, "generators", tuple(self.generators))
@@ -118,7 +123,7 @@ def idle_keys(given: Mapping[str, Any], where: str) -> Iterator[Problem]:
         return
     fix = "turn distribute_saved_activations on, or leave {} out"
     for key, lacking in _NEEDS_SCATTER.items():
-        if given.get(key):
+        if given.get(key) and given[key] != "first":
             yield Problem(f"{where}.{key}", f"no input is scattered, so there is {lacking}", fix=fix.format(key))
     if given.get("release_input") and stores == ("whole",):
         found = "inputs are held whole, so there is nothing that could take the place of the caller's tensor"
@@ -144,11 +149,13 @@ _REENTRANT_OPTIONS = CallOptions(use_reentrant=True)
 REENTRANT = Settings(use_reentrant=True)
 
 
-def settings_of(config: FullConfig, options: CallOptions, where: str) -> Settings:
+def settings_of(
+    config: FullConfig, options: CallOptions, where: str, compared: set[Place] = COMPARED_BY_CALLS
+) -> Settings:
     """Return what frames are told; raises ``ConfigError`` for options that cannot be carried out.
 
     ``where`` names the call in messages: ``sac.checkpoint``. A group is looked at only where inputs are scattered over
-    it, so that one launcher can give it to every config.
+    it, so that one launcher can give it to every config. ``compared``: see Note [Compared once].
     """
     if config is DEFAULT_CONFIG and options == DEFAULT_OPTIONS:
         return PLAIN
@@ -172,7 +179,7 @@ def settings_of(config: FullConfig, options: CallOptions, where: str) -> Setting
     if problems:
         raise ConfigError(problems)
     return Settings(
-        keeping=_keeping(config, options.tp_group if scatters else None),
+        keeping=_keeping(config, options.tp_group if scatters else None, compared),
         trackers=(tracker,) if tracker is not None else (),
         generators=config.generators,
         providers=config.state,
@@ -184,11 +191,12 @@ def settings_of(config: FullConfig, options: CallOptions, where: str) -> Setting
     )
 
 
-def _keeping(config: FullConfig, group: Any) -> Keeping | None:
+def _keeping(config: FullConfig, group: Any, compared: set[Place]) -> Keeping | None:
     """Return which inputs are kept elsewhere and where; None where every input is held whole."""
     placement: Placement | None = config.buffer or config.host
     if group is not None:
         share = placement if placement is not None else Here()
-        scattered = Scattered.over(group, share, verify=config.verify_replicated, prefetch=config.prefetch)
+        verify = config.verify_replicated if isinstance(config.verify_replicated, bool) else compared
+        scattered = Scattered.over(group, share, verify=verify, prefetch=config.prefetch)
         placement = scattered if scattered is not None else placement  # a group of one rank has nothing to scatter
     return None if placement is None else Keeping(placement, config.keep, config.release_input)

@@ -70,8 +70,11 @@ class KeptInputs:
         self.owners = tuple(identity.owners)
         return identity.parts if identity.is_known else []
 
-    def store(self, keeping: Keeping, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before the forward: copy the chosen inputs to where they are to lie. ``args`` and ``kwargs`` as before."""
+    def store(self, keeping: Keeping, args: tuple[Any, ...], kwargs: dict[str, Any], path: str) -> None:
+        """Before the forward: copy the chosen inputs to where they are to lie. ``args`` and ``kwargs`` as before.
+
+        ``path`` names the region.
+        """
         assert self._leaves is not None, "stored after they were dropped"
         leaves = self.leaves_of(args, kwargs)
         self._call = call = Call()
@@ -81,7 +84,7 @@ class KeptInputs:
                 name = partial(argument_name, args, kwargs, position)
                 if keeping.release:
                     check_releasable(leaves[position], leaves, name)
-                kept.stored = Stored(leaves[position], keeping.placement, call, name)
+                kept.stored = Stored(leaves[position], keeping.placement, call, (path, position), name)
 
     def leaves_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """Return the leaves of the call, each at its position. ``args`` and ``kwargs`` as before."""

@@ -103,7 +103,7 @@ class Region:
                 return function(*args, **kwargs)
             recorder = self._recorder(owners, settings)
         if settings.keeping is not None:
-            inputs.store(settings.keeping, args, kwargs)
+            inputs.store(settings.keeping, args, kwargs, self.path)
         if recorder is not None:
             recorder.begin(inputs)
         frame: Frame | ReentrantFrame

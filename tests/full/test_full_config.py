@@ -107,7 +107,8 @@ ILLEGAL: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "verify is a word": (
         {"verify_replicated": "on"},
-        f"verify_replicated: 'on' is not true or false\n{FLAG}\n    fix: write true, without quotes",
+        "verify_replicated: 'on' is not first, true or false\n    legal: first, true, false\n"
+        "    fix: write true, without quotes",
     ),
     "prefetch is true": ({"prefetch": True}, f"prefetch: True is no number of regions\n{AHEAD}"),
     "prefetch is less than none": ({"prefetch": -1}, f"prefetch: -1 is no number of regions\n{AHEAD}"),

@@ -31,6 +31,7 @@ def share_bytes(ranks: int) -> int:
 
 def chain_of_regions(model: nn.Module, run: Any) -> tuple[Tensor, Tensor, list[StorageWeakRef]]:
     """Regions in a row; the first input, the result, and the storages of all that is passed from one to another."""
+    torch.manual_seed(0)  # every rank has the same
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
     h = x * 2
     passed = []
@@ -140,6 +141,7 @@ def kept_by_blocks(mode: str, scatters: bool, warm: bool) -> tuple[int, list[boo
     passed: list[StorageWeakRef] = []
     for block in model.blocks:
         block.register_forward_pre_hook(lambda _, args: passed.append(StorageWeakRef(args[0].untyped_storage())))
+    torch.manual_seed(0)
     x = torch.randn(TOKENS, requires_grad=True)
     if warm:
         model(x).sum().backward()

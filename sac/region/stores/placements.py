@@ -67,12 +67,14 @@ class Placed(Protocol):
 class Origin:
     """Which argument a flat tensor is made of, for as long as it is being put somewhere; called, it tells its name.
 
-    ``layout`` is that of ``tensor``, the argument; ``call`` is the region call, the same for all its inputs.
+    ``layout`` is that of ``tensor``, the argument; ``call`` is the region call, the same for all its inputs. ``place``:
+    the region's path, and the position of the argument among its leaves.
     """
 
     tensor: torch.Tensor
     layout: Layout
     call: Call
+    place: tuple[str, int]
     name: Callable[[], str]
 
     def __call__(self) -> str:
@@ -182,11 +184,18 @@ class Stored:
 
     __slots__ = ("__weakref__", "_released", "layout", "placed")
 
-    def __init__(self, tensor: torch.Tensor, placement: Placement, call: Call, name: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        placement: Placement,
+        call: Call,
+        place: tuple[str, int],
+        name: Callable[[], str],
+    ) -> None:
         self._released: Released | None = None
         with torch.no_grad():
             self.layout, flat = Layout.of(tensor.detach())
-            self.placed = placement.put(flat, Origin(tensor, self.layout, call, name))
+            self.placed = placement.put(flat, Origin(tensor, self.layout, call, place, name))
 
     def close(self, hooks: PackHooks | None) -> None:
         """The forward is over."""

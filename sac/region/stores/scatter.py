@@ -19,15 +19,26 @@ from sac.region.stores.replicas import check_same_on_all_ranks
 # zeros, which nobody reads. Any number of elements will do, and the sum over the ranks is less than w elements more
 # than n. A gather gives new memory each time.
 
+# Note [Compared once]
+#
+# A tensor that is split between the ranks, as in sequence parallelism, looks like one that all of them have; its gather
+# would mix their parts, and gradients would be wrong without a word. So the first tensor that comes from each
+# place (group, region, argument) is compared over the group, by a checksum. All ranks have to do so in the same call:
+# a place is made of names and numbers that are the same on all of them, and never of what was garbage collected when.
+
+Place = tuple[str, str, int]
+Verify = bool | set[Place]
+
 
 class Scattered:
     """Keeps this rank's share of each tensor, and gathers the shares of the group in recomputation.
 
-    ``inner`` keeps the share. ``verify``: compare each tensor over the group first. ``prefetch``: of how many regions
-    ahead the gathers are started.
+    ``inner`` keeps the share. ``verify``: whether tensors are compared over the group before; with a set, those from
+    places that are not in it yet (Note [Compared once]). ``prefetch``: of how many regions ahead the gathers are
+    started.
     """
 
-    def __init__(self, group: Any, inner: Placement, *, verify: bool = False, prefetch: int = 0) -> None:
+    def __init__(self, group: Any, inner: Placement, *, verify: Verify = False, prefetch: int = 0) -> None:
         self.group = group
         self.inner = inner
         self.verify = verify
@@ -36,7 +47,7 @@ class Scattered:
         self.rank: int = group.rank()
 
     @classmethod
-    def over(cls, group: Any, inner: Placement, *, verify: bool, prefetch: int) -> Placement | None:
+    def over(cls, group: Any, inner: Placement, *, verify: Verify, prefetch: int) -> Placement | None:
         """Return the placement over ``group``, its shares kept by ``inner``; None for a group of one rank.
 
         ``group`` is a process group or a mesh of one dimension in which ``group_problem`` finds nothing wrong.
@@ -46,10 +57,10 @@ class Scattered:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Scattered:
         inner = copy.deepcopy(self.inner, memo)
-        return Scattered(self.group, inner, verify=self.verify, prefetch=self.prefetch)
+        return Scattered(self.group, inner, verify=_anew(self.verify), prefetch=self.prefetch)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickled, (reference_to(self.group), self.inner, self.verify, self.prefetch)
+        return _unpickled, (reference_to(self.group), self.inner, _anew(self.verify), self.prefetch)
 
     def accepts(self, tensor: torch.Tensor) -> bool:
         """Return whether the group can gather the tensor, and all ranks have the same.
@@ -64,8 +75,7 @@ class Scattered:
 
         Raises ``RegionError`` on all ranks if it is verified and they have not.
         """
-        if self.verify:
-            check_same_on_all_ranks(flat, origin, self.group)
+        self._compare(flat, origin)
         elements = -(-flat.numel() // self.size)
         share = flat[self.rank * elements : (self.rank + 1) * elements]
         if share.numel() < elements:
@@ -74,13 +84,25 @@ class Scattered:
             share = padded
         return PlacedShare(self, self.inner.put(share, origin), flat.numel(), origin)
 
+    def _compare(self, flat: torch.Tensor, origin: Origin) -> None:
+        """Raise if the ranks do not have the same, where that is to be looked at."""
+        place = (str(self.group.group_name), *origin.place)
+        if self.verify is True or (self.verify is not False and place not in self.verify):
+            check_same_on_all_ranks(flat, origin, self.group)
+        if not isinstance(self.verify, bool):
+            self.verify.add(place)
+
     def describe(self) -> str:
         """Say where inputs are kept."""
         inner = "" if isinstance(self.inner, Here) else f", each share {self.inner.describe()}"
         return f"scattered over {self.size} ranks{inner}"
 
 
-def _unpickled(reference: str | None, inner: Placement, verify: bool, prefetch: int) -> Scattered:
+def _anew(verify: Verify) -> Verify:
+    return verify if isinstance(verify, bool) else set()
+
+
+def _unpickled(reference: str | None, inner: Placement, verify: Verify, prefetch: int) -> Scattered:
     return Scattered(named_group(reference), inner, verify=verify, prefetch=prefetch)
 
 
