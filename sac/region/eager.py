@@ -23,7 +23,7 @@ def never_compiled(function: Function) -> Function:
     reason = "sac recomputes in eager what ran in eager"
     vars(function).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=reason)
     # Private names (torch 2.7 to 2.13). Without them Dynamo may compile parts of the recomputation.
-    core = getattr(torch._C._dynamo, "eval_frame", None)
+    core: Any = getattr(torch._C._dynamo, "eval_frame", None)
     set_strategy = getattr(core, "set_code_exec_strategy", None)
     if set_strategy is not None:
         skip = core._FrameAction.SKIP
