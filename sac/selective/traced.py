@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from inspect import signature
 from typing import Any
 
 import torch
@@ -34,6 +35,23 @@ def is_traced() -> bool:
     return torch.compiler.is_compiling() or any(torch._C._get_dispatch_mode(key) is not None for key in modes)
 
 
+# What torch 2.13 hands to a policy beside the call, and 2.11 does not.
+_tells_results = "op_output" in signature(SelectiveCheckpointContext).parameters
+
+
+def _tell_of_results(table: Table) -> None:
+    """Warn of rules that speak of an op's result where torch does not show it."""
+    blind = [one.rule for one in table.rules if one.rule.shape is not None or one.rule.dtype or one.rule.min_bytes]
+    if blind and not _tells_results:
+        problem = Problem(
+            blind[0].where(),
+            f'rule "{blind[0].id}" speaks of the shape, dtype or size of results, which torch {torch.__version__} does '
+            "not show to a policy under torch.compile: it matches nothing there",
+            fix="use a later torch, or say which op is meant by module or call",
+        )
+        warnings.warn(str(problem), SacWarning, stacklevel=2)
+
+
 def _tell_of_budget() -> None:
     """Warn if the partitioner has a memory budget of its own."""
     budget = getattr(torch._functorch.config, "activation_memory_budget", 1.0)
@@ -60,6 +78,7 @@ class TracedPolicy:
         self.record = CallRecord(table, path)
         self.calls = table.traced = TracedCalls()
         _tell_of_budget()
+        _tell_of_results(table)
         self._paths = {} if module is None else {str(id(part)): name for name, part in module.named_modules()}
         stack = _modules_at_work()
         self._base = stack[-1][1] if stack else ""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import sac
 from sac.trace import decisions_of
-from tests.face.compiling import Compiled, count, nothing, train_compiled
+from tests.face.compiling import Compiled, count, nothing, skip_if_results_are_not_told, train_compiled
 from tests.model_zoo import tiny
 from tests.semantics.blocks import (
     FULL,
@@ -49,6 +49,7 @@ VALUES: dict[str, tuple[Any, int]] = {
 
 @pytest.mark.parametrize(("value", "again"), VALUES.values(), ids=VALUES.keys())
 def test_decisions_reach_the_partitioner(value: Any, again: int) -> None:
+    skip_if_results_are_not_told(value)
     reference, plain = train_compiled(llama_stack, nothing)
     ours, log = train_compiled(llama_stack, lambda model: sac.apply(model, value))
     assert plain.products() == [PLAIN]

@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 import sac
-from tests.face.compiling import train_compiled
+from sac.errors import SacWarning
+from sac.selective import traced
+from tests.face.compiling import skip_if_results_are_not_told, train_compiled
 from tests.semantics.blocks import FULL, alternate, llama_stack, policy, save, selective, tokens
 from tests.semantics.training import built
 from tests.stacks.test_compiled_inside import ATTENTION_AND_PRODUCTS
@@ -43,6 +45,7 @@ def eager_hits(value: Any) -> dict[str, list[int]]:
 @pytest.mark.parametrize("compile_it", [whole, blocks])
 @pytest.mark.parametrize("value", VALUES.values(), ids=VALUES.keys())
 def test_rules_match_as_often_as_in_eager(value: Any, compile_it: Any) -> None:
+    skip_if_results_are_not_told(value)
     applied: list[nn.Module] = []
     _, log = train_compiled(llama_stack, lambda m: applied.append(sac.apply(m, value)), compile_it=compile_it)
     report = sac.report(applied[0])
@@ -99,3 +102,16 @@ def test_kinds_of_one_table_are_told_apart() -> None:
 def test_nothing_is_traced_before_the_first_step() -> None:
     model = sac.apply(built(llama_stack), VALUES["every product"])
     assert [kind.traced for kind in sac.report(model).kinds] == [None]
+
+
+def test_rules_on_results_that_torch_does_not_show_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch 2.11 is."""
+    monkeypatch.setattr(traced, "_tells_results", False)
+    value = selective(policy(save("attention"), save("matmul", shape=["_", 64])))
+    with pytest.warns(SacWarning) as caught:
+        train_compiled(llama_stack, lambda m: sac.apply(m, value))
+    assert {str(one.message) for one in caught if issubclass(one.category, SacWarning)} == {
+        'activation_checkpointing.policy.rules[1]: rule "rule-1" speaks of the shape, dtype or size of results, which '
+        f"torch {torch.__version__} does not show to a policy under torch.compile: it matches nothing there\n"
+        "    fix: use a later torch, or say which op is meant by module or call"
+    }
