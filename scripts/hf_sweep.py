@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -31,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench_overhead import shown_progress
 from sweep.checking import FAILS, NOT_TRAINABLE, PASSES, Row
 from sweep.table import page, print_table, write_page
-from sweep.workers import check_all
+from sweep.workers import check_all, preload
 
 GIB = 2**30
 SETTLED = (PASSES, NOT_TRAINABLE)
@@ -62,6 +63,7 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=200, help="seconds for one family (200)")
     parser.add_argument("--memory", type=float, default=6, help="GiB for one family (6)")
     given = parser.parse_args()
+    preload()
     import torch
     import transformers
 
@@ -69,6 +71,7 @@ def main() -> int:
     unknown = [name for name in given.family or () if name not in known]
     if unknown:
         parser.error(f"transformers {transformers.__version__} does not know {', '.join(unknown)}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a clean exit takes the children along
     rows: dict[str, Row] = {}
     if given.only_failed:
         earlier = [Row(**row) for row in json.loads(Path(given.only_failed).read_text(encoding="utf-8"))]

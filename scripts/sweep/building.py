@@ -62,7 +62,6 @@ def build(family: str, deadline: float) -> Built:
     attempts: list[str] = []
     without_gradient = ""
     hopeless: set[Any] = set()  # classes for which another size would not help
-    last: dict[Any, str] = {}
     for size in [size for size in SIZES if not hint.size or size.name == hint.size]:
         try:
             config = hint.config(size) if hint.config else small_config(kind, size, hint.changes)
@@ -72,16 +71,13 @@ def build(family: str, deadline: float) -> Built:
         for model_class in [c for c in classes if c not in hopeless]:
             try:
                 return _first_that_runs(model_class, config, size, hint, deadline)
-            except CannotMakeInputs as error:
+            except (CannotMakeInputs, ImportError) as error:
                 attempts.append(f"{size.name}, {model_class.__name__}: {one_line(error)}")
                 hopeless.add(model_class)
             except NotTrainable as error:
                 without_gradient = without_gradient or str(error)
             except Exception as error:
                 attempts.append(f"{size.name}, {model_class.__name__}: {one_line(error)}")
-                if last.get(model_class) == one_line(error):
-                    hopeless.add(model_class)
-                last[model_class] = one_line(error)
             if time.process_time() > deadline:
                 break
     if without_gradient:
@@ -118,12 +114,17 @@ def _first_that_runs(model_class: Any, config: Any, size: Size, hint: Hint, dead
 
 def _attempts(model: nn.Module, hint: Hint) -> Iterator[dict[str, Any] | Exception]:
     """Yield inputs that a forward takes, or why one does not."""
+    tried: set[str] = set()
     for variant in VARIANTS:
         wanted = replace(variant, tokens=dict(hint.tokens), added=hint.added, image=hint.image)
         told: Exception | None = None
         for _ in range(REPAIRS):
             try:
                 inputs = hint.inputs(model) if hint.inputs else make_inputs(model, wanted)
+                if (shapes := described(inputs)) in tried:
+                    wanted.layout += 1
+                    continue
+                tried.add(shapes)
                 reset_seeds()
                 with torch.no_grad():
                     model(**inputs)
@@ -136,8 +137,11 @@ def _attempts(model: nn.Module, hint: Hint) -> Iterator[dict[str, Any] | Excepti
             return
         if told is not None:
             yield told
-        if hint.inputs:
-            return
+
+
+def described(inputs: dict[str, Any]) -> str:
+    """Return the names and shapes of inputs, to know whether the like was tried before."""
+    return ", ".join(f"{name} {list(getattr(value, 'shape', ()))}" for name, value in inputs.items())
 
 
 def _count_parameters(model_class: Any, config: Any) -> int:

@@ -39,18 +39,64 @@ def _pair(wrapper: str, method: str, first: str, second: str) -> Callable[[Size]
 
 
 _SERIES = Hint(changes={"prediction_length": 8})
-_ROUTED = {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "n_routed_experts": 8}
+_ROUTED = {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "n_routed_experts": 8, "n_shared_experts": 1}
+
+# The defaults of these rotate other shares of a head than their sections say.
+_HALF_ROTARY = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [8, 12, 12]}
+_GLM = Hint(size="whole heads", changes={"rope_parameters": _HALF_ROTARY})
+_GLM_IMAGE = Hint(size="whole heads", changes={"text_config.rope_parameters": _HALF_ROTARY})
+_HUNYUAN = Hint(changes={"head_dim": 32})
+
+_COMPASS = {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
 
 HINTS: dict[str, Hint] = {
+    "cohere_compass_text": Hint(size="whole heads", changes={"rope_parameters": _COMPASS}),
+    "cohere_compass": Hint(size="whole heads", changes={"text_config.rope_parameters": _COMPASS}),
+    "dbrx": Hint(changes={"attn_config.rope_theta": 1e4, "attn_config.clip_qkv": 8.0}),
+    "kyutai_speech_to_text": Hint(inputs=parts.text_and_codes),
+    "moshi_depth": Hint(inputs=parts.one_of_each_codebook),
+    "musicgen_decoder": Hint(inputs=parts.codebooks_as_rows),
+    "musicgen_melody_decoder": Hint(inputs=parts.codebooks_as_rows),
+    "lfm2_moe": Hint(changes={"layer_types": ["conv", "full_attention"]}),
+    "llama4_vision_model": Hint(size="small", changes={"intermediate_size": 192}),
+    "ministral": Hint(changes={"head_dim": 32}),
+    "nemotron": Hint(changes={"num_key_value_heads": 4, "head_dim": 32}),
+    "mllama_vision_model": Hint(inputs=parts.tiles, changes={"intermediate_layers_indices": [0, 1]}),
+    "molmo2": Hint(changes={"adapter_config.vision_feature_layer": [1, 0]}),
+    "molmo2_vision": Hint(inputs=parts.patches_in_rows),
+    "muse_spark": Hint(changes={"audio_config.num_hidden_layers": 4}),
+    "muse_spark_audio": Hint(changes={"num_hidden_layers": 4}),
+    "paddleocr_vl_vision": Hint(inputs=parts.patches_in_one_row),
+    "pi0": Hint(inputs=parts.robot),
+    "pix2struct_text_model": Hint(changes={"initializer_range": 0.02}),
+    "pp_formulanet_text": Hint(inputs=parts.decoder_ids),
+    "glm4v_text": _GLM,
+    "glm4v_moe_text": _GLM,
+    "glm_image_text": _GLM,
+    "glm46v": _GLM_IMAGE,
+    "glm4v": _GLM_IMAGE,
+    "glm4v_moe": _GLM_IMAGE,
+    "glm_image": _GLM_IMAGE,
+    "hunyuan_v1_dense": _HUNYUAN,
+    "hunyuan_v1_moe": _HUNYUAN,
+    "hunyuan_vl_text": _HUNYUAN,
+    "hunyuan_vl": Hint(changes={"text_config.head_dim": 32}),
+    "gpt_neo": Hint(changes={"attention_types": [[["global", "local"], 1]], "num_layers": 2}),
+    "florence_vision": Hint(inputs=parts.image),
+    "fastspeech2_conformer": Hint(inputs=parts.speech_of_text),
+    "fastspeech2_conformer_with_hifigan": Hint(inputs=parts.speech_of_text),
     "autoformer": _SERIES,
     "informer": _SERIES,
     "time_series_transformer": _SERIES,
     "bamba": Hint(changes={"attn_layer_indices": [1]}),
-    "deepseek_v2": Hint(changes=_ROUTED),
+    "deepseek_v2": Hint(changes={**_ROUTED, "moe_intermediate_size": 64}),
     "dots1": Hint(changes=_ROUTED),
     "chameleon": Hint(changes={"vocabulary_map": {"<image>": 5}}),
     # The widths of the two parts that its default configuration puts together are those of two releases.
     "qwen2_vl": Hint(changes={"vision_config.hidden_size": 512}),
+    "colqwen2": Hint(changes={"vlm_config.vision_config.hidden_size": 512}),
+    "donut-swin": Hint(changes={"image_size": [320, 320]}),
+    "esm": Hint(changes={"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32}),
     "encoder-decoder": Hint(config=_pair("EncoderDecoderConfig", "from_encoder_decoder_configs", "bert", "bert")),
     "vision-encoder-decoder": Hint(
         config=_pair("VisionEncoderDecoderConfig", "from_encoder_decoder_configs", "vit", "gpt2")
@@ -64,8 +110,8 @@ HINTS: dict[str, Hint] = {
         inputs=parts.retrieved,
     ),
     "blip_2_qformer": Hint(inputs=parts.qformer),
-    "instructblip_qformer": Hint(inputs=parts.qformer),
-    "instructblipvideo_qformer": Hint(inputs=parts.qformer),
+    "instructblip_qformer": Hint(inputs=parts.qformer_of_text),
+    "instructblipvideo_qformer": Hint(inputs=parts.qformer_of_text),
     "blt_local_encoder": Hint(inputs=parts.bytes_to_patches),
     "blt_local_decoder": Hint(inputs=parts.patches_to_bytes),
     "sam3_detr_encoder": Hint(inputs=parts.detr_encoder),

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-BATCH, SEQ, TARGET = 2, 16, 7
+BATCH, SEQ, TARGET = 2, 32, 16
 GRID = 4  # patches along each side of an image that comes as patches
 
 
@@ -49,13 +49,13 @@ def make_inputs(model: nn.Module, wanted: Wanted) -> dict[str, Any]:
     return {name: maker.make(name) for name in dict.fromkeys(names)}
 
 
-LAYOUTS = 4
-MODALITIES = ("pixel_values", "input_features", "input_values", "pixel_values_videos", "bbox")
+LAYOUTS = 5
+MODALITIES = ("input_ids", "pixel_values", "input_features", "input_values", "pixel_values_videos", "bbox")
 USUAL = ("decoder_input_ids", "actions", "returns_to_go", "timesteps")
 TOGETHER = {
     "pixel_values": ("image_grid_thw", "mm_token_type_ids", "image_sizes", "aspect_ratio_ids", "aspect_ratio_mask",
-                     "spatial_shapes", "pixel_attention_mask", "image_grid_hw", "pixel_position_ids", "image_grids",
-                     "image_position_ids"),
+                     "spatial_shapes", "pixel_attention_mask", "image_grid_hw", "pixel_position_ids",
+                     "image_position_ids", "qformer_input_ids"),
     "pixel_values_videos": ("video_grid_thw",),
     "input_features": ("feature_attention_mask", "input_features_mask"),
 }  # fmt: skip
@@ -72,8 +72,10 @@ class _Maker:
         self.model, self.wanted = model, wanted
         self.config: Any = model.config
         self.generator = torch.Generator().manual_seed(1)
-        text = self.config.get_text_config() if hasattr(self.config, "get_text_config") else self.config
-        self.text = text
+        try:
+            self.text: Any = self.config.get_text_config()
+        except ValueError:  # there are several
+            self.text = self.config.decoder
         self.vision = self._part("vision_config", "image_config", "vision_backbone_config", "backbone_config")
         self.audio = self._part("audio_config", "audio_encoder_config", "encoder_config", "speech_config")
 
@@ -207,7 +209,7 @@ class _Maker:
         return int(value[-1] if isinstance(value, (list, tuple)) else value)
 
     def _patches(self) -> Tensor:
-        times = self._value("temporal_patch_size", of=self.vision, default=1)
+        times = self._value("temporal_patch_size", "patch_temporal", "temporal_patch", of=self.vision, default=1)
         return self._floats(BATCH * GRID * GRID, self._channels() * times * self._patch() ** 2)
 
     def _pixel_values(self) -> Tensor:
@@ -216,7 +218,7 @@ class _Maker:
         height, width = self._side()
         frames = self._value("num_frames", "frames_per_clip", of=self.vision, default=1)
         channels = self._channels()
-        layouts = ((channels,), (int(frames), channels), (1, 1, channels), (channels, int(frames)))
+        layouts = ((channels,), (int(frames), channels), (2, channels), (1, 1, channels), (channels, int(frames)))
         return self._floats(BATCH, *layouts[self.wanted.layout % LAYOUTS], height, width)
 
     def _image(self) -> Tensor:
@@ -238,10 +240,31 @@ class _Maker:
         return torch.tensor([[GRID, GRID]] * BATCH)
 
     def _hidden_states(self) -> Tensor:
-        return self._patches() if self._by_patches() else self._floats(BATCH, SEQ, self._hidden())
+        if self._by_patches():
+            return self._patches()
+        return self._floats(BATCH, SEQ, self._mels() if self.wanted.layout else self._hidden())
 
     def _image_sizes(self) -> Tensor:
         return torch.tensor([list(self._side())] * BATCH)
+
+    def _encoder_hidden_states(self) -> Tensor:
+        width = self._value("encoder_hidden_size", "cross_attention_hidden_size", default=self._hidden())
+        return self._floats(BATCH, SEQ, int(width))
+
+    def _flattened_patches(self) -> Tensor:
+        patches = self._floats(BATCH, GRID * GRID, 2 + self._channels() * self._patch() ** 2)
+        patches[..., 0] = torch.arange(GRID * GRID) // GRID + 1  # 0 means padding
+        patches[..., 1] = torch.arange(GRID * GRID) % GRID + 1
+        return patches
+
+    def _visual_feats(self) -> Tensor:
+        return self._floats(BATCH, GRID, self.config.visual_feat_dim)
+
+    def _visual_pos(self) -> Tensor:
+        return self._floats(BATCH, GRID, self.config.visual_pos_dim)
+
+    def _mel_spectrogram(self) -> Tensor:
+        return self._floats(BATCH, self._mels(), SEQ)
 
     def _bool_masked_pos(self) -> Tensor:
         side = self._side()[0] // self._patch()
@@ -253,20 +276,22 @@ class _Maker:
     # Sound
 
     def _mels(self) -> int:
-        names = ("num_mel_bins", "feature_size", "input_feat_size", "mel_dim", "n_mels", "input_dim", "num_mel_filters",
+        names = ("num_mel_bins", "feature_size", "input_feat_size", "mel_dim", "n_mels", "feature_projection_input_dim", "input_dim", "num_mel_filters",
                  "input_size")  # fmt: skip
-        return int(self._value(*names, of=self.audio, default=self._value(*names, default=80)))
+        return int(self._value(*names, of=self.audio, default=self._value(*names, default=128)))
 
     def _input_features(self) -> Tensor:
-        mels, frames = self._mels(), 2 * int(self._value("max_source_positions", of=self.audio, default=32))
-        layouts = ((mels, frames), (frames, mels), (1, frames, mels), (1, self._square(), self._square()))
+        mels, frames = self._mels(), 2 * int(self._value("max_source_positions", of=self.audio, default=48))
+        side = self._square()
+        layouts = ((mels, frames), (frames, mels), (1, frames, mels), (1, side, mels), (1, side, side))
         return self._floats(BATCH, *layouts[self.wanted.layout % LAYOUTS])
 
     def _square(self) -> int:
         return int(self._value("spec_size", of=self.audio, default=64))
 
     def _input_features_mask(self) -> Tensor:
-        return torch.ones(BATCH, self._input_features().shape[-1], dtype=torch.long)
+        features = self._input_features()
+        return torch.ones(BATCH, features.shape[-1 if self.wanted.layout == 0 else -2], dtype=torch.long)
 
     _feature_attention_mask = _input_features_mask
 
@@ -275,7 +300,7 @@ class _Maker:
             return self._floats(BATCH, self.config.max_length, self.config.num_mel_bins)
         if re.search(r"Dac|Encodec|Mimi|XCodec|Xcodec|Tokenizer|Codec|Autoencoder", type(self.model).__name__):
             return self._floats(BATCH, int(self._value("audio_channels", default=1)), 4800)
-        return self._floats(BATCH, 4000)
+        return self._floats(BATCH, *((4000,), (1, 4800))[self.wanted.layout % 2])
 
     def _spectrogram(self) -> Tensor:
         return self._floats(BATCH, SEQ, self._mels())

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-BATCH, SEQ, SIDE = 2, 16, 8
+BATCH, SEQ, SIDE = 2, 32, 8
 
 Inputs = Callable[[Any], dict[str, Any]]  # from a model
 
@@ -30,6 +30,26 @@ def qformer(model: Any) -> dict[str, Any]:
     return {
         "query_embeds": _floats(BATCH, SIDE, config.hidden_size),
         "encoder_hidden_states": _floats(BATCH, SEQ, config.encoder_hidden_size),
+    }
+
+
+def qformer_of_text(model: Any) -> dict[str, Any]:
+    return {"input_ids": _ids(100, BATCH, SEQ), **qformer(model)}
+
+
+def image(model: Any) -> dict[str, Any]:
+    return {"hidden_states": _floats(BATCH, 3, 64, 64)}
+
+
+def speech_of_text(model: Any) -> dict[str, Any]:
+    """All that the variance predictors of FastSpeech are trained on: two frames for each token."""
+    config = getattr(model.config, "model_config", model.config)
+    return {
+        "input_ids": _ids(config.vocab_size, BATCH, SIDE),
+        "spectrogram_labels": _floats(BATCH, 2 * SIDE, config.num_mel_bins),
+        "duration_labels": torch.full((BATCH, SIDE), 2),
+        "pitch_labels": _floats(BATCH, SIDE, 1),
+        "energy_labels": _floats(BATCH, SIDE, 1),
     }
 
 
@@ -169,6 +189,74 @@ def questions(model: Any) -> dict[str, Any]:
         "marks": torch.tensor([[5, 9]]),
         "num_options": torch.tensor([[2, 2]]),
         "question_type_ids": torch.tensor([[0, 1]]),
+    }
+
+
+def text_and_codes(model: Any) -> dict[str, Any]:
+    """One text token and one of each codebook for each instant."""
+    config = model.config
+    return {
+        "input_ids": _ids(min(config.vocab_size, config.codebook_vocab_size) - 8, BATCH, SEQ, config.num_codebooks + 1)
+    }
+
+
+def one_of_each_codebook(model: Any) -> dict[str, Any]:
+    config = model.config
+    return {
+        "input_ids": _ids(config.audio_vocab_size - 8, BATCH, config.num_codebooks),
+        "last_hidden_state": _floats(BATCH, 1, config.input_size),
+    }
+
+
+def codebooks_as_rows(model: Any) -> dict[str, Any]:
+    config = model.config
+    return {"input_ids": _ids(config.vocab_size - 8, BATCH * config.num_codebooks, SEQ)}
+
+
+def tiles(model: Any) -> dict[str, Any]:
+    config = model.config
+    side, most = config.image_size, config.max_num_tiles
+    return {
+        "pixel_values": _floats(BATCH, 1, most, config.num_channels, side, side),
+        "aspect_ratio_ids": torch.ones(BATCH, 1, dtype=torch.long),
+        "aspect_ratio_mask": torch.ones(BATCH, 1, most, dtype=torch.long),
+    }
+
+
+def patches_in_rows(model: Any) -> dict[str, Any]:
+    config = model.config
+    height, width = config.image_size
+    count = height * width // config.patch_size**2
+    return {"pixel_values": _floats(BATCH, count, 3 * config.patch_size**2)}
+
+
+def patches_in_one_row(model: Any) -> dict[str, Any]:
+    config = model.config
+    patches = _floats(1, BATCH * 16, config.num_channels, config.patch_size, config.patch_size)
+    return {"pixel_values": patches, "grid_thw": torch.tensor([[1, 4, 4]] * BATCH)}
+
+
+def robot(model: Any) -> dict[str, Any]:
+    config = model.config
+    side = config.vlm_config.vision_config.image_size
+    patches = (side // config.vlm_config.vision_config.patch_size) ** 2
+    ids = _ids(64, BATCH, SEQ) + 4
+    ids = torch.cat([torch.full((BATCH, patches), config.vlm_config.image_token_id), ids], dim=1)
+    return {
+        "state": _floats(BATCH, config.max_state_dim),
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "pixel_values": _floats(BATCH, 1, 3, side, side),
+        "pixel_attention_mask": torch.ones(BATCH, 1, dtype=torch.bool),
+        "actions": _floats(BATCH, config.chunk_size, config.max_action_dim),
+    }
+
+
+def decoder_ids(model: Any) -> dict[str, Any]:
+    config = model.config
+    return {
+        "input_ids": _ids(config.vocab_size - 8, BATCH, SEQ),
+        "encoder_hidden_states": _floats(BATCH, SEQ, config.d_model),
     }
 
 

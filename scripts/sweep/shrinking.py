@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -38,6 +38,8 @@ SIZES = (
     Size("few layers"),
 )
 
+CONVOLUTIONAL = ("stage_out_channels", "width_coefficient", "depth_multiplier", "block_configs")
+SMALLEST_WIDTH = 8  # below, what a region must keep besides tensors (a random state is 5 KB) is more than they are
 MOST_LAYERS = 8
 MOST_STAGES = 6  # a list that is no longer is one of stages, not of layers
 # Fields of many families that no rule below is about.
@@ -46,6 +48,7 @@ SMALLEST = {
     "n_group": 2,
     "topk_group": 1,
     "max_source_positions": 32,
+    "num_queries": 16,
     "encoder_hash_byte_group_vocab": 64,
 }
 IDS = 200  # where the ids of special tokens begin that did not fit into a small vocabulary
@@ -60,14 +63,15 @@ STAGES = re.compile(
 INDICES = re.compile(r"index|indices|feature_layer|attn_layer|_layers$|_layer_ids?$|deepstack")
 WIDTH = re.compile(
     r"hidden|embd|embed|emb_dim|dim|d_model|d_ff|d_inner|channels?|intermediate|ffn|width|projection_size|units|_rank$"
-    r"|upsample_groups|inner|planes|filters|attention_size|text_d_|vision_d_|expert_size|rnn_size|classifier_proj_size|gating_size"
-    r"|^ssm_state|mlp_size"
+    r"|upsample_groups|inner|planes|filters|attention_size|text_d_|vision_d_|expert_size|rnn_size|classifier_proj_size"
+    r"|gating_size|^ssm_state|mlp_size"
 )
 NO_WIDTH = re.compile(
-    r"layers|heads|act|dropout|prob|std|scale|ratio|token|position|image|patch|kernel|window|stride|(?<!upsample_)groups|factor|eps"
-    r"|^num_(?!channels$|filters$)|^n_(?!embd$|inner$)|multiplier|embeddings$|num_channels|audio_channels|in_channels$|out_channels$"
+    r"layers|heads|act|dropout|prob|std|scale|ratio|token|position|image|patch(?!_embeds_hidden)|kernel|window|stride"
+    r"|(?<!upsample_)groups|factor|eps|^num_(?!channels$|filters$)|^n_(?!embd$|inner$)|multiplier|embeddings$"
+    r"|num_channels|audio_channels|(?<!decoder_)in_channels$|out_channels$|per_channel"
     r"|downsample_rate|type|init|use_|_range|expansion|max_|mult$|index|levels|loss|epsilon|quantiz|per_layer_input"
-    r"|_norm|frame|mask_length|rope_dim|sections?|lags|chunk"
+    r"|_norm|input_dim$|frame|mask_length|rope_dim|sections?|lags|chunk"
 )
 HEADS = re.compile(r"heads$|^n_head$|^num_heads|heads_per_stage$|key_value_heads")
 HEAD_DIM = re.compile(
@@ -113,7 +117,7 @@ def _small(kind: type, config: Any, size: Size, names: _Names, changes: Mapping[
     _fit_together(given, own)
     made = kind(**{**given, **own})
     for key, value in vars(config).items():
-        if not hasattr(made, key):  # what a default configuration is given beyond its fields
+        if key not in vars(made):  # what a default configuration is given beyond its fields
             setattr(made, key, value)
     return made
 
@@ -143,6 +147,9 @@ def _fields(kind: type, config: Any, size: Size, names: _Names) -> Iterator[tupl
     """Yield the fields that change, with their new values."""
     old, new, shared = _layers(config, size)
     heads, usual = 0, kind()
+    # The widths of a convolutional network are tables that refer to one another; it is small as it is.
+    convolutional = any(_get(config, name) is not None for name in CONVOLUTIONAL)
+    narrowed = replace(size, width=1) if convolutional else size
     for each in dataclasses.fields(kind):
         value = _get(config, each.name)
         if each.name == "rope_parameters" and isinstance(value, dict) and "mrope_section" in value:
@@ -156,7 +163,7 @@ def _fields(kind: type, config: Any, size: Size, names: _Names) -> Iterator[tupl
             continue
         if (is_usual and each.default is None) or isinstance(value, (bool, str, dict)):
             continue
-        changed = _changed(each.name, value, size, names, old, new)
+        changed = _changed(each.name, value, narrowed, names, old, new)
         if IMAGE.search(each.name) and size.patches:
             changed = _image_like(value, _get(config, "patch_size"), size.patches)
         if each.name == "num_kv_shared_layers" and value:
@@ -205,8 +212,8 @@ def _changed(name: str, value: Any, size: Size, names: _Names, old: int, new: in
         return _changed_list(name, value, size, old, new)
     if name == "depth_coefficient":  # EfficientNet multiplies its depths by it
         return min(value, 1.0)
-    if isinstance(value, float) or value == 0:
-        is_dropout = DROPOUT.search(name) and not NO_DROPOUT.search(name) and isinstance(value, (int, float))
+    if isinstance(value, float):
+        is_dropout = DROPOUT.search(name) and not NO_DROPOUT.search(name)
         return 0.1 if is_dropout and value == 0 else value
     if not isinstance(value, int):
         return value
@@ -249,13 +256,13 @@ def _changed_list(name: str, value: Any, size: Size, old: int, new: int) -> Any:
     if HEADS.search(name):
         return type(value)(v // size.heads for v in value) if all(v % size.heads == 0 for v in value) else value
     if WIDTH.search(name) and not NO_WIDTH.search(name) and min(value) >= 16:
-        return type(value)(_divided(v, min(size.width, 4)) for v in value)
+        return type(value)(_divided(v, size.width if len(set(value)) == 1 else min(size.width, 4)) for v in value)
     return value
 
 
 def _divided(value: int, divisor: int) -> int:
     """A width that is small already, or not a multiple, stays."""
-    return value // divisor if value >= 4 * divisor and value % divisor == 0 else value
+    return value // divisor if value >= SMALLEST_WIDTH * divisor and value % divisor == 0 else value
 
 
 def _image_like(value: Any, patch: Any, patches: int) -> Any:

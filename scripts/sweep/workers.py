@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from tests.stacks.stand_ins import TORCHVISION, standing_in
+
 from .checking import CANNOT_BUILD, Row, check_family
 
 POLL_S = 0.2
@@ -18,10 +20,34 @@ PRELOADED = ["sweep.checking", "torch._dynamo", "transformers.modeling_layers",
              "transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama"]  # fmt: skip
 
 
-def check_all(families: Sequence[str], jobs: int, limit_s: float, limit_bytes: int) -> Iterator[Row]:
-    """Yield the row of each family as it is ready. A child that dies, hangs or grows too large is a row as well."""
+def preload() -> None:
+    """Import what every family needs, once."""
     for name in PRELOADED:
         importlib.import_module(name)
+    _offer_timm()
+
+
+def _offer_timm() -> None:
+    """Let transformers use timm without torchvision, of which timm's backbones need nothing.
+
+    Where timm is not installed nothing is done: the families that need it then say so.
+    """
+    from transformers import utils
+    from transformers.utils import import_utils
+
+    try:
+        with standing_in(TORCHVISION):
+            importlib.import_module("timm")
+    except ImportError:
+        return
+    told = import_utils.BACKENDS_MAPPING["timm"][1]
+    import_utils.BACKENDS_MAPPING["timm"] = (lambda: True, told)
+    for place in (import_utils, utils):
+        place.is_timm_available = lambda: True
+
+
+def check_all(families: Sequence[str], jobs: int, limit_s: float, limit_bytes: int) -> Iterator[Row]:
+    """Yield the row of each family as it is ready. A child that dies, hangs or grows too large is a row as well."""
     context = multiprocessing.get_context("fork")
     waiting = list(reversed(families))
     running: dict[Any, tuple[str, Any, float]] = {}
