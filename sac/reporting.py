@@ -10,7 +10,6 @@ from typing import Any
 from torch import nn
 
 from sac.blocks.wrap import regions_of
-from sac.errors import ModelError, Problem
 from sac.region.stores.placements import Keeping
 from sac.selective.kind import Kind, Region
 from sac.selective.stats import NO_RULE
@@ -123,8 +122,9 @@ class Report:
         return {**plain, "kept_bytes": self.kept_bytes, "input_host_bytes": self.input_host_bytes}
 
     def __str__(self) -> str:
-        lines = [f"activation checkpointing: {self.mode}, {sum(kind.count for kind in self.kinds)} regions"]
-        if not any(kind.has_run for kind in self.kinds):
+        count = sum(kind.count for kind in self.kinds)
+        lines = [f"activation checkpointing: {self.mode}, {count} regions" + ("" if count else " on this model")]
+        if self.kinds and not any(kind.has_run for kind in self.kinds):
             lines.append("no forward with grad has run yet")
         if self.kept_inputs:
             lines.append(f"of each region's inputs: {self.kept_inputs}")
@@ -140,13 +140,12 @@ class Report:
 def report(model: nn.Module) -> Report:
     """Return what the regions on ``model`` kept in their last forward with grad.
 
-    Raises ``ModelError`` if ``sac.apply`` has put no region on it. Before the first forward all numbers are 0.
+    A model without regions (mode none, an idle pipeline stage, ``sac.apply`` never called) has a report that says so.
+    Before the first forward all numbers are 0.
     """
     forwards = list(regions_of(model))
     if not forwards:
-        raise ModelError(
-            Problem(type(model).__name__, "there is no region on this model", fix="call sac.apply(model, …) first")
-        )
+        return Report("none", "", (), (), (), ())
     applied = forwards[0].applied
     kinds = tuple(_kind_report(kind, regions) for kind, regions in _alike(model))
     hit = {use.rule for kind in kinds for use in kind.rules if use.hits}

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 import sac
-from sac.errors import ModelError
 from tests.full.simulated_streams import simulated_streams
 from tests.model_zoo import tiny
 from tests.semantics.blocks import (
@@ -161,12 +160,12 @@ def test_before_the_first_forward() -> None:
     )
 
 
-def test_model_without_sac() -> None:
-    with pytest.raises(ModelError) as caught:
-        sac.report(built(llama_stack))
-    assert str(caught.value) == ("Stack: there is no region on this model\n    fix: call sac.apply(model, …) first")
-    with pytest.raises(ModelError):
-        sac.report(sac.apply(built(llama_stack), "none"))
+def test_a_model_without_regions_has_a_report_that_says_so() -> None:
+    for model in (built(llama_stack), sac.apply(built(llama_stack), "none")):
+        report = sac.report(model)
+        assert str(report) == "activation checkpointing: none, 0 regions on this model"
+        assert report.to_dict()["kinds"] == ()
+        assert report.kept_bytes == 0
 
 
 def test_plain_values() -> None:
