@@ -136,7 +136,7 @@ class ChunkedForward(InstalledForward):
 
     def _run_region(self, region: Region, function: Any, modules: tuple[nn.Module, ...], input: Any) -> Any:
         if not region.stats.calls:
-            refuse_callers(region.path)
+            refuse_callers(self.module, self.path)
         return run_modules(region, function, modules, self.applied.settings, (input,), {})
 
     def _other_size(self, size: int) -> Problem:

@@ -50,7 +50,7 @@ def idle_note(model: nn.Module, blocks: Sequence[Block]) -> str:
 
 
 def _is_emptied(node: Node) -> bool:
-    named = not STACK_NAMES.isdisjoint(node.path.rpartition(".")[2].lower().split("_"))
+    named = node.path.rpartition(".")[2].lower() in STACK_NAMES
     return named and isinstance(node.module, LISTS) and _held(node.module) == 0
 
 

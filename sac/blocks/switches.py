@@ -104,18 +104,38 @@ def refuse_flags(module: nn.Module, path: str) -> None:
             raise RegionError(_both(path, f"{flag} is on in this block"))
 
 
-def refuse_callers(path: str) -> None:
-    """Raise ``RegionError`` if a module that is calling the region on this thread checkpoints what it calls."""
+def refuse_callers(module: nn.Module, path: str) -> None:
+    """Raise ``RegionError`` if what calls the block ``module`` on this thread checkpoints it.
+
+    Looked at are the callers up to the model that sac was put on, in which the block lies at ``path``.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        caller = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else None
+        caller = _self_in(frame) if frame.f_code.co_name == "forward" else None
         if isinstance(caller, nn.Module):
             kind = type(caller).__name__
             if is_checkpoint_wrapper(caller):
                 raise RegionError(_both(path, f"a checkpoint_wrapper ({kind}) has been put around this block"))
             for flag in flags_of(caller):
                 raise RegionError(_both(path, f"{flag} is on in {kind}, which calls this block"))
+            if _is_at(caller, path, module):
+                return
         frame = frame.f_back
+
+
+def _self_in(frame: FrameType) -> object:
+    held, names = frame.f_locals, frame.f_code.co_varnames
+    found = held.get(names[0]) if frame.f_code.co_argcount else None
+    if isinstance(held, dict):  # before Python 3.13: a copy, which the frame would hold on to, with all that is in it
+        held.clear()
+    return found
+
+
+def _is_at(model: nn.Module, path: str, module: nn.Module) -> bool:
+    try:
+        return model.get_submodule(path) is module
+    except AttributeError:
+        return False
 
 
 def _both(path: str, found: str) -> Problem:

@@ -90,7 +90,7 @@ class RegionForward(InstalledForward):
         region, module, watch = self.region, self.module, self.applied.watch
         refuse_flags(module, region.path)  # see Note [Both on]
         if not region.stats.calls:
-            refuse_callers(region.path)
+            refuse_callers(module, region.path)
         output = run_modules(region, self.original, module, self.applied.settings, args, kwargs)
         if watch.waits:
             watch.saw(region.path, region.kind.table, region.stats)

@@ -17,7 +17,7 @@ from sac.full.checks import check_flag, problems_in
 from sac.region.stores.groups import group_problem, process_group
 from sac.region.stores.host import Host
 from sac.region.stores.placements import Here, Keeping, Origin, Placed, Placement
-from sac.region.stores.scatter import Scattered
+from sac.region.stores.scatter import FirstCalls, Scattered
 
 SECTION = "activation_checkpointing"
 
@@ -179,7 +179,7 @@ def keeping_of(section: ActivationCheckpointing, mpu: Any) -> Keeping | None:
         group = model_parallel_group(mpu)
         if group is not None:
             inner = placement if placement is not None else Here()
-            placement = Scattered.over(process_group(group), inner, verify=set(), prefetch=0) or placement
+            placement = Scattered.over(process_group(group), inner, verify=FirstCalls(), prefetch=0) or placement
     return Keeping(placement, _is_activation) if placement is not None else None
 
 

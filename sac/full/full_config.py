@@ -16,9 +16,9 @@ from sac.region.stores.contiguous import ContiguousBuffer
 from sac.region.stores.groups import group_problem
 from sac.region.stores.host import Host
 from sac.region.stores.placements import Here, Keeping, Placement
-from sac.region.stores.scatter import Place, Scattered
+from sac.region.stores.scatter import FirstCalls, Scattered, Seen
 
-COMPARED_BY_CALLS: set[Place] = set()  # by functions and modules, each with settings of its own in every call
+COMPARED_BY_CALLS = FirstCalls()  # where each call has settings of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,9 @@ class FullConfig:
     preallocated buffer, of ``num_checkpoints`` slots; one FullConfig has one buffer), or several joined by ``+``:
     ``scattered+host``. All but ``whole`` copy before the forward, so what is written later does not matter.
 
-    ``verify_replicated``: compare the input over the group before it is scattered (costs an all-reduce): ``first`` in
-    the first call of each region, True in every call, False never.
+    ``verify_replicated``: compare the input over the group before it is scattered (costs an all-reduce, so that every
+    rank has to make the call): ``first`` in the first call of each region of ``sac.apply``, and in the first 256 calls
+    of functions over a group; True in every call, False never.
     ``prefetch``: how many regions ahead, in backward order, gathers are started; regions are found along the autograd
     graph, a few dozen ops from one to the next at most. ``release_input``: after the forward the caller's tensor holds
     this rank's share only, flat, until backward (as in Megatron and TransformerEngine), if nothing else holds its
@@ -149,9 +150,7 @@ _REENTRANT_OPTIONS = CallOptions(use_reentrant=True)
 REENTRANT = Settings(use_reentrant=True)
 
 
-def settings_of(
-    config: FullConfig, options: CallOptions, where: str, compared: set[Place] = COMPARED_BY_CALLS
-) -> Settings:
+def settings_of(config: FullConfig, options: CallOptions, where: str, compared: Seen = COMPARED_BY_CALLS) -> Settings:
     """Return what frames are told; raises ``ConfigError`` for options that cannot be carried out.
 
     ``where`` names the call in messages: ``sac.checkpoint``. A group is looked at only where inputs are scattered over
@@ -191,7 +190,7 @@ def settings_of(
     )
 
 
-def _keeping(config: FullConfig, group: Any, compared: set[Place]) -> Keeping | None:
+def _keeping(config: FullConfig, group: Any, compared: Seen) -> Keeping | None:
     """Return which inputs are kept elsewhere and where; None where every input is held whole."""
     placement: Placement | None = config.buffer or config.host
     if group is not None:

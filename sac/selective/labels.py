@@ -147,8 +147,10 @@ class Labels:
         return label
 
     def _name_parameter(self, tensor: Tensor, key: int) -> int:
-        # `data` of a class of parameters may be a parameter too, another in each pass: that of bitsandbytes is.
-        label = self._by_storage[key] = hash(("parameter", id(tensor) if type(tensor) is Parameter else key))
+        # `data` of a class of parameters may be a parameter too, another in each pass: that of bitsandbytes is. It
+        # needs no gradient. What does is the module's own, whose data may be exchanged between the passes (ZeRO-3).
+        name = id(tensor) if type(tensor) is Parameter or tensor.requires_grad else key
+        label = self._by_storage[key] = hash(("parameter", name))
         self._parameters.add(label)
         self.origins.name_parameter(label, tensor)
         return label

@@ -108,3 +108,15 @@ def test_on_a_whole_model_these_are_mistakes() -> None:
         sac.apply(whole, {"mode": "full", "layers": ["8-9"]})
     with pytest.raises(ModelError, match=r'"layer\.\*" matches no module'):
         sac.apply(part(first=True), {"mode": "full", "blocks": ["layer.*"]})
+
+
+def test_an_empty_list_beside_the_blocks_makes_no_stage() -> None:
+    class Adapted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4)) for _ in range(3))
+            self.adapter_layers = nn.ModuleList()
+
+    assert regions(sac.apply(Adapted(), "full")) == ["parts.0-2 (x3)"]
+    with pytest.raises(ModelError, match="`layers` leaves no block"):
+        sac.apply(Adapted(), {"mode": "full", "layers": ["7"]})

@@ -45,6 +45,21 @@ def test_a_split_input_is_found_in_the_first_call_although_nobody_asked(way):
     assert told[0][0].startswith("args[0]: its values are not the same on all 2 ranks of the group")
 
 
+def split_from_the_second_layer_on():
+    """What is said of the second of two modules of one class, whose input is split."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    first, second = (nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2))
+    run = functools.partial(sac.checkpoint, **SCATTERED, tp_group=dist.group.WORLD)
+    h = run(first, torch.randn(8, 4, requires_grad=True))
+    return error_of(lambda: run(second, h.chunk(size)[rank].contiguous() * 1.0), RegionError)
+
+
+def test_modules_of_one_class_are_compared_each_for_itself():
+    for told in run_ranks(2, split_from_the_second_layer_on):
+        assert told.startswith("args[0]: its values are not the same on all 2 ranks of the group")
+
+
 def sent_in_three_calls(verify):
     """How many all-reduces each of three calls of a region sends."""
     block = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))

@@ -120,6 +120,28 @@ def test_what_must_be_saved_is_saved(value: Any) -> None:
     assert backward_ops(install(stack(routed), value), rows()).count("aten.sort") == 0
 
 
+class TaggedWeight(nn.Parameter):
+    """A parameter of a class of its own."""
+
+
+@pytest.mark.parametrize("value", ["full", "selective"])
+def test_data_of_parameters_may_be_exchanged_between_the_passes(value: str) -> None:
+    def gradients(one: str) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4)) for _ in range(2)))
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                module.weight = TaggedWeight(module.weight.detach())
+        sac.apply(model, one)
+        out = model(torch.linspace(-1, 1, 8).view(2, 4))
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()
+        out.square().sum().backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    assert all(map(torch.equal, gradients("none"), gradients(value)))
+
+
 class CodedWeight(nn.Parameter):
     """A parameter whose values are a code: its table hangs on it as an attribute, two objects away."""
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import pickle
+import weakref
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import checkpoint
 
 import sac
 from sac.blocks.switches import ENABLING
@@ -146,3 +149,42 @@ def test_a_wrapper_that_is_put_around_a_block(value: str) -> None:
         model(**batch)
     found = "a checkpoint_wrapper (CheckpointWrapper) has been put around this block"
     assert str(caught.value) == FOUND.format(path="model.layers.1", found=found)
+
+
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4)) for _ in range(2))
+        self.was_freed = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        big = torch.ones(1000)
+        reference = weakref.ref(big)
+        for layer in self.layers:
+            x = layer(x)
+        del big
+        self.was_freed = reference() is None
+        return x
+
+
+def test_what_calls_the_model_may_checkpoint_something_else() -> None:
+    class Outer(nn.Module):
+        gradient_checkpointing = True
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.tower, self.head = Tower(), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(self.head, self.tower(x), use_reentrant=False)
+
+    model = Outer()
+    sac.apply(model.tower, "full")
+    model(torch.ones(2, 4)).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_looking_at_callers_holds_nothing_of_theirs() -> None:
+    model = sac.apply(Tower(), "full")
+    model(torch.ones(2, 4)).sum().backward()
+    assert model.was_freed

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -13,15 +14,16 @@ from torch import nn
 # Note [Caches as arguments]
 #
 # A block writes its keys and values into the cache that it is given (`use_cache=True`, or a prefix that is trained).
-# Recomputed on that cache it would attend to its own keys twice. So a cache is no input that is kept, but state: what
-# the forward changed of it is put back for the recomputation, and then what there is now. Keys and values that come
-# from before the region keep their graph, so that a trained prefix has its gradient.
+# Recomputed on that cache it would attend to its own keys twice. So a cache is no input that is kept: recomputation
+# runs on a copy of what it was when the forward began, of its objects and containers and not of its tensors. Keys and
+# values that come from before the region keep their graph, so that a trained prefix has its gradient.
 #
-# What a cache holds is rebound, appended to or, for states of a fixed size, written in place. The first two are seen
-# here, by identity; the recorder sees the third (Note [What is kept, and what is not]). What ops a block runs depends
-# on what lies in the cache, so that no call with one is evidence for another.
+# The region must not hold the caller's cache: keys and values that it has written there have it in their history, and
+# such a circle, which leads through autograd's nodes, no collector would find.
 #
-# The cache itself is held until backward, with the keys and values of every layer that wrote to it.
+# What a cache holds is rebound, appended to or, for states of a fixed size, written in place. Of the first two the copy
+# knows nothing; the recorder sees the third (Note [What is kept, and what is not]). What ops a block runs depends on
+# what lies in the cache, so that no call with one is evidence for another.
 
 _LEAVES = (torch.Tensor, nn.Module, type, str, bytes, int, float)
 
@@ -57,74 +59,58 @@ class OnCaches:
     def __init__(self, function: Callable[..., Any], caches: dict[int | str, Any]) -> None:
         self.function = function
         self.caches = caches
-        self._forward: list[_Held] | None = None
+        self._is_forward = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function, whose arguments are given ``without`` the caches."""
-        args, kwargs = _exchanged(self.caches, args, kwargs)
-        if self._forward is not None:
-            with _as_it_was(self._forward):
-                return self.function(*args, **kwargs)
-        before = list(_held_by(self.caches))
-        output = self.function(*args, **kwargs)
-        self._forward = [one for one in before if one.was_changed]
-        return output
+        caches, copies = self.caches, _copied(self.caches, {})
+        args, kwargs = _exchanged(caches if self._is_forward else copies, args, kwargs)
+        if self._is_forward:
+            self._is_forward, self.caches = False, copies  # what the caller has from now on leads to this region
+        return self.function(*args, **kwargs)
 
 
-class _Held:
-    """What one object, list or dict of a cache held."""
+def _copied(one: Any, copies: dict[int, Any]) -> Any:
+    """Return a copy of a cache, of all objects and containers below it, but not of tensors, modules and plain values.
 
-    __slots__ = ("before", "owner")
-
-    def __init__(self, owner: Any) -> None:
-        self.owner = owner  # a list, or a dict: an object's own among them
-        self.before = owner.copy()
-
-    @property
-    def was_changed(self) -> bool:
-        """Whether anything was put there, taken away or exchanged; values are compared by identity."""
-        now, before = self.owner, self.before
-        if len(now) != len(before):
-            return True
-        if isinstance(now, list):
-            return any(a is not b for a, b in zip(now, before, strict=True))
-        return any(name not in now or now[name] is not value for name, value in before.items())
-
-    def put_back(self) -> None:
-        """Let it hold what it held."""
-        self.owner.clear()
-        self.owner.extend(self.before) if isinstance(self.owner, list) else self.owner.update(self.before)
-
-
-@contextmanager
-def _as_it_was(held: list[_Held]) -> Iterator[None]:
-    now = [_Held(one.owner) for one in held]
+    ``copies`` holds those made so far, by what they are copies of: what was one object is one in the copy too.
+    """
+    if isinstance(one, _LEAVES):
+        return one
+    if id(one) in copies:
+        return copies[id(one)]
+    if isinstance(one, tuple):
+        parts = [_copied(part, copies) for part in one]
+        return type(one)(*parts) if hasattr(one, "_fields") else type(one)(parts)
     try:
-        for one in held:
-            one.put_back()
-        yield
-    finally:
-        for one in now:
-            one.put_back()
+        twin = copy.copy(one)
+    except Exception:  # of a class that cannot be copied (a lock): it is the same in both
+        return one
+    copies[id(one)] = twin
+    if twin is one:
+        return one
+    for name, value in _attributes_of(one):
+        object.__setattr__(twin, name, _copied(value, copies))
+    if isinstance(one, dict):
+        twin.update({key: _copied(value, copies) for key, value in one.items()})
+    elif isinstance(one, list):
+        twin[:] = [_copied(value, copies) for value in one]
+    elif isinstance(one, deque):
+        twin.clear()
+        twin.extend(_copied(value, copies) for value in one)
+    return twin
 
 
-def _held_by(caches: dict[int | str, Any]) -> Iterator[_Held]:
-    """Yield what each object, list and dict at or below the caches holds."""
-    seen: set[int] = set()
-    ahead = list(caches.values())
-    while ahead:
-        one = ahead.pop()
-        if isinstance(one, _LEAVES) or id(one) in seen:
-            continue
-        seen.add(id(one))
-        if isinstance(one, tuple):
-            ahead += one
-            continue
-        owner = one if isinstance(one, (list, dict)) else getattr(one, "__dict__", None)
-        if owner:
-            ahead += owner if isinstance(owner, list) else owner.values()
-        if owner is not None:
-            yield _Held(owner)
+def _attributes_of(one: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the names and values of an object's attributes, those in slots included."""
+    yield from getattr(one, "__dict__", {}).items()
+    for kind in type(one).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name.startswith("__") and not name.endswith("__"):
+                name = f"_{kind.__name__.lstrip('_')}{name}"
+            if name not in ("__dict__", "__weakref__") and hasattr(one, name):
+                yield name, getattr(one, name)
 
 
 def _exchanged(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+import weakref
+from typing import Any, Protocol
 
 import torch
 
@@ -22,20 +23,48 @@ from sac.region.stores.replicas import check_same_on_all_ranks
 # Note [Compared once]
 #
 # A tensor that is split between the ranks, as in sequence parallelism, looks like one that all of them have; its gather
-# would mix their parts, and gradients would be wrong without a word. So the first tensor that comes from each
-# place (group, region, argument) is compared over the group, by a checksum. All ranks have to do so in the same call:
-# a place is made of names and numbers that are the same on all of them, and never of what was garbage collected when.
+# would mix their parts, and gradients would be wrong without a word. So tensors are compared over the group by a
+# checksum before they are scattered: under `sac.apply` the first one from each place (region, argument); where
+# functions are run as regions, which cannot be told apart on every rank in the same way (objects are made anew, and
+# collected at other times), the first so many over each group. All ranks have to compare in the same calls.
 
-Place = tuple[str, str, int]
-Verify = bool | set[Place]
+Place = tuple[Any, str, int]  # process group, path of the region, position of the argument
+COMPARED_CALLS = 256
+
+
+class Seen(Protocol):
+    """The places whose tensors need not be compared any more."""
+
+    def __contains__(self, place: Place, /) -> bool:
+        """Return whether that is so of ``place``."""
+
+    def add(self, place: Place, /) -> None:
+        """A tensor from ``place`` has been compared, or would have been."""
+
+
+class FirstCalls:
+    """The first tensors over each group are compared, wherever they come from."""
+
+    def __init__(self) -> None:
+        self._counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+    def __contains__(self, place: Place) -> bool:
+        """See ``Seen``."""
+        return self._counts.get(place[0], 0) >= COMPARED_CALLS
+
+    def add(self, place: Place) -> None:
+        """See ``Seen``."""
+        self._counts[place[0]] = self._counts.get(place[0], 0) + 1
+
+
+Verify = bool | Seen
 
 
 class Scattered:
     """Keeps this rank's share of each tensor, and gathers the shares of the group in recomputation.
 
-    ``inner`` keeps the share. ``verify``: whether tensors are compared over the group before; with a set, those from
-    places that are not in it yet (Note [Compared once]). ``prefetch``: of how many regions ahead the gathers are
-    started.
+    ``inner`` keeps the share. ``verify``: whether tensors are compared over the group before; or which need not be
+    (Note [Compared once]). ``prefetch``: of how many regions ahead the gathers are started.
     """
 
     def __init__(self, group: Any, inner: Placement, *, verify: Verify = False, prefetch: int = 0) -> None:
@@ -86,10 +115,13 @@ class Scattered:
 
     def _compare(self, flat: torch.Tensor, origin: Origin) -> None:
         """Raise if the ranks do not have the same, where that is to be looked at."""
-        place = (str(self.group.group_name), *origin.place)
-        if self.verify is True or (self.verify is not False and place not in self.verify):
+        if isinstance(self.verify, bool):
+            if self.verify:
+                check_same_on_all_ranks(flat, origin, self.group)
+            return
+        place = (self.group, *origin.place)
+        if place not in self.verify:
             check_same_on_all_ranks(flat, origin, self.group)
-        if not isinstance(self.verify, bool):
             self.verify.add(place)
 
     def describe(self) -> str:
