@@ -7,7 +7,8 @@ parameters and are composed of several modules. From the root down:
 1. Hugging Face says which modules may be checkpointed (``GradientCheckpointingLayer``, ``_no_split_modules``): such a
    module is a block wherever it stands.
 2. A child that is a stage, that is, one whose substance is a stack of like blocks (Swin, timm, ALBERT's groups), is
-   looked into instead. A block with parts in a list (T5) is not a stage: its parts differ from one another.
+   looked into instead. A block with parts in a list is not a stage: its parts differ from one another (T5), or are a
+   few with one convolution each (ResNet, EnCodec), of which a region would keep as much as autograd does.
 3. Nothing is looked for inside a block, and a list of experts is never a stack.
 4. Lists of heads, projections and the like are built in the same way. So stacks have a rank, and only the best survive:
    declared by Hugging Face, or with something that mixes tokens in its blocks, or named as stacks are named; failing
@@ -27,6 +28,7 @@ from sac.blocks.paths import Node, children_of, class_names, join, root_node
 MIXER = re.compile(r"attn|attention|mixer|mixing|mamba|ssm|rwkv|retention|recurrent", re.IGNORECASE)
 STACK_NAMES = frozenset({"layers", "layer", "blocks", "block", "h", "resblocks"})
 NUMBERED = re.compile(r"(?:.*\D)?(\d+)")
+BLOCK_CONVOLUTIONS = 6  # how many parts with one convolution each are a block, not a stage
 STAGE_MATRICES = 2  # what a stage may have besides its blocks: a patch merger, a position embedding
 
 DECLARED, STRONG, PLAIN, WEAK = 3, 2, 1, 0
@@ -221,10 +223,17 @@ def _is_stage(node: Node, declared: frozenset[str]) -> bool:
         return not _mixes_outside(node.module, parts)
     if _is_declared(node.module, declared) or _mixes_outside(node.module, parts):
         return False
+    if len(parts) <= BLOCK_CONVOLUTIONS and all(_count_matrices(part) == 1 for part in parts):
+        return False
     within = {id(p) for part in parts for p in part.parameters()}
     outside = [p for p in node.module.parameters() if p.ndim >= 2 and id(p) not in within]
     named = any(not STACK_NAMES.isdisjoint(_words(inner.path)) for inner in lists)
     return len(outside) <= STAGE_MATRICES and (len(parts) >= 2 or named)
+
+
+def _count_matrices(module: nn.Module) -> int:
+    """Return how many modules at or below one have a matrix or kernel of their own; one in two factors is one."""
+    return sum(any(p is not None and p.ndim >= 2 for p in part._parameters.values()) for part in module.modules())
 
 
 def _mixes_outside(module: nn.Module, parts: list[nn.Module]) -> bool:

@@ -20,7 +20,7 @@ from .hints import HINTS, Hint
 from .inputs import CannotMakeInputs, Wanted, learn, make_inputs
 from .shrinking import SIZES, Size, small_config
 
-MOST_PARAMETERS = 150_000_000
+MOST_PARAMETERS = 80_000_000
 MOST_CLASSES = 3
 REPAIRS = 8
 VARIANTS = (Wanted(), Wanted(labels=False), Wanted(modalities=False), Wanted(modalities=False, labels=False))
@@ -89,9 +89,7 @@ def _first_that_runs(model_class: Any, config: Any, size: Size, hint: Hint, dead
     count = _count_parameters(model_class, config)
     if count > MOST_PARAMETERS:
         raise CannotBuild(f"{count / 1e6:.0f} M parameters")
-    reset_seeds()
-    model = model_class(config).train().float()
-    turn_off_cache(model)
+    model = _fresh(model_class, config)
     first: Exception | None = None
     for inputs in _attempts(model, hint):
         if isinstance(inputs, Exception):
@@ -107,9 +105,16 @@ def _first_that_runs(model_class: Any, config: Any, size: Size, hint: Hint, dead
         grads = [p.grad for p in model.parameters() if p.grad is not None]
         if not any(bool((g != 0).any()) for g in grads):
             raise NotTrainable(f"every gradient of {model_class.__name__} is zero")
-        model.zero_grad()
-        return Built(model, inputs, size.name)
+        return Built(_fresh(model_class, config), inputs, size.name)
     raise first or CannotBuild("out of time")
+
+
+def _fresh(model_class: Any, config: Any) -> nn.Module:
+    """A model that has not run yet: some keep state from one forward for the next."""
+    reset_seeds()
+    model: nn.Module = model_class(copy.deepcopy(config)).train().float()
+    turn_off_cache(model)
+    return model
 
 
 def _attempts(model: nn.Module, hint: Hint) -> Iterator[dict[str, Any] | Exception]:

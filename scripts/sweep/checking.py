@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 import sac
-from sac.blocks.cache import turn_off_cache
 from sac.blocks.find import find_blocks
 from sac.measuring.memory_timeline import mark, measure_memory
 from sac.measuring.step_flops import count_flops
@@ -74,9 +73,7 @@ def check_family(family: str, limit_s: float) -> Row:
 
 def _check(built: Built, row: Row) -> None:
     plain = run(built, "none")
-    again = run(built, "none", measured=False)
-    differ = differences(again, plain)
-    if differ:
+    if differ := differences(run(built, "none", measured=False), plain):
         raise NotTrainable(f"two runs without sac differ: {_few(differ)}")
     problems = []
     row.kept_bytes["none"], row.flops["none"] = plain.kept_bytes, plain.flops
@@ -94,8 +91,7 @@ def _check(built: Built, row: Row) -> None:
             problems.append(f"{mode}: {one_line(error)}")
             continue
         row.kept_bytes[mode], row.flops[mode] = ours.kept_bytes, ours.flops
-        differ = differences(ours, plain)
-        if differ:
+        if differ := differences(ours, plain):
             problems.append(f"{mode}: {len(differ)} of {len(plain.values)} differ: {_few(differ)}")
         if ours.kept_bytes >= plain.kept_bytes:
             problems.append(f"{mode}: {ours.kept_bytes} bytes kept, {plain.kept_bytes} without")
@@ -107,7 +103,6 @@ def _check(built: Built, row: Row) -> None:
 def run(built: Built, mode: str, *, measured: bool = True) -> Run:
     """Train a copy of the model for some steps under ``mode``: two with dropout, one without."""
     model = copy.deepcopy(built.model)
-    turn_off_cache(model)
     if mode != "none":
         sac.apply(model, mode)
     found = Run({})

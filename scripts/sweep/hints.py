@@ -47,6 +47,7 @@ _GLM = Hint(size="whole heads", changes={"rope_parameters": _HALF_ROTARY})
 _GLM_IMAGE = Hint(size="whole heads", changes={"text_config.rope_parameters": _HALF_ROTARY})
 _HUNYUAN = Hint(changes={"head_dim": 32})
 
+_SECTIONS = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 6, 6]}  # of the 16 pairs of a small head
 _COMPASS = {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
 
 HINTS: dict[str, Hint] = {
@@ -93,8 +94,23 @@ HINTS: dict[str, Hint] = {
     "dots1": Hint(changes=_ROUTED),
     "chameleon": Hint(changes={"vocabulary_map": {"<image>": 5}}),
     # The widths of the two parts that its default configuration puts together are those of two releases.
-    "qwen2_vl": Hint(changes={"vision_config.hidden_size": 512}),
-    "colqwen2": Hint(changes={"vlm_config.vision_config.hidden_size": 512}),
+    "qwen2_vl": Hint(changes={"vision_config.hidden_size": 512, "text_config.rope_parameters": _SECTIONS}),
+    "colqwen2": Hint(
+        changes={
+            "vlm_config.vision_config.hidden_size": 512,
+            "vlm_config.text_config.rope_parameters": _SECTIONS,
+        }
+    ),
+    "qwen2_vl_text": Hint(changes={"rope_parameters": _SECTIONS}),
+    "qwen2_5_vl_text": Hint(changes={"rope_parameters": _SECTIONS}),
+    "qwen2_5_vl": Hint(changes={"text_config.rope_parameters": _SECTIONS}),
+    "qwen2_5_omni_audio_encoder": Hint(inputs=parts.packed_mels),
+    "qwen3_omni_moe_audio_encoder": Hint(inputs=parts.packed_mels),
+    "qwen3_omni_moe_talker_text": Hint(changes={"shared_expert_intermediate_size": 64}),
+    "qwen3_omni_moe_talker_code_predictor": Hint(
+        model="Qwen3OmniMoeTalkerCodePredictorModel", inputs=parts.embedded_codes
+    ),
+    "reformer": Hint(changes={"axial_pos_embds": False}),
     "donut-swin": Hint(changes={"image_size": [320, 320]}),
     "esm": Hint(changes={"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32}),
     "encoder-decoder": Hint(config=_pair("EncoderDecoderConfig", "from_encoder_decoder_configs", "bert", "bert")),

@@ -276,12 +276,13 @@ class _Maker:
     # Sound
 
     def _mels(self) -> int:
-        names = ("num_mel_bins", "feature_size", "input_feat_size", "mel_dim", "n_mels", "feature_projection_input_dim", "input_dim", "num_mel_filters",
-                 "input_size")  # fmt: skip
+        names = ("num_mel_bins", "feature_size", "input_feat_size", "mel_dim", "n_mels", "feature_projection_input_dim",
+                 "input_dim", "num_mel_filters", "input_size")  # fmt: skip
         return int(self._value(*names, of=self.audio, default=self._value(*names, default=128)))
 
     def _input_features(self) -> Tensor:
-        mels, frames = self._mels(), 2 * int(self._value("max_source_positions", of=self.audio, default=48))
+        frames = 2 * int(self._value("n_window", "max_source_positions", of=self.audio, default=48))
+        mels = self._mels()
         side = self._square()
         layouts = ((mels, frames), (frames, mels), (1, frames, mels), (1, side, mels), (1, side, side))
         return self._floats(BATCH, *layouts[self.wanted.layout % LAYOUTS])

@@ -260,6 +260,16 @@ def decoder_ids(model: Any) -> dict[str, Any]:
     }
 
 
+def packed_mels(model: Any) -> dict[str, Any]:
+    frames = 4 * model.config.n_window
+    lengths = torch.tensor([frames // 2, frames // 2])
+    return {"input_features": _floats(model.config.num_mel_bins, frames), "feature_lens": lengths}
+
+
+def embedded_codes(model: Any) -> dict[str, Any]:
+    return {"inputs_embeds": _floats(BATCH, SIDE, model.config.hidden_size)}
+
+
 def retrieved(model: Any) -> dict[str, Any]:
     documents = model.config.n_docs
     return {
