@@ -60,7 +60,7 @@ def main() -> int:
     parser.add_argument("--json", metavar="FILE", help="write the rows there as they come; - prints them at the end")
     parser.add_argument("--only-failed", metavar="FILE", help="rows of an earlier run: run what is not settled there")
     parser.add_argument("--write", metavar="PAGE", help="put the table between the markers of this page")
-    parser.add_argument("--limit", type=float, default=200, help="seconds for one family (200)")
+    parser.add_argument("--limit", type=float, default=120, help="seconds of processor time for one family (120)")
     parser.add_argument("--memory", type=float, default=6, help="GiB for one family (6)")
     given = parser.parse_args()
     preload()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
+import resource
 import time
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, wait
@@ -15,6 +16,7 @@ from tests.stacks.stand_ins import TORCHVISION, standing_in
 from .checking import CANNOT_BUILD, Row, check_family
 
 POLL_S = 0.2
+PATIENCE = 10  # times the limit of processor time, before a child that does nothing is killed
 # Imported once, in the process that the children are forked from.
 PRELOADED = ["sweep.checking", "torch._dynamo", "transformers.modeling_layers",
              "transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama"]  # fmt: skip
@@ -65,8 +67,8 @@ def check_all(families: Sequence[str], jobs: int, limit_s: float, limit_bytes: i
             row = None
             if receiver in ready:
                 row = _received(receiver, family, child)
-            elif time.monotonic() - begun > limit_s:
-                row = Row(family, CANNOT_BUILD, f"killed after {limit_s:.0f} s", seconds=limit_s)
+            elif time.monotonic() - begun > PATIENCE * limit_s:
+                row = Row(family, CANNOT_BUILD, f"killed after {PATIENCE * limit_s:.0f} s")
             elif (used := _resident_bytes(child.pid)) > limit_bytes:
                 row = Row(family, CANNOT_BUILD, f"killed at {used / 2**30:.1f} GiB")
             if row is not None:
@@ -82,10 +84,11 @@ def _received(receiver: Connection, family: str, child: Any) -> Row:
         return receiver.recv()
     except EOFError:
         child.join()
-        return Row(family, CANNOT_BUILD, f"its process ended with exit code {child.exitcode}")
+        return Row(family, CANNOT_BUILD, f"its process ended with exit code {child.exitcode} (-24: out of time)")
 
 
 def _child(family: str, limit_s: float, sender: Connection) -> None:
+    resource.setrlimit(resource.RLIMIT_CPU, (int(limit_s), int(limit_s) + 5))
     nothing = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 1)
     os.dup2(nothing, 2)
