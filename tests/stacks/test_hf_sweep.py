@@ -1,4 +1,4 @@
-"""The page of the Hugging Face sweep: no family is left out, its counts are those of its rows, and some rows are true."""
+"""The page of the Hugging Face sweep: no family is left out, its counts are those of its rows, some rows are true."""
 
 from __future__ import annotations
 
