@@ -20,7 +20,7 @@ from .hints import HINTS, Hint
 from .inputs import CannotMakeInputs, Wanted, learn, make_inputs
 from .shrinking import SIZES, Size, small_config
 
-MOST_PARAMETERS = 120_000_000
+MOST_PARAMETERS = 130_000_000
 MOST_CLASSES = 3
 REPAIRS = 8
 VARIANTS = (Wanted(), Wanted(labels=False), Wanted(modalities=False), Wanted(modalities=False, labels=False))

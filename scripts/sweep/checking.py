@@ -22,6 +22,8 @@ from .building import Built, CannotBuild, NotTrainable, build, loss_of, one_line
 PASSES, NOT_TRAINABLE, CANNOT_BUILD, FAILS = "passes", "not trainable", "cannot be built", "FAILS"
 MODES = ("full", "selective")
 FORWARD_DONE = "forward done"
+EVAL = "in eval mode"
+STEPS = ("step 0", "step 1", f"step 2 {EVAL}", f"step 3 {EVAL}")
 
 
 @dataclass
@@ -43,9 +45,11 @@ class Row:
 
 @dataclass
 class Run:
-    """Steps of one copy of the model: losses, gradients, buffers afterwards, and what was measured."""
+    """Steps of one copy of the model: the steps that it took, and what was measured."""
 
-    values: dict[str, Tensor]
+    steps: list[str] = field(default_factory=list)
+    values: dict[str, Tensor] = field(default_factory=dict)
+    differ: list[str] = field(default_factory=list)
     kept_bytes: int = 0
     flops: int = 0
 
@@ -73,7 +77,7 @@ def check_family(family: str, limit_s: float) -> Row:
 
 def _check(built: Built, row: Row) -> None:
     plain = run(built, "none")
-    if differ := differences(run(built, "none", measured=False), plain):
+    if differ := run(built, "none", plain, measured=False).differ:
         raise NotTrainable(f"two runs without sac differ: {_few(differ)}")
     problems = []
     row.kept_bytes["none"], row.flops["none"] = plain.kept_bytes, plain.flops
@@ -86,13 +90,13 @@ def _check(built: Built, row: Row) -> None:
         return
     for mode in MODES:
         try:
-            ours = run(built, mode)
+            ours = run(built, mode, plain)
         except Exception as error:
             problems.append(f"{mode}: {one_line(error)}")
             continue
         row.kept_bytes[mode], row.flops[mode] = ours.kept_bytes, ours.flops
-        if differ := differences(ours, plain):
-            problems.append(f"{mode}: {len(differ)} of {len(plain.values)} differ: {_few(differ)}")
+        if ours.differ:
+            problems.append(f"{mode}: {len(ours.differ)} of {len(plain.values)} differ: {_few(ours.differ)}")
         if ours.kept_bytes >= plain.kept_bytes:
             problems.append(f"{mode}: {ours.kept_bytes} bytes kept, {plain.kept_bytes} without")
     if "full" in row.flops and row.flops["full"] < plain.flops:
@@ -100,28 +104,28 @@ def _check(built: Built, row: Row) -> None:
     row.status, row.reason = (FAILS, "; ".join(problems)) if problems else (PASSES, "")
 
 
-def run(built: Built, mode: str, *, measured: bool = True) -> Run:
-    """Train a copy of the model for some steps under ``mode``: two with dropout, one without."""
+def run(built: Built, mode: str, plain: Run | None = None, *, measured: bool = True) -> Run:
+    """Train a copy of the model for some steps under ``mode``: two with dropout, two in eval mode.
+
+    Without ``plain`` the values of every step are kept; a model that cannot take two steps in eval mode (a cache that
+    keeps a graph) takes none there. With it the steps are those that ``plain`` took, and what differs is noted.
+    """
     model = copy.deepcopy(built.model)
     if mode != "none":
         sac.apply(model, mode)
-    found = Run({})
-    for name, training in (("step 0", True), ("step 1", True), ("in eval mode", False)):
-        model.train(training)
-        model.zero_grad()
-        reset_seeds()
+    found = Run()
+    for name in STEPS if plain is None else plain.steps:
         try:
-            loss = loss_of(model(**copy.deepcopy(built.inputs)))
+            values = _one_step(model, built.inputs, name)
         except Exception:
-            if training or mode != "none":
+            if plain is not None or EVAL not in name:
                 raise
-            continue
-        if loss is None or not loss.requires_grad:
-            continue
-        loss.backward()
-        found.values[f"{name}: loss"] = loss.detach()
-        found.values |= {f"{name}: {n}": p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    found.values |= {f"buffer {n}": b.clone() for n, b in model.named_buffers()}
+            found.steps = [step for step in found.steps if EVAL not in step]
+            found.values = {key: value for key, value in found.values.items() if EVAL not in key}
+            break
+        found.steps.append(name)
+        _note(found, plain, name, values)
+    _note(found, plain, "buffer", {name: buffer.clone() for name, buffer in model.named_buffers()})
     model.train()
     if measured:
         step = _step(model, built.inputs)
@@ -130,6 +134,30 @@ def run(built: Built, mode: str, *, measured: bool = True) -> Run:
         model.zero_grad()
         found.flops = count_flops(step)
     return found
+
+
+def _one_step(model: nn.Module, inputs: dict[str, Any], name: str) -> dict[str, Tensor]:
+    """Return the loss and the gradients; nothing where there is no loss."""
+    model.train(EVAL not in name)
+    model.zero_grad()
+    reset_seeds()
+    loss = loss_of(model(**copy.deepcopy(inputs)))
+    if loss is None or not loss.requires_grad:
+        return {}
+    loss.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach(), **gradients}
+
+
+def _note(found: Run, plain: Run | None, step: str, values: dict[str, Tensor]) -> None:
+    """Keep the values of a step, or what differs in them from the values of ``plain``."""
+    named = {f"{step}: {name}": value for name, value in values.items()}
+    if plain is None:
+        found.values |= named
+        return
+    missing = [name for name in plain.values if name.startswith(f"{step}: ") and name not in named]
+    found.differ += missing
+    found.differ += [n for n in named if n not in plain.values or not _same(named[n], plain.values[n])]
 
 
 def _measured(model: nn.Module, step: Callable[[], None]) -> int:
@@ -146,13 +174,6 @@ def _step(model: nn.Module, inputs: dict[str, Any]) -> Callable[[], None]:
             loss.backward()
 
     return step
-
-
-def differences(ours: Run, plain: Run) -> list[str]:
-    """Return the names of what differs in any bit, or is in one of the two only."""
-    both = set(ours.values) & set(plain.values)
-    names = list(plain.values) + [n for n in ours.values if n not in plain.values]
-    return [n for n in names if n not in both or not _same(ours.values[n], plain.values[n])]
 
 
 def _same(left: Tensor, right: Tensor) -> bool:

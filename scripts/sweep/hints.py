@@ -48,11 +48,12 @@ _GLM_IMAGE = Hint(size="whole heads", changes={"text_config.rope_parameters": _H
 _HUNYUAN = Hint(changes={"head_dim": 32})
 
 _SECTIONS = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 6, 6]}  # of the 16 pairs of a small head
-_COMPASS = {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
+_COMPASS = {"full_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5]}}
+_EXPERTS = {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
 
 HINTS: dict[str, Hint] = {
-    "cohere_compass_text": Hint(size="whole heads", changes={"rope_parameters": _COMPASS}),
-    "cohere_compass": Hint(size="whole heads", changes={"text_config.rope_parameters": _COMPASS}),
+    "cohere_compass_text": Hint(size="small", changes={"rope_parameters": _COMPASS}),
+    "cohere_compass": Hint(size="small", changes={"text_config.rope_parameters": _COMPASS}),
     "dbrx": Hint(changes={"attn_config.rope_theta": 1e4, "attn_config.clip_qkv": 8.0}),
     "kyutai_speech_to_text": Hint(inputs=parts.text_and_codes),
     "moshi_depth": Hint(inputs=parts.one_of_each_codebook),
@@ -106,7 +107,32 @@ HINTS: dict[str, Hint] = {
     "qwen2_5_vl": Hint(changes={"text_config.rope_parameters": _SECTIONS}),
     "qwen2_5_omni_audio_encoder": Hint(inputs=parts.packed_mels),
     "qwen3_omni_moe_audio_encoder": Hint(inputs=parts.packed_mels),
-    "qwen3_omni_moe_talker_text": Hint(changes={"shared_expert_intermediate_size": 64}),
+    "qwen3_omni_moe_talker_text": Hint(changes={"shared_expert_intermediate_size": 64}, inputs=parts.embedded_codes),
+    "deepseek_ocr2_text": Hint(changes={"mlp_layer_types": ["dense", "sparse"]}),
+    "deepseek_ocr2": Hint(changes={"text_config.mlp_layer_types": ["dense", "sparse"]}),
+    "diffusion_gemma_text": Hint(changes=_EXPERTS),
+    "diffusion_gemma": Hint(changes={f"text_config.{key}": value for key, value in _EXPERTS.items()}),
+    "dots3_note": Hint(changes={"vision_config.num_hidden_layers": 42}),  # as many as its table of experts has
+    "dots3_note_vision_encoder": Hint(changes={"num_hidden_layers": 42}),
+    "depth_pro": Hint(
+        changes={
+            "patch_size": 64,
+            "image_model_config.image_size": 64,
+            "patch_model_config.image_size": 64,
+            "fov_model_config.image_size": 64,
+        },
+        image=256,
+    ),
+    # Its default says `archirecture`, so that its own widths do not fit.
+    "edgetam": Hint(changes={"vision_config.backbone_config.architecture": "repvit_m1"}),
+    "edgetam_vision_model": Hint(changes={"backbone_config.architecture": "repvit_m1"}),
+    "fun_asr_nano_encoder": Hint(inputs=parts.stacked_mels),
+    "granite_speech5_encoder": Hint(inputs=parts.stacked_mels),
+    "instructblip": Hint(changes={"image_token_index": 200}),
+    "instructblipvideo": Hint(changes={"video_token_index": 200}),
+    "kosmos-2": Hint(inputs=parts.grounded),
+    # Eight channels by default, of which a random state takes more than a layer does.
+    "patchtsmixer": Hint(changes={"d_model": 64, "context_length": 128}),
     "qwen3_omni_moe_talker_code_predictor": Hint(
         model="Qwen3OmniMoeTalkerCodePredictorModel", inputs=parts.embedded_codes
     ),

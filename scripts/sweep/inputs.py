@@ -38,7 +38,8 @@ def make_inputs(model: nn.Module, wanted: Wanted) -> dict[str, Any]:
     main = getattr(model, "main_input_name", "input_ids")
     names += [n for n in ([main] if isinstance(main, str) else main) if n in parameters]
     if wanted.modalities:
-        names += [n for n in MODALITIES if n in parameters]
+        images = "pixel_values" in parameters  # several models take either images or a video, not both
+        names += [n for n in MODALITIES if n in parameters and not (images and n == "pixel_values_videos")]
     names += [n for n in wanted.added if n in parameters]
     names += [n for n in USUAL if n in parameters]
     names = list(dict.fromkeys(names))
@@ -93,8 +94,12 @@ class _Maker:
         found = (getattr(holder, name, None) for holder in holders for name in names)
         return next((part for part in found if hasattr(part, "to_dict")), self.config)
 
+    def _parts(self) -> list[Any]:
+        return [part for part in vars(self.config).values() if hasattr(part, "to_dict")]
+
     def _value(self, *names: str, of: Any = None, default: Any = None) -> Any:
-        for holder in (of,) if of is not None else (self.config, self.text, self.vision, self.audio):
+        everywhere = (self.config, self.text, self.vision, self.audio, *self._parts())
+        for holder in (of,) if of is not None else everywhere:
             for name in names:
                 value = getattr(holder, name, None)
                 if value is not None and not callable(value):
@@ -136,8 +141,7 @@ class _Maker:
 
     def _placeholder(self, kind: str) -> int | None:
         """Return the id that stands for one piece of an image or a sound, wherever the configuration has it."""
-        parts = [self.config, *(p for p in vars(self.config).values() if hasattr(p, "to_dict"))]
-        found = (self._value(*PLACEHOLDER[kind], of=part) for part in parts)
+        found = (self._value(*PLACEHOLDER[kind], of=part) for part in (self.config, *self._parts()))
         return next((token for token in found if isinstance(token, int)), None)
 
     def _labels(self) -> Tensor:
@@ -252,7 +256,8 @@ class _Maker:
         return self._floats(BATCH, SEQ, int(width))
 
     def _flattened_patches(self) -> Tensor:
-        patches = self._floats(BATCH, GRID * GRID, 2 + self._channels() * self._patch() ** 2)
+        width = self._value("patch_embed_hidden_size", of=self.vision, default=self._channels() * self._patch() ** 2)
+        patches = self._floats(BATCH, GRID * GRID, 2 + width)
         patches[..., 0] = torch.arange(GRID * GRID) // GRID + 1  # 0 means padding
         patches[..., 1] = torch.arange(GRID * GRID) % GRID + 1
         return patches

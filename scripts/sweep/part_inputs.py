@@ -270,6 +270,25 @@ def embedded_codes(model: Any) -> dict[str, Any]:
     return {"inputs_embeds": _floats(BATCH, SIDE, model.config.hidden_size)}
 
 
+def stacked_mels(model: Any) -> dict[str, Any]:
+    """Several frames of sound side by side."""
+    config = model.config
+    width = config.input_size if hasattr(config, "input_size") else 2 * config.input_dim
+    return {"input_features": _floats(BATCH, 64, width), "input_features_mask": torch.ones(BATCH, 64, dtype=torch.long)}
+
+
+def grounded(model: Any) -> dict[str, Any]:
+    """A text that begins with an image."""
+    queries, side = model.config.latent_query_num, model.config.vision_config.image_size
+    mask = torch.zeros(BATCH, queries + SEQ, dtype=torch.long)
+    mask[:, :queries] = 1
+    return {
+        "input_ids": _ids(64, BATCH, queries + SEQ) + 4,
+        "pixel_values": _floats(BATCH, 3, side, side),
+        "image_embeds_position_mask": mask,
+    }
+
+
 def retrieved(model: Any) -> dict[str, Any]:
     documents = model.config.n_docs
     return {

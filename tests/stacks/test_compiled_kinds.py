@@ -24,6 +24,9 @@ def hugging_face(family: str, value: Any) -> tuple[dict[str, Tensor], Compiled, 
     torch._dynamo.reset()
     log = Compiled()
     model, inputs = tiny(family, use_cache=False)
+    model.loss_type = (
+        "ForCausalLM"  # GPT-2 has none and logs that, which breaks the graph where logging was set up before
+    )
     sac.apply(model, value)
     loss = torch.compile(model, backend=log.backend, fullgraph=True)(**inputs).loss
     loss.backward()

@@ -93,8 +93,8 @@ def test_another_gradient_fails(checking: Any, gpt2: Any, monkeypatch: pytest.Mo
     row = row_of(checking, gpt2)
     assert row.status == "FAILS"
     assert re.fullmatch(
-        r"full: 3 of \d+ differ: step 0: transformer.h.1.mlp.c_fc.weight, step 1: transformer.h.1.mlp.c_fc.weight, "
-        r"in eval mode: transformer.h.1.mlp.c_fc.weight",
+        r"full: 4 of \d+ differ: step 0: transformer.h.1.mlp.c_fc.weight, step 1: transformer.h.1.mlp.c_fc.weight, "
+        r"step 2 in eval mode: transformer.h.1.mlp.c_fc.weight and 1 more",
         row.reason,
     )
 
