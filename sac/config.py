@@ -20,14 +20,14 @@ from sac.policy.model import Chunks, Decision, Layers, Policy
 from sac.policy.nodes import Findings, node_from_value, shown
 from sac.policy.patterns import PathPattern
 from sac.policy.shipped import looks_like_path
+from sac.region.settings import AUTO, ENGINES, FIRST, VERIFY
 from sac.selective.bind import BoundPolicy, bind_policy
 
 MODES = ("none", "full", "selective")
-OWN_KEYS = ("mode", "policy", "engine", "blocks", "layers", "scope", "granularity", "strict")
+OWN_KEYS = ("mode", "policy", "engine", "verify", "blocks", "layers", "scope", "granularity", "strict")
 FULL_KEYS = (*full_config.CALL_KEYS, *full_config.KEYS)
 KEYS = (*OWN_KEYS, *FULL_KEYS)
 ARGUMENTS = ("tp_group", "get_rng_state_tracker")  # of sac.apply: objects, which no config file can hold
-ENGINES = ("auto", "rerun")
 SCOPES = ("all", "language", "vision", "audio", "multimodal")
 NO_SCOPE = "no part of a model"
 GRANULARITIES = ("block", "submodule")
@@ -44,7 +44,8 @@ class Config:
 
     mode: str = "none"
     policy: Policy | None = None
-    engine: str = "auto"
+    engine: str = AUTO
+    verify: str = FIRST
     blocks: tuple[PathPattern, ...] = ()
     layers: Layers | Chunks = field(default_factory=Layers)
     scope: str | tuple[str, ...] = "all"
@@ -115,6 +116,7 @@ def _parse_mapping(value: Mapping[Any, Any]) -> Config:
     readers = {
         "policy": _read_policy,
         "engine": _read_engine,
+        "verify": _read_verify,
         "blocks": _read_blocks,
         "layers": _read_layers,
         "scope": _read_scope,
@@ -192,10 +194,11 @@ def _read_policy(value: Any) -> Policy:
 
 
 def _read_engine(value: Any) -> str:
-    if word_of(value) == "replay":
-        fix = "leave `engine` out: this version has one engine, rerun"
-        raise ConfigError(_problem("engine", "the replay engine is not built yet", listing(ENGINES), fix=fix))
     return _read_word("engine", value, ENGINES, "no engine")
+
+
+def _read_verify(value: Any) -> str:
+    return _read_word("verify", value, VERIFY, "no time to verify at")
 
 
 def _read_word(key: str, value: Any, words: tuple[str, ...], what: str, legal: str = "") -> str:

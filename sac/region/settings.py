@@ -12,6 +12,10 @@ import torch
 from sac.region.stores.placements import Keeping
 
 
+AUTO, RERUN, REPLAY = ENGINES = ("auto", "rerun", "replay")
+FIRST, ALWAYS, NEVER = VERIFY = ("first", "always", "never")
+
+
 @runtime_checkable
 class StateProvider(Protocol):
     """State of the user's own that a region's forward reads or changes: FP8 scales, counters."""
@@ -29,7 +33,8 @@ class Settings:
 
     ``keeping``: which inputs are kept elsewhere, and where; None: each where the caller holds it. ``trackers``: called
     to get a tracker of named RNG states. ``generators``: put back beside the default ones. ``checks_metadata``: compare
-    shape, dtype and device of what recomputation saves with what forward saved.
+    shape, dtype and device of what recomputation saves with what forward saved. ``engine`` and ``verify``: how it is
+    recomputed, and when replayed values are compared with those of the forward; see ``sac.selective.replay``.
     """
 
     keeping: Keeping | None = None
@@ -41,6 +46,8 @@ class Settings:
     early_stop: bool = True
     checks_metadata: bool = True
     use_reentrant: bool = False
+    engine: str = AUTO
+    verify: str = FIRST
 
     @property
     def needs_frame(self) -> bool:
