@@ -11,7 +11,6 @@ import torch
 
 from sac.region.stores.placements import Keeping
 
-
 AUTO, RERUN, REPLAY = ENGINES = ("auto", "rerun", "replay")
 FIRST, ALWAYS, NEVER = VERIFY = ("first", "always", "never")
 
