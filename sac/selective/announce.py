@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from sac.errors import ConfigError, Problem
-from sac.selective.tape import OpRow
+from sac.selective.rows import OpRow
 
 VARIABLE = "SAC_TRACE"
 _OFF = ("", "0", "false", "no", "off")

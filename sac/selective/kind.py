@@ -21,7 +21,7 @@ from sac.selective.bind import rebuild_table
 from sac.selective.rerun import RerunRecorder
 from sac.selective.stats import RegionStats
 from sac.selective.table import Table
-from sac.selective.tape import OpRow, Tape
+from sac.selective.rows import OpRow, Rows
 
 # Note [Evidence]
 #
@@ -132,12 +132,12 @@ class Region:
         self._surprised = True
 
     def _recorder(self, owners: tuple[nn.Module, ...], settings: Settings) -> RerunRecorder:
-        tape = Tape() if not self.kind.rows else None
-        return RerunRecorder(self.kind.table, self.path, owners, tape, freeze_buffers=settings.freeze_buffers)
+        rows = Rows() if not self.kind.rows else None
+        return RerunRecorder(self.kind.table, self.path, owners, rows, freeze_buffers=settings.freeze_buffers)
 
     def _learn(self, recorder: RerunRecorder, frame: Frame | ReentrantFrame, sort: Any) -> None:
-        if recorder.tape is not None:
-            self.kind.rows = tuple(recorder.tape.rows)
+        if recorder.rows is not None:
+            self.kind.rows = tuple(recorder.rows.rows)
             announce(self.path, self.kind.rows)
         needs_mode = recorder.needs_mode or frame.surroundings.bindings.were_written or self._surprised
         if sort is not None and (self.kind.table.saves_everything or not needs_mode):

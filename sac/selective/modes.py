@@ -18,7 +18,7 @@ from sac.selective.labels import Labels
 from sac.selective.mismatch import agree, swapped_problem, unmatched_problem
 from sac.selective.record import CallRecord, SavedValue, default_generators, written_tensors
 from sac.selective.table import BoundRule, Plan, run_op
-from sac.selective.tape import Tape
+from sac.selective.rows import Rows
 from sac.selective.tensors import map_tensors, storage_address, tensor_parts, tensors_of
 from sac.selective.weights import NOT_PARAMETERS, is_large
 
@@ -51,10 +51,10 @@ class ForwardMode(BareMode):
         """A compiled function inside the region may be used under this mode."""
         return True
 
-    def __init__(self, record: CallRecord, tape: Tape | None) -> None:
+    def __init__(self, record: CallRecord, rows: Rows | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.record = record
-        self.tape = tape
+        self.rows = rows
         self.plans = record.table.scope("")
         self.path = ""
 
@@ -81,8 +81,8 @@ class ForwardMode(BareMode):
             out = plan.run(*args, **kwargs)
             if plan.is_view and func is _LIFT_FRESH:
                 record.labels.name_constant(out)
-            if self.tape is not None:
-                self.tape.add(plan, None, False, args, kwargs, out)
+            if self.rows is not None:
+                self.rows.add(plan, None, False, args, kwargs, out)
             return out
         signature, foreign, made_of = record.labels.signature(plan.key, args, kwargs)
         if plan.is_random:
@@ -98,8 +98,8 @@ class ForwardMode(BareMode):
             out = run_op(plan, args, kwargs) if plan.own_body else plan.run(*args, **kwargs)
             if plan.final is not None:
                 record.hits[plan.final.index] += 1
-            if self.tape is not None:
-                self.tape.add(plan, plan.final, False, args, kwargs, out)
+            if self.rows is not None:
+                self.rows.add(plan, plan.final, False, args, kwargs, out)
         if plan.writes:
             _relabel(record.labels, plan, signature, foreign, args, kwargs, made_of)
         record.labels.makers[signature] = plan
@@ -131,8 +131,8 @@ class ForwardMode(BareMode):
             record.save(value, out)
         else:
             record.note_reads(args)
-        if self.tape is not None:
-            self.tape.add(plan, rule, saves, args, kwargs, out, call=call)
+        if self.rows is not None:
+            self.rows.add(plan, rule, saves, args, kwargs, out, call=call)
         return out
 
 

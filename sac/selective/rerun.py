@@ -15,7 +15,7 @@ from sac.selective.modes import ForwardMode, RecomputeMode
 from sac.selective.record import CallRecord
 from sac.selective.stats import KeptFigures, figures_of
 from sac.selective.table import Table
-from sac.selective.tape import Tape
+from sac.selective.rows import Rows
 
 
 class RerunRecorder:
@@ -26,12 +26,12 @@ class RerunRecorder:
         table: Table,
         path: str,
         owners: tuple[nn.Module, ...],
-        tape: Tape | None = None,
+        rows: Rows | None = None,
         *,
         freeze_buffers: bool = True,
     ) -> None:
         self.record = CallRecord(table, path, owners, freeze_buffers=freeze_buffers)
-        self.tape = tape
+        self.rows = rows
         self.needs_mode = False
         self.figures: KeptFigures | None = None
         self._recompute: RecomputeMode | None = None
@@ -47,7 +47,7 @@ class RerunRecorder:
 
     def forward_mode(self) -> AbstractContextManager[Any]:
         """Return the mode that decides."""
-        return ForwardMode(self.record, self.tape)
+        return ForwardMode(self.record, self.rows)
 
     def pack(self, tensor: torch.Tensor, handle: Handle) -> None:
         """See ``CallRecord.pack``."""

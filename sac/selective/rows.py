@@ -1,4 +1,4 @@
-"""The plain record of the ops that one region's forward ran, for trace and report."""
+"""What was decided for each op that one call of a region ran, a row per op, for trace and report."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class OpRow:
     dtype: str
 
 
-class Tape:
+class Rows:
     """Collects one row per op that the dispatcher shows."""
 
     def __init__(self) -> None:
