@@ -5,7 +5,7 @@ A stack is a ModuleList, a ModuleDict with numbered keys, or a Sequential, and i
 parameters and are composed of several modules. From the root down:
 
 1. Hugging Face says which modules may be checkpointed (``GradientCheckpointingLayer``, ``_no_split_modules``): such a
-   module is a block wherever it stands.
+   module is a block wherever it stands, but for a single convolution that is not to be split over devices (ResNet).
 2. A child that is a stage, that is, one whose substance is a stack of like blocks (Swin, timm, ALBERT's groups), is
    looked into instead. A block with parts in a list is not a stage: its parts differ from one another (T5), or are a
    few with one convolution each (ResNet, EnCodec), of which a region would keep as much as autograd does.
@@ -183,8 +183,9 @@ def _declared_names(model: nn.Module) -> frozenset[str]:
 
 def _is_declared(module: nn.Module, names: frozenset[str]) -> bool:
     kinds = class_names(module)
-    own = isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer))
-    return own or "GradientCheckpointingLayer" in kinds or not names.isdisjoint(kinds)
+    if isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
+        return True
+    return "GradientCheckpointingLayer" in kinds or (not names.isdisjoint(kinds) and _count_matrices(module) > 1)
 
 
 def _is_container(node: Node) -> bool:

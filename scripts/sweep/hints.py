@@ -6,7 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from . import image_inputs as images
 from . import part_inputs as parts
+from . import sound_inputs as sounds
+from .drawing import Inputs
 from .shrinking import Size, small_config
 
 
@@ -18,7 +21,7 @@ class Hint:
     size: str = ""  # the only size that is tried
     changes: Mapping[str, Any] = field(default_factory=dict)  # fields of the configuration, by path
     config: Callable[[Size], Any] | None = None
-    inputs: parts.Inputs | None = None
+    inputs: Inputs | None = None
     added: tuple[str, ...] = ()
     tokens: Mapping[str, int] = field(default_factory=dict)
     image: int = 0
@@ -45,48 +48,73 @@ _ROUTED = {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "n_routed_ex
 _HALF_ROTARY = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [8, 12, 12]}
 _GLM = Hint(size="whole heads", changes={"rope_parameters": _HALF_ROTARY})
 _GLM_IMAGE = Hint(size="whole heads", changes={"text_config.rope_parameters": _HALF_ROTARY})
+_GLM_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2, "rope_parameters": _HALF_ROTARY}
+_GLM_MOE = Hint(size="whole heads", changes=_GLM_HEADS)
+_GLM_MOE_IMAGE = Hint(size="whole heads", changes={f"text_config.{key}": value for key, value in _GLM_HEADS.items()})
 _HUNYUAN = Hint(changes={"head_dim": 32})
+_FOUR_AXES = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 4, 4, 4]}
 
 _SECTIONS = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 6, 6]}  # of the 16 pairs of a small head
 _COMPASS = {"full_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5]}}
 _EXPERTS = {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
 
+_FEW_IMAGE_TOKENS = {f"<|visual token {code:06d}|>": code + 8 for code in range(32)}
+_CODES = {"<image>": 5, "<|extra_200|>": 6, **_FEW_IMAGE_TOKENS}
+
 HINTS: dict[str, Hint] = {
+    "aya_vision": Hint(changes={"vision_config.num_attention_heads": 4}),  # 14 do not divide its width
+    "blip-2": Hint(changes={"image_token_index": 200}),
+    "emu3": Hint(changes={"vocabulary_map": _CODES, "vq_config.base_channels": 32, "vq_config.codebook_size": 32}),
+    "granite4_vision": Hint(
+        changes={
+            "vision_config.hidden_size": 64,
+            "vision_config.num_attention_heads": 4,
+            "downsample_rate": "1/2",
+            "deepstack_layer_map": [[0, 0]],
+            "spatial_target_layers": [1],
+        }
+    ),
+    "granite_speech5_ctc": Hint(inputs=sounds.joined_mels),
+    "idefics": Hint(inputs=images.text_about_images),
+    "inkling2_vision": Hint(inputs=images.merged_patches),
+    "inkling_vision": Hint(inputs=images.pairs_of_patches),
+    "kimi_k25_vision": Hint(inputs=images.patches_on_grids),
+    "janus_vqgan": Hint(changes={"base_channels": 32, "num_patches": 4}),
     "cohere_compass_text": Hint(size="small", changes={"rope_parameters": _COMPASS}),
     "cohere_compass": Hint(size="small", changes={"text_config.rope_parameters": _COMPASS}),
     "dbrx": Hint(changes={"attn_config.rope_theta": 1e4, "attn_config.clip_qkv": 8.0}),
-    "kyutai_speech_to_text": Hint(inputs=parts.text_and_codes),
-    "moshi_depth": Hint(inputs=parts.one_of_each_codebook),
-    "musicgen_decoder": Hint(inputs=parts.codebooks_as_rows),
-    "musicgen_melody_decoder": Hint(inputs=parts.codebooks_as_rows),
+    "kyutai_speech_to_text": Hint(inputs=sounds.text_and_codes),
+    "moshi_depth": Hint(inputs=sounds.one_of_each_codebook),
+    "musicgen_decoder": Hint(inputs=sounds.codebooks_as_rows),
+    "musicgen_melody_decoder": Hint(inputs=sounds.codebooks_as_rows),
     "lfm2_moe": Hint(changes={"layer_types": ["conv", "full_attention"]}),
     "llama4_vision_model": Hint(size="small", changes={"intermediate_size": 192}),
     "ministral": Hint(changes={"head_dim": 32}),
     "nemotron": Hint(changes={"num_key_value_heads": 4, "head_dim": 32}),
-    "mllama_vision_model": Hint(inputs=parts.tiles, changes={"intermediate_layers_indices": [0, 1]}),
+    "mllama_vision_model": Hint(inputs=images.tiles, changes={"intermediate_layers_indices": [0, 1]}),
     "molmo2": Hint(changes={"adapter_config.vision_feature_layer": [1, 0]}),
-    "molmo2_vision": Hint(inputs=parts.patches_in_rows),
+    "molmo2_vision": Hint(inputs=images.patches_in_rows),
     "muse_spark": Hint(changes={"audio_config.num_hidden_layers": 4}),
     "muse_spark_audio": Hint(changes={"num_hidden_layers": 4}),
-    "paddleocr_vl_vision": Hint(inputs=parts.patches_in_one_row),
+    "paddleocr_vl_vision": Hint(inputs=images.patches_in_one_row),
     "pi0": Hint(inputs=parts.robot),
     "pix2struct_text_model": Hint(changes={"initializer_range": 0.02}),
     "pp_formulanet_text": Hint(inputs=parts.decoder_ids),
     "glm4v_text": _GLM,
-    "glm4v_moe_text": _GLM,
+    "glm4v_moe_text": _GLM_MOE,
     "glm_image_text": _GLM,
     "glm46v": _GLM_IMAGE,
     "glm4v": _GLM_IMAGE,
-    "glm4v_moe": _GLM_IMAGE,
+    "glm4v_moe": _GLM_MOE_IMAGE,
     "glm_image": _GLM_IMAGE,
     "hunyuan_v1_dense": _HUNYUAN,
     "hunyuan_v1_moe": _HUNYUAN,
-    "hunyuan_vl_text": _HUNYUAN,
-    "hunyuan_vl": Hint(changes={"text_config.head_dim": 32}),
+    "hunyuan_vl_text": Hint(changes={"head_dim": 32, "rope_parameters": _FOUR_AXES}),
+    "hunyuan_vl": Hint(changes={"text_config.head_dim": 32, "text_config.rope_parameters": _FOUR_AXES}),
     "gpt_neo": Hint(changes={"attention_types": [[["global", "local"], 1]], "num_layers": 2}),
-    "florence_vision": Hint(inputs=parts.image),
-    "fastspeech2_conformer": Hint(inputs=parts.speech_of_text),
-    "fastspeech2_conformer_with_hifigan": Hint(inputs=parts.speech_of_text),
+    "florence_vision": Hint(inputs=images.image),
+    "fastspeech2_conformer": Hint(inputs=sounds.speech_of_text),
+    "fastspeech2_conformer_with_hifigan": Hint(inputs=sounds.speech_of_text),
     "autoformer": _SERIES,
     "informer": _SERIES,
     "time_series_transformer": _SERIES,
@@ -105,11 +133,22 @@ HINTS: dict[str, Hint] = {
     "qwen2_vl_text": Hint(changes={"rope_parameters": _SECTIONS}),
     "qwen2_5_vl_text": Hint(changes={"rope_parameters": _SECTIONS}),
     "qwen2_5_vl": Hint(changes={"text_config.rope_parameters": _SECTIONS}),
-    "qwen2_5_omni_audio_encoder": Hint(inputs=parts.packed_mels),
-    "qwen3_omni_moe_audio_encoder": Hint(inputs=parts.packed_mels),
-    "qwen3_omni_moe_talker_text": Hint(changes={"shared_expert_intermediate_size": 64}, inputs=parts.embedded_codes),
-    "deepseek_ocr2_text": Hint(changes={"mlp_layer_types": ["dense", "sparse"]}),
-    "deepseek_ocr2": Hint(changes={"text_config.mlp_layer_types": ["dense", "sparse"]}),
+    "qwen2_5_omni_audio_encoder": Hint(inputs=sounds.packed_mels),
+    "qwen3_omni_moe_audio_encoder": Hint(inputs=sounds.packed_mels),
+    "qwen3_omni_moe_talker_text": Hint(changes={"shared_expert_intermediate_size": 64}, inputs=sounds.embedded_codes),
+    "deepseek_ocr2_text": Hint(
+        changes={"mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    ),
+    "deepseek_ocr2_vision": Hint(size="small", changes={"sam_config.downsample_channels": [64, 256]}),
+    "deepseek_ocr2": Hint(
+        size="small",
+        changes={
+            "text_config.mlp_layer_types": ["dense", "sparse"],
+            "text_config.num_experts_per_tok": 2,
+            "text_config.moe_intermediate_size": 64,
+            "vision_config.sam_config.downsample_channels": [64, 256],
+        },
+    ),
     "diffusion_gemma_text": Hint(changes=_EXPERTS),
     "diffusion_gemma": Hint(changes={f"text_config.{key}": value for key, value in _EXPERTS.items()}),
     "dots3_note": Hint(changes={"vision_config.num_hidden_layers": 42}),  # as many as its table of experts has
@@ -117,6 +156,7 @@ HINTS: dict[str, Hint] = {
     "depth_pro": Hint(
         changes={
             "patch_size": 64,
+            "intermediate_hook_ids": [1, 0],
             "image_model_config.image_size": 64,
             "patch_model_config.image_size": 64,
             "fov_model_config.image_size": 64,
@@ -124,17 +164,22 @@ HINTS: dict[str, Hint] = {
         image=256,
     ),
     # Its default says `archirecture`, so that its own widths do not fit.
-    "edgetam": Hint(changes={"vision_config.backbone_config.architecture": "repvit_m1"}),
+    "edgetam": Hint(
+        changes={
+            "vision_config.backbone_config.architecture": "repvit_m1",
+            "vision_config.backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]],
+        }
+    ),
     "edgetam_vision_model": Hint(changes={"backbone_config.architecture": "repvit_m1"}),
-    "fun_asr_nano_encoder": Hint(inputs=parts.stacked_mels),
-    "granite_speech5_encoder": Hint(inputs=parts.stacked_mels),
+    "fun_asr_nano_encoder": Hint(inputs=sounds.stacked_mels),
+    "granite_speech5_encoder": Hint(inputs=sounds.joined_mels),
     "instructblip": Hint(changes={"image_token_index": 200}),
     "instructblipvideo": Hint(changes={"video_token_index": 200}),
-    "kosmos-2": Hint(inputs=parts.grounded),
+    "kosmos-2": Hint(inputs=images.grounded),
     # Eight channels by default, of which a random state takes more than a layer does.
     "patchtsmixer": Hint(changes={"d_model": 64, "context_length": 128}),
     "qwen3_omni_moe_talker_code_predictor": Hint(
-        model="Qwen3OmniMoeTalkerCodePredictorModel", inputs=parts.embedded_codes
+        model="Qwen3OmniMoeTalkerCodePredictorModel", inputs=sounds.embedded_codes
     ),
     "reformer": Hint(changes={"axial_pos_embds": False}),
     "donut-swin": Hint(changes={"image_size": [320, 320]}),
@@ -156,26 +201,26 @@ HINTS: dict[str, Hint] = {
     "instructblipvideo_qformer": Hint(inputs=parts.qformer_of_text),
     "blt_local_encoder": Hint(inputs=parts.bytes_to_patches),
     "blt_local_decoder": Hint(inputs=parts.patches_to_bytes),
-    "sam3_detr_encoder": Hint(inputs=parts.detr_encoder),
-    "sam3_lite_text_detr_encoder": Hint(inputs=parts.detr_encoder),
-    "sam3_detr_decoder": Hint(inputs=parts.detr_decoder),
-    "sam3_lite_text_detr_decoder": Hint(inputs=parts.detr_decoder),
-    "sam3_mask_decoder": Hint(inputs=parts.mask_decoder),
-    "sam3_lite_text_mask_decoder": Hint(inputs=parts.mask_decoder),
-    "dia": Hint(inputs=parts.several_codebooks),
-    "dia_decoder": Hint(inputs=parts.several_codebooks),
-    "unlimited_ocr_vision_encoder": Hint(inputs=parts.embedded_patches),
+    "sam3_detr_encoder": Hint(inputs=images.detr_encoder),
+    "sam3_lite_text_detr_encoder": Hint(inputs=images.detr_encoder),
+    "sam3_detr_decoder": Hint(inputs=images.detr_decoder),
+    "sam3_lite_text_detr_decoder": Hint(inputs=images.detr_decoder),
+    "sam3_mask_decoder": Hint(inputs=images.mask_decoder),
+    "sam3_lite_text_mask_decoder": Hint(inputs=images.mask_decoder),
+    "dia": Hint(inputs=sounds.several_codebooks),
+    "dia_decoder": Hint(inputs=sounds.several_codebooks),
+    "unlimited_ocr_vision_encoder": Hint(inputs=images.embedded_patches),
     "muse_glimmer_assistant": Hint(inputs=parts.noise_and_context),
     "idefics2_perceiver": Hint(inputs=parts.perceiver),
-    "deepseek_ocr2_encoder": Hint(inputs=parts.patches_as_prefix),
-    "gemma4_vision": Hint(inputs=parts.packed_patches),
-    "siglip2_vision_model": Hint(inputs=parts.packed_patches),
-    "video_llama_3_vision": Hint(inputs=parts.packed_grids),
-    "gemma3n_audio": Hint(inputs=parts.mels_and_mask),
-    "phi4_multimodal_audio": Hint(inputs=parts.frames_and_mask),
-    "mimi_decoder": Hint(inputs=parts.latents),
-    "pocket_tts_audio_tokenizer_decoder": Hint(inputs=parts.latents),
-    "seggpt": Hint(inputs=parts.image_pair),
-    "omdet-turbo": Hint(inputs=parts.image_and_classes),
+    "deepseek_ocr2_encoder": Hint(inputs=images.patches_as_prefix),
+    "gemma4_vision": Hint(inputs=images.packed_patches),
+    "siglip2_vision_model": Hint(inputs=images.packed_patches),
+    "video_llama_3_vision": Hint(inputs=images.packed_grids),
+    "gemma3n_audio": Hint(inputs=sounds.mels_and_mask),
+    "phi4_multimodal_audio": Hint(inputs=sounds.frames_and_mask),
+    "mimi_decoder": Hint(inputs=sounds.latents),
+    "pocket_tts_audio_tokenizer_decoder": Hint(inputs=sounds.latents),
+    "seggpt": Hint(inputs=images.image_pair),
+    "omdet-turbo": Hint(inputs=images.image_and_classes),
     "jev": Hint(inputs=parts.questions),
 }

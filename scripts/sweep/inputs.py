@@ -351,7 +351,7 @@ class _Maker:
 def learn(message: str, wanted: Wanted) -> bool:
     """Note in ``wanted`` what an exception's message says is missing; return whether it said anything new."""
     before = (dict(wanted.tokens), wanted.added, wanted.layout)
-    counts = re.search(r"(Image|Video|Audio)[^:]*tokens: *(?:tensor\()?(\d+)\)?,? *features:? *(\d+)", message)
+    counts = re.search(r"(Image|Video|Audio)[^:]*(?:: *)?tokens: *(?:tensor\()?(\d+)\)?,? *features:? *(\d+)", message)
     if counts:
         kind, tokens, features = counts[1].lower(), int(counts[2]), int(counts[3])
         wanted.tokens[kind] = BATCH * features if tokens == features else features

@@ -89,6 +89,12 @@ def test_a_long_list_of_single_convolutions_is_a_stage() -> None:
     assert paths(Network(Unit, 8)) == [f"stages.{stage}.layers.{layer}" for stage in range(2) for layer in range(8)]
 
 
+def test_a_single_convolution_that_is_not_to_be_split_over_devices_is_no_block() -> None:
+    network = Network(Bottleneck, 2)
+    network._no_split_modules = ["Unit"]  # as ResNet of Hugging Face has it
+    assert paths(network) == paths(Network(Bottleneck, 2))
+
+
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_less_is_kept_of_residual_blocks(mode: str) -> None:
     torch.manual_seed(0)

@@ -1,0 +1,89 @@
+"""Inputs of parts of models that hear or speak: what a feature extractor or the rest of the model would hand them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .drawing import BATCH, SEQ, SIDE, drawn_ids, first_linear, floats
+
+
+def speech_of_text(model: Any) -> dict[str, Any]:
+    """All that the variance predictors of FastSpeech are trained on: two frames for each token."""
+    config = getattr(model.config, "model_config", model.config)
+    return {
+        "input_ids": drawn_ids(config.vocab_size, BATCH, SIDE),
+        "spectrogram_labels": floats(BATCH, 2 * SIDE, config.num_mel_bins),
+        "duration_labels": torch.full((BATCH, SIDE), 2),
+        "pitch_labels": floats(BATCH, SIDE, 1),
+        "energy_labels": floats(BATCH, SIDE, 1),
+    }
+
+
+def several_codebooks(model: Any) -> dict[str, Any]:
+    decoder = getattr(model.config, "decoder_config", model.config)
+    codes = drawn_ids(decoder.vocab_size - 8, BATCH, SIDE, decoder.num_channels)
+    if decoder is model.config:
+        return {"input_ids": codes, "encoder_hidden_states": floats(BATCH, SEQ, decoder.cross_hidden_size)}
+    return {"input_ids": drawn_ids(64, BATCH, SEQ), "decoder_input_ids": codes}
+
+
+def mels_and_mask(model: Any) -> dict[str, Any]:
+    frames = 64
+    return {
+        "audio_mel": floats(BATCH, frames, model.config.input_feat_size),
+        "audio_mel_mask": torch.zeros(BATCH, frames, dtype=torch.bool),
+    }
+
+
+def frames_and_mask(model: Any) -> dict[str, Any]:
+    return {"hidden_states": floats(BATCH, 64, model.config.input_size), "mask": None}
+
+
+def latents(model: Any) -> dict[str, Any]:
+    return {"latents": floats(BATCH, model.config.hidden_size, SEQ)}
+
+
+def text_and_codes(model: Any) -> dict[str, Any]:
+    """One text token and one of each codebook for each instant."""
+    config = model.config
+    return {
+        "input_ids": drawn_ids(
+            min(config.vocab_size, config.codebook_vocab_size) - 8, BATCH, SEQ, config.num_codebooks + 1
+        )
+    }
+
+
+def one_of_each_codebook(model: Any) -> dict[str, Any]:
+    config = model.config
+    return {
+        "input_ids": drawn_ids(config.audio_vocab_size - 8, BATCH, config.num_codebooks),
+        "last_hidden_state": floats(BATCH, 1, config.input_size),
+    }
+
+
+def codebooks_as_rows(model: Any) -> dict[str, Any]:
+    config = model.config
+    return {"input_ids": drawn_ids(config.vocab_size - 8, BATCH * config.num_codebooks, SEQ)}
+
+
+def packed_mels(model: Any) -> dict[str, Any]:
+    frames = 4 * model.config.n_window
+    lengths = torch.tensor([frames // 2, frames // 2])
+    return {"input_features": floats(model.config.num_mel_bins, frames), "feature_lens": lengths}
+
+
+def embedded_codes(model: Any) -> dict[str, Any]:
+    return {"inputs_embeds": floats(BATCH, SIDE, model.config.hidden_size)}
+
+
+def stacked_mels(model: Any) -> dict[str, Any]:
+    """Several frames of sound side by side."""
+    width = model.config.input_size
+    return {"input_features": floats(BATCH, 64, width), "input_features_mask": torch.ones(BATCH, 64, dtype=torch.long)}
+
+
+def joined_mels(model: Any) -> dict[str, Any]:
+    """Several frames of sound, and how fast each of their bins changes, side by side."""
+    return {"input_features": floats(BATCH, 64, first_linear(model, "input_linear"))}
