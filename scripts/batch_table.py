@@ -28,7 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from batch_rows import Result, measure, steps_of
 from batch_trials import Case
 from batch_verdict import verdict
-from bench_overhead import environment, print_table, shown_progress, threads
+from bench_rounds import threads
+from bench_terminal import environment, print_table, shown_progress
 
 from sac.commands.units import bytes_text, parameters_text
 from sac.errors import ConfigError, Problem, SacError

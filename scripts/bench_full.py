@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench_overhead import Progress, environment, print_table, shown_progress
+from bench_terminal import Progress, environment, print_table, shown_progress
 from full_ways import SCATTERED, WAYS, Case, Row, measure
 
 from tests.full.ranks import run_ranks

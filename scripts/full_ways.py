@@ -11,7 +11,7 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
-from bench_overhead import same, threads, time_rounds
+from bench_rounds import same, threads, time_rounds
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

@@ -1,0 +1,197 @@
+"""Ways to train the same blocks, checked against each other, then timed in turns."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from overhead_ways import AROUND_BOTH_PASSES, MATMULS, WAYS
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+DETACH = torch.ops.aten.detach.default
+
+
+class Times(NamedTuple):
+    """Seconds of one step: of its forward, of all of it, and until the host was done with it."""
+
+    forward: float
+    step: float
+    host: float
+
+
+class Clock(Protocol):
+    """Where instants come from, and what three of them (begin, forward done, end) mean."""
+
+    def now(self) -> Any: ...
+
+    def times(self, begin: Any, between: Any, end: Any) -> Times: ...
+
+
+class HostClock:
+    """Reads one of the `time` module's functions."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self.now = now
+
+    def times(self, begin: float, between: float, end: float) -> Times:
+        return Times(between - begin, end - begin, end - begin)
+
+
+class CudaClock:
+    """Events on the current stream, and the wall's time at which each was put there."""
+
+    def now(self) -> tuple[torch.cuda.Event, float]:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event, time.perf_counter()
+
+    def times(self, begin: Any, between: Any, end: Any) -> Times:
+        end[0].synchronize()
+        return Times(begin[0].elapsed_time(between[0]) / 1e3, begin[0].elapsed_time(end[0]) / 1e3, end[1] - begin[1])
+
+
+CPU_TIME = HostClock(time.process_time)
+WALL_TIME = HostClock(time.perf_counter)
+
+
+class Count(TorchDispatchMode):
+    """Counts ops, and matrix products among them; not `detach`, by which the ways hold tensors for backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops = 0
+        self.matmuls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops += func is not DETACH
+        self.matmuls += func in MATMULS
+        return func(*args, **(kwargs or {}))
+
+
+class Runner:
+    """One way, on modules of its own with everybody's parameters: gradients are those of who ran last."""
+
+    def __init__(self, mode: str, blocks: nn.Sequential, x: Tensor, weights: Tensor, clock: Clock) -> None:
+        self.parameters = list(blocks.parameters())
+        own = copy.deepcopy(blocks, {id(parameter): parameter for parameter in self.parameters})
+        self.step = WAYS[mode](own)
+        self.around = AROUND_BOTH_PASSES.get(mode, contextlib.nullcontext)
+        self.x = x.clone().requires_grad_()
+        self.weights = weights
+        self.clock = clock
+
+    def pass_through(self, between: Callable[[], object]) -> None:
+        """One forward and backward, which adds to the gradients that are there; `between` is called in between."""
+        with self.around():
+            output = self.step(self.x)
+            between()
+            output.backward(self.weights)
+
+    def clear(self) -> None:
+        """Drop all gradients."""
+        for tensor in (self.x, *self.parameters):
+            tensor.grad = None
+
+    def run(self) -> Times:
+        """One forward and backward from no gradients."""
+        self.clear()
+        instants = [self.clock.now()]
+        self.pass_through(lambda: instants.append(self.clock.now()))
+        return self.clock.times(*instants, self.clock.now())
+
+    def count(self) -> Counted:
+        """One more, uncounted by any clock: what the dispatcher runs in it."""
+        self.clear()
+        forward_ops = 0
+
+        def forward_is_over() -> None:
+            nonlocal forward_ops
+            forward_ops = counted.ops
+
+        with Count() as counted:
+            self.pass_through(forward_is_over)
+        return Counted(forward_ops, counted.ops - forward_ops, counted.matmuls)
+
+    def gradients(self) -> list[Tensor]:
+        """Those of the last step; the next one, whoever's, makes others."""
+        return [tensor.grad for tensor in (self.x, *self.parameters) if tensor.grad is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """Ops that the dispatcher ran in a step; `matmuls` are those of both passes."""
+
+    forward_ops: int
+    backward_ops: int
+    matmuls: int
+
+
+def warmed_up(runner: Runner, steps: int, reference: list[Tensor] | None) -> tuple[Counted, list[Tensor], bool]:
+    """Run some steps and a counted one; returns the count, the last gradients, and whether they are the reference's.
+
+    The first step, in which much is learnt of a region, has to have the same gradients as the last. Without a reference
+    it is the first step's that the last are compared with.
+    """
+    runner.run()
+    first = runner.gradients()
+    for _ in range(steps):
+        runner.run()
+    counted = runner.count()
+    runner.run()
+    last = runner.gradients()
+    return counted, last, same(first, last) and (reference is None or same(last, reference))
+
+
+def same(left: list[Tensor], right: list[Tensor]) -> bool:
+    """Whether two lists of gradients are the same bit for bit."""
+    return len(left) == len(right) and all(map(torch.equal, left, right))
+
+
+def time_rounds(case: Any, runners: dict[str, Any], advance: Callable[[str], None]) -> dict[str, list[Any]]:
+    """What each way's `run` returns, by round. Python's cycle collector runs between rounds, not inside a step."""
+    found: dict[str, list[Any]] = {mode: [] for mode in runners}
+    order = list(runners)
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        for index in range(case.rounds):
+            turn = index % len(order)
+            for mode in order[turn:] + order[:turn]:
+                found[mode].append(runners[mode].run())
+            gc.collect()
+            advance(f"{case.key}: round {index + 1}")
+    finally:
+        gc.enable()
+        gc.unfreeze()
+    return found
+
+
+def ratio(left: list[Times], right: list[Times]) -> float:
+    """The median over rounds of the ratio of two ways' steps."""
+    return median(mine.step / theirs.step for mine, theirs in zip(left, right, strict=True))
+
+
+def quartiles(values: list[float]) -> tuple[float, float]:
+    """The lower and the upper one."""
+    ordered = sorted(values)
+    return ordered[len(ordered) // 4], ordered[-1 - len(ordered) // 4]
+
+
+@contextlib.contextmanager
+def threads(wanted: int) -> Iterator[None]:
+    """Run with this many threads inside an op; 0 leaves torch's choice."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(wanted or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
