@@ -9,6 +9,7 @@ import shlex
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,22 @@ def cpu_model() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def hardware(device: str) -> dict[str, Any]:
+    """What the steps ran on, and the versions that matter beside torch's."""
+    versions = {}
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        versions["torch_remat"] = metadata.version("torch_remat")
+    if device != "cuda":
+        return {"device": "cpu", **versions}
+    properties = torch.cuda.get_device_properties("cuda")
+    return {
+        "device": properties.name,
+        "device_bytes": properties.total_memory,
+        "cuda": torch.version.cuda,
+        **versions,
+    }
 
 
 def has_rich() -> bool:

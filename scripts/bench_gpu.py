@@ -1,0 +1,240 @@
+#!/usr/bin/env python3
+"""Step time, tokens per second and memory of each way to checkpoint, on blocks as large as Llama 3's of 8B, in eager.
+
+    python scripts/bench_gpu.py                    on a CUDA device: both cases, bf16, a few minutes
+    python scripts/bench_gpu.py --layers 2         where memory is short
+    python scripts/bench_gpu.py --toy              tiny blocks: that it works; on CPU there is nothing else
+
+One case has so few tokens that the host decides how long a step takes, the other so many that the GPU does. The ways
+take turns, one step each; a ratio is the median of the ratios in single rounds. On CUDA the clock is events on the
+stream, on CPU the process's CPU time on one thread. Before anything is timed, each way's gradients are compared with
+those of the plain blocks, bit for bit, with torch's deterministic algorithms on (attention's backward on CUDA adds up
+in no order otherwise); then they are off again. Needs torch and sac, no network and no other package.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler writes to stderr whenever it starts and stops
+
+import torch
+from bench_blocks import Case, build
+from bench_rounds import CPU_TIME, CudaClock, Runner, quartiles, ratio, threads, time_rounds, warmed_up
+from bench_terminal import Progress, counting, environment, hardware, print_skipped, print_table, shown_progress
+from overhead_ways import BASELINE, CONTEXT_FN, EMPTY, TORCH_FULL, WAYS, cannot_run
+
+from sac.commands.units import bytes_text
+from sac.measuring.memory_timeline import mark, measure_memory
+
+MODES = tuple(mode for mode in WAYS if mode not in (EMPTY, CONTEXT_FN))
+DTYPE = torch.bfloat16
+STEPS_COMPARED = 2
+FORWARD_DONE = "forward done"
+
+FEW_TOKENS = Case(
+    "cpu-bound", d=4096, heads=32, kv_heads=8, hidden=14336, batch=1, seq=128, layers=4, rounds=50, warm_up=5
+)
+MANY_TOKENS = replace(FEW_TOKENS, key="gpu-bound", batch=2, seq=4096, rounds=10, warm_up=2)
+FULL_RUN = (FEW_TOKENS, MANY_TOKENS)
+TOY = {"d": 64, "heads": 4, "kv_heads": 2, "hidden": 128, "layers": 2, "rounds": 3, "warm_up": 1, "threads": 1}
+TOY_RUN = (replace(FEW_TOKENS, **TOY, seq=8), replace(MANY_TOKENS, **TOY, seq=128))
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One way in one case. Times are medians; ratios are medians of those in single rounds.
+
+    `host_ms`: until the host had given a step to the device; on CPU that is the step. `kept_bytes` live at the end of
+    forward, `peak_bytes` at most in a step; both on top of parameters and their gradients, which were there before.
+    `gradients_equal`: to those of the plain blocks; for these, of one step to those of another.
+    """
+
+    mode: str
+    step_ms: float
+    quartiles_ms: tuple[float, float]
+    host_ms: float
+    tokens_per_s: float
+    ratio_to_none: float
+    ratio_to_torch_full: float
+    kept_bytes: int
+    peak_bytes: int
+    matmuls: int
+    gradients_equal: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """All rows of one case; `parameter_bytes` are those of the blocks, and as many are those of their gradients."""
+
+    case: str
+    label: str
+    ops: int
+    rounds: int
+    parameter_bytes: int
+    rows: tuple[Row, ...]
+
+
+def measure(case: Case, modes: list[str], device: str, advance: Callable[[str], None]) -> Result:
+    """Verify, warm up, time and weigh every way of one case."""
+    blocks, x, weights = build(case, device, DTYPE)
+    clock = CudaClock() if device == "cuda" else CPU_TIME
+    runners = {mode: Runner(mode, blocks, x, weights, clock) for mode in modes}
+    counted, equal = {}, {}
+    reference = None
+    with deterministic():
+        for mode, runner in runners.items():
+            advance(f"{case.key}: gradients of {mode}")
+            counted[mode], gradients, equal[mode] = warmed_up(runner, STEPS_COMPARED, reference)
+            reference = reference or gradients
+    del reference, gradients
+    memory = {}
+    for mode, runner in runners.items():
+        advance(f"{case.key}: memory of {mode}")
+        for _ in range(case.warm_up):
+            runner.run()
+        memory[mode] = kept_and_peak_bytes(runner, device)
+    times = time_rounds(case, runners, advance)
+
+    def row(mode: str) -> Row:
+        steps = [each.step for each in times[mode]]
+        low, high = quartiles(steps)
+        return Row(
+            mode,
+            1e3 * median(steps),
+            (1e3 * low, 1e3 * high),
+            1e3 * median(each.host for each in times[mode]),
+            case.tokens / median(steps),
+            ratio(times[mode], times[BASELINE]),
+            ratio(times[mode], times[TORCH_FULL]),
+            *memory[mode],
+            counted[mode].matmuls,
+            equal[mode],
+        )
+
+    parameter_bytes = sum(parameter.nbytes for parameter in blocks.parameters())
+    ops = counted[BASELINE].forward_ops
+    return Result(case.key, case.label, ops, case.rounds, parameter_bytes, tuple(map(row, modes)))
+
+
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    """Only algorithms that give the same bits each time, where torch has them."""
+    before, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warned)
+
+
+def kept_and_peak_bytes(runner: Runner, device: str) -> tuple[int, int]:
+    """Bytes that live after the forward, and at most, on top of what lived before a step that adds to its gradients."""
+    if device != "cuda":
+        memory = measure_memory(lambda: runner.pass_through(lambda: mark(FORWARD_DONE)))
+        return memory.at(FORWARD_DONE), memory.peak_bytes
+    kept = 0
+
+    def forward_is_over() -> None:
+        nonlocal kept
+        kept = torch.cuda.memory_allocated() - before
+
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    runner.pass_through(forward_is_over)
+    torch.cuda.synchronize()
+    return kept, torch.cuda.max_memory_allocated() - before
+
+
+def measure_all(cases: list[Case], modes: list[str], device: str, progress: Progress) -> list[Result]:
+    """Every case in turn."""
+    advance = counting(progress, sum(2 * len(modes) + case.rounds for case in cases))
+    results = []
+    for case in cases:
+        with threads(case.threads):
+            results.append(measure(case, modes, device, advance))
+    return results
+
+
+def print_results(results: list[Result], skipped: dict[str, str], seen: dict[str, Any]) -> None:
+    print(f"$ {seen['command']}")
+    on_gpu = "cuda" in seen
+    columns = ("way", "step", "÷ none", "÷ full", "tokens/s", *(["host"] if on_gpu else []), "kept", "peak", "equal")
+    for result in results:
+        print(
+            f"\n{result.case}: {result.label}, bf16, eager\n{result.ops} ops in forward; {result.rounds} rounds; ",
+            end="",
+        )
+        print(f"parameters {bytes_text(result.parameter_bytes)}, gradients as much")
+        print_table(columns, [cells(row, on_gpu=on_gpu) for row in result.rows])
+    print()
+    print_skipped(skipped)
+    print(
+        "step: median. ÷: median of the ratios in single rounds. kept: at the end of forward, peak: in the step, both\n"
+        "on top of parameters and gradients. equal: gradients, to those of none in each bit; of none, to its own.\n"
+        "stock SAC, sac rerun and sac replay hold attention and every 2nd matmul; torch_remat and sac whole module\n"
+        "the attention module."
+    )
+    if on_gpu:
+        print("host: until the step had been given to the GPU.")
+        print(f"{seen['device']}, {bytes_text(seen['device_bytes'])}, CUDA {seen['cuda']}; ", end="")
+    remat = f", torch_remat {seen['torch_remat']}" if "torch_remat" in seen else ""
+    print(f"torch {seen['torch']}{remat}, Python {seen['python']}, {seen['cores']} cores of {seen['cpu']}")
+
+
+def cells(row: Row, *, on_gpu: bool) -> list[str]:
+    return [
+        row.mode,
+        f"{row.step_ms:.2f} ms",
+        f"{row.ratio_to_none:.2f}",
+        f"{row.ratio_to_torch_full:.2f}",
+        f"{row.tokens_per_s:.0f}",
+        *([f"{row.host_ms:.2f} ms"] if on_gpu else []),
+        bytes_text(row.kept_bytes),
+        bytes_text(row.peak_bytes),
+        "yes" if row.gradients_equal else "NO",
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--toy", action="store_true", help="tiny blocks and few rounds; without CUDA always")
+    parser.add_argument("--case", choices=[case.key for case in FULL_RUN], help="only this case")
+    parser.add_argument("--rounds", type=int, help="rounds of each case")
+    parser.add_argument("--layers", type=int, help="blocks, one after the other")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    given = parser.parse_args()
+    for option in ("rounds", "layers"):
+        number = getattr(given, option)
+        if number is not None and number < 1:
+            parser.error(f"--{option} is {number}; at least 1 is needed")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    cases = [
+        replace(case, rounds=given.rounds or case.rounds, layers=given.layers or case.layers)
+        for case in (TOY_RUN if given.toy or device == "cpu" else FULL_RUN)
+        if given.case in (None, case.key)
+    ]
+    skipped = {mode: reason for mode, reason in cannot_run().items() if mode in MODES}
+    with shown_progress(quiet=given.json) as progress:
+        results = measure_all(cases, [mode for mode in MODES if mode not in skipped], device, progress)
+    seen = {**environment("bench_gpu.py"), **hardware(device)}
+    if given.json:
+        print(json.dumps({**seen, "skipped": skipped, "cases": [asdict(result) for result in results]}, indent=2))
+    else:
+        print_results(results, skipped, seen)
+    return 0 if all(row.gradients_equal for result in results for row in result.rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
