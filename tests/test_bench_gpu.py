@@ -2,7 +2,10 @@
 
 import json
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -99,6 +102,92 @@ def test_none_are_refused(option):
     done = run_script(SCRIPT, option, "0")
     assert done.returncode == 2
     assert done.stderr.endswith(f"bench_gpu.py: error: {option} is 0; at least 1 is needed\n")
+
+
+@pytest.fixture(scope="module")
+def modules() -> Iterator[None]:
+    """The modules of scripts/ can be imported."""
+    sys.path.insert(0, str(SCRIPT.parent))
+    yield
+    sys.path.remove(str(SCRIPT.parent))
+
+
+class CountingEvent:
+    """In place of CUDA's: one is recorded each millisecond, and nothing is known before it is waited for."""
+
+    recorded = 0
+    waited_for = 0
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        CountingEvent.recorded += 1
+        self.at_ms = CountingEvent.recorded
+
+    def synchronize(self) -> None:
+        CountingEvent.waited_for = self.at_ms
+
+    def elapsed_time(self, end: "CountingEvent") -> float:
+        assert end.at_ms <= CountingEvent.waited_for, "CUDA raises here: the event is not done"
+        return float(end.at_ms - self.at_ms)
+
+
+def test_cuda_events_stand_around_both_passes(modules, monkeypatch):
+    from bench_blocks import build
+    from bench_gpu import TOY_RUN
+    from bench_rounds import CudaClock, Runner
+
+    monkeypatch.setattr(torch.cuda, "Event", CountingEvent)
+    runner = Runner("none", *build(TOY_RUN[0]), CudaClock())
+    for _ in range(2):
+        times = runner.run()
+        assert (times.forward, times.step) == (0.001, 0.002)
+        assert times.host > 0
+
+
+def test_cuda_bytes_are_the_allocators_on_top_of_what_there_was(modules, monkeypatch):
+    from bench_blocks import build
+    from bench_gpu import TOY_RUN, kept_and_peak_bytes
+    from bench_rounds import CPU_TIME, Runner
+
+    allocated = iter([1000, 1600])
+    calls = []
+    for name in ("synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda name=name: calls.append(name))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: next(allocated))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 2500)
+    runner = Runner("none", *build(TOY_RUN[0]), CPU_TIME)
+    assert kept_and_peak_bytes(runner, "cuda") == (600, 1500)
+    assert calls == ["synchronize", "reset_peak_memory_stats", "synchronize"]
+
+
+def test_cuda_device_is_printed_and_the_hosts_time(modules, monkeypatch, capsys):
+    from bench_gpu import Result, Row, print_results
+    from bench_terminal import hardware
+
+    device = SimpleNamespace(name="Some GPU", total_memory=80 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    row = Row("none", 20.0, (19.0, 21.0), 4.0, 400.0, 1.0, 0.5, 2**20, 2**30, 21, True)
+    result = Result("cpu-bound", "a block", 67, 3, 2**20, (row,))
+    seen = {"command": "c", "torch": "t", "python": "p", "cores": 2, "cpu": "C", **hardware("cuda")}
+    print_results([result], {"torch_remat": "cannot run: No module named 'torch_remat'"}, seen)
+    printed = capsys.readouterr().out
+    assert "Some GPU, 80.0 GiB, CUDA 13.0; torch t" in printed
+    assert "torch_remat cannot run: No module named 'torch_remat'\n" in printed
+    header, _, cells = printed.split("gradients as much\n")[1].strip().splitlines()[:3]
+    assert " ".join(header.split()) == "way step ÷ none ÷ full tokens/s host kept peak equal"
+    assert " ".join(cells.split()) == "none 20.00 ms 1.00 0.50 400 4.00 ms 1.0 MiB 1.0 GiB yes"
+
+
+def test_deterministic_algorithms_are_as_they_were(modules):
+    from bench_gpu import deterministic
+
+    before = torch.are_deterministic_algorithms_enabled()
+    with deterministic():
+        assert torch.are_deterministic_algorithms_enabled()
+    assert torch.are_deterministic_algorithms_enabled() is before
 
 
 @pytest.mark.gpu
