@@ -22,6 +22,8 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
+_COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional"})
+
 INFRASTRUCTURE = frozenset({"fsdp", "c10d", "profiler", "streams", "debug_mode_ops"})
 """Namespaces whose ops run a training job rather than compute: hooks, buffers, streams, marks of a profiler."""
 
@@ -89,6 +91,8 @@ class OpTraits:
     generator_kwargs: tuple[str, ...] = ()
     returns_tensor: bool = True
     reads_data: bool = False  # values decide a Python number, or the shape of the result; not `index` with a mask
+    is_collective: bool = False  # ranks have to meet in it, or in the wait for it
+    is_flat: bool = False  # each tensor among its arguments is a positional argument by itself
     unsavable_reason: str = ""  # phrase for a message; empty when every call can be saved
     savable_if: str = ""  # a name in CONDITIONS: calls that can be saved although there is an unsavable_reason
 
@@ -153,6 +157,8 @@ def _of_schema(op: Any, schema: Any) -> OpTraits:
         generator_kwargs=_keyword_only(generators),
         returns_tensor=returns_tensor,
         reads_data=_reads_data(packet, op),
+        is_collective=namespace in _COLLECTIVES,
+        is_flat=_is_flat(schema),
         unsavable_reason=reason,
         savable_if=_savable_if(written) if returns_tensor and namespace not in INFRASTRUCTURE else "",
     )
@@ -198,6 +204,16 @@ def _reads_data(packet: str, op: Any) -> bool:
     tags = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
     # `index` is tagged for masks; with integers, its usual call, its shape is that of the indices.
     return packet in ("is_nonzero", "item") or (packet != "index" and not tags.isdisjoint(op.tags))
+
+
+def _is_flat(schema: Any) -> bool:
+    for argument in schema.arguments:
+        kind = str(argument.type)
+        if "Tensor" in kind and (argument.kwarg_only or kind not in ("Tensor", "Optional[Tensor]")):
+            return False
+        if kind in ("Any", "t") or kind.startswith("__torch__"):
+            return False
+    return True
 
 
 def _is_of(save_set: SaveSet, name: str) -> bool:

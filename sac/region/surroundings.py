@@ -70,6 +70,12 @@ class Surroundings:
         self.autocast.enter_on(stack)
         self.modes.enter_on(stack)
 
+    def process_flags(self) -> ExitStack:
+        """Return a context in which the flags of the process are those of the forward; all that bare ops look at."""
+        stack = ExitStack()
+        self.flags.enter_on(stack)
+        return stack
+
     def drop(self) -> None:
         """No recomputation will come: hold nothing that is of any size."""
         self.rng = self.provided = None

@@ -22,13 +22,24 @@ def has_own_body(op: Any) -> bool:
 
 def as_called(op: Any, args: Any) -> AbstractContextManager[Any]:
     """Return the context that gives the body of ``op`` the autocast of its caller."""
+    return as_then(callers_autocast(op, args))
+
+
+def callers_autocast(op: Any, args: Any) -> tuple[Any, bool] | None:
+    """Return a dispatch key, and whether the caller of ``op`` had it excluded; None where the body does not care."""
     tensor = next((value for value in args if isinstance(value, torch.Tensor)), None)
     name = f"Autocast{'CPU' if tensor is None else tensor.device.type.upper()}"
     key = getattr(torch._C.DispatchKey, name, None)
     snapshot = getattr(torch._C, "_RestorePythonTLSSnapshot", None)
     if key is None or snapshot is None or torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), name):
-        return nullcontext()
+        return None
     with snapshot():
-        excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(key)
-    guard: AbstractContextManager[Any] = torch._C._SetExcludeDispatchKeyGuard(key, excluded)
+        return key, torch._C._dispatch_tls_is_dispatch_key_excluded(key)
+
+
+def as_then(found: tuple[Any, bool] | None) -> AbstractContextManager[Any]:
+    """Return the context that puts back what ``callers_autocast`` has found."""
+    if found is None:
+        return nullcontext()
+    guard: AbstractContextManager[Any] = torch._C._SetExcludeDispatchKeyGuard(*found)
     return guard

@@ -12,16 +12,19 @@ from sac.region.frame import Frame
 from sac.region.inputs import KeptInputs
 from sac.region.parking import surrounding_hooks
 from sac.region.reentrant import ReentrantFrame
-from sac.region.settings import Settings
+from sac.region.settings import ALWAYS, FIRST, REPLAY, RERUN, Settings
 from sac.region.states.bindings import UnseenWriteError
 from sac.region.states.caches import OnCaches, caches_in, without
 from sac.region.transforms import refuse_transforms
 from sac.selective.announce import announce
 from sac.selective.bind import rebuild_table
+from sac.selective.replay import ReplayFrame, warn_of_trouble
+from sac.selective.replay_recorder import ReplayRecorder
+from sac.selective.replay_run import CAN_REPLAY
 from sac.selective.rerun import RerunRecorder
+from sac.selective.rows import OpRow, Rows
 from sac.selective.stats import RegionStats
 from sac.selective.table import Table
-from sac.selective.rows import OpRow, Rows
 
 # Note [Evidence]
 #
@@ -42,6 +45,7 @@ class Kind:
         self.table = table
         self.name = name
         self.rows: tuple[OpRow, ...] = ()
+        self.no_replay = ""  # why regions of this kind are not replayed
 
     def __reduce__(self) -> tuple[Any, ...]:
         table = self.table
@@ -60,11 +64,13 @@ class Region:
         self.stats = RegionStats()
         self.marks: dict[Hashable, object] = {}  # what the function was made of in a call: the mark of such calls
         self._free: set[Any] = set()  # sorts of inputs that need no mode
+        self._verified: set[Any] = set()  # sorts of inputs of which a call has been compared with its replay
         self._surprised = False  # a call has written to what no call before it had: none goes without a mode any more
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {
             "_free": set(),
+            "_verified": set(),
             "marks": {},
         }  # a copy learns anew: sorts hold weak references, which cannot be copied
 
@@ -94,23 +100,29 @@ class Region:
         if mark is not None and inputs.kind is not None:
             sort = (mark, settings.freeze_buffers, settings.use_reentrant, inputs.kind)
         everything = self.kind.table.saves_everything
-        recorder = None
-        if sort is None or sort not in self._free:
-            recorder = self._recorder(owners, settings)
-        elif everything:
-            if surrounding_hooks() is None:
+        records = True
+        if sort is not None and sort in self._free:
+            records = everything
+            if everything and surrounding_hooks() is None:
                 self.stats.calls += 1
                 return function(*args, **kwargs)
-            recorder = self._recorder(owners, settings)
         if settings.keeping is not None:
             inputs.store(settings.keeping, args, kwargs, self.path)
-        if recorder is not None:
-            recorder.begin(inputs)
+        recorder: RerunRecorder | ReplayRecorder | None = None
         frame: Frame | ReentrantFrame
-        if settings.use_reentrant:
-            frame = ReentrantFrame(function, self.path, recorder, owners, settings)
+        if records and self._is_replayed(settings):
+            verifies = settings.verify == ALWAYS or (settings.verify == FIRST and sort not in self._verified)
+            rows = None if self.kind.rows else Rows()
+            recorder = ReplayRecorder(self.kind.table, self.path, owners, settings, rows, verifies=verifies)
+            recorder.begin(inputs, inputs.leaves_of(args, kwargs))
+            frame = ReplayFrame(function, self.path, recorder, owners, settings, give_up=self._give_up)
+            self._note_verified(sort)
         else:
-            frame = Frame(function, self.path, recorder, owners, settings)
+            if records:
+                recorder = self._recorder(owners, settings)
+                recorder.begin(inputs)
+            kind = ReentrantFrame if settings.use_reentrant else Frame
+            frame = kind(function, self.path, recorder, owners, settings)
         try:
             output = frame.run(inputs, args, kwargs)
         except UnseenWriteError:
@@ -126,6 +138,25 @@ class Region:
             self._learn(recorder, frame, sort)
         return output
 
+    def _is_replayed(self, settings: Settings) -> bool:
+        """Whether a call that needs a recorder is recomputed by replay."""
+        table = self.kind.table
+        if self.kind.no_replay or settings.engine == RERUN or settings.use_reentrant or not CAN_REPLAY:
+            return False
+        # The first call of a region that saves nothing is there to see whether it needs a recorder at all.
+        return settings.engine == REPLAY or bool(table.rules) or bool(self.stats.calls)
+
+    def _note_verified(self, sort: Any) -> None:
+        if len(self._verified) >= SORTS:
+            self._verified.clear()
+        self._verified.add(sort)
+
+    def _give_up(self, reason: str) -> None:
+        """A call could not be replayed: later ones of this kind go under the rerun engine."""
+        if not self.kind.no_replay:
+            self.kind.no_replay = reason
+            warn_of_trouble(self.path, reason)
+
     def _be_surprised(self) -> None:
         """A call without a recorder wrote to something: no call goes without one any more."""
         self._free.clear()
@@ -135,7 +166,7 @@ class Region:
         rows = Rows() if not self.kind.rows else None
         return RerunRecorder(self.kind.table, self.path, owners, rows, freeze_buffers=settings.freeze_buffers)
 
-    def _learn(self, recorder: RerunRecorder, frame: Frame | ReentrantFrame, sort: Any) -> None:
+    def _learn(self, recorder: RerunRecorder | ReplayRecorder, frame: Frame | ReentrantFrame, sort: Any) -> None:
         if recorder.rows is not None:
             self.kind.rows = tuple(recorder.rows.rows)
             announce(self.path, self.kind.rows)

@@ -9,16 +9,17 @@ from typing import Any, Protocol
 import torch
 
 from sac.errors import Problem, RegionError
-from sac.region.detach import copy_of, equal, overwrite
+from sac.region.detach import equal
 from sac.region.handles import ToTheEnd
 from sac.region.parking import Parked, fetch
 from sac.selective import scope
 from sac.selective.bare_mode import BareMode
+from sac.selective.forward_state import ForwardState
 from sac.selective.labels import Labels
 from sac.selective.mismatch import agree, swapped_problem, unmatched_problem
 from sac.selective.record import CallRecord, SavedValue, default_generators, written_tensors
-from sac.selective.table import BoundRule, Plan, run_op
 from sac.selective.rows import Rows
+from sac.selective.table import BoundRule, Plan, run_op
 from sac.selective.tensors import map_tensors, storage_address, tensor_parts, tensors_of
 from sac.selective.weights import NOT_PARAMETERS, is_large
 
@@ -166,7 +167,9 @@ class RecomputeMode(BareMode):
         self.waiting = {(value.signature, value.twin): value for value in self.record.saved}
         self.twins: defaultdict[int, int] = defaultdict(int)
         self.calls: defaultdict[Plan, int] = defaultdict(int)
-        self._put_state_back()
+        served = (g for value in self.record.saved for g, _ in value.rng_after)  # serving moves these
+        self._forward_state = ForwardState(self.record.images, self.record.generators, served)
+        self._forward_state.put_back()
         super().__enter__()  # type: ignore[no-untyped-call]
         self._outer = scope.enter(self)
         return self
@@ -177,22 +180,7 @@ class RecomputeMode(BareMode):
         self.filling.verify = None
         self.filling = ToTheEnd()  # it leads to the frame, and if this was an error the frame still leads here
         self.record.paused = self._was_paused
-        for storage, image in self._present:
-            overwrite(storage, image)
-        for generator, state in self._present_generators:
-            generator.set_state(state)
-
-    def _put_state_back(self) -> None:
-        record = self.record
-        images = [pair for pair in record.images.values() if pair[0].nbytes() == pair[1].nbytes()]
-        self._present = [(storage, copy_of(storage)) for storage, _ in images]
-        moved = {id(g): g for g, _ in record.generators.values()}
-        moved |= {id(g): g for value in record.saved for g, _ in value.rng_after}  # serving moves these
-        self._present_generators = [(g, g.get_state()) for g in moved.values()]
-        for storage, image in images:
-            overwrite(storage, image)
-        for generator, state in record.generators.values():
-            generator.set_state(state)
+        self._forward_state.undo()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -64,13 +64,17 @@ class Plan:
 
     __slots__ = (
         "candidates",
+        "constant",
         "counts",
         "draws",
         "final",
         "final_saves",
+        "flat",
         "has_generator",
         "is_cheap",
+        "is_collective",
         "is_random",
+        "is_silent",
         "is_view",
         "key",
         "light",
@@ -96,10 +100,19 @@ class Plan:
         self.writes = bool(traits.mutated_args or traits.mutated_kwargs)
         # What returns no tensor and writes none asks for a size, a stride or a value: there is nothing to hold or name.
         self.light = traits.is_infrastructure or traits.is_view or not (traits.returns_tensor or self.writes)
+        self.is_collective = traits.is_collective
+        # What the tape passes over: marks of a profiler, and ops that ask for a size, a stride or a number.
+        self.is_silent = not traits.is_collective and (
+            traits.is_infrastructure or not (traits.returns_tensor or self.writes)
+        )
         self.has_generator = bool(traits.generator_args or traits.generator_kwargs)
         self.draws = traits.may_draw
+        self.flat = traits.is_flat
         self.savable = not traits.unsavable_reason or bool(traits.savable_if)
         self.savable_if = CONDITIONS[traits.savable_if] if traits.savable_if else None
+        self.constant: bool | None = (
+            None  # what an op of constants made was one still when it was read; None: not known
+        )
         self.candidates: tuple[Candidate, ...] = ()
         self.final: BoundRule | None = None
         self.final_saves = False

@@ -1,0 +1,94 @@
+"""Running a region's Python again where its tape cannot be replayed."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from sac.errors import Problem, RegionError
+from sac.region.handles import Ending, ToTheEnd
+from sac.region.storages import describe
+from sac.selective import scope
+from sac.selective.bare_mode import BareMode
+from sac.selective.forward_state import ForwardState, Generators, Images
+from sac.selective.record import written_tensors
+from sac.selective.table import Plan, Table, run_op
+from sac.selective.tensors import map_tensors, tensors_of
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """A call of an op that may answer differently the second time, and its results."""
+
+    plan: Plan
+    outputs: list[Tensor]
+
+
+class FallbackMode(BareMode):
+    """Runs a region again from its start. Only what must not be chosen anew is served, call by call."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """A compiled function inside the region may be used under this mode."""
+        return True
+
+    def __init__(
+        self, table: Table, path: str, images: Images, generators: Generators, routed: list[Routed], ending: Ending
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.record = self
+        self.table = table
+        self.path = ""
+        self.plans = table.scope("")
+        self._region = path
+        self._ending = ending
+        self._state = ForwardState(images, generators)
+        self._waiting: defaultdict[Any, deque[Routed]] = defaultdict(deque)
+        for one in routed:
+            self._waiting[one.plan].append(one)
+
+    def __enter__(self) -> FallbackMode:
+        self._state.put_back()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        self._outer = scope.enter(self)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        scope.leave(self._outer)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._ending = ToTheEnd()
+        self._state.undo()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        plan: Plan | None = self.plans.get(func)
+        if plan is None:
+            plan = self.table.plan(func, self.path)
+        if plan.light:
+            return plan.run(*args, **kwargs)
+        if self._ending.done:
+            self._ending.settle(written_tensors(plan, args, kwargs) if plan.writes else ())
+        out = run_op(plan, args, kwargs)
+        if self._waiting.get(plan):
+            out = self._serve(self._waiting[plan].popleft(), out)
+        self._ending.after_op()
+        return out
+
+    def _serve(self, one: Routed, out: Any) -> Any:
+        # The op has run, so that generators are where they were; what it chose in forward takes the place of its result.
+        for found, kept in zip(tensors_of(out), one.outputs, strict=True):
+            if found.shape != kept.shape or found.dtype != kept.dtype:
+                raise RegionError(
+                    Problem(
+                        self._region or "region",
+                        f"{one.plan.op} gave {describe(kept)} in forward and gives {describe(found)} in recomputation",
+                        fix="make the region's forward depend on its inputs, parameters and random state only",
+                    )
+                )
+        outputs = iter(one.outputs)
+        return map_tensors(out, lambda _: next(outputs).detach())

@@ -1,0 +1,159 @@
+"""The replay engine: a region's forward is written to a tape, and backward runs again what it needs of that."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sac.errors import Problem, RegionError, SacWarning
+from sac.region.eager import never_compiled
+from sac.region.frame import Frame
+from sac.region.handles import Handle
+from sac.region.states.ambient import subclasses_on
+from sac.region.storages import describe, version_of
+from sac.selective.checksum import checksum, same
+from sac.selective.replay_plan import plan_replay
+from sac.selective.replay_recorder import ReplayRecorder
+from sac.selective.replay_run import CannotReplay, ExternalChangeError, run_plan
+
+# Note [Replay]
+#
+# Forward. The region's function runs under a `TapeMode`, which writes down what each op read, made and wrote (Note [The
+# tape]), and holds what the policy saves. What autograd saves is a missing handle, known by its value on the tape.
+# At the end a plan is made of what backward will have to run (Note [What is replayed]), and what the plan does not
+# start from is let go.
+#
+# Backward. The first unpack of a missing handle runs the plan: the ops alone, below autograd, with no dispatch mode of
+# ours and none of the region's Python. So nothing that Python does happens twice, and nothing that it looks at matters:
+# numbers that came from tensors, autocast, the way through an `if` stand on the tape. Random ops that run again find
+# their generators as they stood.
+#
+# Where replay gives way. Trouble on the tape (`Tape.fail`), a leaf that is gone or lies elsewhere, or a value that is
+# not the one of the forward (`verify`): then this call's Python is run again from its start, with random states,
+# buffers and flags as they were; nothing of what the policy saved is of use then, except what must not be chosen anew.
+# Later calls of the kind go under the rerun engine. A value that differs is an error where the tape holds collectives:
+# another rank may not have seen the difference, and would not take part in a second run.
+
+
+class ReplayFrame(Frame):
+    """The frame of a region that is replayed; see Note [Replay]. ``give_up``: called with the reason if it cannot be."""
+
+    recorder: ReplayRecorder
+
+    def __init__(self, *args: Any, give_up: Callable[[str], None], **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._give_up = give_up
+
+    def _close(self) -> None:
+        self._forward_over = True
+        alive = [handle for handle in (reference() for reference in self._handles) if handle is not None]
+        kept = [handle for handle in alive if handle.kept]
+        missing = [handle.index for handle in alive if not handle.kept]
+        recorder = self.recorder
+        self.surroundings.close(self.path, needed=bool(missing))
+        recorder.end(kept, missing)
+        if recorder.tape.trouble:
+            self._give_up(recorder.tape.trouble)
+        if not missing:
+            self._drop()
+        else:
+            self.input_bytes = self.inputs.bytes()
+            self.inputs.close(self.hooks, self.path)
+        if self.hooks is not None:
+            recorder.park(self.hooks)
+            for handle in kept:
+                handle.park(self.hooks)
+
+    @never_compiled
+    def _unpack(self, handle: Handle) -> Tensor:
+        version = self.recorder.spoilt.get(handle.index)
+        if version is not None:
+            raise RegionError(
+                self._problem(
+                    f"a tensor that backward needs ({str(handle.dtype).removeprefix('torch.')}{list(handle.shape)}) was "
+                    f"changed in place after version {version}, which backward expects",
+                    fix="do not change it in place between the op that uses it and backward",
+                )
+            )
+        return super()._unpack(handle)
+
+    def _recompute(self, wanted: Handle, task: int, *, last: bool) -> None:
+        recorder = self.recorder
+        if self._dropped or recorder.tape.trouble:
+            super()._recompute(wanted, task, last=last)
+            return
+        last = last and self._forward_over
+        wanted.task = -2  # it may have been unpacked in this task before: a second read of ctx.saved_tensors
+        alive = (reference() for reference in self._handles)
+        waiting = {handle.index: handle for handle in alive if handle is not None and self._waits(handle, task)}
+        try:
+            self._replay(waiting)
+        except CannotReplay as reason:
+            self._run_python(str(reason), wanted, waiting, task, last=last)
+            return
+        if last:
+            self._drop()
+
+    def _replay(self, waiting: dict[int, Handle]) -> None:
+        recorder = self.recorder
+        bindings = self.surroundings.bindings
+        if self.settings.checks_metadata and (problem := bindings.changed_parameter(self.path)) is not None:
+            raise RegionError(problem)
+        plan = recorder.plan
+        asked = frozenset(waiting) - recorder.spoilt.keys()
+        if plan is None or plan.handles != asked:
+            plan = plan_replay(recorder.tape, recorder.wanted(sorted(asked)))
+        filled: list[int] = []
+
+        def fill(index: int, tensor: Tensor) -> None:
+            waiting[index].value = tensor
+            filled.append(index)
+
+        was_paused, recorder.paused = recorder.paused, not self._forward_over
+        try:
+            with torch.enable_grad(), subclasses_on():
+                _, _, tensors = self.inputs.rebuild(self.path)
+            with self.surroundings.process_flags():
+                run_plan(plan, recorder.tape, dict(tensors), recorder.images, fill)
+        except ExternalChangeError as change:
+            raise RegionError(
+                self._problem(
+                    f"a tensor from outside the region ({describe(change.tensor)}) was changed in place after the forward: "
+                    f"it is at version {version_of(change.tensor)}, backward expects version {change.version}",
+                    fix="do not write to it between forward and backward, or pass it to the region as an argument",
+                )
+            ) from None
+        finally:
+            recorder.paused = was_paused
+        if recorder.checksums is not None:
+            self._verify(waiting, filled)
+
+    def _verify(self, waiting: dict[int, Handle], filled: list[int]) -> None:
+        """Compare what was replayed with what autograd saved; raises ``CannotReplay`` if that is something else."""
+        recorder = self.recorder
+        assert recorder.checksums is not None
+        for index in filled:
+            value = waiting[index].value
+            if isinstance(value, Tensor) and not same(recorder.checksums[index], checksum(value)):
+                found = f"saved tensor {index} ({describe(value)}) is replayed with other values than forward had"
+                if recorder.has_collectives:
+                    raise RegionError(self._problem(found, fix="set `engine: rerun` for this model"))
+                raise CannotReplay(found)
+
+    def _run_python(self, reason: str, wanted: Handle, waiting: dict[int, Handle], task: int, *, last: bool) -> None:
+        self._give_up(reason)
+        self.recorder.tape.fail(reason)
+        for handle in waiting.values():
+            handle.value = None
+        super()._recompute(wanted, task, last=last)
+
+
+def warn_of_trouble(path: str, reason: str) -> None:
+    """Tell that regions like the one at ``path`` cannot be replayed."""
+    found = f"replay cannot be used here: {reason}"
+    fix = "none is needed, the region runs again as Python; `engine: rerun` asks for that from the start"
+    warnings.warn(str(Problem(path or "region", found, fix=fix)), SacWarning, stacklevel=2)

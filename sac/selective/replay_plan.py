@@ -1,0 +1,138 @@
+"""Which entries of a tape have to run again to give backward what it waits for, and how long each value is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sac.selective.tape import COUNT, FIRST, PLAN, READS, Entry, Tape
+
+# Note [What is replayed]
+#
+# The tape is walked once, backwards. An entry runs again if it makes a value that is wanted and not kept, or writes to
+# a root that is wanted at that point; what it reads is wanted then, values and roots. So what only feeds kept values
+# does not run. A collective before the last entry that runs does, whoever reads it, unless its results are kept: the
+# other ranks may need it, as they do when Python runs again. The step that first meets a value on this walk is the last
+# to read it, and lets it go. A waiting tensor is filled by the last step that makes it or writes to its root.
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A tensor that backward waits for: the number of its handle, its value, and before which entry it was saved."""
+
+    handle: int
+    value: int
+    time: int
+
+
+@dataclass(slots=True)
+class Step:
+    """One entry that runs again. ``outputs``: which of its results are used, and their numbers."""
+
+    number: int
+    entry: Entry
+    outputs: tuple[tuple[int, int], ...]
+    fills: tuple[tuple[int, int], ...]  # handles to fill after it, with their values
+    frees: tuple[int, ...]  # values that nothing reads after it
+
+
+@dataclass(slots=True)
+class ReplayPlan:
+    """Steps in order. ``fills``: handles that are filled before the first. ``written``: roots that steps write to."""
+
+    steps: list[Step]
+    fills: list[tuple[int, int]]
+    kept: list[int]
+    leaves: list[int]
+    written: frozenset[int]
+    handles: frozenset[int]
+
+
+def plan_replay(tape: Tape, wanted: Sequence[Wanted]) -> ReplayPlan:
+    """Return what to run again so that all ``wanted`` can be filled; see Note [What is replayed]."""
+    walk = _Walk(tape)
+    left = sorted(wanted, key=lambda one: one.time)
+    entries = tape.entries
+    last = left[-1].time if left else 0
+    for number in range(last - 1, -1, -1):
+        while left and left[-1].time > number:
+            walk.want(left.pop())
+        walk.visit(number, entries[number])
+    for one in left:
+        walk.want(one)
+    return walk.plan(wanted)
+
+
+class _Walk:
+    """The state of one walk backwards over a tape."""
+
+    def __init__(self, tape: Tape) -> None:
+        self._roots, self._kept, self._leaves, self._writes = tape.roots, tape.kept, tape.leaves, tape.writes
+        self._needed: set[int] = set()  # values that are read by what was met so far
+        self._needed_roots: set[int] = set()
+        self._waiting: dict[int, list[int]] = {}  # value -> handles not filled yet
+        self._written: set[int] = set()
+        self._steps: list[Step] = []
+
+    def want(self, one: Wanted) -> None:
+        self._waiting.setdefault(one.value, []).append(one.handle)
+        self._needed_roots.add(self._roots[one.value])
+
+    def visit(self, number: int, entry: Entry) -> None:
+        first, count = entry[FIRST], entry[COUNT]
+        needed, waiting = self._needed, self._waiting
+        outputs = [
+            (place, value)
+            for place, value in enumerate(range(first, first + count))
+            if (value in needed or value in waiting) and value not in self._kept
+        ]
+        writes: Any = self._writes.get(number, ())
+        runs = bool(outputs) or (writes and not self._needed_roots.isdisjoint(writes))
+        if not runs and not self._is_due(entry):
+            return
+        frees: list[int] = []
+        fills: list[tuple[int, int]] = []
+        for _, value in outputs:
+            for handle in waiting.pop(value, ()):
+                fills.append((handle, value))
+            if value not in needed:
+                frees.append(value)  # filled, and read by nothing
+        if writes:
+            self._written.update(writes)
+            for value in [value for value in waiting if self._roots[value] in writes]:
+                fills += [(handle, value) for handle in waiting.pop(value)]
+                self._read(value, frees)
+        for value in entry[READS]:
+            self._read(value, frees)
+        self._steps.append(Step(number, entry, tuple(outputs), tuple(fills), tuple(frees)))
+
+    def _is_due(self, entry: Entry) -> bool:
+        """Whether a collective has to run although nothing here reads it."""
+        plan = entry[PLAN]
+        if not getattr(plan, "is_collective", False):
+            return False
+        if not (self._steps or self._waiting):
+            return False
+        results = range(entry[FIRST], entry[FIRST] + entry[COUNT])
+        if plan.is_view and all(value in self._kept for value in entry[READS]):
+            return False  # the wait for a result that is kept
+        return not results or any(value not in self._kept for value in results)
+
+    def _read(self, value: int, frees: list[int]) -> None:
+        if value not in self._needed:
+            self._needed.add(value)
+            frees.append(value)
+        self._needed_roots.add(self._roots[value])
+
+    def plan(self, wanted: Sequence[Wanted]) -> ReplayPlan:
+        fills = [(handle, value) for value, handles in self._waiting.items() for handle in handles]
+        read = self._needed | {value for _, value in fills}
+        return ReplayPlan(
+            steps=self._steps[::-1],
+            fills=fills,
+            kept=sorted(value for value in read if value in self._kept),
+            leaves=sorted(value for value in read if value in self._leaves and value not in self._kept),
+            written=frozenset(self._written),
+            handles=frozenset(one.handle for one in wanted),
+        )

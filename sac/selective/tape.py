@@ -1,0 +1,329 @@
+"""The tape: what the ops of one region call read, made and wrote, by number, for the replay engine."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from sac.region.detach import detached
+from sac.region.storages import inner_tensors, version_of
+from sac.selective.labels import WeakStorages
+from sac.selective.tensors import metadata, storage_address, storage_bytes, wrapped_parts
+
+# Note [The tape]
+#
+# Forward. Every tensor that an op of the region reads or makes is a *value* and has a number. It is found again by its
+# `id`, which a weak reference guards, so the tape keeps no tensor alive. A tensor that no op of the tape has made is a
+# *leaf*: an input of the region, or something from outside (a parameter, a buffer, what a closure holds), which is held
+# weakly too: replay holds nothing that running the region's Python again would not find.
+#
+# Values that lie in one storage have one *root*, the first of them. To read a value is to read what all writes to its
+# root have left there, so an op depends on the ops that made its arguments and on those that wrote to their roots
+# before it (`plan_replay` in replay_plan.py). The storages of a tape are referenced weakly: while that is so no other
+# storage gets the address of one.
+#
+# A tensor that nobody made on the tape, in a storage that is known, is an alias: it came about where no mode looks. A
+# wrapper subclass (DTensor) around known tensors, or the tensor inside a known wrapper, is one too. An entry that makes
+# it again is put on the tape. The root of a wrapper is that of its first part.
+#
+# *Kept* values are held: what the policy saves, and what replay could not make again, because some kernel that the
+# dispatcher does not see has written to it. Anything else that the tape cannot explain is `trouble`: the region is run
+# again as Python then, and later calls go under the rerun engine.
+
+HOLE = object()  # stands for a tensor among an entry's arguments; its value's number is among the entry's reads
+SMALL_NUMEL = 16  # a tensor from outside that has no more elements is held: a constant made for one op
+
+# What an entry is made of. A tuple, since there is one per op and call.
+PLAN, REST, READS, KWARGS, FIRST, COUNT = range(6)
+Entry = tuple[Any, ...]
+
+_PLAIN = frozenset({int, float, bool, type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format})
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """The number of a value, inside an argument that holds several tensors."""
+
+    value: int
+
+
+@dataclass(slots=True)
+class Leaf:
+    """A value that no op of the region made. ``position`` is that of an input, -1 for a tensor from outside.
+
+    ``version`` and ``nbytes`` (of its storage) are those of its first use. ``lasts``: it is a parameter, or an input
+    that the region holds as it is, so that what lies in it need not be held once more.
+    """
+
+    position: int
+    tensor: Any  # of one from outside: a weak reference, or something else that returns it when called
+    version: int
+    nbytes: int
+    geometry: tuple[Any, ...]
+    lasts: bool
+
+
+class Tape:
+    """See Note [The tape]."""
+
+    __slots__ = (
+        "by_storage",
+        "entries",
+        "factories",
+        "guards",
+        "ids",
+        "kept",
+        "leaves",
+        "parts",
+        "roots",
+        "seen_at",
+        "states",
+        "surroundings",
+        "trouble",
+        "versions",
+        "weak",
+        "writers",
+        "writes",
+    )
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+        self.ids: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self.roots: list[int] = []  # of each value
+        self.versions: list[int] = []  # of each value: its version counter when it was last looked at
+        self.seen_at: dict[int, int] = {}  # value -> number of the entry before which its version was last accepted
+        self.by_storage: dict[int, int] = {}  # address of a storage -> root
+        self.parts: dict[int, tuple[int, int]] = {}  # address of a part of a wrapper -> the wrapper, which part it is
+        self.writers: dict[int, list[int]] = {}  # root -> entries that write to it
+        self.writes: dict[int, tuple[int, ...]] = {}  # entry -> roots that it writes to
+        self.leaves: dict[int, Leaf] = {}
+        self.kept: dict[int, Tensor] = {}
+        self.factories: dict[int, int] = {}  # root -> entry that made it of nothing, while no op has written to it
+        self.states: dict[
+            int, list[tuple[torch.Generator, Tensor]]
+        ] = {}  # entry -> generators, as they stood before it
+        self.guards: dict[int, Any] = {}  # entry -> the autocast of its caller, where its body leans on that
+        self.weak = WeakStorages()
+        self.trouble = ""
+
+    def fail(self, why: str) -> None:
+        """Note that this call cannot be replayed; the first reason is the one to be told."""
+        self.trouble = self.trouble or why
+
+    # Reading
+
+    def find(self, tensor: Tensor, op: Any) -> int:
+        """Return the number of a tensor that ``op`` reads."""
+        found = self.ids.get(id(tensor))
+        if found is None or found[0]() is not tensor:
+            return self.meet(tensor, op)
+        value = found[1]
+        if tensor._version != self.versions[value]:
+            return self.look_at_version(tensor, value)
+        return value
+
+    def known(self, tensor: Tensor) -> int | None:
+        """Return the number of a tensor if it is on the tape as it is."""
+        found = self.ids.get(id(tensor))
+        return found[1] if found is not None and found[0]() is tensor else None
+
+    def tensor_of(self, value: int) -> Tensor | None:
+        """Return the tensor with this number, if it is still there. Looks through all that are."""
+        for reference, number in self.ids.values():
+            if number == value:
+                return reference()
+        return None
+
+    def look_at_version(self, tensor: Tensor, value: int) -> int:
+        """The version counter has moved since the tensor was last looked at: by an op of the tape, or unseen?"""
+        seen = self.seen_at.get(value, -1)
+        writers = self.writers.get(self.roots[value], ())
+        before, self.versions[value] = self.versions[value], tensor._version
+        self.seen_at[value] = len(self.entries)
+        if before > tensor._version or any(entry >= seen for entry in writers):
+            return value
+        return self.pin(tensor)  # somebody else wrote to it: what lies there now is a value of its own
+
+    def pin(self, tensor: Tensor) -> int:
+        """Hold what lies in ``tensor`` now, as a value that is not made again; return its number."""
+        value = self.add(tensor, new_root=True)
+        self.kept[value] = detached(tensor)
+        return value
+
+    def add(self, tensor: Tensor, *, new_root: bool = False) -> int:
+        """Give ``tensor`` a number."""
+        value = len(self.roots)
+        self.ids[id(tensor)] = (weakref.ref(tensor), value)
+        address = first_address(tensor)
+        root = None if new_root else self.by_storage.get(address)
+        # Of a view the mode sees a counter of its own; what is above the mode lets it share that of its base.
+        self.versions.append(version_of(tensor) if root is None else self.versions[root])
+        if root is None:
+            root = self.by_storage[address] = value
+            self.weak.watch(tensor)
+        self.roots.append(root)
+        if type(tensor) is not Tensor and is_wrapper(tensor):
+            self._note_parts(tensor, value, root)
+        return value
+
+    def _note_parts(self, wrapper: Tensor, value: int, root: int) -> None:
+        for place, part in enumerate(wrapped_parts(wrapper)):
+            address = storage_address(part)
+            self.parts[address] = (value, place)
+            if address not in self.by_storage:
+                self.by_storage[address] = root
+                self.weak.watch(part)
+
+    def meet(self, tensor: Tensor, op: Any) -> int:
+        """Give a number to a tensor that no op of the tape has made."""
+        if tensor.is_inference():
+            self.fail(f"{op} reads a tensor of inference mode")
+        if type(tensor) is not Tensor and type(tensor) is not Parameter and is_wrapper(tensor):
+            return self._meet_wrapper(tensor, op)
+        root = self.by_storage.get(storage_address(tensor))
+        if root is None:
+            return self.add_leaf(tensor)
+        if storage_address(tensor) in self.parts:
+            return self._meet_part(tensor)
+        leaf = self.leaves.get(root)
+        if leaf is not None and leaf.position < 0 and root not in self.writers:
+            return self.add_leaf(tensor)
+        if tensor.is_conj() or tensor.is_neg() or tensor.layout is not torch.strided:
+            self.fail(f"{op} reads a tensor that came about unseen")
+        return self._made(ALIAS, (metadata(tensor),), (root,), tensor)
+
+    def _meet_part(self, tensor: Tensor) -> int:
+        wrapper, place = self.parts[storage_address(tensor)]
+        return self._made(PART, (place, metadata(tensor)), (wrapper,), tensor)
+
+    def _meet_wrapper(self, tensor: Any, op: Any) -> int:
+        parts = inner_tensors(tensor)
+        addresses = [storage_address(part) for part in wrapped_parts(tensor)]
+        if not any(address in self.by_storage for address in addresses):
+            return self.add_leaf(tensor)
+        names, context = tensor.__tensor_flatten__()
+        names = [name for name in names if isinstance(getattr(tensor, name), Tensor)]
+        rest = (type(tensor), tuple(names), context, tensor.size(), tensor.stride())
+        return self._made(WRAP, rest, tuple(self.find(part, op) for part in parts), tensor)
+
+    def _made(self, plan: Any, rest: Any, reads: tuple[int, ...], tensor: Tensor) -> int:
+        """Put an entry on the tape that makes ``tensor`` of values, and give it a number."""
+        value = self.add(tensor)
+        self.seen_at[value] = len(self.entries)
+        self.entries.append((plan, rest, reads, None, value, 1))
+        return value
+
+    def add_leaf(self, tensor: Tensor, position: int = -1, *, lasts: bool = True) -> int:
+        """Give a number to an input of the region, or to a tensor from outside.
+
+        ``lasts``: of an input, that the region holds the caller's tensor until backward.
+        """
+        value = self.add(tensor)
+        held: Any = weakref.ref(tensor)
+        small = type(tensor) is Tensor and tensor.numel() <= SMALL_NUMEL and tensor.device.type == "cpu"
+        if position < 0 and small and not tensor.requires_grad:
+            held = _Held(tensor)
+        lasts = lasts if position >= 0 else isinstance(tensor, Parameter)
+        self.leaves[value] = Leaf(position, held, version_of(tensor), storage_bytes(tensor), metadata(tensor), lasts)
+        return value
+
+    # Writing down
+
+    def add_outputs(self, outputs: Sequence[Tensor]) -> tuple[int, int]:
+        """Give numbers to the results of an op; return the first and how many there are."""
+        first = len(self.roots)
+        for out in outputs:
+            self.add(out)
+        return first, len(outputs)
+
+    def add_write(self, roots: tuple[int, ...]) -> None:
+        """The entry that comes next writes to what lies at ``roots``."""
+        entry = len(self.entries)
+        self.writes[entry] = roots
+        for root in roots:
+            self.writers.setdefault(root, []).append(entry)
+            self.factories.pop(root, None)
+
+    def close(self) -> None:
+        """The forward is over: what finds tensors again is of no more use."""
+        self.ids, self.by_storage, self.parts = {}, {}, {}
+        self.seen_at, self.factories = {}, {}
+        self.weak = WeakStorages()
+
+    def drop(self) -> None:
+        """No replay will come: hold nothing any more."""
+        self.entries, self.kept, self.leaves, self.states, self.guards = [], {}, {}, {}, {}
+        self.writers, self.writes, self.roots, self.versions = {}, {}, [], []
+
+
+class _Held:
+    """Returns a tensor, as a weak reference to it would."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def __call__(self) -> Tensor:
+        return self.tensor
+
+
+class _Synthetic:
+    """What stands in an entry's place for the plan, where no op was called."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+ALIAS = _Synthetic("alias")  # of the root: (geometry,)
+PART = _Synthetic("part")  # of a wrapper: (which, geometry)
+WRAP = _Synthetic("wrap")  # parts in a wrapper: (class, names, context, size, stride)
+
+
+def is_wrapper(tensor: Tensor) -> bool:
+    """Whether ``tensor`` holds its data in tensors inside it."""
+    return hasattr(type(tensor), "__tensor_flatten__")
+
+
+def first_address(tensor: Tensor) -> int:
+    """Return the address of the storage of a tensor, of its first part if it is a wrapper."""
+    if type(tensor) is not Tensor and is_wrapper(tensor):
+        parts = wrapped_parts(tensor)
+        return storage_address(parts[0]) if parts else id(tensor)
+    return storage_address(tensor)
+
+
+def as_reads(value: Any, tape: Tape, op: Any, reads: list[int]) -> Any:
+    """Return ``value`` with ``Ref`` in place of tensors, through lists, tuples and dicts; note them in ``reads``."""
+    if isinstance(value, Tensor):
+        number = tape.find(value, op)
+        reads.append(number)
+        return Ref(number)
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind is list or kind is tuple:
+        return kind(as_reads(part, tape, op, reads) for part in value)
+    if kind is dict:
+        return {key: as_reads(part, tape, op, reads) for key, part in value.items()}
+    return value
+
+
+def from_reads(value: Any, values: list[Any]) -> Any:
+    """Return ``value`` with the tensors in ``values`` in place of ``Ref``."""
+    kind = type(value)
+    if kind is Ref:
+        return values[value.value]
+    if kind is list or kind is tuple:
+        return kind(from_reads(part, values) for part in value)
+    if kind is dict:
+        return {key: from_reads(part, values) for key, part in value.items()}
+    return value
