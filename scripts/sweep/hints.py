@@ -61,6 +61,33 @@ _EXPERTS = {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
 _FEW_IMAGE_TOKENS = {f"<|visual token {code:06d}|>": code + 8 for code in range(32)}
 _CODES = {"<image>": 5, "<|extra_200|>": 6, **_FEW_IMAGE_TOKENS}
 
+_KERNELS = {
+    f"{name}_{ratio}ratio": [[across, down], [1, 1], [across // 2, down // 2]]
+    for ratio, side in (("long", 7), ("mid", 5), ("short", 3))
+    for name, across, down in (
+        ("vertical_long_to_small_conv", side, 1),
+        ("horizontal_small_to_long_conv", 1, side),
+        ("symmetric_conv_long", side, side),
+    )
+}
+_SERVER_DET = {
+    "intraclass_block_config": {"reduce_channel": [1, 1, 0], "return_channel": [1, 1, 0], **_KERNELS},
+    "scale_factor_list": [1, 2, 4, 8],
+    "kernel_list": [3, 2, 2],
+}
+_INDEXER = {
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 32,
+    "indexer_budget": 16,
+    "indexer_compress_ratio": 4,
+}
+_T5_DROPOUT = Hint(changes={"dropout_rate": 0.1})
+_SHARED_BLOCKS = {
+    "num_hidden_layers": 4,
+    "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
+}
+
 HINTS: dict[str, Hint] = {
     "aya_vision": Hint(changes={"vision_config.num_attention_heads": 4}),  # 14 do not divide its width
     "blip-2": Hint(changes={"image_token_index": 200}),
@@ -74,6 +101,60 @@ HINTS: dict[str, Hint] = {
             "spatial_target_layers": [1],
         }
     ),
+    "gemma4_assistant": Hint(
+        changes={
+            "text_config.hidden_size_per_layer_input": 0,
+            "text_config.vocab_size_per_layer_input": 0,
+            "text_config.num_hidden_layers": 2,
+            "text_config.num_kv_shared_layers": 2,
+            "text_config.layer_types": ["sliding_attention", "full_attention"],
+        },
+        inputs=parts.drafted,
+    ),
+    "gemma4_unified_assistant": Hint(inputs=parts.drafted),
+    "dots3_note_audio_encoder": Hint(changes={"adapter_input_size": 80}, inputs=sounds.chunks, size="small"),
+    "lw_detr": Hint(changes={"projector_scale_factors": [1.0]}),
+    "lxmert": Hint(added=("visual_feats", "visual_pos")),
+    "minicpm_ocr_vision": Hint(inputs=images.patches_on_a_strip),
+    "minicpmv4_6_vision": Hint(inputs=images.patches_on_a_strip),
+    "minicpmv4_7_vision": Hint(inputs=images.patches_on_a_strip),
+    "molmo2_adapter": Hint(inputs=images.features_of_crops),
+    "moonshine_streaming": Hint(changes={"num_key_value_heads": 2}),  # its decoder asks for what it has no default of
+    "neucodec": Hint(inputs=sounds.waves_and_mels),
+    "xcodec2": Hint(inputs=sounds.waves_and_mels),
+    "oneformer": Hint(changes={"conv_dim": 64, "mask_dim": 64, "hidden_dim": 64}),
+    "pp_ocrv5_server_det": Hint(changes=_SERVER_DET),
+    "pp_ocrv6_medium_det": Hint(changes=_SERVER_DET),
+    "pp_ocrv5_mobile_rec": Hint(image=128),
+    "qwen4_exp_text": Hint(changes=_INDEXER),
+    "qwen4_exp": Hint(changes={f"text_config.{key}": value for key, value in _INDEXER.items()}),
+    "qwen2_5_omni_dit": Hint(inputs=sounds.diffused_mels),
+    "qwen2_5_omni_bigvgan": Hint(size="small", changes={"upsample_initial_channel": 128}),
+    "qwen2_5_omni_token2wav": Hint(
+        size="small", changes={"bigvgan_config.upsample_initial_channel": 128}, inputs=sounds.conditioned_codes
+    ),
+    "sam2": Hint(size="small", changes={"vision_config.backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]]}),
+    "sam2_vision_model": Hint(size="small", changes={"backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]]}),
+    "step3p5": Hint(changes={"sliding_window": 16}),
+    "step3p7": Hint(changes={"text_config.sliding_window": 16}),
+    "slanext": Hint(changes={"max_text_length": 8}),
+    "swin2sr": Hint(changes={"image_size": 16, "depths": [2, 2], "num_heads": [6, 6]}),
+    "t5gemma2_text": _T5_DROPOUT,
+    "t5gemma2_decoder": _T5_DROPOUT,
+    "t5gemma2_encoder": Hint(changes={"text_config.dropout_rate": 0.1}),
+    "timm_backbone": Hint(changes={"backbone": "resnet18"}),
+    "tvp": Hint(changes={"max_img_size": 64, "visual_prompt_size": 16, "num_frames": 2}),
+    "uvdoc": Hint(changes={"backbone_config.out_features": [f"stage{number}" for number in range(1, 7)]}),
+    "vitmatte": Hint(size="small", changes={"hidden_size": 48, "fusion_hidden_sizes": [32, 16, 16, 16]}),
+    # What a random predictor of durations draws is without bounds.
+    "vits": Hint(changes={"use_stochastic_duration_prediction": False}),
+    "voxtral_realtime": Hint(inputs=sounds.text_beside_sound),
+    "voxtral_realtime_text": Hint(inputs=sounds.text_at_a_time),
+    "xclip_vision_model": Hint(inputs=images.frames_in_rows),
+    "xmod": Hint(changes={"default_language": "en_XX"}),
+    "zamba": Hint(changes=_SHARED_BLOCKS),
+    "zamba2": Hint(changes=_SHARED_BLOCKS),
+    "zoedepth": Hint(size="whole width"),
     "granite_speech5_ctc": Hint(inputs=sounds.joined_mels),
     "idefics": Hint(inputs=images.text_about_images),
     "inkling2_vision": Hint(inputs=images.merged_patches),
@@ -88,14 +169,16 @@ HINTS: dict[str, Hint] = {
     "musicgen_decoder": Hint(inputs=sounds.codebooks_as_rows),
     "musicgen_melody_decoder": Hint(inputs=sounds.codebooks_as_rows),
     "lfm2_moe": Hint(changes={"layer_types": ["conv", "full_attention"]}),
-    "llama4_vision_model": Hint(size="small", changes={"intermediate_size": 192}),
+    "llama4_vision_model": Hint(
+        size="small", changes={"intermediate_size": 192, "projector_input_dim": 256, "projector_output_dim": 256}
+    ),
     "ministral": Hint(changes={"head_dim": 32}),
     "nemotron": Hint(changes={"num_key_value_heads": 4, "head_dim": 32}),
     "mllama_vision_model": Hint(inputs=images.tiles, changes={"intermediate_layers_indices": [0, 1]}),
-    "molmo2": Hint(changes={"adapter_config.vision_feature_layer": [1, 0]}),
+    "molmo2": Hint(changes={"adapter_config.vision_feature_layer": [1, 0]}, inputs=images.text_about_crops),
     "molmo2_vision": Hint(inputs=images.patches_in_rows),
     "muse_spark": Hint(changes={"audio_config.num_hidden_layers": 4}),
-    "muse_spark_audio": Hint(changes={"num_hidden_layers": 4}),
+    "muse_spark_audio": Hint(changes={"num_hidden_layers": 4}, inputs=sounds.whole_windows),
     "paddleocr_vl_vision": Hint(inputs=images.patches_in_one_row),
     "pi0": Hint(inputs=parts.robot),
     "pix2struct_text_model": Hint(changes={"initializer_range": 0.02}),
@@ -133,7 +216,7 @@ HINTS: dict[str, Hint] = {
     "qwen2_vl_text": Hint(changes={"rope_parameters": _SECTIONS}),
     "qwen2_5_vl_text": Hint(changes={"rope_parameters": _SECTIONS}),
     "qwen2_5_vl": Hint(changes={"text_config.rope_parameters": _SECTIONS}),
-    "qwen2_5_omni_audio_encoder": Hint(inputs=sounds.packed_mels),
+    "qwen2_5_omni_audio_encoder": Hint(changes={"n_window": 16}, inputs=sounds.packed_mels),
     "qwen3_omni_moe_audio_encoder": Hint(inputs=sounds.packed_mels),
     "qwen3_omni_moe_talker_text": Hint(changes={"shared_expert_intermediate_size": 64}, inputs=sounds.embedded_codes),
     "deepseek_ocr2_text": Hint(

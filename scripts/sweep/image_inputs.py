@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .drawing import BATCH, SEQ, SIDE, drawn_ids, floats
 
@@ -160,3 +161,43 @@ def patches_on_grids(model: Any) -> dict[str, Any]:
         "pixel_values": floats(BATCH * 16, 3, side, side),
         "grid_thw": torch.tensor([[1, 4, 4]] * BATCH),
     }
+
+
+def patches_on_a_strip(model: Any) -> dict[str, Any]:
+    """All patches of all images side by side."""
+    config = model.config
+    side = config.patch_size
+    return {
+        "pixel_values": floats(1, config.num_channels, side, BATCH * 16 * side),
+        "target_sizes": torch.tensor([[4, 4]] * BATCH),
+    }
+
+
+def _pooled_pairs(count: int) -> Tensor:
+    return torch.arange(2 * count).view(count, 2)
+
+
+def features_of_crops(model: Any) -> dict[str, Any]:
+    """Features of the patches of two crops, of which each token of the text pools two."""
+    config = model.config
+    width = config.hidden_size * len(config.vision_feature_layer)
+    return {"image_features": floats(BATCH, 16, width), "pooled_patches_idx": _pooled_pairs(BATCH * 8)}
+
+
+def text_about_crops(model: Any) -> dict[str, Any]:
+    config = model.config
+    vision = config.vision_config
+    side = vision.image_size[0] if isinstance(vision.image_size, (list, tuple)) else vision.image_size
+    patches = (side // vision.patch_size) ** 2
+    tokens = torch.full((BATCH, patches // 2), config.image_token_id)
+    return {
+        "input_ids": torch.cat([tokens, drawn_ids(64, BATCH, SEQ) + 4], dim=1),
+        "pixel_values": floats(BATCH, patches, 3 * vision.patch_size**2),
+        "image_token_pooling": _pooled_pairs(BATCH * (patches // 2)),
+        "image_grids": torch.tensor([[1, patches // 2, 0, 0]] * BATCH),
+    }
+
+
+def frames_in_rows(model: Any) -> dict[str, Any]:
+    config = model.config
+    return {"pixel_values": floats(BATCH * config.num_frames, 3, config.image_size, config.image_size)}

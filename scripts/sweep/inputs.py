@@ -271,6 +271,9 @@ class _Maker:
     def _mel_spectrogram(self) -> Tensor:
         return self._floats(BATCH, self._mels(), SEQ)
 
+    def _task_inputs(self) -> Tensor:
+        return self._floats(BATCH, self.config.task_seq_len)
+
     def _bool_masked_pos(self) -> Tensor:
         side = self._side()[0] // self._patch()
         count = side * side

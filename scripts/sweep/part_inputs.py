@@ -89,3 +89,16 @@ def retrieved(model: Any) -> dict[str, Any]:
         "doc_scores": floats(BATCH, documents),
         "decoder_input_ids": drawn_ids(64, BATCH, SIDE),
     }
+
+
+def drafted(model: Any) -> dict[str, Any]:
+    """What a model that drafts tokens is handed by the one that it drafts for: its keys and values."""
+    config = model.config.get_text_config()
+    shared = {}
+    for kind, layer in zip(config.layer_types, model.model.layers, strict=True):
+        attention = layer.self_attn
+        heads = config.num_attention_heads // attention.num_key_value_groups
+        shared[kind] = (floats(BATCH, heads, SEQ, attention.head_dim), floats(BATCH, heads, SEQ, attention.head_dim))
+    width = model.pre_projection.in_features
+    positions = torch.full((BATCH, 1), SEQ)
+    return {"inputs_embeds": floats(BATCH, 1, width), "shared_kv_states": shared, "position_ids": positions}

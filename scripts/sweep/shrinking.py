@@ -49,6 +49,7 @@ SMALLEST = {
     "topk_group": 1,
     "max_source_positions": 32,
     "num_queries": 16,
+    "num_self_attends_per_block": 2,
     "encoder_hash_byte_group_vocab": 64,
 }
 IDS = 200  # where the ids of special tokens begin that did not fit into a small vocabulary
@@ -62,7 +63,7 @@ STAGES = re.compile(
 )
 INDICES = re.compile(r"index|indices|feature_layer|attn_layer|_layers$|_layer_ids?$|deepstack")
 WIDTH = re.compile(
-    r"hidden|embd|embed|emb_dim|dim|d_model|d_ff|d_inner|channels?|intermediate|ffn|width|projection_size|units|_rank$"
+    r"hidden|embd|embed|emb_dim|dim|d_model|d_ff|d_inner|d_latents|channels?|intermediate|ffn|width|projection_size|units|_rank$"
     r"|upsample_groups|inner|planes|filters|attention_size|text_d_|vision_d_|expert_size|rnn_size|classifier_proj_size"
     r"|gating_size|^ssm_state|mlp_size"
 )
@@ -161,7 +162,8 @@ def _fields(kind: type, config: Any, size: Size, names: _Names) -> Iterator[tupl
         if not is_usual and isinstance(value, (bool, str, dict, type(None))):
             yield each.name, value
             continue
-        if (is_usual and each.default is None) or isinstance(value, (bool, str, dict)):
+        worked_out = is_usual and each.default is None and not IMAGE.search(each.name)
+        if worked_out or value is None or isinstance(value, (bool, str, dict)):
             continue
         changed = _changed(each.name, value, narrowed, names, old, new)
         if IMAGE.search(each.name) and size.patches:

@@ -87,3 +87,59 @@ def stacked_mels(model: Any) -> dict[str, Any]:
 def joined_mels(model: Any) -> dict[str, Any]:
     """Several frames of sound, and how fast each of their bins changes, side by side."""
     return {"input_features": floats(BATCH, 64, first_linear(model, "input_linear"))}
+
+
+def whole_windows(model: Any) -> dict[str, Any]:
+    return {"input_values": floats(BATCH, 4 * 1920)}
+
+
+def waves_and_mels(model: Any) -> dict[str, Any]:
+    """The same sound twice: as samples, and as frames of 20 ms."""
+    frames = 16
+    width = model.config.semantic_model_config.feature_projection_input_dim
+    return {"input_values": floats(BATCH, 1, 320 * frames), "input_features": floats(BATCH, frames, width)}
+
+
+def diffused_mels(model: Any) -> dict[str, Any]:
+    config = model.config
+    frames = SIDE * config.repeats
+    return {
+        "hidden_states": floats(BATCH, frames, config.mel_dim),
+        "condition_vector": floats(BATCH, SEQ, config.mel_dim),
+        "speaker_embedding": floats(BATCH, frames, config.enc_emb_dim),
+        "quantized_code": drawn_ids(config.num_embeds, BATCH, SIDE),
+        "time_step": torch.tensor(0.5),
+    }
+
+
+def conditioned_codes(model: Any) -> dict[str, Any]:
+    config = model.config.dit_config
+    return {
+        "code": drawn_ids(config.num_embeds, 1, SIDE),
+        "conditioning": floats(1, config.enc_emb_dim),
+        "reference_mel": floats(1, SEQ, config.mel_dim),
+        "num_steps": 2,
+    }
+
+
+def text_beside_sound(model: Any) -> dict[str, Any]:
+    """One token of text for each step of sound."""
+    config = model.config
+    frames = 2 * SEQ * config.downsample_factor
+    return {
+        "input_ids": drawn_ids(64, BATCH, SEQ) + 4,
+        "input_features": floats(BATCH, config.audio_config.num_mel_bins, frames),
+        "num_delay_tokens": 2,
+    }
+
+
+def text_at_a_time(model: Any) -> dict[str, Any]:
+    config = model.config
+    return {"input_ids": drawn_ids(64, BATCH, SEQ) + 4, "t_cond": floats(1, 1, config.hidden_size)}
+
+
+def chunks(model: Any) -> dict[str, Any]:
+    config = model.config
+    frames = 64
+    lengths = torch.tensor([frames * config.hop_length] * BATCH)
+    return {"input_features": floats(BATCH, config.feature_size, frames), "chunk_sample_lengths": lengths}
