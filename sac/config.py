@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from torch import nn
 
 from sac.errors import ConfigError, PolicyError, Problem, SacError, listing, nearest
@@ -21,6 +22,7 @@ from sac.policy.nodes import Findings, node_from_value, shown
 from sac.policy.patterns import PathPattern
 from sac.policy.shipped import looks_like_path
 from sac.region.settings import AUTO, ENGINES, FIRST, VERIFY
+from sac.selective.around import CAN_TAKE_OFF
 from sac.selective.bind import BoundPolicy, bind_policy
 
 MODES = ("none", "full", "selective")
@@ -281,11 +283,12 @@ def usable_policy(policy: Policy) -> BoundPolicy:
     problems += [
         Problem(
             rule.where("module"),
-            f'rule "{rule.id}" speaks of whole modules (`module` without `ops`), which comes with the replay engine',
+            f'rule "{rule.id}" saves whole modules (`module` without `ops`), and torch {torch.__version__} does not '
+            "let saved-tensor hooks and modes be taken off",
             fix='add `ops`, for example ops: "*", to speak of the ops inside the module',
         )
         for rule in policy.rules
-        if rule.speaks_of_module
+        if rule.speaks_of_module and rule.do != Decision.RECOMPUTE.value and not CAN_TAKE_OFF
     ]
     if policy.default is Decision.OFFLOAD:
         problems.append(Problem(policy.where("default"), "offloading is not built yet", "save, recompute"))

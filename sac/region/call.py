@@ -23,7 +23,14 @@ _REPEATABLE = "make the region's forward depend on its inputs, parameters and ra
 
 
 class Recorder(Protocol):
-    """What a recomputation engine does for a frame. The frame works without one (full recomputation)."""
+    """What a recomputation engine does for a frame. The frame works without one (full recomputation).
+
+    ``sees_ops``: whether its modes see the ops of the region. ``apart``: modules that recomputation does not run, by
+    id; what they write to their buffers is not written again.
+    """
+
+    sees_ops: bool
+    apart: frozenset[int]
 
     def forward_mode(self) -> AbstractContextManager[Any]:
         """Return the context in which the forward runs."""
@@ -85,8 +92,9 @@ class RegionCall(ABC):
         self.hooks = surrounding_hooks()
         self.inputs = inputs
         tensors = [kept.data for kept in inputs.tensors if isinstance(kept.data, torch.Tensor)]
-        recorded = self.recorder is not None
-        self.surroundings = Surroundings(tensors, self.owners, self.settings, recorded=recorded)
+        recorded = self.recorder is not None and self.recorder.sees_ops
+        apart = self.recorder.apart if self.recorder is not None else frozenset()
+        self.surroundings = Surroundings(tensors, self.owners, self.settings, recorded=recorded, apart=apart)
 
     def _run_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.recorder is None:

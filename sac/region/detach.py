@@ -75,3 +75,23 @@ def copy_of(storage: torch.UntypedStorage) -> torch.UntypedStorage:
         return copy
     finally:
         del guard
+
+
+def placed_on(storage: torch.UntypedStorage, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a plain tensor that lies in ``storage`` as ``tensor`` lies in its own, made unseen by any mode."""
+    guard = _Unseen() if _Unseen is not None else None
+    try:
+        return tensor.new_empty(0).set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+    finally:
+        del guard
+
+
+def write_onto(target: torch.Tensor, value: torch.Tensor) -> None:
+    """Write ``value`` to ``target`` without a graph; of plain tensors unseen by any mode."""
+    plain = type(target) in (torch.Tensor, torch.nn.Parameter) and type(value) is torch.Tensor
+    guard = _Unseen() if _Unseen is not None and plain else None
+    try:
+        with torch.no_grad():
+            target.detach().copy_(value)
+    finally:
+        del guard

@@ -119,7 +119,8 @@ class Frame(RegionCall):
             handle.index for handle in map(_call, self._handles) if handle is not None and self._waits(handle, task)
         )
         early = self.settings.early_stop
-        filling = Filling(self, last_missing, stop_in_pack=self.recorder is None, task=task, early_stop=early)
+        seen = self.recorder is not None and self.recorder.sees_ops
+        filling = Filling(self, last_missing, stop_in_pack=not seen, task=task, early_stop=early)
         with torch.enable_grad(), subclasses_on():
             args, kwargs, tensors = self.inputs.rebuild(self.path)
         with ExitStack() as stack:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from sac.errors import Problem, RegionError
-from sac.region.detach import copy_of, version_watch
+from sac.region.detach import copy_of, placed_on, version_watch
 from sac.region.parking import PackHooks, Parked, fetch, park
 from sac.region.states.bindings import UnseenWriteError
 from sac.region.storages import describe, shares_storage, version_of
@@ -17,15 +17,17 @@ from sac.region.stores.placements import Stored
 Start = Callable[[torch.Tensor, int], torch.Tensor]
 
 
-class _Alias(torch.autograd.Function):
+class Alias(torch.autograd.Function):
     """The same tensor as a non-leaf, which a region may write to in place as it did in the forward."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the same data."""
         return tensor.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
+        """Pass the gradient on."""
         return grads[0]
 
 
@@ -58,7 +60,7 @@ class KeptTensor:
         if self.stored is not None:
             self.stored.drop()
             self.stored = None
-        self.data, self.alias, self.written = _copied(self.data, storages), None, True
+        self.data, self.alias, self.written = copied(self.data, storages), None, True
 
     def check_writes(self, others: Sequence[KeptTensor], path: str) -> None:
         """Raise if the region has written to this input unseen and there is no sound copy; ``others``: its other ones.
@@ -101,13 +103,13 @@ class KeptTensor:
         """Return the input for one recomputation; ``storages`` holds the copies made for it so far."""
         data = fetched[self.stored] if self.stored is not None else self._checked(path)
         if self.written and (self.stored is None or not self.stored.placed.fresh):
-            data = _copied(data, storages)  # the recomputation will write to it too, and may not be the last
+            data = copied(data, storages)  # the recomputation will write to it too, and may not be the last
         if not self.needs_grad:
             return data.detach() if data.requires_grad else data  # the caller may have asked for a gradient since
         leaf = data.detach().requires_grad_()
         if start is not None:
             return start(leaf, self.position)
-        return _Alias.apply(leaf) if self.written else leaf  # type: ignore[no-untyped-call]
+        return Alias.apply(leaf) if self.written else leaf  # type: ignore[no-untyped-call]
 
     def _checked(self, path: str) -> torch.Tensor:
         assert self.data is not None
@@ -125,10 +127,10 @@ class KeptTensor:
         return data
 
 
-def _copied(tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:
+def copied(tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:
     """Return ``tensor`` on a copy of its storage, the same copy for all tensors that share one."""
     if type(tensor) is not torch.Tensor or tensor.is_conj() or tensor.is_neg():
         return tensor.clone()
     storage = tensor.untyped_storage()
     copy = storages.setdefault(storage._cdata, copy_of(storage))
-    return tensor.new_empty(0).set_(copy, tensor.storage_offset(), tensor.shape, tensor.stride())
+    return placed_on(copy, tensor)

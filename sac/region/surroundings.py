@@ -23,8 +23,7 @@ from sac.region.states.rng import RngSnapshot
 class Surroundings:
     """What was there at the start of one region call: random states, the user's own, buffers, flags and modes.
 
-    ``recorded``: whether a recorder sees the ops of the forward. After it ``wrote_buffers`` tells whether a buffer was
-    written to in place.
+    ``recorded``: whether a recorder sees the ops of the forward. ``apart``: see ``Bindings``.
     """
 
     __slots__ = ("_recorded", "autocast", "bindings", "flags", "modes", "provided", "rng", "wrote_buffers")
@@ -36,11 +35,12 @@ class Surroundings:
         settings: Settings,
         *,
         recorded: bool = True,
+        apart: frozenset[int] = frozenset(),
     ) -> None:
         self._recorded = recorded
         self.provided = ProvidedState(settings.providers) if settings.providers else None
         self.rng = RngSnapshot(tensors, settings) if settings.preserve_rng_state else None
-        self.bindings = Bindings(owners, freeze_buffers=settings.freeze_buffers, recorded=recorded)
+        self.bindings = Bindings(owners, freeze_buffers=settings.freeze_buffers, recorded=recorded, apart=apart)
         self.flags = ProcessFlags()
         self.autocast = AutocastState(tensors)
         self.modes = FunctionModes()

@@ -18,6 +18,7 @@ from sac.region.states.caches import OnCaches, caches_in, without
 from sac.region.transforms import refuse_transforms
 from sac.selective.announce import announce
 from sac.selective.bind import rebuild_table
+from sac.selective.module_recorder import ModuleRecorder
 from sac.selective.replay import ReplayFrame, warn_of_trouble
 from sac.selective.replay_recorder import ReplayRecorder
 from sac.selective.replay_run import CAN_REPLAY
@@ -25,6 +26,7 @@ from sac.selective.rerun import RerunRecorder
 from sac.selective.rows import OpRow, Rows
 from sac.selective.stats import RegionStats
 from sac.selective.table import Table
+from sac.selective.whole_modules import Learnt, SavedModules, saved_modules
 
 # Note [Evidence]
 #
@@ -64,12 +66,14 @@ class Region:
         self.stats = RegionStats()
         self.marks: dict[Hashable, object] = {}  # what the function was made of in a call: the mark of such calls
         self._free: set[Any] = set()  # sorts of inputs that need no mode
+        self._learnt: dict[Any, Learnt] = {}  # sorts of inputs -> what a call has shown of modules saved as a whole
         self._verified: set[Any] = set()  # sorts of inputs of which a call has been compared with its replay
         self._surprised = False  # a call has written to what no call before it had: none goes without a mode any more
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {
             "_free": set(),
+            "_learnt": {},
             "_verified": set(),
             "marks": {},
         }  # a copy learns anew: sorts hold weak references, which cannot be copied
@@ -108,7 +112,7 @@ class Region:
                 return function(*args, **kwargs)
         if settings.keeping is not None:
             inputs.store(settings.keeping, args, kwargs, self.path)
-        recorder: RerunRecorder | ReplayRecorder | None = None
+        recorder: RerunRecorder | ReplayRecorder | ModuleRecorder | None = None
         frame: Frame | ReentrantFrame
         if records and self._is_replayed(settings):
             verifies = settings.verify == ALWAYS or (settings.verify == FIRST and sort not in self._verified)
@@ -118,8 +122,8 @@ class Region:
             frame = ReplayFrame(function, self.path, recorder, owners, settings, give_up=self._give_up)
             self._note_verified(sort)
         else:
-            if records:
-                recorder = self._recorder(owners, settings)
+            if records or self.kind.table.speaks_of_modules:
+                recorder = self._recorder(owners, settings, sort, sees_ops=records)
                 recorder.begin(inputs)
             kind = ReentrantFrame if settings.use_reentrant else Frame
             frame = kind(function, self.path, recorder, owners, settings)
@@ -128,12 +132,14 @@ class Region:
         except UnseenWriteError:
             self._be_surprised()
             raise
-        if recorder is None and frame.surroundings.bindings.were_written:
+        if (recorder is None or not recorder.sees_ops) and frame.surroundings.bindings.were_written:
             self._be_surprised()
         if settings.keeping is not None:
             inputs.finish(settings.keeping, args, kwargs, output)
         if recorder is None:
             self.stats.take(None, frame.input_bytes)
+        elif isinstance(recorder, ModuleRecorder):
+            self.stats.take(recorder.modules.learnt.figures, frame.input_bytes)
         else:
             self._learn(recorder, frame, sort)
         return output
@@ -141,7 +147,13 @@ class Region:
     def _is_replayed(self, settings: Settings) -> bool:
         """Whether a call that needs a recorder is recomputed by replay."""
         table = self.kind.table
-        if self.kind.no_replay or settings.engine == RERUN or settings.use_reentrant or not CAN_REPLAY:
+        if (
+            self.kind.no_replay
+            or table.speaks_of_modules
+            or settings.engine == RERUN
+            or settings.use_reentrant
+            or not CAN_REPLAY
+        ):
             return False
         # The first call of a region that saves nothing is there to see whether it needs a recorder at all.
         return settings.engine == REPLAY or bool(table.rules) or bool(self.stats.calls)
@@ -160,11 +172,22 @@ class Region:
     def _be_surprised(self) -> None:
         """A call without a recorder wrote to something: no call goes without one any more."""
         self._free.clear()
+        self._learnt.clear()
         self._surprised = True
 
-    def _recorder(self, owners: tuple[nn.Module, ...], settings: Settings) -> RerunRecorder:
+    def _recorder(
+        self, owners: tuple[nn.Module, ...], settings: Settings, sort: Any, *, sees_ops: bool
+    ) -> RerunRecorder | ModuleRecorder:
+        table = self.kind.table
+        modules, apart = None, frozenset[int]()
+        if table.speaks_of_modules and not table.saves_everything:
+            modules = SavedModules(table, self.path, settings, self._learnt.get(sort))
+            apart = saved_modules(owners, table)
+            if not sees_ops:
+                return ModuleRecorder(modules, apart)
         rows = Rows() if not self.kind.rows else None
-        return RerunRecorder(self.kind.table, self.path, owners, rows, freeze_buffers=settings.freeze_buffers)
+        freeze = settings.freeze_buffers
+        return RerunRecorder(table, self.path, owners, rows, freeze_buffers=freeze, modules=modules, apart=apart)
 
     def _learn(self, recorder: RerunRecorder | ReplayRecorder, frame: Frame | ReentrantFrame, sort: Any) -> None:
         if recorder.rows is not None:
@@ -175,6 +198,12 @@ class Region:
             if len(self._free) >= SORTS:
                 self._free.clear()
             self._free.add(sort)
+        modules = recorder.record.modules if isinstance(recorder, RerunRecorder) else None
+        if sort is not None and modules is not None:
+            if len(self._learnt) >= SORTS:
+                self._learnt.clear()
+            modules.learnt.figures = recorder.figures
+            self._learnt[sort] = modules.learnt
         self.stats.take(recorder.figures, frame.input_bytes)
 
 

@@ -120,6 +120,15 @@ class Labels:
                 self._moved[address] = offset - offset_in_storage(part)
                 self._weak.watch(part)
 
+    def name_new(self, tensor: torch.Tensor, label: int) -> list[tuple[int, int]]:
+        """Give storages that nothing in the region has met ``label``; return label and offset of each part."""
+        places = []
+        for number, part in enumerate(tensor_parts(tensor)):
+            if storage_address(part) not in self._by_storage:
+                self.name_output(part, hash((label, number)), False)
+            places.append((self.of(part), offset_in_storage(part)))
+        return places
+
     def of(self, tensor: torch.Tensor) -> int:
         """Return the label of a tensor's storage."""
         kind = type(tensor)

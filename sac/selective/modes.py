@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from sac.errors import Problem, RegionError
+from sac.ops.flops import flops_of
 from sac.region.detach import equal
 from sac.region.handles import ToTheEnd
 from sac.region.parking import Parked, fetch
@@ -22,6 +24,10 @@ from sac.selective.rows import Rows
 from sac.selective.table import BoundRule, Plan, run_op
 from sac.selective.tensors import map_tensors, storage_address, tensor_parts, tensors_of
 from sac.selective.weights import NOT_PARAMETERS, is_large
+from sac.selective.whole_modules import SavedCall, SavingPass, ServingPass
+
+if TYPE_CHECKING:
+    from sac.selective.scope import ScopedForward
 
 _LIFT_FRESH = torch.ops.aten.lift_fresh.default
 
@@ -58,11 +64,16 @@ class ForwardMode(BareMode):
         self.rows = rows
         self.plans = record.table.scope("")
         self.path = ""
+        self.hooks = 1  # how many of the innermost saved-tensor hooks are the region's
 
     def __enter__(self) -> ForwardMode:
         super().__enter__()  # type: ignore[no-untyped-call]
-        self._outer = scope.enter(self)
-        self.record.saw_grad = torch.is_grad_enabled()
+        record = self.record
+        saving = None
+        if record.modules is not None:
+            saving = SavingPass(record.modules, lambda: record.packs, self, hooks=self.hooks)
+        self._outer = scope.enter(self, saving)
+        record.saw_grad = torch.is_grad_enabled()
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -74,7 +85,9 @@ class ForwardMode(BareMode):
         record = self.record
         if record.paused:
             return func(*args, **kwargs)
-        plan: Plan | None = self.plans.get(func)
+        if record.inside is not None:
+            return self._run_inside(record.inside, func, args, kwargs)
+        plan: Plan | None = self.plans.get(id(func))
         if plan is None:
             plan = record.table.plan(func, self.path)
         if plan.light:
@@ -106,6 +119,41 @@ class ForwardMode(BareMode):
         record.labels.makers[signature] = plan
         record.labels.name_output(out, signature, foreign, made_of)
         record.after_op()
+        return out
+
+    def passed_generators(self) -> list[torch.Generator]:
+        """See ``Watcher``."""
+        return [generator for generator, _ in self.record.generators.values()]
+
+    @contextmanager
+    def watches(self, call: SavedCall) -> Iterator[None]:
+        """See ``Watcher``."""
+        self.record.inside = call
+        try:
+            yield
+        finally:
+            self.record.inside = None
+
+    def returned(self, call: SavedCall, forward: ScopedForward, out: Any) -> None:
+        """See ``Watcher``."""
+        assert call.result is not None
+        labels, label = self.record.labels, hash(("module", *call.place))
+        for position, kept in call.result.writes:
+            for number, part in enumerate(tensor_parts(kept.held)):
+                labels.name_output(part, hash((label, "written", position, number)), False)
+        for number, kept in enumerate(call.result.kept):
+            kept.places = labels.name_new(kept.held, hash((label, number)))
+        if self.rows is not None:
+            self.rows.add_module(call, forward.module, out)
+
+    def _run_inside(self, call: SavedCall, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op of a saved module: see what it writes to, and count its FLOPs."""
+        table, path = self.record.table, call.place[0]
+        plan = table.scope(path).get(func) or table.plan(func, path)
+        if plan.writes:
+            self.record.before_write(plan, args, kwargs)
+        out = run_op(plan, args, kwargs)
+        call.flops += flops_of(plan.op, args, kwargs, out)
         return out
 
     def _run_decided(self, plan: Plan, signature: int, foreign: bool, made_of: int, args: Any, kwargs: Any) -> Any:
@@ -171,7 +219,8 @@ class RecomputeMode(BareMode):
         self._forward_state = ForwardState(self.record.images, self.record.generators, served)
         self._forward_state.put_back()
         super().__enter__()  # type: ignore[no-untyped-call]
-        self._outer = scope.enter(self)
+        modules = self.record.modules
+        self._outer = scope.enter(self, ServingPass(modules, self, self.labels) if modules is not None else None)
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -184,7 +233,7 @@ class RecomputeMode(BareMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        plan: Plan | None = self.plans.get(func)
+        plan: Plan | None = self.plans.get(id(func))
         if plan is None:
             plan = self.record.table.plan(func, self.path)
         filling = self.filling

@@ -18,6 +18,7 @@ from sac.selective.compact import compact_views
 from sac.selective.labels import Description, Labels
 from sac.selective.table import BoundRule, Plan, Table
 from sac.selective.tensors import map_tensors, storage_address, storage_bytes, tensor_parts, tensors_of
+from sac.selective.whole_modules import SavedCall, SavedModules
 
 # Note [What is kept, and what is not]
 #
@@ -76,9 +77,17 @@ class CallRecord:
     """State of one call of a region under a table; the forward fills it, the recomputation reads it."""
 
     def __init__(
-        self, table: Table, path: str, owners: tuple[nn.Module, ...] = (), *, freeze_buffers: bool = True
+        self,
+        table: Table,
+        path: str,
+        owners: tuple[nn.Module, ...] = (),
+        *,
+        freeze_buffers: bool = True,
+        modules: SavedModules | None = None,
     ) -> None:
         self.table = table
+        self.modules = modules
+        self.inside: SavedCall | None = None  # the saved module that runs now, and is watched
         self.path = path
         self.freeze_buffers = freeze_buffers
         self.labels = Labels(owners)
@@ -149,11 +158,16 @@ class CallRecord:
             handle.borrowed = labels.origin(tensor) != "op"
             return
         self._packed_since_op.append(handle)
-        if address in self.by_storage:
+        if address in self.by_storage or (self.modules is not None and self._is_left_behind(address)):
             handle.keep(tensor)
         elif self.keeps_persistent and labels.lasts(label):
             handle.keep(tensor)
             handle.borrowed = True
+
+    def _is_left_behind(self, address: int) -> bool:
+        """Whether what lies there is kept for a saved module, and autograd's node may hold it as well."""
+        # Hooks around the region have to be shown the same with and without a mode.
+        return self.keeps_persistent and self.modules is not None and self.modules.owner_of(address) is not None
 
     def _pack_other(self, tensor: torch.Tensor, handle: Handle) -> None:
         """Do what ``pack`` does, for a subclass of tensor: it may have several storages."""
@@ -176,10 +190,15 @@ class CallRecord:
         for tensor in written_tensors(plan, args, kwargs):
             for part in tensor_parts(tensor):
                 address = storage_address(part)
+                if self.modules is not None:
+                    self.modules.before_write(address)
                 if address in self.by_storage:
                     self._copy_saved(address)
-                else:
+                elif self.inside is None:
                     self._image(address, part)
+                elif self.labels.origin(part) == "input" and self.modules is not None:
+                    self._image(address, part)
+                    self.modules.learnt.keeps_watching = True
                 if any(handle.storage == address for handle in self._packed_since_op):
                     self.late_write = True
 
@@ -224,6 +243,11 @@ class CallRecord:
         alive = [v for v in self.saved if v.packs_before <= last_missing and not self._is_dead(v, in_handles)]
         held = {id(value) for value in alive}
         addresses = addresses_of(alive)
+        if self.modules is not None:
+            for place, call in self.modules.owners():
+                self.rule_of.setdefault(place, call.rule.index)
+            self.modules.close(last_missing)
+            addresses |= self.modules.addresses()
         compact_views([handle for handle in kept if not handle.borrowed and handle.storage not in addresses])
         for value in self.saved:
             if id(value) not in held:
@@ -238,7 +262,7 @@ class CallRecord:
             self.labels.visitors
         )  # a foreign tensor of the recomputation never has the label of one of these
         self.labels = Labels()
-        return not (alive or self.writes_or_draws)
+        return not (alive or self.writes_or_draws or (self.modules is not None and self.modules.calls))
 
     @property
     def needs_mode(self) -> bool:
@@ -269,6 +293,8 @@ class CallRecord:
         self.held_addresses = frozenset()  # what comes back from the hooks is nobody else's to write to
         for value in self.saved:
             value.outputs = map_tensors(value.outputs, lambda tensor: park(tensor, hooks))
+        if self.modules is not None:
+            self.modules.park(hooks)
 
     # Recomputation
 
@@ -277,6 +303,8 @@ class CallRecord:
         self.saved = []
         self.images = {}
         self.generators = {}
+        if self.modules is not None:
+            self.modules.drop()
 
 
 def addresses_of(values: Iterable[SavedValue]) -> frozenset[int]:
@@ -287,9 +315,13 @@ def addresses_of(values: Iterable[SavedValue]) -> frozenset[int]:
 
 def default_generators(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Generator]:
     """Return the default generators that an op with these arguments may draw from."""
-    devices = {tensor.device for tensor in tensors_of([*args, *kwargs.values()])} | {torch.device("cpu")}
-    if kwargs.get("device") is not None:
-        devices.add(torch.device(kwargs["device"]))
+    device = kwargs.get("device")
+    tensors = tensors_of([*args, *kwargs.values()])
+    if (device is None or str(device) == "cpu") and all(tensor.is_cpu for tensor in tensors):
+        return [torch.default_generator]
+    devices = {tensor.device for tensor in tensors} | {torch.device("cpu")}
+    if device is not None:
+        devices.add(torch.device(device))
     found = {id(generator): generator for generator in map(default_generator, devices) if generator is not None}
     return list(found.values())
 

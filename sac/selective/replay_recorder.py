@@ -35,6 +35,9 @@ from sac.selective.weights import is_large
 class ReplayRecorder:
     """Carries a table out on one region call whose backward replays a tape; the ``Recorder`` of ``ReplayFrame``."""
 
+    sees_ops = True
+    apart: frozenset[int] = frozenset()
+
     def __init__(
         self,
         table: Table,

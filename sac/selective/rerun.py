@@ -13,13 +13,16 @@ from sac.region.inputs import KeptInputs
 from sac.region.parking import PackHooks, surrounding_hooks
 from sac.selective.modes import ForwardMode, RecomputeMode
 from sac.selective.record import CallRecord
+from sac.selective.rows import Rows
 from sac.selective.stats import KeptFigures, figures_of
 from sac.selective.table import Table
-from sac.selective.rows import Rows
+from sac.selective.whole_modules import SavedModules
 
 
 class RerunRecorder:
     """Carries a table out on one region call; the ``Recorder`` that a frame talks to."""
+
+    sees_ops = True
 
     def __init__(
         self,
@@ -29,8 +32,11 @@ class RerunRecorder:
         rows: Rows | None = None,
         *,
         freeze_buffers: bool = True,
+        modules: SavedModules | None = None,
+        apart: frozenset[int] = frozenset(),
     ) -> None:
-        self.record = CallRecord(table, path, owners, freeze_buffers=freeze_buffers)
+        self.record = CallRecord(table, path, owners, freeze_buffers=freeze_buffers, modules=modules)
+        self.apart = apart
         self.rows = rows
         self.needs_mode = False
         self.figures: KeptFigures | None = None
@@ -40,6 +46,8 @@ class RerunRecorder:
     def begin(self, inputs: KeptInputs) -> None:
         """The region is about to run on ``inputs``."""
         self.record.inputs = inputs
+        if self.record.modules is not None:
+            self.record.modules.begin(inputs)
         self.record.keeps_persistent = surrounding_hooks() is None
         for kept in inputs.tensors:
             if isinstance(kept.data, torch.Tensor):

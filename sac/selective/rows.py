@@ -5,15 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
 from sac.ops.flops import flops_of
 from sac.ops.names import op_name
 from sac.selective.table import BoundRule, Plan, first_tensor
 from sac.selective.tensors import storage_bytes, tensors_of
+from sac.selective.whole_modules import SavedCall
 
 
 @dataclass(frozen=True, slots=True)
 class OpRow:
-    """One op of a region's forward. ``bytes`` are those of its results, ``flops`` by torch's formulas (0: none known).
+    """One op of a region's forward, or one module that is saved as a whole: then ``op`` is ``module`` and its class.
+
+    ``bytes`` are those of an op's results, and of all that is kept of a module. ``flops`` by torch's formulas (0: none
+    known).
 
     ``decision`` is ``save`` or ``recompute``; ``reason`` says who decided: a rule's id, ``must-save``, ``default``, or
     why the op cannot be saved.
@@ -64,6 +72,27 @@ class Rows:
                 reason=_reason(plan, rule, saves),
                 bytes=0 if plan.is_view else sum(map(storage_bytes, tensors_of(out))),
                 flops=flops_of(plan.op, args, kwargs, out),
+                shape=tuple(tensor.shape) if tensor is not None else (),
+                dtype=str(tensor.dtype).removeprefix("torch.") if tensor is not None else "",
+            )
+        )
+
+    def add_module(self, call: SavedCall, module: nn.Module, out: Any) -> None:
+        """Append a call of a module that is saved as a whole; ``out`` is what it returned."""
+        tensor = first_tensor(out if isinstance(out, torch.Tensor) else tree_leaves(out))
+        rule = call.rule.rule.id
+        sizes = {**call.inside, **call.result_sizes()}
+        path, number = call.place
+        self.rows.append(
+            OpRow(
+                module=path,
+                op=f"module {type(module).__name__}",
+                call=number,
+                decision="save",
+                rule=rule,
+                reason=f"rule {rule}",
+                bytes=sum(sizes.values()),
+                flops=call.flops,
                 shape=tuple(tensor.shape) if tensor is not None else (),
                 dtype=str(tensor.dtype).removeprefix("torch.") if tensor is not None else "",
             )

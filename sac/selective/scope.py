@@ -17,22 +17,36 @@ class Scoped(Protocol):
     record: Any
 
 
+class ModulePass(Protocol):
+    """What runs modules that are saved as a whole in its own way; see Note [Whole modules]."""
+
+    def place_of(self, path: str) -> Any:
+        """Return which call of the module at ``path`` begins if it is one to be run by ``call``, else None."""
+
+    def call(self, place: Any, forward: ScopedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the module."""
+
+
 class _Active(threading.local):
     mode: Scoped | None = None
+    modules: ModulePass | None = None
 
 
 _ACTIVE = _Active()  # one per thread: backward may run on a thread of its own
 
+Outer = tuple[Scoped | None, ModulePass | None]
 
-def enter(mode: Scoped) -> Scoped | None:
-    """Make ``mode`` the one that hears of modules on this thread; returns the one before it."""
-    outer, _ACTIVE.mode = _ACTIVE.mode, mode
+
+def enter(mode: Scoped | None, modules: ModulePass | None = None) -> Outer:
+    """Make these the ones that hear of modules on this thread; returns those before them."""
+    outer = _ACTIVE.mode, _ACTIVE.modules
+    _ACTIVE.mode, _ACTIVE.modules = mode, modules
     return outer
 
 
-def leave(outer: Scoped | None) -> None:
+def leave(outer: Outer) -> None:
     """Give the word back to ``outer``."""
-    _ACTIVE.mode = outer
+    _ACTIVE.mode, _ACTIVE.modules = outer
 
 
 class ScopedForward:
@@ -52,6 +66,9 @@ class ScopedForward:
         original = self.before
         if torch.compiler.is_compiling():
             return type(module).forward(module, *args, **kwargs) if original is None else original(*args, **kwargs)
+        modules = _ACTIVE.modules
+        if modules is not None and (place := modules.place_of(self.path)) is not None:
+            return modules.call(place, self, args, kwargs)
         mode = _ACTIVE.mode
         if mode is None:
             return type(module).forward(module, *args, **kwargs) if original is None else original(*args, **kwargs)
@@ -61,3 +78,13 @@ class ScopedForward:
             return type(module).forward(module, *args, **kwargs) if original is None else original(*args, **kwargs)
         finally:
             mode.path, mode.plans = path, plans
+
+    def run_unheard(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the module, and let nobody hear of it and of the modules inside."""
+        outer = enter(None)
+        try:
+            if self.before is not None:
+                return self.before(*args, **kwargs)
+            return type(self.module).forward(self.module, *args, **kwargs)
+        finally:
+            leave(outer)

@@ -63,13 +63,18 @@ class KeptFigures:
 def figures_of(record: CallRecord, kept: Iterable[Handle]) -> KeptFigures:
     """Count the storages that ``record`` and the handles of its region hold, each once and under its rule."""
     sizes: dict[int, tuple[int, int]] = {}  # address -> (bytes, rule)
+    whole = record.table.whole_rule("") if record.table.saves_whole("") else None
+    of_no_op = whole.index if whole is not None else NO_RULE
     for value in record.saved:
         rule = value.rule.index if value.rule is not None else NO_RULE
         for tensor in tensors_of(value.outputs):
             sizes.update({address: (size, rule) for address, size in storage_sizes(tensor).items()})
+    calls = list(record.modules.calls.values()) if record.modules is not None else []
+    for call in calls:
+        sizes.update({address: (size, call.rule.index) for address, size in call.result_sizes().items()})
     for handle in kept:
         if not handle.borrowed and isinstance(handle.value, torch.Tensor):
-            rule = record.rule_of.get(handle.storage, NO_RULE)
+            rule = record.rule_of.get(handle.storage, of_no_op)
             for address, size in storage_sizes(handle.value).items():
                 sizes.setdefault(address, (size, rule))
     rules: defaultdict[int, int] = defaultdict(int)
@@ -77,4 +82,9 @@ def figures_of(record: CallRecord, kept: Iterable[Handle]) -> KeptFigures:
         rules[value.rule.index if value.rule is not None else NO_RULE] += 0
     for size, rule in sizes.values():
         rules[rule] += size
-    return KeptFigures(sum(size for size, _ in sizes.values()), record.dead_bytes, dict(rules), dict(record.hits))
+    hits = dict(record.hits)
+    if record.modules is not None:
+        hits |= record.modules.hits
+        for rule, size in record.modules.learnt.bytes_inside.items():
+            rules[rule] += size
+    return KeptFigures(sum(rules.values()), record.dead_bytes, dict(rules), hits)

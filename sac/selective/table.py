@@ -154,6 +154,8 @@ class Table:
         self.rules = rules
         self.default = policy.default
         self.must_save = must_save
+        self._whole: dict[str, BoundRule | None] = {}
+        self.speaks_of_modules = any(bound.rule.speaks_of_module and bound.saves for bound in rules)
         self.saves_everything = self._saves_everything()
         self.traced: TracedCalls | None = None
         self.left_in_eager = 0
@@ -165,9 +167,23 @@ class Table:
 
     def _saves_everything(self) -> bool:
         """Whether the policy leaves nothing to recompute: autograd alone does what it asks."""
-        return all(
-            bound.rule.do == Decision.SAVE.value and not bound.rule.speaks_of_module for bound in self.rules
-        ) and (self.default is Decision.SAVE or any(_matches_every_call(bound.rule) for bound in self.rules))
+        if self.saves_whole(""):
+            return True
+        return all(bound.rule.do == Decision.SAVE.value for bound in self.rules) and (
+            self.default is Decision.SAVE or any(_matches_every_call(bound.rule) for bound in self.rules)
+        )
+
+    def saves_whole(self, path: str) -> bool:
+        """Return whether every call of the module at ``path`` is saved as a whole."""
+        bound = self.whole_rule(path)
+        return bound is not None and bound.rule.do == Decision.SAVE.value
+
+    def whole_rule(self, path: str) -> BoundRule | None:
+        """Return the rule that decides on the module at ``path`` as a whole, if one does."""
+        try:
+            return self._whole[path]
+        except KeyError:
+            return self._whole.setdefault(path, next((one for one in self.rules if _decides_on(one.rule, path)), None))
 
     def plan(self, op: Any, path: str) -> Plan:
         """Make (and remember) the plan for ``op`` inside the module at ``path``."""
@@ -180,8 +196,16 @@ class Table:
     def _bind(self, plan: Plan) -> None:
         candidates: list[Candidate] = []
         plan.final_saves = self.default is Decision.SAVE
-        for bound in self.rules:
+        rules = self.rules
+        if self.saves_whole(""):
+            plan.final, plan.final_saves, rules = self.whole_rule(""), True, ()
+        for bound in rules:
             rule = bound.rule
+            if rule.speaks_of_module:
+                if not bound.saves and any(_decides_on(rule, path) for path in paths_up(plan.path)):
+                    plan.final, plan.final_saves = bound, False
+                    break
+                continue
             if rule.module is not None and not rule.module.matches(plan.path):
                 continue
             if not bound.matcher.matches(plan.op):
@@ -221,6 +245,16 @@ def first_tensor(out: Any) -> torch.Tensor | None:
     if isinstance(out, (tuple, list)):
         return next((found for found in map(first_tensor, out) if found is not None), None)
     return None
+
+
+def paths_up(path: str) -> list[str]:
+    """Return ``path`` and the paths of the modules around it, the region's own (the empty one) last."""
+    parts = path.split(".") if path else []
+    return [".".join(parts[:count]) for count in range(len(parts), -1, -1)]
+
+
+def _decides_on(rule: Rule, path: str) -> bool:
+    return rule.speaks_of_module and rule.module is not None and rule.module.matches(path)
 
 
 def _depends_on_call(rule: Rule) -> bool:

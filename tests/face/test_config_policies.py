@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import sac
 from sac.config import parse_config
@@ -69,10 +70,12 @@ def test_offloading_is_refused(tmp_path: Path) -> None:
     )
 
 
-def test_whole_module_rule_is_refused_with_what_else_is_wrong(tmp_path: Path) -> None:
+def test_whole_module_rule_is_refused_where_torch_lacks_a_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sac.config.CAN_TAKE_OFF", False)
     assert told(WHOLE_MODULE, tmp_path) == (
-        'policy.yaml:4:13: rule "mlp" speaks of whole modules (`module` without `ops`), which comes with the replay '
-        'engine\n    fix: add `ops`, for example ops: "*", to speak of the ops inside the module\n'
+        f'policy.yaml:4:13: rule "mlp" saves whole modules (`module` without `ops`), and torch {torch.__version__} '
+        "does not let saved-tensor hooks and modes be taken off\n"
+        '    fix: add `ops`, for example ops: "*", to speak of the ops inside the module\n'
         f"policy.yaml:7:19: no op aten.mmm is registered\n    did you mean: aten.mm\n{PASSED_OVER}"
     )
 

@@ -49,11 +49,19 @@ class Bindings:
     """What the names of parameters and buffers of a region's modules meant when its forward began; which were training.
 
     Parameters of wrapper subclasses are left alone: FSDP exchanges its sharded ones between forward and backward.
+    ``apart``: modules (by id) that recomputation does not run: what they write to their buffers needs no copy.
     """
 
     __slots__ = ("_buffers", "_held", "_need_grad", "_parameters", "_training", "_versions", "_watched")
 
-    def __init__(self, owners: tuple[nn.Module, ...], *, freeze_buffers: bool = True, recorded: bool = True) -> None:
+    def __init__(
+        self,
+        owners: tuple[nn.Module, ...],
+        *,
+        freeze_buffers: bool = True,
+        recorded: bool = True,
+        apart: frozenset[int] = frozenset(),
+    ) -> None:
         self._training = [(owner, owner.training) for owner in owners]
         self._parameters = [(bound, {**bound}) for owner in owners if (bound := owner._parameters)]
         self._held = [one for _, held in self._parameters for one in held.values() if one is not None]
@@ -64,7 +72,7 @@ class Bindings:
         if freeze_buffers:
             most = _MOST_COPIED_BYTES if recorded else _MOST_COPIED_BYTES_UNRECORDED
             self._buffers = [(owner, {**held}) for owner in owners if (held := owner._buffers)]
-            self._watched = [_Watched(buffer, most) for buffer in _plain_tensors(self._buffers)]
+            self._watched = [_Watched(one, most, id(owner) in apart) for owner, one in _plain_tensors(self._buffers)]
 
     def close(self) -> None:
         """The forward is over: drop the copies of what was not written to."""
@@ -93,12 +101,12 @@ class Bindings:
     @property
     def were_written(self) -> bool:
         """Whether the forward wrote to buffers in place; after ``close``."""
-        return bool(self._watched)
+        return any(not one.is_apart for one in self._watched)
 
     @property
     def lost(self) -> torch.Tensor | None:
         """A buffer that the forward wrote to and of which there is no copy, if any; after ``close``."""
-        return next((one.tensor for one in self._watched if not one.is_copied), None)
+        return next((one.tensor for one in self._watched if not (one.is_apart or one.is_copied)), None)
 
     def enter_on(self, stack: ExitStack) -> None:
         """Let names, data and flags be those of the forward, and those of now when ``stack`` is left."""
@@ -141,10 +149,11 @@ class Bindings:
 class _Watched:
     """One buffer during a forward: its version, its storage, and a copy of that if it has at most ``most`` bytes."""
 
-    __slots__ = ("_copy", "_geometry", "_storage", "_version", "tensor")
+    __slots__ = ("_copy", "_geometry", "_storage", "_version", "is_apart", "tensor")
 
-    def __init__(self, tensor: torch.Tensor, most: int) -> None:
+    def __init__(self, tensor: torch.Tensor, most: int, is_apart: bool) -> None:
         self.tensor = tensor
+        self.is_apart = is_apart
         self._version = version_of(tensor)
         self._storage = storage = tensor.untyped_storage()
         self._geometry = tensor.storage_offset(), tensor.shape, tensor.stride()
@@ -175,11 +184,11 @@ class _Watched:
             overwrite(storage, copy)
 
 
-def _plain_tensors(buffers: list[tuple[nn.Module, Bound]]) -> Iterator[torch.Tensor]:
-    for _, before in buffers:
+def _plain_tensors(buffers: list[tuple[nn.Module, Bound]]) -> Iterator[tuple[nn.Module, torch.Tensor]]:
+    for owner, before in buffers:
         for value in before.values():
             if type(value) is torch.Tensor and value.layout is torch.strided:
-                yield value
+                yield owner, value
 
 
 def _was_exchanged(before: Any, now: Any) -> bool:

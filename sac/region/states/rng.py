@@ -48,6 +48,12 @@ class RngSnapshot:
         # A list: a region can be recomputed inside its own recomputation (a gradient taken in the region).
         self._entered: list[tuple[States, ExitStack | None]] = []
 
+    def put_back(self) -> None:
+        """Let all generators stand where they stood when this was made, for good."""
+        if self._trackers:
+            put_trackers_back([(tracker_of(getter), states) for getter, states in self._trackers])
+        put_back(self._states)
+
     def __enter__(self) -> None:
         try:
             present = states_of([generator for generator, _ in self._states])
@@ -73,6 +79,11 @@ class RngSnapshot:
                 undo.close()
         finally:
             put_back(present)
+
+
+def generators_now(settings: Settings) -> list[torch.Generator]:
+    """Return the generators that ops may draw from on the CPU and on the current device, and those of ``settings``."""
+    return [torch.default_generator, *_accelerator_generators(()), *settings.generators]
 
 
 def default_generator(device: torch.device) -> torch.Generator | None:
