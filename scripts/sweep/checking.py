@@ -76,7 +76,10 @@ def check_family(family: str, limit_s: float) -> Row:
 
 
 def _check(built: Built, row: Row) -> None:
-    plain = run(built, "none")
+    try:
+        plain = run(built, "none")
+    except Exception as error:  # it keeps something of the first step, as its forward has run before
+        raise NotTrainable(f"a second step without sac: {one_line(error)}") from error
     if differ := run(built, "none", plain, measured=False).differ:
         raise NotTrainable(f"two runs without sac differ: {_few(differ)}")
     problems = []

@@ -41,6 +41,21 @@ def _pair(wrapper: str, method: str, first: str, second: str) -> Callable[[Size]
     return config
 
 
+def _drafting_gemma(size: Size) -> Any:
+    """The default text model is one that cannot draft."""
+    import transformers
+
+    changes = {
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 0,
+        "num_hidden_layers": 2,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }
+    text = small_config(transformers.CONFIG_MAPPING["gemma4_text"], size, changes)
+    return transformers.CONFIG_MAPPING["gemma4_assistant"](text_config=text, backbone_hidden_size=96)
+
+
 _SERIES = Hint(changes={"prediction_length": 8})
 _ROUTED = {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "n_routed_experts": 8, "n_shared_experts": 1}
 
@@ -78,7 +93,7 @@ _SERVER_DET = {
 _INDEXER = {
     "indexer_n_heads": 2,
     "indexer_kv_heads": 1,
-    "indexer_head_dim": 32,
+    "indexer_head_dim": 64,
     "indexer_budget": 16,
     "indexer_compress_ratio": 4,
 }
@@ -87,6 +102,21 @@ _SHARED_BLOCKS = {
     "num_hidden_layers": 4,
     "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
 }
+
+_FEATURE_SIZES = [[16, 16], [8, 8], [4, 4]]  # of an image of 64 x 64 pixels
+_GEMMA3N = {"text_config.vocab_size_per_layer_input": 256, "text_config.hidden_size_per_layer_input": 16}
+_PERCEPTION = {
+    "vision_config.architecture": "vit_pe_core_tiny_patch16_384",
+    "vision_config.model_args": {"embed_dim": 192, "img_size": [64, 64], "depth": 2, "global_pool": ""},
+}
+
+
+def _timm_tower(path: str) -> dict[str, Any]:
+    return {
+        f"{path}.architecture": "vit_pe_core_tiny_patch16_384",
+        f"{path}.model_args": {"img_size": [64, 64], "depth": 2},
+    }
+
 
 HINTS: dict[str, Hint] = {
     "aya_vision": Hint(changes={"vision_config.num_attention_heads": 4}),  # 14 do not divide its width
@@ -101,16 +131,7 @@ HINTS: dict[str, Hint] = {
             "spatial_target_layers": [1],
         }
     ),
-    "gemma4_assistant": Hint(
-        changes={
-            "text_config.hidden_size_per_layer_input": 0,
-            "text_config.vocab_size_per_layer_input": 0,
-            "text_config.num_hidden_layers": 2,
-            "text_config.num_kv_shared_layers": 2,
-            "text_config.layer_types": ["sliding_attention", "full_attention"],
-        },
-        inputs=parts.drafted,
-    ),
+    "gemma4_assistant": Hint(config=_drafting_gemma, inputs=parts.drafted),
     "gemma4_unified_assistant": Hint(inputs=parts.drafted),
     "dots3_note_audio_encoder": Hint(changes={"adapter_input_size": 80}, inputs=sounds.chunks, size="small"),
     "lw_detr": Hint(changes={"projector_scale_factors": [1.0]}),
@@ -120,8 +141,8 @@ HINTS: dict[str, Hint] = {
     "minicpmv4_7_vision": Hint(inputs=images.patches_on_a_strip),
     "molmo2_adapter": Hint(inputs=images.features_of_crops),
     "moonshine_streaming": Hint(changes={"num_key_value_heads": 2}),  # its decoder asks for what it has no default of
-    "neucodec": Hint(inputs=sounds.waves_and_mels),
-    "xcodec2": Hint(inputs=sounds.waves_and_mels),
+    "neucodec": Hint(size="small", changes={"quantization_dim": 128}, inputs=sounds.waves_and_mels),
+    "xcodec2": Hint(size="small", changes={"quantization_dim": 128}, inputs=sounds.waves_and_mels),
     "oneformer": Hint(changes={"conv_dim": 64, "mask_dim": 64, "hidden_dim": 64}),
     "pp_ocrv5_server_det": Hint(changes=_SERVER_DET),
     "pp_ocrv6_medium_det": Hint(changes=_SERVER_DET),
@@ -133,21 +154,48 @@ HINTS: dict[str, Hint] = {
     "qwen2_5_omni_token2wav": Hint(
         size="small", changes={"bigvgan_config.upsample_initial_channel": 128}, inputs=sounds.conditioned_codes
     ),
-    "sam2": Hint(size="small", changes={"vision_config.backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]]}),
-    "sam2_vision_model": Hint(size="small", changes={"backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]]}),
+    "sam2": Hint(size="small", changes={"vision_config.backbone_feature_sizes": _FEATURE_SIZES}),
+    "sam2_vision_model": Hint(size="small", changes={"backbone_feature_sizes": _FEATURE_SIZES}),
     "step3p5": Hint(changes={"sliding_window": 16}),
     "step3p7": Hint(changes={"text_config.sliding_window": 16}),
-    "slanext": Hint(changes={"max_text_length": 8}),
+    "slanext": Hint(
+        size="small", changes={"max_text_length": 8, "post_conv_in_channels": 16, "post_conv_out_channels": 32}
+    ),
+    "perceiver": Hint(size="small", inputs=parts.text_as_inputs),
+    "siglip2": Hint(inputs=images.text_and_packed_patches),
+    "sam3_tracker": Hint(size="small", changes={"vision_config.backbone_feature_sizes": _FEATURE_SIZES}),
+    "speech_to_text": Hint(inputs=sounds.mels_and_text),
+    "speecht5_hifigan": Hint(size="small", changes={"model_in_dim": 16}, inputs=sounds.mels_alone),
+    "seggpt": Hint(
+        changes={"num_hidden_layers": 4, "merge_index": 0, "intermediate_hidden_state_indices": [0, 1, 2, 3]},
+        inputs=images.image_pair,
+    ),
+    "vibevoice_acoustic_tokenizer_encoder": Hint(changes={"num_filters": 4}),
+    "vibevoice_acoustic_tokenizer_decoder": Hint(changes={"num_filters": 4}, inputs=sounds.latents),
+    "embedding_gemma2": Hint(inputs=parts.plain_text),
+    "gemma3n": Hint(changes=_GEMMA3N),
+    "perception_lm": Hint(changes=_PERCEPTION),
+    "pe_video_encoder": Hint(changes=_timm_tower("vision_config"), inputs=images.frames),
+    "pe_video": Hint(changes=_timm_tower("video_config.vision_config"), inputs=images.text_and_frames),
+    "pe_audio_video_encoder": Hint(changes=_timm_tower("video_config.vision_config"), inputs=images.frames_and_sound),
+    "pe_audio_video": Hint(
+        changes=_timm_tower("audio_video_config.video_config.vision_config"), inputs=images.text_frames_and_sound
+    ),
+    "inkling_audio": Hint(inputs=sounds.quantized_mels),
     "swin2sr": Hint(changes={"image_size": 16, "depths": [2, 2], "num_heads": [6, 6]}),
     "t5gemma2_text": _T5_DROPOUT,
-    "t5gemma2_decoder": _T5_DROPOUT,
+    "t5gemma2_decoder": Hint(changes={"dropout_rate": 0.1}, inputs=parts.decoded),
     "t5gemma2_encoder": Hint(changes={"text_config.dropout_rate": 0.1}),
     "timm_backbone": Hint(changes={"backbone": "resnet18"}),
-    "tvp": Hint(changes={"max_img_size": 64, "visual_prompt_size": 16, "num_frames": 2}),
+    "tvp": Hint(changes={"max_img_size": 64, "visual_prompt_size": 16, "num_frames": 2}, inputs=images.text_and_clip),
     "uvdoc": Hint(changes={"backbone_config.out_features": [f"stage{number}" for number in range(1, 7)]}),
     "vitmatte": Hint(size="small", changes={"hidden_size": 48, "fusion_hidden_sizes": [32, 16, 16, 16]}),
     # What a random predictor of durations draws is without bounds.
-    "vits": Hint(changes={"use_stochastic_duration_prediction": False}),
+    "vits": Hint(
+        size="small",
+        changes={"use_stochastic_duration_prediction": False, "speaking_rate": 16.0},
+        inputs=parts.short_text,
+    ),
     "voxtral_realtime": Hint(inputs=sounds.text_beside_sound),
     "voxtral_realtime_text": Hint(inputs=sounds.text_at_a_time),
     "xclip_vision_model": Hint(inputs=images.frames_in_rows),
@@ -250,7 +298,7 @@ HINTS: dict[str, Hint] = {
     "edgetam": Hint(
         changes={
             "vision_config.backbone_config.architecture": "repvit_m1",
-            "vision_config.backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]],
+            "vision_config.backbone_feature_sizes": _FEATURE_SIZES,
         }
     ),
     "edgetam_vision_model": Hint(changes={"backbone_config.architecture": "repvit_m1"}),
@@ -272,7 +320,8 @@ HINTS: dict[str, Hint] = {
         config=_pair("VisionEncoderDecoderConfig", "from_encoder_decoder_configs", "vit", "gpt2")
     ),
     "speech-encoder-decoder": Hint(
-        config=_pair("SpeechEncoderDecoderConfig", "from_encoder_decoder_configs", "wav2vec2", "bert")
+        config=_pair("SpeechEncoderDecoderConfig", "from_encoder_decoder_configs", "wav2vec2", "bert"),
+        inputs=sounds.wave_and_text,
     ),
     "rag": Hint(
         model="RagTokenForGeneration",
@@ -303,7 +352,6 @@ HINTS: dict[str, Hint] = {
     "phi4_multimodal_audio": Hint(inputs=sounds.frames_and_mask),
     "mimi_decoder": Hint(inputs=sounds.latents),
     "pocket_tts_audio_tokenizer_decoder": Hint(inputs=sounds.latents),
-    "seggpt": Hint(inputs=images.image_pair),
     "omdet-turbo": Hint(inputs=images.image_and_classes),
     "jev": Hint(inputs=parts.questions),
 }

@@ -190,8 +190,10 @@ def text_about_crops(model: Any) -> dict[str, Any]:
     side = vision.image_size[0] if isinstance(vision.image_size, (list, tuple)) else vision.image_size
     patches = (side // vision.patch_size) ** 2
     tokens = torch.full((BATCH, patches // 2), config.image_token_id)
+    ids = torch.cat([tokens, drawn_ids(64, BATCH, SEQ) + 4], dim=1)
     return {
-        "input_ids": torch.cat([tokens, drawn_ids(64, BATCH, SEQ) + 4], dim=1),
+        "input_ids": ids,
+        "mm_token_type_ids": (ids == config.image_token_id).long(),
         "pixel_values": floats(BATCH, patches, 3 * vision.patch_size**2),
         "image_token_pooling": _pooled_pairs(BATCH * (patches // 2)),
         "image_grids": torch.tensor([[1, patches // 2, 0, 0]] * BATCH),
@@ -201,3 +203,33 @@ def text_about_crops(model: Any) -> dict[str, Any]:
 def frames_in_rows(model: Any) -> dict[str, Any]:
     config = model.config
     return {"pixel_values": floats(BATCH * config.num_frames, 3, config.image_size, config.image_size)}
+
+
+def text_and_packed_patches(model: Any) -> dict[str, Any]:
+    config = model.config
+    seen = packed_patches(type("Vision", (), {"config": config.vision_config}))
+    del seen["pixel_position_ids"]
+    return {"input_ids": drawn_ids(64, BATCH, SEQ), **seen} if hasattr(model, "text_model") else seen
+
+
+def text_and_clip(model: Any) -> dict[str, Any]:
+    """One clip: its position embeddings are made for a batch of one."""
+    config = model.config
+    side = config.max_img_size
+    return {"input_ids": drawn_ids(64, 1, SEQ) + 4, "pixel_values": floats(1, config.num_frames, 3, side, side)}
+
+
+def frames(model: Any) -> dict[str, Any]:
+    return {"pixel_values_videos": floats(BATCH, 4, 3, 64, 64)}
+
+
+def text_and_frames(model: Any) -> dict[str, Any]:
+    return {"input_ids": drawn_ids(64, BATCH, SEQ) + 4, **frames(model)}
+
+
+def frames_and_sound(model: Any) -> dict[str, Any]:
+    return {"input_values": floats(BATCH, 1, 4 * 1920), **frames(model)}
+
+
+def text_frames_and_sound(model: Any) -> dict[str, Any]:
+    return {**text_and_frames(model), **frames_and_sound(model)}

@@ -102,3 +102,20 @@ def drafted(model: Any) -> dict[str, Any]:
     width = model.pre_projection.in_features
     positions = torch.full((BATCH, 1), SEQ)
     return {"inputs_embeds": floats(BATCH, 1, width), "shared_kv_states": shared, "position_ids": positions}
+
+
+def decoded(model: Any) -> dict[str, Any]:
+    width = model.config.hidden_size
+    return {"input_ids": drawn_ids(64, BATCH, SEQ) + 4, "encoder_hidden_states": floats(BATCH, SEQ, width)}
+
+
+def plain_text(model: Any) -> dict[str, Any]:
+    return {"input_ids": drawn_ids(64, BATCH, SEQ) + 4}
+
+
+def short_text(model: Any) -> dict[str, Any]:
+    return {"input_ids": drawn_ids(min(model.config.vocab_size, 64), BATCH, 4)}
+
+
+def text_as_inputs(model: Any) -> dict[str, Any]:
+    return {"inputs": drawn_ids(64, BATCH, SEQ) + 4}

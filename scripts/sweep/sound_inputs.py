@@ -143,3 +143,24 @@ def chunks(model: Any) -> dict[str, Any]:
     frames = 64
     lengths = torch.tensor([frames * config.hop_length] * BATCH)
     return {"input_features": floats(BATCH, config.feature_size, frames), "chunk_sample_lengths": lengths}
+
+
+def mels_and_text(model: Any) -> dict[str, Any]:
+    config = model.config
+    return {
+        "input_features": floats(BATCH, 64, config.input_feat_per_channel),
+        "decoder_input_ids": drawn_ids(64, BATCH, SIDE) + 4,
+    }
+
+
+def mels_alone(model: Any) -> dict[str, Any]:
+    return {"spectrogram": floats(BATCH, SIDE, model.config.model_in_dim)}
+
+
+def wave_and_text(model: Any) -> dict[str, Any]:
+    return {"inputs": floats(BATCH, 4000), "decoder_input_ids": drawn_ids(64, BATCH, SIDE) + 4}
+
+
+def quantized_mels(model: Any) -> dict[str, Any]:
+    config = model.config
+    return {"audio_input_ids": drawn_ids(config.mel_vocab_size, BATCH, SEQ, config.n_mel_bins)}
