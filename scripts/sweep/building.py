@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import random
 import time
 import warnings
@@ -86,6 +87,8 @@ def build(family: str, deadline: float) -> Built:
 
 
 def _first_that_runs(model_class: Any, config: Any, size: Size, hint: Hint, deadline: float) -> Built:
+    if "@torch.inference_mode" in inspect.getsource(model_class.forward):
+        raise NotTrainable(f"the forward of {model_class.__name__} runs in inference mode")
     count = _count_parameters(model_class, config)
     if count > MOST_PARAMETERS:
         raise CannotBuild(f"{count / 1e6:.0f} M parameters")

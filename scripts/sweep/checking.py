@@ -83,6 +83,8 @@ def _check(built: Built, row: Row) -> None:
     if differ := run(built, "none", plain, measured=False).differ:
         raise NotTrainable(f"two runs without sac differ: {_few(differ)}")
     problems = []
+    if not _has_layers(built.model):
+        raise NotTrainable("nothing to recompute: it has embeddings and norms, and no layer")
     row.kept_bytes["none"], row.flops["none"] = plain.kept_bytes, plain.flops
     try:
         for block in find_blocks(built.model):
@@ -105,6 +107,15 @@ def _check(built: Built, row: Row) -> None:
     if "full" in row.flops and row.flops["full"] < plain.flops:
         problems.append(f"full: {row.flops['full']} FLOPs, {plain.flops} without")
     row.status, row.reason = (FAILS, "; ".join(problems)) if problems else (PASSES, "")
+
+
+def _has_layers(model: nn.Module) -> bool:
+    return any(
+        p is not None and p.ndim >= 2
+        for module in model.modules()
+        if not isinstance(module, nn.Embedding)
+        for p in module._parameters.values()
+    )
 
 
 def run(built: Built, mode: str, plain: Run | None = None, *, measured: bool = True) -> Run:

@@ -41,21 +41,6 @@ def _pair(wrapper: str, method: str, first: str, second: str) -> Callable[[Size]
     return config
 
 
-def _drafting_gemma(size: Size) -> Any:
-    """The default text model is one that cannot draft."""
-    import transformers
-
-    changes = {
-        "hidden_size_per_layer_input": 0,
-        "vocab_size_per_layer_input": 0,
-        "num_hidden_layers": 2,
-        "num_kv_shared_layers": 2,
-        "layer_types": ["sliding_attention", "full_attention"],
-    }
-    text = small_config(transformers.CONFIG_MAPPING["gemma4_text"], size, changes)
-    return transformers.CONFIG_MAPPING["gemma4_assistant"](text_config=text, backbone_hidden_size=96)
-
-
 _SERIES = Hint(changes={"prediction_length": 8})
 _ROUTED = {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "n_routed_experts": 8, "n_shared_experts": 1}
 
@@ -90,6 +75,16 @@ _SERVER_DET = {
     "scale_factor_list": [1, 2, 4, 8],
     "kernel_list": [3, 2, 2],
 }
+# The default backbone is that of a recogniser: it gives its last stage, and halves only the height in the last two.
+_HALVING = {
+    "backbone_config.out_features": ["stage1", "stage2", "stage3", "stage4"],
+    "backbone_config.block_configs": [
+        [[3, 96, 96, 1, True]],
+        [[3, 96, 96, 2, False], [3, 96, 96, 1, False]],
+        [[3, 96, 192, 2, False], [3, 192, 192, 1, True]],
+        [[3, 192, 384, 2, False], [3, 384, 384, 1, True]],
+    ],
+}
 _INDEXER = {
     "indexer_n_heads": 2,
     "indexer_kv_heads": 1,
@@ -104,7 +99,11 @@ _SHARED_BLOCKS = {
 }
 
 _FEATURE_SIZES = [[16, 16], [8, 8], [4, 4]]  # of an image of 64 x 64 pixels
-_GEMMA3N = {"text_config.vocab_size_per_layer_input": 256, "text_config.hidden_size_per_layer_input": 16}
+_GEMMA3N = {
+    "text_config.vocab_size_per_layer_input": 256,
+    "text_config.hidden_size_per_layer_input": 16,
+    "vision_config.architecture": "resnet18",
+}
 _PERCEPTION = {
     "vision_config.architecture": "vit_pe_core_tiny_patch16_384",
     "vision_config.model_args": {"embed_dim": 192, "img_size": [64, 64], "depth": 2, "global_pool": ""},
@@ -131,7 +130,6 @@ HINTS: dict[str, Hint] = {
             "spatial_target_layers": [1],
         }
     ),
-    "gemma4_assistant": Hint(config=_drafting_gemma, inputs=parts.drafted),
     "gemma4_unified_assistant": Hint(inputs=parts.drafted),
     "dots3_note_audio_encoder": Hint(changes={"adapter_input_size": 80}, inputs=sounds.chunks, size="small"),
     "lw_detr": Hint(changes={"projector_scale_factors": [1.0]}),
@@ -145,7 +143,6 @@ HINTS: dict[str, Hint] = {
     "xcodec2": Hint(size="small", changes={"quantization_dim": 128}, inputs=sounds.waves_and_mels),
     "oneformer": Hint(changes={"conv_dim": 64, "mask_dim": 64, "hidden_dim": 64}),
     "pp_ocrv5_server_det": Hint(changes=_SERVER_DET),
-    "pp_ocrv6_medium_det": Hint(changes=_SERVER_DET),
     "pp_ocrv5_mobile_rec": Hint(image=128),
     "qwen4_exp_text": Hint(changes=_INDEXER),
     "qwen4_exp": Hint(changes={f"text_config.{key}": value for key, value in _INDEXER.items()}),
@@ -159,7 +156,9 @@ HINTS: dict[str, Hint] = {
     "step3p5": Hint(changes={"sliding_window": 16}),
     "step3p7": Hint(changes={"text_config.sliding_window": 16}),
     "slanext": Hint(
-        size="small", changes={"max_text_length": 8, "post_conv_in_channels": 16, "post_conv_out_channels": 32}
+        model="SLANeXtForTableRecognition",
+        size="small",
+        changes={"max_text_length": 8, "post_conv_in_channels": 16, "post_conv_out_channels": 32},
     ),
     "perceiver": Hint(size="small", inputs=parts.text_as_inputs),
     "siglip2": Hint(inputs=images.text_and_packed_patches),
@@ -170,10 +169,12 @@ HINTS: dict[str, Hint] = {
         changes={"num_hidden_layers": 4, "merge_index": 0, "intermediate_hidden_state_indices": [0, 1, 2, 3]},
         inputs=images.image_pair,
     ),
-    "vibevoice_acoustic_tokenizer_encoder": Hint(changes={"num_filters": 4}),
-    "vibevoice_acoustic_tokenizer_decoder": Hint(changes={"num_filters": 4}, inputs=sounds.latents),
+    "vibevoice_acoustic_tokenizer_encoder": Hint(changes={"num_filters": 4}, inputs=sounds.wave_as_states),
+    "vibevoice_acoustic_tokenizer_decoder": Hint(changes={"num_filters": 4}, inputs=sounds.latents_as_states),
     "embedding_gemma2": Hint(inputs=parts.plain_text),
-    "gemma3n": Hint(changes=_GEMMA3N),
+    "gemma3n": Hint(changes=_GEMMA3N, inputs=parts.plain_text),  # its tower of images has 300 M parameters
+    "pp_ocrv6_medium_det": Hint(changes={**_SERVER_DET, **_HALVING}),
+    "pp_ocrv6_small_det": Hint(changes={"layer_list_out_channels": [96, 96, 192, 384], **_HALVING}),
     "perception_lm": Hint(changes=_PERCEPTION),
     "pe_video_encoder": Hint(changes=_timm_tower("vision_config"), inputs=images.frames),
     "pe_video": Hint(changes=_timm_tower("video_config.vision_config"), inputs=images.text_and_frames),
@@ -282,7 +283,11 @@ HINTS: dict[str, Hint] = {
     ),
     "diffusion_gemma_text": Hint(changes=_EXPERTS),
     "diffusion_gemma": Hint(changes={f"text_config.{key}": value for key, value in _EXPERTS.items()}),
-    "dots3_note": Hint(changes={"vision_config.num_hidden_layers": 42}),  # as many as its table of experts has
+    "dots3_note": Hint(
+        size="small",
+        # as many layers as its table of experts has
+        changes={"vision_config.num_hidden_layers": 42, "audio_config.adapter_input_size": 80},
+    ),
     "dots3_note_vision_encoder": Hint(changes={"num_hidden_layers": 42}),
     "depth_pro": Hint(
         changes={

@@ -164,3 +164,11 @@ def wave_and_text(model: Any) -> dict[str, Any]:
 def quantized_mels(model: Any) -> dict[str, Any]:
     config = model.config
     return {"audio_input_ids": drawn_ids(config.mel_vocab_size, BATCH, SEQ, config.n_mel_bins)}
+
+
+def wave_as_states(model: Any) -> dict[str, Any]:
+    return {"hidden_states": floats(BATCH, model.config.channels, 6400)}
+
+
+def latents_as_states(model: Any) -> dict[str, Any]:
+    return {"hidden_states": floats(BATCH, model.config.hidden_size, 2)}
