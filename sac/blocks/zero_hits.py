@@ -72,8 +72,9 @@ def _compiled_problem(paths: list[str]) -> Problem:
 
 
 def _problem(rule: Rule) -> Problem:
+    what = "module" if rule.speaks_of_module else "op"
     return Problem(
         where=rule.where(),
-        found=f'rule "{rule.id}" matched no op in any region of the model',
-        fix="`sac trace` lists the ops there are; mark the rule `optional: true` if it may match nothing",
+        found=f'rule "{rule.id}" matched no {what} in any region of the model',
+        fix=f"`sac trace` lists the {what}s there are; mark the rule `optional: true` if it may match nothing",
     )

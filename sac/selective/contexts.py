@@ -25,6 +25,7 @@ from sac.selective.modes import ForwardMode, RecomputeMode
 from sac.selective.record import CallRecord
 from sac.selective.table import Table
 from sac.selective.traced import TracedPolicy, is_traced
+from sac.selective.whole_modules import SavedModules
 
 # Note [Inside torch.utils.checkpoint]
 #
@@ -50,6 +51,7 @@ class CheckpointForwardMode(ForwardMode):
         if self._watch is not None:
             self._hooks = saved_tensors_hooks(self._watch.pack, partial(_unpack, self._watch.theirs[1]))
             self._hooks.__enter__()
+        self.hooks = 0 if self._watch is None else 2  # ours, and torch's below
         super().__enter__()
         return self
 
@@ -64,6 +66,8 @@ class CheckpointForwardMode(ForwardMode):
             kept = [] if watch is None else watch.kept()
             self.record.close(kept, ALL if watch is None else watch.last_missing())
             self.record.decided = []
+            if self.record.modules is not None:
+                self.record.table.learnt = self.record.modules.learnt
             self._state.forward_is_over()
             outer = hooks_below_top() if watch is not None else None
             if outer is not None:
@@ -245,6 +249,7 @@ def checkpoint_contexts(
         forward, recompute = create_selective_checkpoint_contexts(TracedPolicy(table, path, module))
         return forward, recompute
     table.left_in_eager += in_graph
-    record = CallRecord(table, path, owners_of(module))
+    modules = SavedModules(table, path, _IN_A_GRAPH, table.learnt) if table.speaks_of_modules else None
+    record = CallRecord(table, path, owners_of(module), modules=modules)
     state = _State(module, _IN_A_GRAPH if in_graph else _BESIDE_TORCH)
     return CheckpointForwardMode(record, state), CheckpointRecomputeMode(record, state)

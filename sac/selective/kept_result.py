@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,12 +11,9 @@ from torch.nn import Parameter
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from sac.errors import Problem, RegionError
-from sac.region.detach import detached, version_watch, write_onto
-from sac.region.kept_tensor import Alias, copied
-from sac.region.parking import PackHooks, Parked, fetch, park
 from sac.region.parts import PLAIN, attributes_of
 from sac.region.storages import version_of
-from sac.region.writes import give_history
+from sac.selective.kept_leaf import Argument, ArgumentView, HoldingObject, KeptLeaf, Serving, made
 from sac.selective.tensors import metadata, storage_address, storage_bytes, tensor_parts
 
 # Note [What a saved module leaves behind]
@@ -51,129 +47,8 @@ def versions_of(leaves: list[Any]) -> list[int]:
     return [version_of(leaf) if isinstance(leaf, torch.Tensor) else 0 for leaf in leaves]
 
 
-class KeptLeaf:
-    """One tensor without its graph.
-
-    ``places``: label and offset of each of its parts, where labels are used. ``is_borrowed``: it is a leaf that needs a
-    gradient, a parameter as a rule, and stays itself.
-    """
-
-    __slots__ = ("_needs_grad", "_version", "_watch", "copied", "data", "is_borrowed", "places")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.is_borrowed = tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
-        self._needs_grad = tensor.requires_grad
-        self.data: torch.Tensor | Parked | None = tensor if self.is_borrowed else detached(tensor)
-        self._watch: torch.Tensor | None = self.data
-        self._version = version_of(tensor)
-        self.copied = False  # the region writes to it: it is held, and given out, as a copy
-        self.places: list[tuple[int, int]] = []
-
-    @property
-    def held(self) -> torch.Tensor:
-        """The tensor, in forward."""
-        assert isinstance(self.data, torch.Tensor)
-        return self.data
-
-    @property
-    def was_changed(self) -> bool:
-        """Whether it was written to since, with no copy made before."""
-        return self._watch is not None and version_of(self._watch) != self._version
-
-    def copy(self, storages: dict[int, torch.UntypedStorage]) -> None:
-        """Hold a copy from here on; ``storages`` holds the copies made so far."""
-        if isinstance(self.data, torch.Tensor) and not self.is_borrowed and not self.copied:
-            self.data, self._watch, self.copied = copied(self.data, storages), None, True
-
-    def compact(self) -> None:
-        """Hold the elements only, and not the whole storage."""
-        if isinstance(self.data, torch.Tensor):
-            self._watch = version_watch(self.data) if self._watch is not None else None
-            self.data = self.data.clone(memory_format=torch.preserve_format)
-
-    def park(self, hooks: PackHooks) -> None:
-        """Hand the data to the saved-tensor hooks around the region."""
-        if isinstance(self.data, torch.Tensor) and not self.is_borrowed:
-            self._watch = version_watch(self.data) if self._watch is not None else None
-            self.data = park(self.data, hooks)
-
-    def drop(self) -> None:
-        """Hold nothing any more."""
-        self.data = self._watch = None
-
-    def tensor(self, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:
-        """Return the tensor for one recomputation."""
-        assert self.data is not None, "a result was given out after it had been let go"
-        data = fetch(self.data)
-        if self.is_borrowed:
-            return data
-        fresh = copied(data, storages) if self.copied else detached(data)
-        if not self._needs_grad:
-            return fresh.detach() if fresh.requires_grad else fresh
-        fresh.requires_grad_()
-        return Alias.apply(fresh) if self.copied else fresh  # type: ignore[no-untyped-call]
-
-    def write_to(self, target: torch.Tensor) -> None:
-        """Let ``target`` hold this value, as an op in place would have left it."""
-        assert self.data is not None
-        value = fetch(self.data)
-        if storage_address(value) != storage_address(target):
-            write_onto(target, value)
-        if self._needs_grad and not target.requires_grad:
-            give_history(target, detached(value).requires_grad_())
-
-
-class _Argument:
-    """One of the arguments, returned as it is."""
-
-    __slots__ = ("position",)
-
-    def __init__(self, position: int) -> None:
-        self.position = position
-
-
-class _View:
-    """A view of one of the arguments."""
-
-    __slots__ = ("_geometry", "_needs_grad", "_of", "position")
-
-    def __init__(self, tensor: torch.Tensor, argument: torch.Tensor, position: int) -> None:
-        self.position = position
-        self._of = argument.shape, argument.stride()
-        self._geometry = tensor.shape, tensor.stride(), tensor.storage_offset() - argument.storage_offset()
-        self._needs_grad = tensor.requires_grad
-
-    def fits(self, given: list[Any]) -> bool:
-        """Return whether the argument is laid out as in forward."""
-        argument = given[self.position] if self.position < len(given) else None
-        return type(argument) is torch.Tensor and (argument.shape, argument.stride()) == self._of
-
-    def of(self, argument: torch.Tensor) -> torch.Tensor:
-        """Return the view of ``argument``."""
-        shape, stride, offset = self._geometry
-        with torch.set_grad_enabled(self._needs_grad):
-            return argument.as_strided(shape, stride, argument.storage_offset() + offset)
-
-
-class _Object:
-    """An object that holds tensors under names: a dataclass, say."""
-
-    __slots__ = ("_attributes", "_kind")
-
-    def __init__(self, kind: type, attributes: dict[str, tuple[list[Any], Any]]) -> None:
-        self._kind = kind
-        self._attributes = attributes
-
-    def build(self, one: Any) -> Any:
-        """Return such an object anew; ``one`` makes each kept leaf."""
-        built: Any = object.__new__(self._kind)
-        for name, (leaves, spec) in self._attributes.items():
-            object.__setattr__(built, name, tree_unflatten([one(leaf) for leaf in leaves], spec))
-        return built
-
-
 class KeptResult:
-    """What one call of a saved module left behind; see the Note above. ``where`` names the module in messages."""
+    """What one call of a saved module left behind; see the Note. ``where`` names the module in messages."""
 
     __slots__ = ("_arguments", "_leaves", "_spec", "_storages", "_views", "kept", "packs_before", "where", "writes")
 
@@ -184,7 +59,7 @@ class KeptResult:
         self._arguments = {id(leaf): place for place, leaf in enumerate(given) if type(leaf) not in PLAIN}
         plain = [(place, leaf) for place, leaf in enumerate(given) if type(leaf) in (torch.Tensor, Parameter)]
         self._storages = {storage_address(leaf): (place, leaf) for place, leaf in plain}
-        self._views: list[_View] = []
+        self._views: list[ArgumentView] = []
         self._spec: Any = None
         if isinstance(out, torch.Tensor):
             self._leaves = [self._keep(out, 0)]
@@ -204,11 +79,11 @@ class KeptResult:
         if type(leaf) in PLAIN:
             return leaf
         if id(leaf) in self._arguments:
-            return _Argument(self._arguments[id(leaf)])
+            return Argument(self._arguments[id(leaf)])
         if isinstance(leaf, torch.Tensor):
             found = self._storages.get(storage_address(leaf)) if type(leaf) is torch.Tensor else None
             if found is not None and _lies_in(leaf, found[1]):
-                self._views.append(_View(leaf, found[1], found[0]))
+                self._views.append(ArgumentView(leaf, found[1], found[0]))
                 return self._views[-1]
             self.kept.append(KeptLeaf(leaf))
             return self.kept[-1]
@@ -224,7 +99,12 @@ class KeptResult:
         for name, value in attributes_of(leaf).items():
             leaves, spec = tree_flatten(value)
             attributes[name] = [self._keep(one, depth + 1) for one in leaves], spec
-        return _Object(type(leaf), attributes) if len(self.kept) > count else leaf
+        return HoldingObject(type(leaf), attributes) if len(self.kept) > count else leaf
+
+    @property
+    def was_changed(self) -> bool:
+        """Whether something that is kept was written to since, and nobody had made a copy."""
+        return any(kept.was_changed for kept in self.kept)
 
     def serves(self, given: list[Any]) -> bool:
         """Return whether ``build`` gives what the module would return for these leaves of its arguments.
@@ -232,7 +112,7 @@ class KeptResult:
         It does not if nobody made a copy of what was written to since, if what is needed was let go, or if an argument
         of which a view was returned is laid out otherwise than in forward.
         """
-        if any(kept.data is None or kept.was_changed for kept in self.kept):
+        if self.was_changed or any(kept.data is None for kept in self.kept):
             return False
         return all(view.fits(given) for view in self._views)
 
@@ -260,29 +140,12 @@ class KeptResult:
         tensors = [kept.data for kept in self.kept if isinstance(kept.data, torch.Tensor)]
         return {storage_address(part) for tensor in tensors for part in tensor_parts(tensor)}
 
-    def build(self, given: list[Any], name: Callable[[KeptLeaf, torch.Tensor], None]) -> Any:
-        """Return what the module would have returned, for these leaves of its arguments.
-
-        The arguments are written to as the module would have written to them. ``name`` is told which tensor now holds
-        each kept value.
-        """
-        storages: dict[int, torch.UntypedStorage] = {}
+    def build(self, serving: Serving) -> Any:
+        """Return what the module would have returned; its arguments are written to as it would have written to them."""
         for place, written in self.writes:
-            written.write_to(given[place])
-            name(written, given[place])
-
-        def one(leaf: Any) -> Any:
-            if isinstance(leaf, KeptLeaf):
-                tensor = leaf.tensor(storages)
-                name(leaf, tensor)
-                return tensor
-            if isinstance(leaf, _Argument):
-                return given[leaf.position]
-            if isinstance(leaf, _View):
-                return leaf.of(given[leaf.position])
-            return leaf.build(one) if isinstance(leaf, _Object) else leaf
-
-        leaves = [one(leaf) for leaf in self._leaves]
+            written.write_to(serving.given[place])
+            serving.name(written, serving.given[place])
+        leaves = [made(leaf, serving) for leaf in self._leaves]
         return leaves[0] if self._spec is None else tree_unflatten(leaves, self._spec)
 
     def drop(self) -> None:

@@ -180,7 +180,7 @@ class Region:
     ) -> RerunRecorder | ModuleRecorder:
         table = self.kind.table
         modules, apart = None, frozenset[int]()
-        if table.speaks_of_modules and not table.saves_everything:
+        if table.speaks_of_modules:
             modules = SavedModules(table, self.path, settings, self._learnt.get(sort))
             apart = saved_modules(owners, table)
             if not sees_ops:

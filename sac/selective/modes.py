@@ -19,12 +19,13 @@ from sac.selective.bare_mode import BareMode
 from sac.selective.forward_state import ForwardState
 from sac.selective.labels import Labels
 from sac.selective.mismatch import agree, swapped_problem, unmatched_problem
+from sac.selective.module_passes import SavingPass, ServingPass
 from sac.selective.record import CallRecord, SavedValue, default_generators, written_tensors
 from sac.selective.rows import Rows
 from sac.selective.table import BoundRule, Plan, run_op
 from sac.selective.tensors import map_tensors, storage_address, tensor_parts, tensors_of
 from sac.selective.weights import NOT_PARAMETERS, is_large
-from sac.selective.whole_modules import SavedCall, SavingPass, ServingPass
+from sac.selective.whole_modules import SavedCall
 
 if TYPE_CHECKING:
     from sac.selective.scope import ScopedForward
@@ -137,6 +138,7 @@ class ForwardMode(BareMode):
     def returned(self, call: SavedCall, forward: ScopedForward, out: Any) -> None:
         """See ``Watcher``."""
         assert call.result is not None
+        self.record.after_module((kept.held for _, kept in call.result.writes), call.result.where)
         labels, label = self.record.labels, hash(("module", *call.place))
         for position, kept in call.result.writes:
             for number, part in enumerate(tensor_parts(kept.held)):

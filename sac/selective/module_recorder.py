@@ -12,7 +12,8 @@ from sac.region.handles import Ending, Handle
 from sac.region.inputs import KeptInputs
 from sac.region.parking import PackHooks
 from sac.selective import scope
-from sac.selective.whole_modules import SavedModules, SavingPass, ServingPass
+from sac.selective.module_passes import SavingPass, ServingPass
+from sac.selective.whole_modules import SavedModules
 
 
 class ModuleRecorder:

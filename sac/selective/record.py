@@ -9,11 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from sac.errors import Problem
 from sac.region.detach import copy_of
 from sac.region.handles import Handle
 from sac.region.inputs import KeptInputs
 from sac.region.parking import PackHooks, park
+from sac.region.states.bindings import UnseenWriteError
 from sac.region.states.rng import default_generator
+from sac.region.storages import describe
 from sac.selective.compact import compact_views
 from sac.selective.labels import Description, Labels
 from sac.selective.table import BoundRule, Plan, Table
@@ -158,16 +161,11 @@ class CallRecord:
             handle.borrowed = labels.origin(tensor) != "op"
             return
         self._packed_since_op.append(handle)
-        if address in self.by_storage or (self.modules is not None and self._is_left_behind(address)):
+        if address in self.by_storage:
             handle.keep(tensor)
         elif self.keeps_persistent and labels.lasts(label):
             handle.keep(tensor)
             handle.borrowed = True
-
-    def _is_left_behind(self, address: int) -> bool:
-        """Whether what lies there is kept for a saved module, and autograd's node may hold it as well."""
-        # Hooks around the region have to be shown the same with and without a mode.
-        return self.keeps_persistent and self.modules is not None and self.modules.owner_of(address) is not None
 
     def _pack_other(self, tensor: torch.Tensor, handle: Handle) -> None:
         """Do what ``pack`` does, for a subclass of tensor: it may have several storages."""
@@ -192,15 +190,28 @@ class CallRecord:
                 address = storage_address(part)
                 if self.modules is not None:
                     self.modules.before_write(address)
+                is_input = self.labels.origin(part) == "input"
+                if self.inside is not None and self.modules is not None and (is_input or address in self.by_storage):
+                    self.modules.learnt.keeps_watching = True
                 if address in self.by_storage:
                     self._copy_saved(address)
-                elif self.inside is None:
+                elif self.inside is None or is_input:
                     self._image(address, part)
-                elif self.labels.origin(part) == "input" and self.modules is not None:
-                    self._image(address, part)
-                    self.modules.learnt.keeps_watching = True
                 if any(handle.storage == address for handle in self._packed_since_op):
                     self.late_write = True
+
+    def after_module(self, written: Iterable[torch.Tensor], where: str) -> None:
+        """A saved module has run, and has written to these; raises if it wrote to a saved value that nobody copied."""
+        for part in (part for tensor in written for part in tensor_parts(tensor)):
+            if storage_address(part) in self.by_storage:
+                raise UnseenWriteError(
+                    Problem(
+                        where=where,
+                        found=f"this saved module wrote in place to a value ({describe(part)}) that another rule "
+                        "saves, as in no call with such inputs before, so that nothing was kept to recompute it from",
+                        fix="go back to a checkpoint of the training: from now on the region keeps what it writes to",
+                    )
+                )
 
     def after_op(self) -> None:
         """An op has run: what autograd saved before it is no longer about to be written by it."""
@@ -244,10 +255,7 @@ class CallRecord:
         held = {id(value) for value in alive}
         addresses = addresses_of(alive)
         if self.modules is not None:
-            for place, call in self.modules.owners():
-                self.rule_of.setdefault(place, call.rule.index)
             self.modules.close(last_missing)
-            addresses |= self.modules.addresses()
         compact_views([handle for handle in kept if not handle.borrowed and handle.storage not in addresses])
         for value in self.saved:
             if id(value) not in held:

@@ -12,9 +12,10 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from sac.errors import Problem, SacWarning
+from sac.policy.model import ALTERNATE
 from sac.selective.modes import decide
 from sac.selective.record import CallRecord
-from sac.selective.table import BoundRule, Table, TracedCalls
+from sac.selective.table import BoundRule, Table, TracedCalls, paths_up
 
 # Note [Modules under torch.compile]
 #
@@ -82,6 +83,8 @@ class TracedPolicy:
         self._paths = {} if module is None else {str(id(part)): name for name, part in module.named_modules()}
         stack = _modules_at_work()
         self._base = stack[-1][1] if stack else ""
+        self._whole: dict[str, BoundRule | None] = {}
+        self._turns: dict[int, list[str]] = {}  # rule that alternates -> modules that it has met
 
     def __call__(self, context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         """Return torch's word for the decision on this call."""
@@ -90,11 +93,35 @@ class TracedPolicy:
         plan = table.scope(path).get(op) or table.plan(op, path)
         if plan.light:
             return CheckpointPolicy.PREFER_RECOMPUTE
-        saves, rule = False, plan.final
-        if plan.counts or plan.candidates:
-            saves, rule = decide(record, plan, args, kwargs, getattr(context, "op_output", None))
+        saves, rule = plan.savable, self._rule_of_module(path)
+        if rule is None:
+            saves, rule = False, plan.final
+            if plan.counts or plan.candidates:
+                saves, rule = decide(record, plan, args, kwargs, getattr(context, "op_output", None))
         self._count(saves, rule)
         return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def _rule_of_module(self, path: str) -> BoundRule | None:
+        """Return the rule that saves the module at ``path``, or one around it, as a whole; all ops inside are saved.
+
+        Of modules that a rule alternates it is every other one, in the order in which they are traced.
+        """
+        table = self.record.table
+        if not table.speaks_of_modules:
+            return None
+        if path not in self._whole:
+            saving = [(around, bound) for around in reversed(paths_up(path)) if (bound := table.whole_rule(around))]
+            chosen = (bound for around, bound in saving if bound.saves and self._has_turn(around, bound))
+            self._whole[path] = next(chosen, None)
+        return self._whole[path]
+
+    def _has_turn(self, path: str, bound: BoundRule) -> bool:
+        if bound.rule.do != ALTERNATE:
+            return True
+        modules = self._turns.setdefault(bound.index, [])
+        if path not in modules:
+            modules.append(path)
+        return modules.index(path) % 2 == 0
 
     def _count(self, saves: bool, rule: BoundRule | None) -> None:
         calls = self.calls

@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
 
-from sac.errors import Problem, RegionError
-from sac.policy.model import ALTERNATE
-from sac.region.detach import detached
 from sac.region.parking import PackHooks
 from sac.region.settings import Settings
-from sac.region.storages import storage_sizes, version_of
-from sac.selective.around import hooks_off, mode_off, surrounding_packs
-from sac.selective.bytes_inside import counted
-from sac.selective.kept_result import KeptLeaf, KeptResult, given_leaves, versions_of
-from sac.selective.kept_states import KeptStates, generators_at
+from sac.region.storages import storage_sizes
+from sac.selective.kept_leaf import KeptLeaf
+from sac.selective.kept_result import KeptResult
+from sac.selective.kept_states import KeptStates
 from sac.selective.scope import ScopedForward
 from sac.selective.table import BoundRule, Table, paths_up
 
 if TYPE_CHECKING:
     from sac.region.inputs import KeptInputs
-    from sac.selective.labels import Labels
     from sac.selective.stats import KeptFigures
 
 # Note [Whole modules]
@@ -47,7 +41,6 @@ if TYPE_CHECKING:
 # behind is let go when forward is over.
 
 Place = tuple[str, int]  # path of a module, and which call of it in the region
-_SMALL_BUFFER = 1 << 9  # bytes; of larger ones a region that runs without a recorder has no copy
 
 
 @dataclass(slots=True)
@@ -56,10 +49,12 @@ class Learnt:
 
     ``copies``: calls of modules to whose results the region writes. ``bytes_inside``: what autograd keeps in saved
     modules, by rule. ``figures``: what such a call keeps in all. ``keeps_watching``: a saved module writes to an input
-    of the region, so that every call is watched.
+    of the region, so that every call is watched. ``differentiated``: calls through which the region's own forward takes
+    a gradient. Recomputation takes it again, through a graph of its own: it has to run those modules.
     """
 
     copies: set[Place] = field(default_factory=set)
+    differentiated: set[Place] = field(default_factory=set)
     bytes_inside: dict[int, int] = field(default_factory=dict)
     figures: KeptFigures | None = None
     keeps_watching: bool = False
@@ -90,19 +85,6 @@ class SavedCall:
         self.result = self.states = None
 
 
-class Watcher(Protocol):
-    """A region's dispatch mode in forward, as far as saved modules are concerned."""
-
-    def passed_generators(self) -> list[torch.Generator]:
-        """Return the generators that ops of the region have been passed so far."""
-
-    def watches(self, call: SavedCall) -> AbstractContextManager[Any]:
-        """Return the context in which the mode stays on in a saved module, and decides nothing."""
-
-    def returned(self, call: SavedCall, forward: ScopedForward, out: Any) -> None:
-        """The module has returned ``out``; what is kept of it is no copy yet."""
-
-
 class SavedModules:
     """What one call of a region keeps of the modules that its rules save as a whole; see Note [Whole modules].
 
@@ -118,6 +100,7 @@ class SavedModules:
         self.calls: dict[Place, SavedCall] = {}
         self.hits: defaultdict[int, int] = defaultdict(int)
         self.inputs: frozenset[int] = frozenset()  # addresses of the storages of the region's inputs
+        self._hooks: list[Any] = []  # in forward: on the nodes of results
         self._owners: dict[int, SavedCall] = {}  # in forward: address of a storage that is kept -> by which call
 
     def begin(self, inputs: KeptInputs) -> None:
@@ -131,21 +114,26 @@ class SavedModules:
         assert call.result is not None
         self.calls[call.place] = call
         self._owners.update(dict.fromkeys(call.result.addresses(), call))
-        if call.place in self.learnt.copies:
+        if call.place in self.learnt.differentiated:
+            call.result.drop()
+        elif call.place in self.learnt.copies:
             call.result.copy()
 
-    def owners(self) -> Iterable[tuple[int, SavedCall]]:
-        """Yield the address of each storage that is kept, with the call that keeps it; in forward only."""
-        return self._owners.items()
+    def watch_gradients(self, call: SavedCall, out: Any) -> None:
+        """Notice if a gradient passes through ``out``, the result of ``call``, before the forward is over."""
+
+        def passes(grads: Any) -> None:
+            self.learnt.differentiated.add(call.place)
+            if call.result is not None:
+                call.result.drop()
+
+        nodes = [leaf.grad_fn for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        self._hooks += [node.register_prehook(passes) for node in nodes if node is not None]
 
     def addresses(self) -> set[int]:
         """Return the addresses of the storages that are held."""
         results = [call.result for call in self.calls.values() if call.result is not None]
         return {address for result in results for address in result.addresses()}
-
-    def owner_of(self, address: int) -> SavedCall | None:
-        """Return the call that keeps the storage at ``address``, if one does; in forward only."""
-        return self._owners.get(address)
 
     def before_write(self, address: int) -> None:
         """The region is about to write to the storage at ``address``."""
@@ -158,7 +146,9 @@ class SavedModules:
         """The forward is over: let go what no recomputation up to ``last_missing`` asks for."""
         if self.is_watched:
             self._count_inside()
-        self._owners = {}
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._owners = [], {}
         for call in self.calls.values():
             if self.settings.early_stop and call.packs_before > last_missing:
                 call.drop()
@@ -196,140 +186,8 @@ class SavedModules:
         self.learnt.bytes_inside = dict(found)
 
 
-class SavingPass:
-    """What a forward makes active: runs saved modules outside of the region, and keeps what they leave behind.
-
-    ``count_packs`` tells how many tensors the region has packed so far, ``watcher`` is the mode that is on. ``hooks``:
-    how many of the innermost saved-tensor hooks are the region's.
-    """
-
-    def __init__(
-        self, modules: SavedModules, count_packs: Callable[[], int], watcher: Watcher | None = None, *, hooks: int = 1
-    ) -> None:
-        self.modules = modules
-        self.count_packs = count_packs
-        self.watcher = watcher
-        self._packs = surrounding_packs(hooks)
-        self._counts: defaultdict[str, int] = defaultdict(int)
-        self._turns: defaultdict[int, int] = defaultdict(int)
-        self._generators = generators_at(modules.settings)
-
-    def place_of(self, path: str) -> tuple[Place, BoundRule] | None:
-        """Return which call of the module at ``path`` begins, and the rule that saves it; None if none does."""
-        modules = self.modules
-        rule = modules.table.whole_rule(path)
-        if rule is None or not rule.saves:
-            return None
-        place = path, self._counts[path]
-        self._counts[path] += 1
-        modules.hits[rule.index] += 1
-        if rule.rule.do == ALTERNATE:
-            self._turns[rule.index] += 1
-            if self._turns[rule.index] % 2 == 0:
-                return None
-        return place, rule
-
-    def call(
-        self, place: tuple[Place, BoundRule], forward: ScopedForward, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Run a saved module."""
-        modules = self.modules
-        call = SavedCall(*place, self.count_packs())
-        given = given_leaves(args, kwargs)
-        before = versions_of(given)
-        passed = self.watcher.passed_generators() if self.watcher is not None else []
-        states = KeptStates([*self._generators, *passed], modules.settings)
-        with hooks_off(self._packs):
-            out = self._run(call, forward, args, kwargs)
-        states.close()
-        call.states = states
-        call.result = KeptResult(out, given, before, _name(modules.path, forward))
-        if self.watcher is not None:
-            self.watcher.returned(call, forward, out)
-        modules.add(call)
-        return out
-
-    def _run(self, call: SavedCall, forward: ScopedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.watcher is None:
-            return forward.run_unheard(args, kwargs)
-        if not self.modules.is_watched:
-            with mode_off(self.watcher):
-                return forward.run_unheard(args, kwargs)
-        with self.watcher.watches(call), counted(call.inside, forward.module, self.modules.inputs):
-            return forward.run_unheard(args, kwargs)
-
-
-class ServingPass:
-    """What a recomputation makes active: gives out what saved modules left behind, and does not run them.
-
-    ``mode`` is the one that is on, ``labels`` are its labels.
-    """
-
-    def __init__(self, modules: SavedModules, mode: Any = None, labels: Labels | None = None) -> None:
-        self.modules = modules
-        self._mode = mode
-        self._labels = labels
-        self._counts: defaultdict[str, int] = defaultdict(int)
-
-    def place_of(self, path: str) -> Place | None:
-        """Return which call of the module at ``path`` begins, if forward has saved that; else None."""
-        rule = self.modules.table.whole_rule(path)
-        if rule is None or not rule.saves:
-            return None
-        place = path, self._counts[path]
-        self._counts[path] += 1
-        return place if place in self.modules.calls else None
-
-    def call(self, place: Place, forward: ScopedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what the module returned in forward."""
-        call = self.modules.calls[place]
-        given = given_leaves(args, kwargs)
-        if call.result is None or call.states is None:
-            return self._run_again(forward, args, kwargs)
-        if call.result.serves(given):
-            call.states.put_back()
-            return call.result.build(given, self._name_again)
-        self.modules.learnt.copies.add(place)
-        before = versions_of(given)
-        out = self._run_again(forward, args, kwargs)
-        again = KeptResult(out, given, before, call.result.where)
-        for kept, former in zip(again.kept, call.result.kept, strict=True):
-            if isinstance(kept.data, torch.Tensor):
-                self._name_again(former, kept.data)
-        return out
-
-    def _name_again(self, kept: KeptLeaf, tensor: torch.Tensor) -> None:
-        if self._labels is not None:
-            self._labels.name_input_again(tensor, kept.places)
-
-    def _run_again(self, forward: ScopedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the module, unseen by the region; raises ``RegionError`` if it writes to a buffer of which is no copy."""
-        large = [one for one in forward.module.buffers() if one.nbytes > _SMALL_BUFFER]
-        versions = [version_of(one) for one in large]
-        with mode_off(self._mode), saved_tensors_hooks(detached, _same):
-            out = forward.run_unheard(args, kwargs)
-        if [version_of(one) for one in large] != versions:
-            raise RegionError(
-                Problem(
-                    where=_name(self.modules.path, forward),
-                    found="what this saved module returned was changed in place after it, as in no call before, and "
-                    "the module cannot be run again: it writes to its buffers",
-                    fix="clone the result before writing to it",
-                )
-            )
-        return out
-
-
 def saved_modules(owners: Iterable[nn.Module], table: Table) -> frozenset[int]:
     """Return, by id, which of a region's modules never run in its recomputation: those saved, and those inside them."""
     forwards = [(owner, getattr(owner.__dict__.get("forward"), "__self__", None)) for owner in owners]
     paths = {id(owner): forward.path for owner, forward in forwards if isinstance(forward, ScopedForward)}
     return frozenset(key for key, path in paths.items() if any(map(table.saves_whole, paths_up(path))))
-
-
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
-def _name(region: str, forward: ScopedForward) -> str:
-    return ".".join(filter(None, (region, forward.path))) or type(forward.module).__name__
