@@ -92,6 +92,9 @@ class OpTraits:
     returns_tensor: bool = True
     reads_data: bool = False  # values decide a Python number, or the shape of the result; not `index` with a mask
     is_collective: bool = False  # ranks have to meet in it, or in the wait for it
+    takes_optional: bool = False  # a tensor among its arguments may be left out
+    tensor_places: tuple[int, ...] = ()  # of its arguments, those that are tensors
+    view_of: int = -1  # the argument of which the result is a view each time, a new tensor; -1: there is none such
     is_flat: bool = False  # each tensor among its arguments is a positional argument by itself
     unsavable_reason: str = ""  # phrase for a message; empty when every call can be saved
     savable_if: str = ""  # a name in CONDITIONS: calls that can be saved although there is an unsavable_reason
@@ -158,7 +161,14 @@ def _of_schema(op: Any, schema: Any) -> OpTraits:
         returns_tensor=returns_tensor,
         reads_data=_reads_data(packet, op),
         is_collective=namespace in _COLLECTIVES,
+        takes_optional=any("Optional[Tensor]" in str(argument.type) for argument in schema.arguments),
         is_flat=_is_flat(schema),
+        tensor_places=tuple(
+            place
+            for place, argument in enumerate(schema.arguments)
+            if str(argument.type) in ("Tensor", "Optional[Tensor]") and not argument.kwarg_only
+        ),
+        view_of=_view_of(f"{namespace}.{packet}", schema) if is_view else -1,
         unsavable_reason=reason,
         savable_if=_savable_if(written) if returns_tensor and namespace not in INFRASTRUCTURE else "",
     )
@@ -190,6 +200,18 @@ def _aliases(packet: str, op: Any, schema: Any) -> bool:
     tag = getattr(torch.Tag, "maybe_aliasing_or_mutating", None)
     marked = any(argument.alias_info is not None and not argument.alias_info.is_write for argument in schema.arguments)
     return marked or packet in HIDDEN_ALIASES or (tag is not None and tag in op.tags)
+
+
+def _view_of(packet: str, schema: Any) -> int:
+    if packet == "aten._unsafe_view":
+        return 0
+    if len(schema.returns) != 1 or str(schema.returns[0].type) != "Tensor" or packet in HIDDEN_ALIASES:
+        return -1
+    if packet == "aten.lift_fresh":  # it hands its argument back
+        return -1
+    marked = [place for place, argument in enumerate(schema.arguments) if argument.alias_info is not None]
+    sure = schema.returns[0].alias_info is not None and len(marked) == 1
+    return marked[0] if sure and packet.startswith("aten.") else -1
 
 
 def _is_constant(namespace: str, packet: str, schema: Any) -> bool:

@@ -78,6 +78,10 @@ class Frame(RegionCall):
 
     @never_compiled
     def _unpack(self, handle: Handle) -> torch.Tensor:
+        return self._value_of(handle)
+
+    def _value_of(self, handle: Handle) -> torch.Tensor:
+        """Return the tensor that autograd has saved as ``handle``, recomputed if need be."""
         if handle.kept:
             return handle.kept_value(self.path)
         task = torch._C._current_graph_task_id()
@@ -100,7 +104,8 @@ class Frame(RegionCall):
         handle = self._handles[index]()
         if handle is None or not self._waits(handle, task):
             return False
-        if self.settings.checks_metadata and metadata(tensor) != (handle.shape, handle.dtype, handle.device):
+        known = handle.shape is not None and self.settings.checks_metadata
+        if known and metadata(tensor) != (handle.shape, handle.dtype, handle.device):
             raise RegionError(self._differs(handle, tensor))
         handle.value = tensor
         return True
@@ -141,7 +146,7 @@ class Frame(RegionCall):
     # Messages
 
     def _differs(self, handle: Handle, tensor: torch.Tensor) -> Problem:
-        forward = f"{str(handle.dtype).removeprefix('torch.')}{list(handle.shape)} on {handle.device}"
+        forward = f"{str(handle.dtype).removeprefix('torch.')}{list(handle.shape or ())} on {handle.device}"
         return self._problem(
             f"saved tensor {handle.index} was {forward} in forward and is {describe(tensor)} on {tensor.device} "
             "in recomputation",

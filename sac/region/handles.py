@@ -33,33 +33,24 @@ class StopRecompute(BaseException):
 class Handle:
     """What autograd holds instead of a tensor. Kept and missing are told apart by ``kept``."""
 
-    __slots__ = (
-        "__weakref__",
-        "borrowed",
-        "device",
-        "dtype",
-        "index",
-        "kept",
-        "shape",
-        "storage",
-        "task",
-        "value",
-        "version",
-        "watched",
-    )
+    # Defaults stand in the class: there is one handle per tensor that autograd saves, and few need them all.
+    shape: torch.Size | None = None
+    dtype: torch.dtype | None = None
+    device: torch.device | None = None
+    kept = False
+    storage = 0  # address of the tensor's storage object, where a recorder wants to know it
+    borrowed = False  # the kept value lives elsewhere too: an input, a parameter
+    value: torch.Tensor | Parked | None = None
+    watched: torch.Tensor | None = None  # shares the value's version counter
+    version = 0
+    task = -2  # the graph task that last unpacked it (-1 is autograd's "none")
 
-    def __init__(self, index: int, tensor: torch.Tensor) -> None:
+    def __init__(self, index: int, tensor: torch.Tensor | None = None) -> None:
         self.index = index
-        self.shape = tensor.shape
-        self.dtype = tensor.dtype
-        self.device = tensor.device
-        self.kept = False
-        self.storage = 0  # address of the tensor's storage object, where a recorder wants to know it
-        self.borrowed = False  # the kept value lives elsewhere too: an input, a parameter
-        self.value: torch.Tensor | Parked | None = None
-        self.watched: torch.Tensor | None = None  # shares the value's version counter
-        self.version = 0
-        self.task = -2  # the graph task that last unpacked it (-1 is autograd's "none")
+        if tensor is not None:  # to be compared with what recomputation saves in its place
+            self.shape = tensor.shape
+            self.dtype = tensor.dtype
+            self.device = tensor.device
 
     def keep(self, tensor: torch.Tensor) -> None:
         """Hold the data of ``tensor`` until autograd drops this handle."""

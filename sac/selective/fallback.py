@@ -66,7 +66,7 @@ class FallbackMode(BareMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        plan: Plan | None = self.plans.get(func)
+        plan: Plan | None = self.plans.get(id(func))
         if plan is None:
             plan = self.table.plan(func, self.path)
         if plan.light:

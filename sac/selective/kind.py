@@ -19,6 +19,7 @@ from sac.region.transforms import refuse_transforms
 from sac.selective.announce import announce
 from sac.selective.bind import rebuild_table
 from sac.selective.module_recorder import ModuleRecorder
+from sac.selective.program import Program
 from sac.selective.replay import ReplayFrame, warn_of_trouble
 from sac.selective.replay_recorder import ReplayRecorder
 from sac.selective.replay_run import CAN_REPLAY
@@ -47,6 +48,7 @@ class Kind:
         self.table = table
         self.name = name
         self.rows: tuple[OpRow, ...] = ()
+        self.programs: dict[Any, Program] = {}  # of each sort of inputs
         self.no_replay = ""  # why regions of this kind are not replayed
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -117,7 +119,15 @@ class Region:
         if records and self._is_replayed(settings):
             verifies = settings.verify == ALWAYS or (settings.verify == FIRST and sort not in self._verified)
             rows = None if self.kind.rows else Rows()
-            recorder = ReplayRecorder(self.kind.table, self.path, owners, settings, rows, verifies=verifies)
+            recorder = ReplayRecorder(
+                self.kind.table,
+                self.path,
+                owners,
+                settings,
+                rows,
+                verifies=verifies,
+                program=self.kind.programs.get(inputs.kind),
+            )
             recorder.begin(inputs, inputs.leaves_of(args, kwargs))
             frame = ReplayFrame(function, self.path, recorder, owners, settings, give_up=self._give_up)
             self._note_verified(sort)
@@ -154,6 +164,8 @@ class Region:
             or settings.use_reentrant
             or not CAN_REPLAY
         ):
+            return False
+        if table.speaks_of_modules:
             return False
         # The first call of a region that saves nothing is there to see whether it needs a recorder at all.
         return settings.engine == REPLAY or bool(table.rules) or bool(self.stats.calls)
@@ -204,6 +216,11 @@ class Region:
                 self._learnt.clear()
             modules.learnt.figures = recorder.figures
             self._learnt[sort] = modules.learnt
+        if isinstance(recorder, ReplayRecorder) and sort is not None and recorder.program is not None:
+            programs = self.kind.programs
+            if len(programs) >= SORTS:
+                programs.clear()
+            programs[sort[-1]] = recorder.program
         self.stats.take(recorder.figures, frame.input_bytes)
 
 

@@ -40,14 +40,14 @@ Description = tuple[Any, ...]
 class WeakStorages:
     """Weak references to storages: as long as they are held, the address of none is given to another storage."""
 
-    __slots__ = ("_references",)
+    __slots__ = ("references",)
 
     def __init__(self) -> None:
-        self._references: list[Any] = []
+        self.references: list[Any] = []
 
     def add(self, storage: Any) -> None:
         """Hold a weak reference to ``storage``."""
-        self._references.append(storage._weak_ref())
+        self.references.append(storage._weak_ref())
 
     def watch(self, tensor: torch.Tensor) -> None:
         """Hold a weak reference to the tensor's storage, if it has one."""
@@ -55,7 +55,7 @@ class WeakStorages:
             self.add(tensor.untyped_storage())
 
     def __del__(self) -> None:
-        for reference in self._references:
+        for reference in self.references:
             torch.UntypedStorage._free_weak_ref(reference)
 
 

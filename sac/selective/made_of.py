@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
-import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from sac.selective.tape import COUNT, FIRST, PLAN, READS, Entry, Tape
+from sac.selective.tape import Tape
 from sac.selective.tensors import storage_address
 from sac.selective.weights import NOT_PARAMETERS, Origins
-
-_LIFT_FRESH = torch.ops.aten.lift_fresh.default
-
 
 class MadeOf:
     """Answers for one tape, when asked: most values never are."""
@@ -35,7 +31,7 @@ class MadeOf:
 
     def _of(self, value: int) -> int:
         # Not by recursion: a region may hold more ops than Python has frames.
-        known = self._known
+        known, tape = self._known, self._tape
         stack = [value]
         while stack:
             one = stack[-1]
@@ -43,12 +39,12 @@ class MadeOf:
                 stack.pop()
                 continue
             entry = self._maker(one)
-            if entry is None:
-                known[one] = self._of_leaf(one)
-            elif getattr(entry[PLAN], "is_random", False):
-                known[one] = NOT_PARAMETERS
-            elif getattr(entry[PLAN], "op", None) is _LIFT_FRESH:
+            if one in tape.constants:
                 known[one] = 0
+            elif entry is None:
+                known[one] = self._of_leaf(one)
+            elif getattr(tape.plans[entry], "is_random", False):
+                known[one] = NOT_PARAMETERS
             else:
                 reads = [read for read in self._reads(one, entry) if read != one]
                 unknown = [read for read in reads if read not in known and read not in stack]
@@ -60,18 +56,18 @@ class MadeOf:
             stack.pop()
         return known[value]
 
-    def _reads(self, value: int, entry: Entry) -> list[int]:
+    def _reads(self, value: int, entry: int) -> list[int]:
         """Return what the entry that made ``value`` reads, and what those read that have written to it since."""
         tape = self._tape
         writers = tape.writers.get(tape.roots[value], ()) if tape.writers else ()
-        return [*entry[READS], *(read for writer in writers for read in tape.entries[writer][READS])]
+        return [*tape.reads[entry], *(read for writer in writers for read in tape.reads[writer])]
 
-    def _maker(self, value: int) -> Entry | None:
-        entries = self._tape.entries
-        place = bisect_right(entries, value, key=lambda entry: entry[FIRST]) - 1
-        if place < 0 or value >= entries[place][FIRST] + entries[place][COUNT]:
+    def _maker(self, value: int) -> int | None:
+        tape = self._tape
+        entry = bisect_right(tape.firsts, value) - 1
+        if entry < 0 or value >= tape.firsts[entry] + tape.counts.get(entry, 1):
             return None
-        return entries[place]
+        return entry
 
     def _of_leaf(self, value: int) -> int:
         leaf = self._tape.leaves.get(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -48,6 +49,12 @@ class ReplayFrame(Frame):
         super().__init__(*args, **more)
         self._give_up = give_up
 
+    def _pack(self, tensor: Tensor) -> Handle:
+        handle = Handle(len(self._handles))
+        self._handles.append(weakref.ref(handle))
+        self.recorder.pack(tensor, handle)
+        return handle
+
     def _close(self) -> None:
         self._forward_over = True
         alive = [handle for handle in (reference() for reference in self._handles) if handle is not None]
@@ -70,16 +77,15 @@ class ReplayFrame(Frame):
 
     @never_compiled
     def _unpack(self, handle: Handle) -> Tensor:
-        version = self.recorder.spoilt.get(handle.index)
-        if version is not None:
+        if not handle.kept and handle.index in self.recorder.spoilt:
+            version = self.recorder.spoilt[handle.index]
             raise RegionError(
                 self._problem(
-                    f"a tensor that backward needs ({str(handle.dtype).removeprefix('torch.')}{list(handle.shape)}) was "
-                    f"changed in place after version {version}, which backward expects",
+                    f"saved tensor {handle.index} was changed in place: backward expects version {version} of it",
                     fix="do not change it in place between the op that uses it and backward",
                 )
             )
-        return super()._unpack(handle)
+        return self._value_of(handle)
 
     def _recompute(self, wanted: Handle, task: int, *, last: bool) -> None:
         recorder = self.recorder
@@ -114,6 +120,7 @@ class ReplayFrame(Frame):
             filled.append(index)
 
         was_paused, recorder.paused = recorder.paused, not self._forward_over
+        recorder.tape.is_busy = recorder.tape.is_busy or recorder.paused
         try:
             with torch.enable_grad(), subclasses_on():
                 _, _, tensors = self.inputs.rebuild(self.path)

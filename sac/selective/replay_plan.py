@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from sac.selective.tape import COUNT, FIRST, PLAN, READS, Entry, Tape
+from sac.selective.tape import Tape
 
 # Note [What is replayed]
 #
@@ -31,7 +31,6 @@ class Step:
     """One entry that runs again. ``outputs``: which of its results are used, and their numbers."""
 
     number: int
-    entry: Entry
     outputs: tuple[tuple[int, int], ...]
     fills: tuple[tuple[int, int], ...]  # handles to fill after it, with their values
     frees: tuple[int, ...]  # values that nothing reads after it
@@ -47,18 +46,19 @@ class ReplayPlan:
     leaves: list[int]
     written: frozenset[int]
     handles: frozenset[int]
+    orders: list[Any] = field(default_factory=list)  # the steps as `replay_run.py` runs them
+    steps_by_number: dict[int, Step] = field(default_factory=dict)
 
 
 def plan_replay(tape: Tape, wanted: Sequence[Wanted]) -> ReplayPlan:
     """Return what to run again so that all ``wanted`` can be filled; see Note [What is replayed]."""
     walk = _Walk(tape)
     left = sorted(wanted, key=lambda one: one.time)
-    entries = tape.entries
     last = left[-1].time if left else 0
     for number in range(last - 1, -1, -1):
         while left and left[-1].time > number:
             walk.want(left.pop())
-        walk.visit(number, entries[number])
+        walk.visit(number)
     for one in left:
         walk.want(one)
     return walk.plan(wanted)
@@ -68,6 +68,7 @@ class _Walk:
     """The state of one walk backwards over a tape."""
 
     def __init__(self, tape: Tape) -> None:
+        self._tape = tape
         self._roots, self._kept, self._leaves, self._writes = tape.roots, tape.kept, tape.leaves, tape.writes
         self._needed: set[int] = set()  # values that are read by what was met so far
         self._needed_roots: set[int] = set()
@@ -79,8 +80,9 @@ class _Walk:
         self._waiting.setdefault(one.value, []).append(one.handle)
         self._needed_roots.add(self._roots[one.value])
 
-    def visit(self, number: int, entry: Entry) -> None:
-        first, count = entry[FIRST], entry[COUNT]
+    def visit(self, number: int) -> None:
+        tape = self._tape
+        first, count = tape.firsts[number], tape.counts.get(number, 1)
         needed, waiting = self._needed, self._waiting
         outputs = [
             (place, value)
@@ -89,7 +91,7 @@ class _Walk:
         ]
         writes: Any = self._writes.get(number, ())
         runs = bool(outputs) or (writes and not self._needed_roots.isdisjoint(writes))
-        if not runs and not self._is_due(entry):
+        if not runs and not self._is_due(number):
             return
         frees: list[int] = []
         fills: list[tuple[int, int]] = []
@@ -103,19 +105,21 @@ class _Walk:
             for value in [value for value in waiting if self._roots[value] in writes]:
                 fills += [(handle, value) for handle in waiting.pop(value)]
                 self._read(value, frees)
-        for value in entry[READS]:
+        for value in tape.reads[number]:
             self._read(value, frees)
-        self._steps.append(Step(number, entry, tuple(outputs), tuple(fills), tuple(frees)))
+        self._steps.append(Step(number, tuple(outputs), tuple(fills), tuple(frees)))
 
-    def _is_due(self, entry: Entry) -> bool:
+    def _is_due(self, number: int) -> bool:
         """Whether a collective has to run although nothing here reads it."""
-        plan = entry[PLAN]
+        tape = self._tape
+        plan = tape.plans[number]
         if not getattr(plan, "is_collective", False):
             return False
         if not (self._steps or self._waiting):
             return False
-        results = range(entry[FIRST], entry[FIRST] + entry[COUNT])
-        if plan.is_view and all(value in self._kept for value in entry[READS]):
+        first = tape.firsts[number]
+        results = range(first, first + tape.counts.get(number, 1))
+        if plan.is_view and all(value in self._kept for value in tape.reads[number]):
             return False  # the wait for a result that is kept
         return not results or any(value not in self._kept for value in results)
 

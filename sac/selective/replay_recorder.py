@@ -21,15 +21,18 @@ from sac.selective.fallback import FallbackMode, Routed
 from sac.selective.forward_state import Generators, Images
 from sac.selective.made_of import MadeOf
 from sac.selective.modes import decide
+from sac.selective.program import Program
 from sac.selective.record import written_tensors
 from sac.selective.replay_plan import ReplayPlan, Wanted, plan_replay
 from sac.selective.rows import Rows
 from sac.selective.stats import NO_RULE, KeptFigures
 from sac.selective.table import BoundRule, Plan, Table, run_op
-from sac.selective.tape import HOLE, KWARGS, PLAN, READS, REST, Entry, Tape, first_address
+from sac.selective.tape import HOLE, Tape, first_address
 from sac.selective.tape_mode import TapeMode, generators_of, moved, new_tensors
 from sac.selective.tensors import storage_address, storage_bytes, tensor_parts, tensors_of
-from sac.selective.weights import is_large
+from sac.selective.weights import NOT_PARAMETERS, is_large
+
+_LIFT_FRESH = torch.ops.aten.lift_fresh.default
 
 
 class ReplayRecorder:
@@ -47,6 +50,7 @@ class ReplayRecorder:
         rows: Rows | None = None,
         *,
         verifies: bool = False,
+        program: Program | None = None,
     ) -> None:
         self.table = table
         self.path = path
@@ -56,6 +60,7 @@ class ReplayRecorder:
         self.needs_mode = False
         self.figures: KeptFigures | None = None
         self.plan: ReplayPlan | None = None  # after the forward
+        self.program = program  # that of an earlier call on such inputs; after the forward: of this one
         self.spoilt: dict[int, int] = {}  # handle -> version: autograd saved it, and the region wrote to it later
         self.images: Images = {}
         self.checksums: dict[int, tuple[Tensor, ...]] | None = {} if verifies else None
@@ -67,11 +72,11 @@ class ReplayRecorder:
             tuple[int, Tensor, int]
         ] = []  # handles of what autograd saved since the last op, and versions
         self._settings = settings
+        self._before: list[tuple[torch.Generator, Tensor]] = []  # generators as they stood before the op that runs now
         self._made_of = MadeOf(self.tape, owners)
         self._places: dict[int, tuple[int, int, int]] = {}  # missing handle -> value, number of the next entry, version
-        self._suspects: list[tuple[int, Tensor, int, int]] = []
-        self._kept_at: dict[int, list[int]] = {}  # address of a storage -> kept values in it that no op has written to
-        self._kept_roots: set[int] = set()
+        self.suspects: list[tuple[int, Tensor, int, int]] = []
+        self._kept_in: dict[int, list[int]] = {}  # root -> kept values that no op has written to since
         self._rules: dict[int, int] = {}  # kept value -> rule
         self._generators: Generators = {}
         self._routed: list[Routed] = []
@@ -79,6 +84,7 @@ class ReplayRecorder:
         self._wrote_inputs = False
         self._wrote_late = False
         self._keeps_persistent = True
+        self._lasting: set[int] = set()  # roots of inputs and parameters, which the region or the model holds anyway
 
     # What the frame asks
 
@@ -86,6 +92,7 @@ class ReplayRecorder:
         """The region is about to run on ``inputs``, whose tensors are among ``leaves``."""
         self._inputs = inputs
         self._keeps_persistent = surrounding_hooks() is None
+        self.tape.lasting = self._lasting if self._keeps_persistent else set()
         for kept in inputs.tensors:
             self.tape.add_leaf(leaves[kept.position], kept.position, lasts=kept.stored is None)
 
@@ -96,9 +103,9 @@ class ReplayRecorder:
     def pack(self, tensor: Tensor, handle: Handle) -> None:
         """Autograd saves ``tensor``: note which value it is, and keep it if that costs nothing or nobody knows it."""
         tape = self.tape
-        if tape.trouble or self.paused:
-            return
         found = tape.ids.get(id(tensor))
+        if tape.is_busy and (tape.trouble or self.paused):
+            return
         if found is not None and found[0]() is tensor:
             value = found[1]
         elif first_address(tensor) in tape.by_storage:
@@ -111,17 +118,18 @@ class ReplayRecorder:
         root = tape.roots[value]
         if root in tape.factories and root not in tape.kept:
             self._explain(root, tensor, None)
-        if root in self._kept_roots:
+        if root in self._kept_in:
             handle.keep(tensor)
             handle.storage = storage_address(tensor)
             return
-        leaf = tape.leaves.get(root)
-        if leaf is not None and leaf.lasts and self._keeps_persistent and root not in tape.writers:
-            handle.keep(tensor)
-            handle.borrowed = True
-            return
         version = tensor._version
-        self._places[handle.index] = value, len(tape.entries), version
+        if root in self._lasting and root not in tape.writers:
+            # As it is: it is one of the ancestors that autograd holds anyway.
+            handle.kept = handle.borrowed = True
+            handle.version = version
+            handle.value = handle.watched = tensor
+            return
+        self._places[handle.index] = value, len(tape.plans), version
         self.recent.append((handle.index, tensor, version))
         if self.checksums is not None:
             self.checksums[handle.index] = checksum(tensor)
@@ -133,16 +141,23 @@ class ReplayRecorder:
     def end(self, kept: list[Handle], missing: list[int]) -> None:
         """The forward is over: work out what is to be replayed, and let go of what that does not need."""
         tape = self.tape
-        self._settle_suspects()
-        self.recent.clear()
+        self.settle_suspects()
+        self.recent = []
         self.needs_mode = self.may_save or bool(
             self.images or self._generators or self._wrote_late or self._wrote_inputs
         )
         if not tape.trouble:
-            self.plan = plan_replay(tape, self._wanted(missing))
+            if tape.writers:
+                self._look_for_spoilt(missing)
+            program = self.program
+            if program is None or not program.fits(tape, self._places, missing):
+                program = Program(tape, self._places, missing, plan_replay(tape, self.wanted(missing)))
+            self.program = program
+            program.lend(tape)
+            self.plan = program.plan
             self._check_leaves()
         if tape.trouble:
-            self.plan = None
+            self.plan = self.program = None
         self._let_go(kept)
         tape.close()
         if not missing:
@@ -176,7 +191,7 @@ class ReplayRecorder:
     @property
     def has_collectives(self) -> bool:
         """Whether other ranks have a part in what is run again."""
-        return any(getattr(entry[PLAN], "is_collective", False) for entry in self.tape.entries)
+        return any(getattr(plan, "is_collective", False) for plan in self.tape.plans)
 
     # What the mode asks
 
@@ -201,7 +216,7 @@ class ReplayRecorder:
             mode.rows.add(plan, rule, saves, args, kwargs, out)
         return out
 
-    def read_factories(self, plan: Plan, args: Any, kwargs: Any, reads: list[int], rest: Any) -> None:
+    def read_factories(self, plan: Plan, args: Any, kwargs: Any, reads: list[int]) -> None:
         """An op reads ``reads``: explain those that were made of nothing, and that no op has written to."""
         if plan.is_view:
             return
@@ -212,7 +227,7 @@ class ReplayRecorder:
         written = {id(tensor) for tensor in written_tensors(plan, args, kwargs)}
         for tensor in tensors_of([*args, *kwargs.values()]):
             value = tape.known(tensor)
-            if value in found and id(tensor) not in written:
+            if value in found and id(tensor) not in written and tape.roots[value] in tape.factories:
                 self._explain(tape.roots[value], tensor, plan.op)
 
     def before_write(self, plan: Plan, args: Any, kwargs: Any) -> None:
@@ -225,28 +240,77 @@ class ReplayRecorder:
                     tape.fail(f"{plan.op} writes to a tensor without strides")
                     continue
                 address = storage_address(part)
-                if address in self._kept_at:
-                    self._copy_kept(address)
                 root = tape.by_storage.get(address)
+                if root in self._kept_in:
+                    self._copy_kept(root)
                 if root is None or root in tape.leaves:
                     self._image(root, address, part, plan)
                 if root is not None:
                     roots.append(root)
         tape.add_write(tuple(roots))
 
-    def draw(self, plan: Plan, args: Any, kwargs: Any) -> list[tuple[torch.Generator, Tensor]]:
-        """An op is about to draw random numbers, perhaps: return the generators it may draw from, as they stand."""
+    def draw(self, plan: Plan, args: Any, kwargs: Any) -> None:
+        """An op is about to draw random numbers, perhaps: note the generators it may draw from, as they stand."""
         if plan.has_generator:
             self._note_generators(args, kwargs)
         self._before = [(generator, generator.get_state()) for generator in generators_of(args, kwargs)]
-        return self._before
 
-    def after_draw(self, plan: Plan, entry: int, before: list[tuple[torch.Generator, Tensor]], saves: bool) -> None:
+    def _after_draw(self, plan: Plan, entry: int, saves: bool) -> None:
         """It has run: remember where its generators stood, if it is to run again and has moved one."""
+        before, self._before = self._before, []  # a state is kilobytes: nothing of it may live until backward
         if not saves and (plan.is_random or moved(before)):
             self.tape.states[entry] = before
 
-    def add_results(self, plan: Plan, out: Any) -> int:
+    def finish(
+        self,
+        mode: TapeMode,
+        plan: Plan,
+        args: Any,
+        kwargs: Any,
+        rest: Any,
+        reads: list[int],
+        keywords: Any,
+        out: Any,
+    ) -> None:
+        """An op has run: put its entry on the tape, decide on its results, and hold them if they are to be saved."""
+        tape = self.tape
+        entry, first = len(tape.plans), len(tape.roots)
+        count = self._add_results(plan, out)
+        tape.append(plan, rest, tuple(reads), first)
+        if count != 1:
+            tape.counts[entry] = count
+        if keywords:
+            tape.keywords[entry] = keywords
+        saves, rule, call = False, None, None
+        if plan.decides:
+            saves, rule, call = self.decide_on(plan, args, kwargs, out, first, reads)
+        if plan.draws:
+            self._after_draw(plan, entry, saves)
+        if plan.traits.is_factory and count:
+            tape.factories[first] = entry
+        elif plan.op is _LIFT_FRESH and (constant := tape.known(out)) is not None:
+            self.keep(constant, out)  # made of numbers, which are no op's arguments
+            tape.constants.add(constant)
+        self._look_at_recent(entry)
+        tape.is_busy = bool(tape.trouble or tape.factories or self.suspects or self.paused)
+        if mode.rows is not None:
+            mode.rows.add(plan, rule, saves, args, kwargs, out, call=call)
+
+    def decide_on(
+        self, plan: Plan, args: Any, kwargs: Any, out: Any, first: int, reads: list[int]
+    ) -> tuple[bool, BoundRule | None, int | None]:
+        """Decide on the result of an op, and hold it if so; return that, the rule, and which call of the op it was."""
+        saves, rule, call = False, plan.final, None
+        if plan.counts or plan.candidates:
+            call = self.calls[plan]
+            saves, rule = decide(self, plan, args, kwargs, out)
+            saves = saves and self._save(plan, rule, call, first, out, reads)
+            self.may_save = self.may_save or plan.counts
+        if rule is not None:
+            self.hits[rule.index] += 1
+        return saves, rule, call
+
+    def _add_results(self, plan: Plan, out: Any) -> int:
         """Give numbers to the results of an op, but not to arguments that it gives back; return how many there are."""
         tensors = new_tensors(out)
         tape = self.tape
@@ -256,68 +320,71 @@ class ReplayRecorder:
             tape.add(tensor)
         return len(tensors)
 
-    def save(self, plan: Plan, rule: BoundRule | None, first: int, count: int, out: Any, reads: list[int]) -> bool:
+    def _save(self, plan: Plan, rule: BoundRule | None, call: int, first: int, out: Any, reads: list[int]) -> bool:
         """Hold the results of an op that the policy saves; return whether they can be held."""
         roots = self.tape.roots
-        values = range(first, first + count)
-        if not count or any(roots[value] < first for value in values):
+        count = len(roots) - first
+        if not count or min(roots[first:]) < first:
             return False  # it gave back an argument, or a view of one
-        if not plan.must_save and is_large(out, self._made_of.all_of(reads)):
-            if not (plan.draws and moved(self._before)):
-                return False
-        tensors = new_tensors(out)
-        for value, tensor in zip(values, tensors, strict=True):
-            self.keep(value, tensor)
-            self._rules[value] = rule.index if rule is not None else NO_RULE
+        if not plan.must_save and call not in plan.calls_on_inputs and self._is_of_parameters(plan, call, out, reads):
+            return False
+        number = rule.index if rule is not None else NO_RULE
+        for place, tensor in enumerate((out,) if count == 1 and type(out) is Tensor else new_tensors(out)):
+            self.keep(first + place, tensor)
+            self._rules[first + place] = number
         if plan.must_save:
-            self._routed.append(Routed(plan, [self.tape.kept[value] for value in values]))
+            self._routed.append(Routed(plan, [self.tape.kept[first + place] for place in range(count)]))
         return True
+
+    def _is_of_parameters(self, plan: Plan, call: int, out: Any, reads: list[int]) -> bool:
+        """Whether a result is made from parameters alone, and large."""
+        made_of = self._made_of.all_of(reads)
+        if made_of == NOT_PARAMETERS:
+            plan.calls_on_inputs.add(call)  # the next region's too: it only decides what is held
+        return is_large(out, made_of) and not (plan.draws and moved(self._before))
 
     def keep(self, value: int, tensor: Tensor) -> None:
         """Hold what lies in ``tensor``, as ``value``."""
-        self.tape.kept[value] = detached(tensor)
-        self._kept_roots.add(self.tape.roots[value])
-        for part in tensor_parts(tensor):
-            self._kept_at.setdefault(storage_address(part), []).append(value)
+        # `data` asks no dispatcher. That it has a version counter of its own does not matter: writes are seen by the mode.
+        self.tape.kept[value] = tensor.data if type(tensor) is Tensor else detached(tensor)
+        self._kept_in.setdefault(self.tape.roots[value], []).append(value)
 
-    def look_at_recent(self, entry: int) -> None:
+    def _look_at_recent(self, entry: int) -> None:
         """An op has run: see whether it wrote to what autograd had saved right before it."""
-        self._settle_suspects()
         if written := self.tape.writes.get(entry):
             for handle, tensor, version in self.recent:
                 if handle in self._places and self.tape.roots[self._places[handle][0]] in written:
-                    self._suspects.append((handle, tensor, version, entry))
-        self.recent.clear()
+                    self.suspects.append((handle, tensor, version, entry))
+        self.recent = []
 
     # Within
 
-    def _settle_suspects(self) -> None:
+    def settle_suspects(self) -> None:
         """Autograd saved these, and the next op wrote to them: with its consent if no version counter has moved."""
-        for handle, tensor, version, entry in self._suspects:
+        for handle, tensor, version, entry in self.suspects:
             if tensor._version == version:
                 self._wrote_late = True
                 value, _, _ = self._places[handle]
                 self._places[handle] = value, entry + 1, version
                 if self.checksums is not None:
                     self.checksums[handle] = checksum(tensor)
-        self._suspects.clear()
+        self.suspects.clear()
 
     def _explain(self, root: int, tensor: Tensor, op: Any) -> None:
         """A tensor made of nothing is used, and no op has written to it: hold it, unless it is a constant still."""
         tape = self.tape
-        entry = tape.entries[tape.factories.pop(root)]
-        plan = entry[PLAN]
+        entry = tape.factories.pop(root)
+        plan = tape.plans[entry]
         whole = tensor if tape.known(tensor) == root else tape.tensor_of(root)
         if whole is None:
             tape.fail(f"{op} reads memory that {plan.op} made, and that no op has written to")
-        elif plan.traits.is_uninitialised or not _is_constant(entry, whole):
+        elif plan.traits.is_uninitialised or not _is_constant(tape, entry, whole):
             self.keep(root, whole)
 
-    def _copy_kept(self, address: int) -> None:
-        tape = self.tape
-        for value in self._kept_at.pop(address):
-            tape.kept[value] = cloned(tape.kept[value])
-            self._kept_roots.discard(tape.roots[value])
+    def _copy_kept(self, root: int) -> None:
+        kept = self.tape.kept
+        for value in self._kept_in.pop(root):
+            kept[value] = cloned(kept[value])
 
     def _image(self, root: int | None, address: int, tensor: Tensor, plan: Plan) -> None:
         leaf = self.tape.leaves.get(root) if root is not None else None
@@ -340,10 +407,10 @@ class ReplayRecorder:
                 if usual is None or usual._cdata != generator._cdata:
                     self._generators[generator._cdata] = generator, generator.get_state()
 
-    def _wanted(self, missing: list[int]) -> list[Wanted]:
-        """Return what backward may ask for; what has been written to since autograd saved it is spoilt, or later."""
+    def _look_for_spoilt(self, missing: list[int]) -> None:
+        """What has been written to since autograd saved it is spoilt, or what backward sees is what was written."""
         tape = self.tape
-        alive = {value: reference for reference, value in tape.ids.values()} if tape.writers else {}
+        alive = {value: reference for reference, value in tape.ids.values()}
         for handle in missing:
             value, time, version = self._places[handle]
             writers = tape.writers.get(tape.roots[value])
@@ -351,38 +418,41 @@ class ReplayRecorder:
                 continue
             tensor = reference() if (reference := alive.get(value)) is not None else None
             if tensor is not None and tensor._version == version:
-                self._places[handle] = value, len(tape.entries), version
+                self._places[handle] = value, len(tape.plans), version
                 if self.checksums is not None:
                     self.checksums[handle] = checksum(tensor)
             else:
                 self.spoilt[handle] = version
-        return self.wanted(missing)
 
     def _check_leaves(self) -> None:
         """Nothing holds the leaves: what is gone when the forward ends will not be there in backward."""
         assert self.plan is not None
+        tape = self.tape
         for value in self.plan.leaves:
-            leaf = self.tape.leaves[value]
+            leaf = tape.leaves[value]
             if leaf.position < 0 and leaf.tensor() is None:
-                reader = next(step.entry[PLAN] for step in self.plan.steps if value in step.entry[READS])
-                name = getattr(reader, "op", reader)
-                self.tape.fail(f"{name} reads a tensor that no op made, and that nothing holds")
+                reader = next(
+                    (tape.plans[one.number] for one in self.plan.steps if value in tape.reads[one.number]), None
+                )
+                name = getattr(reader, "op", "autograd")
+                tape.fail(f"{name} reads a tensor that no op made, and that nothing holds")
 
     def _let_go(self, kept: list[Handle]) -> None:
         """Hold only what replay starts from, and count it."""
         tape = self.tape
-        needed = set(self.plan.kept) if self.plan is not None else set()
-        held = {value: tensor for value, tensor in tape.kept.items() if value in needed}
-        addresses = {storage_address(part) for tensor in held.values() for part in tensor_parts(tensor)}
-        loose = [handle for handle in kept if not handle.borrowed and handle.storage not in addresses]
-        compact_views([handle for handle in loose if isinstance(handle.value, Tensor)])
-        self.figures = self._count(held, kept)
+        needed = self.plan.kept if self.plan is not None else ()
+        held = {value: tape.kept[value] for value in needed}
+        loose = [handle for handle in kept if not handle.borrowed]
+        if loose:
+            addresses = {storage_address(part) for tensor in held.values() for part in tensor_parts(tensor)}
+            compact_views([handle for handle in loose if handle.storage not in addresses])
+        self.figures = self._count(held, loose)
         tape.kept = held
-        if self.plan is not None:
+        if tape.states and self.plan is not None:
             running = {step.number for step in self.plan.steps}
             tape.states = {number: states for number, states in tape.states.items() if number in running}
 
-    def _count(self, held: dict[int, Tensor], kept: list[Handle]) -> KeptFigures:
+    def _count(self, held: dict[int, Tensor], loose: list[Handle]) -> KeptFigures:
         sizes: dict[int, tuple[int, int]] = {}  # address of a storage -> bytes, rule
         rule_at: dict[int, int] = {}
         dead: dict[int, int] = {}
@@ -395,8 +465,8 @@ class ReplayRecorder:
                     sizes[address] = storage_bytes(part), rule
                 elif value in self._rules:
                     dead[address] = storage_bytes(part)
-        for handle in kept:
-            if not handle.borrowed and isinstance(handle.value, Tensor):
+        for handle in loose:
+            if isinstance(handle.value, Tensor):
                 rule = rule_at.get(handle.storage, NO_RULE)
                 for part in tensor_parts(handle.value):
                     sizes.setdefault(storage_address(part), (storage_bytes(part), rule))
@@ -407,14 +477,14 @@ class ReplayRecorder:
         return KeptFigures(sum(size for size, _ in sizes.values()), lost, rules, dict(self.hits))
 
 
-def _is_constant(entry: Entry, tensor: Tensor) -> bool:
+def _is_constant(tape: Tape, entry: int, tensor: Tensor) -> bool:
     """Whether ``tensor``, which the op of ``entry`` made of no values, is still what it makes.
 
     Asked once for all calls at one place of a kind of region: to compare waits for the device, and a kernel that writes
     to such tensors unseen does so in every call.
     """
-    plan = entry[PLAN]
+    plan: Plan = tape.plans[entry]
     if plan.constant is None:
-        args = [tensor if one is HOLE else one for one in entry[REST]]
-        plan.constant = bool(torch.equal(plan.run(*args, **(entry[KWARGS] or {})), tensor))
-    return bool(plan.constant)
+        args = [tensor if one is HOLE else one for one in tape.rests[entry]]
+        plan.constant = bool(torch.equal(plan.run(*args, **tape.keywords.get(entry, {})), tensor))
+    return plan.constant

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -16,13 +16,13 @@ from sac.selective.autocast import as_then
 from sac.selective.forward_state import Images
 from sac.selective.replay_plan import ReplayPlan
 from sac.selective.table import Plan
-from sac.selective.tape import ALIAS, HOLE, KWARGS, PART, PLAN, READS, REST, WRAP, Tape, from_reads
+from sac.selective.tape import ALIAS, HOLE, PART, WRAP, Tape, from_reads
 from sac.selective.tensors import metadata, storage_address, storage_bytes, tensors_of, wrapped_parts
 
 # In forward the ops of a tape ran inside a dispatch mode: below autograd and autocast. These guards are private to torch
 # (2.11 to 2.13); without them replay is not used.
-_BELOW_AUTOGRAD = getattr(torch._C, "_AutoDispatchBelowADInplaceOrView", None)
-_NO_AUTOCAST = getattr(torch._C, "_DisableAutocast", None)
+_BELOW_AUTOGRAD: Any = getattr(torch._C, "_AutoDispatchBelowADInplaceOrView", None)
+_NO_AUTOCAST: Any = getattr(torch._C, "_DisableAutocast", None)
 CAN_REPLAY = _BELOW_AUTOGRAD is not None and _NO_AUTOCAST is not None
 
 Fill = Callable[[int, Tensor], None]
@@ -40,18 +40,6 @@ class ExternalChangeError(Exception):
         self.tensor, self.version = tensor, version
 
 
-@contextmanager
-def _as_in_the_mode() -> Iterator[None]:
-    """Run ops as a dispatch mode's handler does. Modes that are on see them; autograd and autocast do not."""
-    assert _BELOW_AUTOGRAD is not None and _NO_AUTOCAST is not None
-    guards = [_BELOW_AUTOGRAD(), _NO_AUTOCAST()]
-    try:
-        yield
-    finally:
-        while guards:
-            guards.pop()
-
-
 def run_plan(plan: ReplayPlan, tape: Tape, inputs: dict[int, Tensor], images: Images, fill: Fill) -> None:
     """Run the steps of ``plan``; ``fill`` is given each waiting handle's number with its tensor.
 
@@ -60,7 +48,8 @@ def run_plan(plan: ReplayPlan, tape: Tape, inputs: dict[int, Tensor], images: Im
     """
     values: list[Any] = [None] * len(tape.roots)
     generators = {id(g): g for step in plan.steps for g, _ in tape.states.get(step.number, ())}
-    with torch.enable_grad(), _as_in_the_mode(), ExitStack() as stack:
+    # Modes that are on see the ops, as in the handler of one; autograd and autocast do not.
+    with torch.enable_grad(), _BELOW_AUTOGRAD(), _NO_AUTOCAST(), ExitStack() as stack:
         _load(plan, tape, inputs, images, values)
         for generator in generators.values():
             stack.callback(generator.set_state, generator.get_state())
@@ -80,9 +69,9 @@ def _load(plan: ReplayPlan, tape: Tape, inputs: dict[int, Tensor], images: Image
         address = storage_address(tensor)
         if address in images:
             copy = copies.setdefault(address, copy_of(images[address][1]))
-            values[value] = tensor.new_empty(0).set_(copy, *_place(leaf.geometry))
+            values[value] = tensor.new_empty(0).set_(copy, *_place(metadata(tensor)))
             continue
-        if metadata(tensor) != leaf.geometry or storage_bytes(tensor) < leaf.nbytes:
+        if tensor.shape != leaf.shape or (not storage_bytes(tensor) and tensor.numel()):
             raise CannotReplay("the data of a parameter that an op read is elsewhere now")
         if not leaf.lasts and version_of(tensor) != leaf.version:
             raise ExternalChangeError(tensor, leaf.version)
@@ -100,47 +89,78 @@ def _place(geometry: tuple[Any, ...]) -> tuple[Any, ...]:
 def _run(plan: ReplayPlan, tape: Tape, values: list[Any], fill: Fill) -> None:
     for handle, value in plan.fills:
         fill(handle, values[value])
-    pending: list[Any] = []  # works of point-to-point calls, of which several have to be under way at once
-    guards, states = tape.guards, tape.states
-    for step in plan.steps:
-        entry = step.entry
-        op, rest, keywords = entry[PLAN], entry[REST], entry[KWARGS]
-        if type(op) is not Plan:
-            out = _made(op, rest, [values[read] for read in entry[READS]])
+    rests, states, keywords = tape.rests, tape.states, tape.keywords
+    works: list[Any] = []  # of point-to-point calls, of which several have to be under way at once
+    for number, run, places, result, fills, frees in plan.orders or _orders(plan, tape):
+        if result < 0 or works or number in states:
+            _run_unusual(plan, tape, number, values, works)
         else:
-            if pending and op.op.namespace != "c10d":
-                _wait(pending)
-            if states and step.number in states:
-                for generator, state in states[step.number]:
-                    generator.set_state(state)
-            if op.flat:
-                reads = iter(entry[READS])
-                args = [values[next(reads)] if one is HOLE else one for one in rest]
-            else:
-                args = from_reads(rest, values)
-                keywords = from_reads(keywords, values)
-            if op.own_body:
-                with as_then(guards.get(step.number)):
-                    out = op.op(*args, **(keywords or {}))
-            else:
-                out = op.run(*args, **keywords) if keywords else op.run(*args)
-            if op.is_collective and op.op.namespace == "c10d":
-                pending.extend(_works_of(out))
-        outputs = step.outputs
-        if outputs:
-            if isinstance(out, Tensor):
-                values[outputs[0][1]] = out
-            else:
-                made = tensors_of(out)
-                for place, value in outputs:
-                    values[value] = made[place]
-        for handle, value in step.fills:
-            if pending:
-                _wait(pending)
+            args = [*rests[number]]
+            for place, value in places:
+                if args[place] is not HOLE:  # a number stands where another call of this program had a tensor
+                    args = _arguments(rests[number], tape.reads[number], values)
+                    break
+                args[place] = values[value]
+            values[result] = run(*args, **keywords[number]) if number in keywords else run(*args)
+        for handle, value in fills:
             fill(handle, values[value])
-        for value in step.frees:
+        for value in frees:
             values[value] = None
-    _wait(pending)
+    _wait(works)
+
+
+def _orders(plan: ReplayPlan, tape: Tape) -> list[Any]:
+    """Return the steps in the form in which they are run; calls with the same plan share it.
+
+    Of a usual step: its number, what to call, where its tensors stand among the arguments, the number of its result,
+    and what to do after it. The result is -1 where there is more to it; see ``_run_unusual``.
+    """
+    plan.orders = []
+    plan.steps_by_number = {step.number: step for step in plan.steps}
+    for step in plan.steps:
+        number = step.number
+        op, rest = tape.plans[number], tape.rests[number]
+        result, places = -1, ()
+        if type(op) is Plan and op.is_usual and not op.traits.takes_optional and tape.counts.get(number, 1) == 1:
+            holes = [place for place, one in enumerate(rest) if one is HOLE]
+            places = tuple(zip(holes, tape.reads[number], strict=True))
+            result = step.outputs[0][1] if step.outputs else -1
+        plan.orders.append((number, getattr(op, "run", None), places, result, step.fills, step.frees))
+    return plan.orders
+
+
+def _run_unusual(plan: ReplayPlan, tape: Tape, number: int, values: list[Any], works: list[Any]) -> None:
+    """Run a step with several results or none, with tensors inside arguments, random numbers, ranks to wait for, …"""
+    op, rest, reads = tape.plans[number], tape.rests[number], tape.reads[number]
+    if type(op) is not Plan:
+        out = _made(op, rest, [values[read] for read in reads])
+    else:
+        if works and op.op.namespace != "c10d":
+            _wait(works)
+        for generator, state in tape.states.get(number, ()):
+            generator.set_state(state)
+        keywords = tape.keywords.get(number, {})
+        if op.flat:
+            args = _arguments(rest, reads, values)
+        else:
+            args, keywords = from_reads(rest, values), from_reads(keywords, values)
+        if op.own_body:
+            with as_then(tape.guards.get(number)):
+                out = op.op(*args, **keywords)
+        else:
+            out = op.run(*args, **keywords)
+        if op.is_collective and op.op.namespace == "c10d":
+            works.extend(_works_of(out))
+            if plan.steps_by_number[number].fills:
+                _wait(works)
+    made = [out] if isinstance(out, Tensor) else tensors_of(out)
+    for place, value in plan.steps_by_number[number].outputs:
+        values[value] = made[place]
+
+
+def _arguments(rest: Sequence[Any], reads: tuple[int, ...], values: list[Any]) -> list[Any]:
+    left = iter(reads)
+    return [values[next(left)] if one is HOLE else one for one in rest]
 
 
 def _works_of(out: Any) -> list[Any]:

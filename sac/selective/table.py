@@ -66,6 +66,7 @@ class Plan:
     """All that the modes need to know of one op at one module path."""
 
     __slots__ = (
+        "calls_on_inputs",
         "candidates",
         "constant",
         "counts",
@@ -78,6 +79,10 @@ class Plan:
         "is_collective",
         "is_random",
         "is_silent",
+        "is_usual",
+        "decides",
+        "places",
+        "view_of",
         "is_view",
         "key",
         "light",
@@ -108,6 +113,19 @@ class Plan:
         self.is_silent = not traits.is_collective and (
             traits.is_infrastructure or not (traits.returns_tensor or self.writes)
         )
+        # An op without any of the traits that the tape has to look at: it reads tensors and makes a tensor.
+        self.places = traits.tensor_places
+        self.view_of = traits.view_of
+        self.is_usual = traits.is_flat and not (
+            self.writes
+            or traits.may_draw
+            or traits.is_factory
+            or traits.is_infrastructure
+            or self.is_silent
+            or (self.is_view and traits.view_of < 0)
+            or has_own_body(op)
+        )
+        self.decides = False  # whether a rule, the default or the must-save tier has a word on its result
         self.has_generator = bool(traits.generator_args or traits.generator_kwargs)
         self.draws = traits.may_draw
         self.flat = traits.is_flat
@@ -116,6 +134,7 @@ class Plan:
         self.constant: bool | None = (
             None  # what an op of constants made was one still when it was read; None: not known
         )
+        self.calls_on_inputs: set[int] = set()  # calls whose results were seen not to be made from parameters alone
         self.candidates: tuple[Candidate, ...] = ()
         self.final: BoundRule | None = None
         self.final_saves = False
@@ -163,10 +182,10 @@ class Table:
         self.saves_everything = self._saves_everything()
         self.traced: TracedCalls | None = None
         self.left_in_eager = 0
-        self._plans: dict[str, dict[Any, Plan]] = {}
+        self._plans: dict[str, dict[int, Plan]] = {}  # by the id of the op: its hash is a function in Python
 
-    def scope(self, path: str) -> dict[Any, Plan]:
-        """Return the plans made so far for ops run inside the module at ``path`` (relative to the region)."""
+    def scope(self, path: str) -> dict[int, Plan]:
+        """Return the plans made so far, by op's id, for ops run inside the module at ``path`` of the region."""
         return self._plans.setdefault(path, {})
 
     def _saves_everything(self) -> bool:
@@ -194,7 +213,8 @@ class Table:
         plan = Plan(op, path, traits_of(op))
         if plan.savable and not plan.light:
             self._bind(plan)
-        self._plans.setdefault(path, {})[op] = plan
+        plan.decides = bool(plan.counts or plan.candidates or plan.final is not None)
+        self._plans.setdefault(path, {})[id(op)] = plan
         return plan
 
     def _bind(self, plan: Plan) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch.nn import Parameter
 from sac.region.detach import detached
 from sac.region.storages import inner_tensors, version_of
 from sac.selective.labels import WeakStorages
-from sac.selective.tensors import metadata, storage_address, storage_bytes, wrapped_parts
+from sac.selective.tensors import metadata, storage_address, wrapped_parts
 
 # Note [The tape]
 #
@@ -39,10 +38,6 @@ from sac.selective.tensors import metadata, storage_address, storage_bytes, wrap
 HOLE = object()  # stands for a tensor among an entry's arguments; its value's number is among the entry's reads
 SMALL_NUMEL = 16  # a tensor from outside that has no more elements is held: a constant made for one op
 
-# What an entry is made of. A tuple, since there is one per op and call.
-PLAN, REST, READS, KWARGS, FIRST, COUNT = range(6)
-Entry = tuple[Any, ...]
-
 _PLAIN = frozenset({int, float, bool, type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format})
 
 
@@ -53,19 +48,18 @@ class Ref:
     value: int
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Leaf:
     """A value that no op of the region made. ``position`` is that of an input, -1 for a tensor from outside.
 
-    ``version`` and ``nbytes`` (of its storage) are those of its first use. ``lasts``: it is a parameter, or an input
-    that the region holds as it is, so that what lies in it need not be held once more.
+    ``version`` and ``shape`` are those of its first use. ``lasts``: it is a parameter, or an input that the region holds
+    as it is, so that what lies in it need not be held once more.
     """
 
     position: int
     tensor: Any  # of one from outside: a weak reference, or something else that returns it when called
     version: int
-    nbytes: int
-    geometry: tuple[Any, ...]
+    shape: torch.Size
     lasts: bool
 
 
@@ -74,17 +68,25 @@ class Tape:
 
     __slots__ = (
         "by_storage",
-        "entries",
+        "constants",
+        "counts",
         "factories",
+        "firsts",
         "guards",
         "ids",
+        "is_busy",
         "kept",
+        "keywords",
+        "lasting",
         "leaves",
         "parts",
+        "plans",
+        "reads",
+        "rests",
         "roots",
         "seen_at",
         "states",
-        "surroundings",
+        "storages",
         "trouble",
         "versions",
         "weak",
@@ -93,7 +95,13 @@ class Tape:
     )
 
     def __init__(self) -> None:
-        self.entries: list[Entry] = []
+        # An entry is a place in these four lists, and has more in the two tables where there is more to it.
+        self.plans: list[Any] = []  # what the table says of the op, or one of ALIAS, PART, WRAP
+        self.rests: list[Any] = []  # its arguments, with HOLE or Ref for tensors
+        self.reads: list[tuple[int, ...]] = []  # the values that it reads
+        self.firsts: list[int] = []  # the number of its first result
+        self.counts: dict[int, int] = {}  # how many results it has, where that is not one
+        self.keywords: dict[int, Any] = {}
         self.ids: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self.roots: list[int] = []  # of each value
         self.versions: list[int] = []  # of each value: its version counter when it was last looked at
@@ -103,18 +111,23 @@ class Tape:
         self.writers: dict[int, list[int]] = {}  # root -> entries that write to it
         self.writes: dict[int, tuple[int, ...]] = {}  # entry -> roots that it writes to
         self.leaves: dict[int, Leaf] = {}
+        self.constants: set[int] = set()  # values made of Python's numbers
         self.kept: dict[int, Tensor] = {}
+        self.lasting: set[int] = set()  # roots of leaves that last
         self.factories: dict[int, int] = {}  # root -> entry that made it of nothing, while no op has written to it
         self.states: dict[
             int, list[tuple[torch.Generator, Tensor]]
         ] = {}  # entry -> generators, as they stood before it
         self.guards: dict[int, Any] = {}  # entry -> the autocast of its caller, where its body leans on that
-        self.weak = WeakStorages()
+        self.storages = WeakStorages()
+        self.weak: list[Any] = self.storages.references
         self.trouble = ""
+        self.is_busy = False  # there is something to look at before the next op: trouble, factories, a pause, suspects
 
     def fail(self, why: str) -> None:
         """Note that this call cannot be replayed; the first reason is the one to be told."""
         self.trouble = self.trouble or why
+        self.is_busy = True
 
     # Reading
 
@@ -145,7 +158,7 @@ class Tape:
         seen = self.seen_at.get(value, -1)
         writers = self.writers.get(self.roots[value], ())
         before, self.versions[value] = self.versions[value], tensor._version
-        self.seen_at[value] = len(self.entries)
+        self.seen_at[value] = len(self.plans)
         if before > tensor._version or any(entry >= seen for entry in writers):
             return value
         return self.pin(tensor)  # somebody else wrote to it: what lies there now is a value of its own
@@ -160,15 +173,17 @@ class Tape:
         """Give ``tensor`` a number."""
         value = len(self.roots)
         self.ids[id(tensor)] = (weakref.ref(tensor), value)
-        address = first_address(tensor)
+        kind = type(tensor)
+        plain = kind is Tensor or kind is Parameter
+        address = storage_address(tensor) if plain else first_address(tensor)
         root = None if new_root else self.by_storage.get(address)
         # Of a view the mode sees a counter of its own; what is above the mode lets it share that of its base.
         self.versions.append(version_of(tensor) if root is None else self.versions[root])
         if root is None:
             root = self.by_storage[address] = value
-            self.weak.watch(tensor)
+            self.storages.watch(tensor)
         self.roots.append(root)
-        if type(tensor) is not Tensor and is_wrapper(tensor):
+        if not plain and is_wrapper(tensor):
             self._note_parts(tensor, value, root)
         return value
 
@@ -178,18 +193,20 @@ class Tape:
             self.parts[address] = (value, place)
             if address not in self.by_storage:
                 self.by_storage[address] = root
-                self.weak.watch(part)
+                self.storages.watch(part)
 
     def meet(self, tensor: Tensor, op: Any) -> int:
         """Give a number to a tensor that no op of the tape has made."""
+        kind = type(tensor)
+        if kind is not Tensor and kind is not Parameter and is_wrapper(tensor):
+            return self._meet_wrapper(tensor, op)
         if tensor.is_inference():
             self.fail(f"{op} reads a tensor of inference mode")
-        if type(tensor) is not Tensor and type(tensor) is not Parameter and is_wrapper(tensor):
-            return self._meet_wrapper(tensor, op)
-        root = self.by_storage.get(storage_address(tensor))
+        address = storage_address(tensor)
+        root = self.by_storage.get(address)
         if root is None:
             return self.add_leaf(tensor)
-        if storage_address(tensor) in self.parts:
+        if address in self.parts:
             return self._meet_part(tensor)
         leaf = self.leaves.get(root)
         if leaf is not None and leaf.position < 0 and root not in self.writers:
@@ -215,9 +232,16 @@ class Tape:
     def _made(self, plan: Any, rest: Any, reads: tuple[int, ...], tensor: Tensor) -> int:
         """Put an entry on the tape that makes ``tensor`` of values, and give it a number."""
         value = self.add(tensor)
-        self.seen_at[value] = len(self.entries)
-        self.entries.append((plan, rest, reads, None, value, 1))
+        self.seen_at[value] = len(self.plans)
+        self.append(plan, rest, reads, value)
         return value
+
+    def append(self, plan: Any, rest: Any, reads: tuple[int, ...], first: int) -> None:
+        """Put an entry with one result on the tape."""
+        self.plans.append(plan)
+        self.rests.append(rest)
+        self.reads.append(reads)
+        self.firsts.append(first)
 
     def add_leaf(self, tensor: Tensor, position: int = -1, *, lasts: bool = True) -> int:
         """Give a number to an input of the region, or to a tensor from outside.
@@ -225,26 +249,22 @@ class Tape:
         ``lasts``: of an input, that the region holds the caller's tensor until backward.
         """
         value = self.add(tensor)
+        kind = type(tensor)
+        is_parameter = kind is Parameter or (kind is not Tensor and isinstance(tensor, Parameter))
         held: Any = weakref.ref(tensor)
-        small = type(tensor) is Tensor and tensor.numel() <= SMALL_NUMEL and tensor.device.type == "cpu"
-        if position < 0 and small and not tensor.requires_grad:
+        if position < 0 and kind is Tensor and tensor.numel() <= SMALL_NUMEL and not tensor.requires_grad:
             held = _Held(tensor)
-        lasts = lasts if position >= 0 else isinstance(tensor, Parameter)
-        self.leaves[value] = Leaf(position, held, version_of(tensor), storage_bytes(tensor), metadata(tensor), lasts)
+        lasts = lasts if position >= 0 else is_parameter
+        self.leaves[value] = Leaf(position, held, self.versions[value], tensor.shape, lasts)
+        if lasts:
+            self.lasting.add(self.roots[value])
         return value
 
     # Writing down
 
-    def add_outputs(self, outputs: Sequence[Tensor]) -> tuple[int, int]:
-        """Give numbers to the results of an op; return the first and how many there are."""
-        first = len(self.roots)
-        for out in outputs:
-            self.add(out)
-        return first, len(outputs)
-
     def add_write(self, roots: tuple[int, ...]) -> None:
         """The entry that comes next writes to what lies at ``roots``."""
-        entry = len(self.entries)
+        entry = len(self.plans)
         self.writes[entry] = roots
         for root in roots:
             self.writers.setdefault(root, []).append(entry)
@@ -254,12 +274,13 @@ class Tape:
         """The forward is over: what finds tensors again is of no more use."""
         self.ids, self.by_storage, self.parts = {}, {}, {}
         self.seen_at, self.factories = {}, {}
-        self.weak = WeakStorages()
+        self.storages, self.weak = WeakStorages(), []
 
     def drop(self) -> None:
         """No replay will come: hold nothing any more."""
-        self.entries, self.kept, self.leaves, self.states, self.guards = [], {}, {}, {}, {}
-        self.writers, self.writes, self.roots, self.versions = {}, {}, [], []
+        self.plans, self.rests, self.reads, self.firsts, self.roots, self.versions = [], [], [], [], [], []
+        self.counts, self.keywords, self.kept, self.leaves, self.states, self.guards = {}, {}, {}, {}, {}, {}
+        self.writers, self.writes = {}, {}
 
 
 class _Held:

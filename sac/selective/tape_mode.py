@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from sac.region.detach import equal
 from sac.selective import scope
 from sac.selective.autocast import callers_autocast
 from sac.selective.bare_mode import BareMode
-from sac.selective.modes import decide
 from sac.selective.record import default_generators
 from sac.selective.rows import Rows
 from sac.selective.table import Plan, run_op
@@ -20,9 +19,8 @@ from sac.selective.tape import HOLE, as_reads
 from sac.selective.tensors import tensors_of
 
 if TYPE_CHECKING:
-    from sac.selective.replay import ReplayRecorder
+    from sac.selective.replay_recorder import ReplayRecorder
 
-_LIFT_FRESH = torch.ops.aten.lift_fresh.default
 _NO_REPLAY = frozenset({"fsdp", "streams"})  # what they do hangs on more than tensors
 
 
@@ -54,91 +52,116 @@ class TapeMode(BareMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        plan: Plan | None = self.plans.get(func)
-        record, tape = self.record, self.tape
-        if plan is None:
-            plan = record.table.plan(func, self.path)
-        if plan.is_silent or record.paused:
-            if self.rows is not None and not record.paused:
-                self.rows.add(plan, None, False, args, kwargs or {}, None)
-            if plan.traits.is_infrastructure and func.namespace in _NO_REPLAY:
-                tape.fail(f"{func.namespace} ops run inside the region")
-            return plan.run(*args, **kwargs) if kwargs else plan.run(*args)
-        if tape.trouble:
-            return record.run_untaped(self, plan, args, kwargs or {})
+        plan: Plan | None = self.plans.get(id(func))
+        tape, record = self.tape, self.record
+        if plan is None or not plan.is_usual or tape.is_busy or self.rows is not None:
+            return self._run(plan or record.table.plan(func, self.path), func, args, kwargs or {})
 
-        # What it reads.
+        # The usual op, of which there are many: all that is known of it beforehand is not asked again. What follows does
+        # what `_run` does, with the methods of the tape written out.
+        ids, versions, roots = tape.ids, tape.versions, tape.roots
+        reads = []
+        rest = [*args]
+        for place in plan.places:
+            if place >= len(args):
+                break
+            value = args[place]
+            found = ids.get(id(value))
+            if found is None or found[0]() is not value:
+                if not isinstance(value, Tensor):  # left out, or a number
+                    continue
+                number = tape.meet(value, func)
+            else:
+                number = found[1]
+                if value._version != versions[number]:
+                    number = tape.look_at_version(value, number)
+            reads.append(number)
+            rest[place] = HOLE
+        if tape.is_busy:  # trouble
+            return self._run(plan, func, args, kwargs or {})
+        out = plan.run(*args, **kwargs) if kwargs else plan.run(*args)
+        if type(out) is not Tensor:
+            record.finish(self, plan, args, kwargs or {}, rest, reads, kwargs or {}, out)
+            return out
+        first = len(roots)
+        if plan.view_of >= 0:
+            root = roots[reads[0]]
+            versions.append(versions[root])
+            roots.append(root)
+        elif (storage := _storage_of(out)) is None:
+            tape.add(out)
+        else:
+            root = tape.by_storage.setdefault(storage._cdata, first)
+            if root == first:
+                tape.weak.append(storage._weak_ref())
+                versions.append(0)
+            else:
+                versions.append(versions[root])
+            roots.append(root)
+        ids[id(out)] = ref(out), first
+        if kwargs:
+            tape.keywords[len(tape.plans)] = kwargs
+        tape.plans.append(plan)
+        tape.rests.append(rest)
+        tape.reads.append(tuple(reads))
+        tape.firsts.append(first)
+        if plan.decides:
+            record.decide_on(plan, args, kwargs or {}, out, first, reads)
+        if record.recent:
+            record.recent = []
+        return out
+
+    def _run(self, plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run any op, and write it down."""
+        record, tape = self.record, self.tape
+        if plan.is_silent or record.paused:
+            return self._run_silently(plan, func, args, kwargs)
+        if record.suspects:
+            record.settle_suspects()
+        if tape.trouble:
+            return record.run_untaped(self, plan, args, kwargs)
+        reads: list[int] = []
         rest: Any
         keywords: Any = kwargs
         if plan.flat:
-            ids, versions = tape.ids, tape.versions
-            reads, rest = [], []
+            rest = []
             for value in args:
-                kind = type(value)
-                if kind is Tensor or kind is Parameter or isinstance(value, Tensor):
-                    found = ids.get(id(value))
-                    if found is None or found[0]() is not value:
-                        number = tape.meet(value, func)
-                    else:
-                        number = found[1]
-                        if value._version != versions[number]:
-                            number = tape.look_at_version(value, number)
-                    reads.append(number)
+                if isinstance(value, Tensor):
+                    reads.append(tape.find(value, func))
                     rest.append(HOLE)
                 else:
                     rest.append(value)
         else:
-            reads = []
             rest = as_reads(args, tape, func, reads)
-            keywords = as_reads(kwargs, tape, func, reads) if kwargs else kwargs
-        kwargs = kwargs or {}
+            keywords = as_reads(kwargs, tape, func, reads)
         if tape.factories:
-            record.read_factories(plan, args, kwargs, reads, rest)
+            record.read_factories(plan, args, kwargs, reads)
         if plan.writes:
             record.before_write(plan, args, kwargs)
-
-        # The op itself.
         if plan.draws:
-            before = record.draw(plan, args, kwargs)
+            record.draw(plan, args, kwargs)
+        if tape.trouble:
+            return record.run_untaped(self, plan, args, kwargs)
         if plan.own_body:
-            tape.guards[len(tape.entries)] = callers_autocast(func, args)
-            out = run_op(plan, args, kwargs)
-        elif kwargs:
-            out = plan.run(*args, **kwargs)
-        else:
-            out = plan.run(*args)
-
-        # What it makes.
-        entry = len(tape.entries)
-        first = len(tape.roots)
-        if type(out) is Tensor and not (plan.writes or plan.is_view):
-            tape.add(out)
-            count = 1
-        else:
-            count = record.add_results(plan, out)
-        tape.entries.append((plan, rest, tuple(reads), keywords, first, count))
-        saves, rule = False, plan.final
-        if plan.counts or plan.candidates:
-            call = record.calls[plan]
-            saves, rule = decide(record, plan, args, kwargs, out)
-            if saves:
-                saves = record.save(plan, rule, first, count, out, reads)
-            record.may_save = record.may_save or plan.counts
-        else:
-            call = None
-        if rule is not None:
-            record.hits[rule.index] += 1
-        if plan.draws:
-            record.after_draw(plan, entry, before, saves)
-        if plan.traits.is_factory and count:
-            tape.factories[first] = entry
-        elif func is _LIFT_FRESH and count:
-            record.keep(first, out)
-        if record.recent:
-            record.look_at_recent(entry)
-        if self.rows is not None:
-            self.rows.add(plan, rule, saves, args, kwargs, out, call=call)
+            tape.guards[len(tape.plans)] = callers_autocast(func, args)
+        out = run_op(plan, args, kwargs)
+        record.finish(self, plan, args, kwargs, rest, reads, keywords, out)
         return out
+
+    def _run_silently(self, plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
+        if not self.record.paused:
+            if plan.traits.is_infrastructure and func.namespace in _NO_REPLAY:
+                self.tape.fail(f"{func.namespace} ops run inside the region")
+            if self.rows is not None:
+                self.rows.add(plan, None, False, args, kwargs, None)
+        return plan.run(*args, **kwargs)
+
+
+def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
+    try:
+        return tensor.untyped_storage()
+    except (RuntimeError, NotImplementedError):  # a sparse one has none
+        return None
 
 
 def generators_of(args: Any, kwargs: Any) -> list[torch.Generator]:
