@@ -36,6 +36,11 @@ from tests.stacks.decoders import BLOCK_OF, TOKENS, WIDTH, Decoder, decoder
 RATE = 0.05
 
 EVERYTHING = {"schema": "sac/v1", "name": "everything", "rules": [{"id": "everything", "ops": "*", "do": "save"}]}
+WHOLE_MODULES = {
+    "schema": "sac/v1",
+    "name": "whole-modules",
+    "rules": [{"id": "parts", "module": "{self_attn,mlp,experts.*}", "do": "save"}],
+}
 MODES: dict[str, Any] = {
     "none": "none",
     "full": "full",
@@ -43,6 +48,13 @@ MODES: dict[str, Any] = {
     "selective, everything": {"mode": "selective", "policy": EVERYTHING},
     "full, inputs on the host": {"mode": "full", "store": "host"},
     "selective, inputs on the host": {"mode": "selective", "store": "host"},
+    "whole modules": {"mode": "selective", "policy": WHOLE_MODULES},
+    "whole modules, scattered": {
+        "mode": "selective",
+        "policy": WHOLE_MODULES,
+        "distribute_saved_activations": True,
+        "verify_replicated": True,
+    },
     "full, reentrant": {"mode": "full", "use_reentrant": True},
     "full, scattered": {"mode": "full", "distribute_saved_activations": True, "verify_replicated": True},
     "selective, scattered": {"mode": "selective", "distribute_saved_activations": True, "verify_replicated": True},
