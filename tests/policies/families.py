@@ -54,6 +54,40 @@ def _tower(prefix: str) -> Recipe:
     return Recipe(f"{prefix}Config", f"{prefix}Model", fields, lambda: {"pixel_values": inputs()["pixel_values"]})
 
 
+_RESIDUAL = {"embedding_size": 16, "hidden_sizes": [64, 128], "depths": [2, 2]}
+
+
+def _picture() -> dict[str, Any]:
+    """Return an image that is large enough to be halved five times."""
+    return {"pixel_values": torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(2))}
+
+
+def _detector(prefix: str) -> Recipe:
+    """Return a detector: a network whose norms are frozen, below a transformer."""
+    fields = {
+        "encoder_hidden_dim": 32,
+        "encoder_in_channels": [64, 128, 256],
+        "decoder_in_channels": [32, 32, 32],
+        "encoder_ffn_dim": 64,
+        "decoder_ffn_dim": 64,
+        "d_model": 32,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+        "decoder_layers": 2,
+        "num_queries": 8,
+        "num_denoising": 0,
+        "disable_custom_kernels": True,
+    }
+    network = {
+        "embedding_size": 16,
+        "hidden_sizes": [32, 64, 128, 256],
+        "depths": [2, 2, 2, 2],
+        "out_indices": [2, 3, 4],
+    }
+    parts = {"backbone_config": ("RTDetrResNetConfig", network)}
+    return Recipe(f"{prefix}Config", f"{prefix}ForObjectDetection", fields, _picture, parts)
+
+
 # What the zoo lacks, by policy. Families of the zoo itself are in _ZOO, by the name that `models` has for them.
 _MORE: dict[str, dict[str, Recipe]] = {
     "llama": {
@@ -187,6 +221,12 @@ _MORE: dict[str, dict[str, Recipe]] = {
             },
         ),
     },
+    "resnet": {
+        "resnet": Recipe("ResNetConfig", "ResNetForImageClassification", _RESIDUAL, _picture),
+        "rt_detr": _detector("RTDetr"),
+        "rt_detr_v2": _detector("RTDetrV2"),
+        "rt_detr_resnet": Recipe("RTDetrResNetConfig", "RTDetrResNetBackbone", _RESIDUAL, _picture),
+    },
     "mamba": {
         "falcon_mamba": _like("mamba", "FalconMamba"),
         "zamba2": _like(
@@ -299,4 +339,6 @@ def loss_of(model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
     if loss is not None:
         return loss
     first = output if isinstance(output, torch.Tensor) else next(iter(output.values()))
+    if isinstance(first, tuple):  # the feature maps of a backbone
+        first = first[-1]
     return first.square().mean()

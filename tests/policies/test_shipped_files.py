@@ -12,7 +12,7 @@ from sac.policy.shipped import shipped_policies, shipped_policy_path
 from sac.selective.bind import bind_policy
 from tests.policies.families import FAMILIES
 
-EXPECTED = ("bert", "deepseek_v3", "gemma", "general", "gpt2", "llama", "mamba", "moe", "t5", "vit")
+EXPECTED = ("bert", "deepseek_v3", "gemma", "general", "gpt2", "llama", "mamba", "moe", "resnet", "t5", "vit")
 
 
 def test_these_policies_are_shipped() -> None:

@@ -35,6 +35,8 @@ QUICK = (
     "vit-vit",
     "vit-dinov2",
     "vit-DiT",
+    "resnet-resnet",
+    "resnet-rt_detr",
     "mamba-mamba",
     "mamba-bamba",
     "mamba-qwen3_next",
