@@ -193,8 +193,11 @@ class Region:
         table = self.kind.table
         modules, apart = None, frozenset[int]()
         if table.speaks_of_modules:
-            modules = SavedModules(table, self.path, settings, self._learnt.get(sort))
-            apart = saved_modules(owners, table)
+            learnt = self._learnt.get(sort)
+            modules = SavedModules(table, self.path, settings, learnt)
+            if learnt is None:
+                modules.learnt.apart = saved_modules(owners, table)
+            apart = modules.learnt.apart
             if not sees_ops:
                 return ModuleRecorder(modules, apart)
         rows = Rows() if not self.kind.rows else None

@@ -48,15 +48,17 @@ class Learnt:
     """What a watched call of a region has shown of its saved modules; holds for inputs of one sort.
 
     ``copies``: calls of modules to whose results the region writes. ``bytes_inside``: what autograd keeps in saved
-    modules, by rule. ``figures``: what such a call keeps in all. ``keeps_watching``: a saved module writes to an input
-    of the region, so that every call is watched. ``differentiated``: calls through which the region's own forward takes
-    a gradient. Recomputation takes it again, through a graph of its own: it has to run those modules.
+    modules, by rule. ``figures``: what such a call keeps in all. ``apart``: modules that recomputation never runs, by
+    id. ``keeps_watching``: a saved module writes to what the region keeps for itself, so that every call is watched.
+    ``differentiated``: calls through which the region's own forward takes a gradient. Recomputation takes it again,
+    through a graph of its own: it has to run those modules.
     """
 
     copies: set[Place] = field(default_factory=set)
     differentiated: set[Place] = field(default_factory=set)
     bytes_inside: dict[int, int] = field(default_factory=dict)
     figures: KeptFigures | None = None
+    apart: frozenset[int] = frozenset()
     keeps_watching: bool = False
 
 
