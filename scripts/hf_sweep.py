@@ -12,7 +12,7 @@ Each family is built from its configuration alone and trained for some steps in 
     passes           blocks are found; loss, every gradient and every buffer have the same bits as without sac, with
                      dropout and in eval mode; fewer bytes are kept, and `full` runs more FLOPs
     FAILS            one of these is not so
-    not trainable    there is no model class, no gradient, or two runs without sac differ
+    not trainable    there is no model class, no gradient, no second step, no layer, or two runs without sac differ
     cannot be built  no model could be made from the configuration, or no inputs that its forward takes
 """
 

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from sac.blocks.cache import turn_off_cache
 
 from .classes import model_classes
-from .hints import HINTS, Hint
+from .hint import Hint
+from .hints import HINTS
 from .inputs import CannotMakeInputs, Wanted, learn, make_inputs
 from .shrinking import SIZES, Size, small_config
 

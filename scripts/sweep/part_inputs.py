@@ -119,3 +119,34 @@ def short_text(model: Any) -> dict[str, Any]:
 
 def text_as_inputs(model: Any) -> dict[str, Any]:
     return {"inputs": drawn_ids(64, BATCH, SEQ) + 4}
+
+
+def folded(model: Any) -> dict[str, Any]:
+    """One chain of residues, with four atoms each."""
+    from transformers.models.esmfold2.modeling_esmfold2 import EsmFold2AtomInputs
+
+    config, atoms = model.config, 4 * SIDE
+    places = torch.arange(SIDE)[None]
+    zeros = torch.zeros_like(places)
+    of_atoms = places.repeat_interleave(4, dim=1)
+    return {
+        "token_index": places,
+        "residue_index": places,
+        "asym_id": zeros,
+        "sym_id": zeros,
+        "entity_id": zeros,
+        "mol_type": zeros,
+        "res_type": drawn_ids(config.num_res_types, 1, SIDE),
+        "token_bonds": torch.zeros(1, SIDE, SIDE, 1),
+        "attention_mask": torch.ones(1, SIDE, dtype=torch.bool),
+        "atom_inputs": EsmFold2AtomInputs(
+            ref_pos=floats(1, atoms, 3),
+            ref_charge=torch.zeros(1, atoms),
+            atom_attention_mask=torch.ones(1, atoms, dtype=torch.bool),
+            ref_element=drawn_ids(config.max_atomic_number, 1, atoms),
+            ref_atom_name_chars=drawn_ids(config.char_vocab_size, 1, atoms, config.max_chars),
+            ref_space_uid=of_atoms,
+            atom_to_token=of_atoms,
+        ),
+        "input_ids": drawn_ids(config.esmc_config.vocab_size - 40, 1, SIDE) + 4,
+    }

@@ -111,6 +111,32 @@ def test_a_model_that_does_not_repeat_itself_is_not_trainable(checking: Any, gpt
         row_of(checking, gpt2)
 
 
+def test_a_model_that_takes_one_step_only_is_not_trainable(checking: Any, gpt2: Any) -> None:
+    kept = []
+
+    def cache(module: Any, args: Any, output: Any) -> Any:
+        kept.append(output)
+        return kept[0]
+
+    gpt2.model.transformer.h[0].mlp.register_forward_hook(cache)
+    with pytest.raises(checking.NotTrainable, match="a second step without sac: RuntimeError: Trying to backward"):
+        row_of(checking, gpt2)
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("sam2_video", "the forward of Sam2VideoModel runs in inference mode"),
+        ("inkling_audio", "nothing to recompute: it has embeddings and norms, and no layer"),
+    ],
+)
+def test_a_model_with_nothing_to_train_or_recompute_is_not_trainable(checking: Any, family: str, reason: str) -> None:
+    if family not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
+    row = checking.check_family(family, 60)
+    assert (row.status, row.reason) == ("not trainable", reason)
+
+
 # The page
 
 
