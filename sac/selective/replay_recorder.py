@@ -484,7 +484,9 @@ def _is_constant(tape: Tape, entry: int, tensor: Tensor) -> bool:
     to such tensors unseen does so in every call.
     """
     plan: Plan = tape.plans[entry]
-    if plan.constant is None:
+    shape, answer = plan.constants.get(entry, (None, False))
+    if shape != tensor.shape:
         args = [tensor if one is HOLE else one for one in tape.rests[entry]]
-        plan.constant = bool(torch.equal(plan.run(*args, **tape.keywords.get(entry, {})), tensor))
-    return plan.constant
+        answer = bool(torch.equal(plan.run(*args, **tape.keywords.get(entry, {})), tensor))
+        plan.constants[entry] = tensor.shape, answer
+    return answer

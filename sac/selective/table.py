@@ -68,7 +68,7 @@ class Plan:
     __slots__ = (
         "calls_on_inputs",
         "candidates",
-        "constant",
+        "constants",
         "counts",
         "draws",
         "final",
@@ -131,9 +131,8 @@ class Plan:
         self.flat = traits.is_flat
         self.savable = not traits.unsavable_reason or bool(traits.savable_if)
         self.savable_if = CONDITIONS[traits.savable_if] if traits.savable_if else None
-        self.constant: bool | None = (
-            None  # what an op of constants made was one still when it was read; None: not known
-        )
+        # Place on the tape -> shape of what an op of constants made there, and whether it was one still when it was read.
+        self.constants: dict[int, tuple[torch.Size, bool]] = {}
         self.calls_on_inputs: set[int] = set()  # calls whose results were seen not to be made from parameters alone
         self.candidates: tuple[Candidate, ...] = ()
         self.final: BoundRule | None = None
