@@ -78,7 +78,7 @@ class ProgramBlock(nn.Module):
 @st.composite
 def programs(draw: st.DrawFn, entry: str) -> Program:
     """Programs of up to 14 lines that the entry can run."""
-    names = [name for name in INSTRUCTIONS if entry == "apply" or name not in READ_TWICE]
+    names = [name for name in INSTRUCTIONS if not entry.startswith("context_fn") or name not in READ_TWICE]
     lines = draw(st.lists(st.sampled_from(names), min_size=1, max_size=14))
     numbers = st.integers(0, 15)
     written = tuple(Line(name, draw(numbers), tuple(draw(numbers) for _ in range(operands_of(name)))) for name in lines)
@@ -158,6 +158,6 @@ def policies(draw: st.DrawFn) -> dict[str, Any]:
 @st.composite
 def values(draw: st.DrawFn, entry: str) -> Any:
     """Config values: mostly policies, sometimes full, for which there is no context_fn."""
-    if entry == "apply" and draw(st.integers(0, 7)) == 7:
+    if not entry.startswith("context_fn") and draw(st.integers(0, 7)) == 7:
         return FULL
     return selective(draw(policies()))

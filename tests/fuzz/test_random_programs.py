@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -23,9 +23,13 @@ import sac
 from sac.errors import SacWarning
 from tests.fuzz.instructions import INSTRUCTIONS, READ_TWICE, operands_of
 from tests.fuzz.programs import Line, Program, policies, programs, values
-from tests.semantics.blocks import ENTRIES, install, policy, selective
+from tests.semantics.blocks import APPLY, install, policy, selective
 from tests.semantics.recording import Recorder, without_collector
 from tests.semantics.training import Backward, assert_same, built, deterministic, summed, train
+
+Entries = tuple[str, ...]  # under each of which one program is run, and compared with one run without us
+BOTH_ENGINES: list[Entries] = [APPLY]
+UNDER_TORCH: list[Entries] = [("context_fn",), ("context_fn with module",)]
 
 CALM = settings(
     deadline=None,
@@ -99,35 +103,62 @@ def live_after(model: Any, program: Program, device: str) -> int:
         return recorder.live_bytes(besides=list(model.buffers()))
 
 
-def hold(program: Program, value: Any, entry: str, backward: Backward, device: str = "cpu") -> None:
-    """The property."""
+def hold(program: Program, value: Any, entries: Entries, backward: Backward, device: str = "cpu") -> None:
+    """The property, of each of the entries."""
     with deterministic(device), warnings.catch_warnings():
         warnings.simplefilter("ignore", SacWarning)  # naming a routing op with recompute warns
+        warnings.filterwarnings("error", ".*replay cannot be used", SacWarning)  # not one of them needs rerun instead
         hypothesis.assume(needs_grad(program))
         reference = trained(program, built(program.build, device), backward, device)
-        model = install(built(program.build, device), value, entry)
-        assert_same(reference, trained(program, model, backward, device))
-        assert live_after(model, program, device) == 0
+        for entry in entries:
+            model = install(built(program.build, device), value, entry)
+            with told_of(entry):
+                assert_same(reference, trained(program, model, backward, device))
+                assert live_after(model, program, device) == 0
+
+
+@contextlib.contextmanager
+def told_of(entry: str) -> Iterator[None]:
+    """Say under which entry an error came up."""
+    try:
+        yield
+    except Exception as error:
+        error.args = (f"under {entry}: {error}",)
+        raise
 
 
 @st.composite
-def examples(draw: st.DrawFn) -> tuple[Program, Any, str, Backward]:
-    """Everything that one example needs."""
-    entry = draw(st.sampled_from(ENTRIES))
-    return draw(programs(entry)), draw(values(entry)), entry, draw(st.sampled_from(BACKWARDS))
+def examples(draw: st.DrawFn, each: Sequence[Entries]) -> tuple[Program, Any, Entries, Backward]:
+    """Everything that one example needs; it runs under all entries of one of `each`."""
+    entries = draw(st.sampled_from(each))
+    return draw(programs(entries[0])), draw(values(entries[0])), entries, draw(st.sampled_from(BACKWARDS))
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @settings(CALM, max_examples=250, derandomize=True)
-@given(example=examples())
-def test_random_programs_quick(device: str, example: tuple[Program, Any, str, Backward]) -> None:
+@given(example=examples(BOTH_ENGINES + UNDER_TORCH))
+def test_random_programs_quick(device: str, example: tuple[Program, Any, Entries, Backward]) -> None:
     hold(*example, device=device)
 
 
 @pytest.mark.slow
-@settings(CALM, max_examples=2000, derandomize=True)  # scripts/fuzz draws anew each time
-@given(example=examples())
-def test_random_programs(example: tuple[Program, Any, str, Backward]) -> None:
+@pytest.mark.parametrize("seed", range(5))
+def test_random_programs_under_both_engines(seed: int) -> None:
+    """With the test above, more than 2,000 programs; scripts/fuzz draws anew each time."""
+
+    @hypothesis.seed(seed)
+    @settings(CALM, max_examples=400)
+    @given(example=examples(BOTH_ENGINES))
+    def check(example: tuple[Program, Any, Entries, Backward]) -> None:
+        hold(*example)
+
+    check()
+
+
+@pytest.mark.slow
+@settings(CALM, max_examples=800, derandomize=True)
+@given(example=examples(UNDER_TORCH))
+def test_random_programs_under_torchs_checkpoint(example: tuple[Program, Any, Entries, Backward]) -> None:
     hold(*example)
 
 
@@ -138,17 +169,33 @@ EACH_VALUE = {
 }
 
 
-@pytest.mark.parametrize("entry", ["apply", "context_fn"])
+@pytest.mark.parametrize("entries", [APPLY, ("context_fn",)], ids=", then ".join)
 @pytest.mark.parametrize("value", EACH_VALUE.values(), ids=EACH_VALUE.keys())
 @pytest.mark.parametrize("name", INSTRUCTIONS)
-def test_each_instruction_alone_between_dropouts(name: str, value: Any, entry: str) -> None:
+def test_each_instruction_alone_between_dropouts(name: str, value: Any, entries: Entries) -> None:
     """Every instruction, with a random op before and after it, and as the last op of the region."""
-    if name in READ_TWICE and entry != "apply":
+    if name in READ_TWICE and entries != APPLY:
         pytest.skip("torch.utils.checkpoint refuses it without us too")
     lines = [Line("matmul by weight", 0, (0,)), Line("dropout", 0, (1,)), Line(name, 1, (2, 0)[: operands_of(name)])]
-    hold(Program(tuple(lines), (0, 1), (True,)), value, entry, backward_once)
+    hold(Program(tuple(lines), (0, 1), (True,)), value, entries, backward_once)
     lines += [Line("native dropout", 0, (3,)), Line("bounded product", 0, (4, 1)), Line("matmul by weight", 1, (5,))]
-    hold(Program(tuple(lines), (0, 2), (True,)), value, entry, backward_twice)
+    hold(Program(tuple(lines), (0, 2), (True,)), value, entries, backward_twice)
+
+
+NOTHING_SAVED = selective(policy())
+ONCE_WRONG = {
+    # zeros that an op reads as they are, then zeros that a kernel fills which no dispatcher sees: both of one op
+    "constants and no constants": (
+        Program((Line("largest", 0, (0, 0)), Line("square by accumulation", 0, (0,))), (0,), (True,)),
+        NOTHING_SAVED,
+        backward_once,
+    ),
+}
+
+
+@pytest.mark.parametrize(("program", "value", "backward"), ONCE_WRONG.values(), ids=ONCE_WRONG.keys())
+def test_programs_that_once_came_out_wrong_under_replay(program: Program, value: Any, backward: Backward) -> None:
+    hold(program, value, APPLY, backward)
 
 
 def test_policies_that_are_drawn_can_be_loaded() -> None:

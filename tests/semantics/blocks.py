@@ -14,7 +14,9 @@ from torch.utils.checkpoint import checkpoint
 import sac
 
 MAX_TOKENS = 64
-ENTRIES = ("apply", "context_fn", "context_fn with module")  # the last two under torch.utils.checkpoint
+ENGINES = ("rerun", "replay")
+APPLY = ("apply, rerun", "apply, replay")  # one entry for each engine
+ENTRIES = (*APPLY, "context_fn", "context_fn with module")  # the last two under torch.utils.checkpoint, always rerun
 
 
 def policy(*rules: Mapping[str, Any], default: str = "recompute", **more: Any) -> dict[str, Any]:
@@ -39,6 +41,22 @@ def selective(written: Mapping[str, Any], **more: Any) -> dict[str, Any]:
 
 
 FULL = {"mode": "full", "blocks": ["blocks.*"]}
+
+
+def ways(values: Mapping[str, Any], entries: tuple[str, ...] = ENTRIES) -> list[tuple[str, str]]:
+    """Each value's name with each entry that takes it: full needs no engine, and has no context_fn."""
+    return [(name, entry) for name in values for entry in (entries if values[name] != FULL else ("apply",))]
+
+
+def under_each_engine(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values by name, those in mode selective once for each engine."""
+    chosen = {}
+    for name, value in values.items():
+        if value == FULL:
+            chosen[name] = value
+        else:
+            chosen |= {f"{name}, {engine}": {**value, "engine": engine} for engine in ENGINES}
+    return chosen
 
 
 class Stack(nn.Module):
@@ -66,9 +84,11 @@ class Stack(nn.Module):
 
 
 def install(model: Stack, value: Any, entry: str = "apply") -> Stack:
-    """Put a config value on the model through `entry`, one of `ENTRIES`."""
+    """Put a config value on the model through `entry`: one of `ENTRIES`, or "apply", which leaves the engine to us."""
     if entry == "apply":
         return sac.apply(model, value)
+    if entry in APPLY:
+        return sac.apply(model, {**value, "engine": entry.removeprefix("apply, ")})
     knows_module = entry == "context_fn with module"
     model.context_fns = [
         sac.context_fn(value["policy"], module=block if knows_module else None) for block in model.blocks
