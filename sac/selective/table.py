@@ -70,6 +70,7 @@ class Plan:
         "candidates",
         "constants",
         "counts",
+        "decides",
         "draws",
         "final",
         "final_saves",
@@ -80,9 +81,6 @@ class Plan:
         "is_random",
         "is_silent",
         "is_usual",
-        "decides",
-        "places",
-        "view_of",
         "is_view",
         "key",
         "light",
@@ -91,10 +89,12 @@ class Plan:
         "op",
         "own_body",
         "path",
+        "places",
         "run",
         "savable",
         "savable_if",
         "traits",
+        "view_of",
         "writes",
     )
 
@@ -131,7 +131,7 @@ class Plan:
         self.flat = traits.is_flat
         self.savable = not traits.unsavable_reason or bool(traits.savable_if)
         self.savable_if = CONDITIONS[traits.savable_if] if traits.savable_if else None
-        # Place on the tape -> shape of what an op of constants made there, and whether it was one still when it was read.
+        # Place on the tape -> shape of what an op of constants made there, and whether it was one still when read.
         self.constants: dict[int, tuple[torch.Size, bool]] = {}
         self.calls_on_inputs: set[int] = set()  # calls whose results were seen not to be made from parameters alone
         self.candidates: tuple[Candidate, ...] = ()
