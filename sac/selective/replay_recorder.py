@@ -15,6 +15,7 @@ from sac.region.inputs import KeptInputs
 from sac.region.parking import PackHooks, park, surrounding_hooks
 from sac.region.settings import Settings
 from sac.region.states.rng import default_generator
+from sac.region.storages import describe
 from sac.selective.checksum import checksum
 from sac.selective.compact import compact_views
 from sac.selective.fallback import FallbackMode, Routed
@@ -27,11 +28,19 @@ from sac.selective.replay_plan import ReplayPlan, Wanted, plan_replay
 from sac.selective.rows import Rows
 from sac.selective.stats import NO_RULE, KeptFigures
 from sac.selective.table import BoundRule, Plan, Table, run_op
-from sac.selective.tape import HOLE, Tape, first_address
+from sac.selective.tape import HOLE, Tape
 from sac.selective.tape_mode import TapeMode, generators_of, moved, new_tensors
 from sac.selective.tensors import storage_address, storage_bytes, tensor_parts, tensors_of
 from sac.selective.weights import NOT_PARAMETERS, is_large
 
+_FILL = frozenset(
+    """copy_ fill_ zero_ set_ resize_ uniform_ normal_ bernoulli_ exponential_ geometric_ cauchy_ log_normal_ random_
+    _foreach_copy_ _foreach_zero_""".split()
+)
+_FILL_PARTS = frozenset(
+    """index_put_ _index_put_impl_ index_copy_ index_fill_ scatter_ masked_fill_ masked_scatter_ put_
+    fill_diagonal_""".split()
+)
 _LIFT_FRESH = torch.ops.aten.lift_fresh.default
 
 
@@ -76,7 +85,7 @@ class ReplayRecorder:
         self._made_of = MadeOf(self.tape, owners)
         self._places: dict[int, tuple[int, int, int]] = {}  # missing handle -> value, number of the next entry, version
         self.suspects: list[tuple[int, Tensor, int, int]] = []
-        self._kept_in: dict[int, list[int]] = {}  # root -> kept values that no op has written to since
+        self._kept_in = self.tape.kept_in
         self._rules: dict[int, int] = {}  # kept value -> rule
         self._generators: Generators = {}
         self._routed: list[Routed] = []
@@ -106,9 +115,12 @@ class ReplayRecorder:
         found = tape.ids.get(id(tensor))
         if tape.is_busy and (tape.trouble or self.paused):
             return
+        version = tensor._version
         if found is not None and found[0]() is tensor:
             value = found[1]
-        elif first_address(tensor) in tape.by_storage:
+            if version != tape.versions[value]:
+                value = tape.look_at_version(tensor, value)
+        elif tape.is_known(tensor):
             value = tape.find(tensor, "autograd")
         else:
             handle.keep(tensor)
@@ -121,8 +133,8 @@ class ReplayRecorder:
         if root in self._kept_in:
             handle.keep(tensor)
             handle.storage = storage_address(tensor)
+            self.recent.append((handle.index, tensor, root))
             return
-        version = tensor._version
         if root in self._lasting and root not in tape.writers:
             # As it is: it is one of the ancestors that autograd holds anyway.
             handle.kept = handle.borrowed = True
@@ -130,7 +142,7 @@ class ReplayRecorder:
             handle.value = handle.watched = tensor
             return
         self._places[handle.index] = value, len(tape.plans), version
-        self.recent.append((handle.index, tensor, version))
+        self.recent.append((handle.index, tensor, root))
         if self.checksums is not None:
             self.checksums[handle.index] = checksum(tensor)
 
@@ -156,6 +168,7 @@ class ReplayRecorder:
             program.lend(tape)
             self.plan = program.plan
             self._check_leaves()
+            self._check_kept()
         if tape.trouble:
             self.plan = self.program = None
         self._let_go(kept)
@@ -218,21 +231,26 @@ class ReplayRecorder:
 
     def read_factories(self, plan: Plan, args: Any, kwargs: Any, reads: list[int]) -> None:
         """An op reads ``reads``: explain those that were made of nothing, and that no op has written to."""
-        if plan.is_view:
+        if plan.is_view or (plan.writes and _fills(plan)):
             return
         tape = self.tape
         found = [value for value in reads if tape.roots[value] in tape.factories]
         if not found:
             return
-        written = {id(tensor) for tensor in written_tensors(plan, args, kwargs)}
+        written = {id(tensor) for tensor in written_tensors(plan, args, kwargs)} if _writes_parts(plan) else ()
         for tensor in tensors_of([*args, *kwargs.values()]):
             value = tape.known(tensor)
-            if value in found and id(tensor) not in written and tape.roots[value] in tape.factories:
-                self._explain(tape.roots[value], tensor, plan.op)
+            root = tape.roots[value] if value in found else -1
+            if root not in tape.factories:
+                continue
+            if id(tensor) in written and tape.plans[tape.factories[root]].traits.is_uninitialised:
+                continue
+            self._explain(root, tensor, plan.op)
 
     def before_write(self, plan: Plan, args: Any, kwargs: Any) -> None:
         """An op is about to write to some of its arguments: copy or image what lies there, if it is wanted as it is."""
         tape = self.tape
+        tape.sync()
         roots = []
         for tensor in written_tensors(plan, args, kwargs):
             for part in tensor_parts(tensor):
@@ -258,7 +276,7 @@ class ReplayRecorder:
     def _after_draw(self, plan: Plan, entry: int, saves: bool) -> None:
         """It has run: remember where its generators stood, if it is to run again and has moved one."""
         before, self._before = self._before, []  # a state is kilobytes: nothing of it may live until backward
-        if not saves and (plan.is_random or moved(before)):
+        if not saves and moved(before):
             self.tape.states[entry] = before
 
     def finish(
@@ -276,7 +294,7 @@ class ReplayRecorder:
         tape = self.tape
         entry, first = len(tape.plans), len(tape.roots)
         count = self._add_results(plan, out)
-        tape.append(plan, rest, tuple(reads), first)
+        tape.append(plan, rest, reads, first)
         if count != 1:
             tape.counts[entry] = count
         if keywords:
@@ -352,18 +370,17 @@ class ReplayRecorder:
     def _look_at_recent(self, entry: int) -> None:
         """An op has run: see whether it wrote to what autograd had saved right before it."""
         if written := self.tape.writes.get(entry):
-            for handle, tensor, version in self.recent:
-                if handle in self._places and self.tape.roots[self._places[handle][0]] in written:
-                    self.suspects.append((handle, tensor, version, entry))
+            for handle, tensor, root in self.recent:
+                if root in written:
+                    self._wrote_late = True
+                    if handle in self._places:
+                        self.suspects.append((handle, tensor, self._places[handle][2], entry))
         self.recent = []
-
-    # Within
 
     def settle_suspects(self) -> None:
         """Autograd saved these, and the next op wrote to them: with its consent if no version counter has moved."""
         for handle, tensor, version, entry in self.suspects:
             if tensor._version == version:
-                self._wrote_late = True
                 value, _, _ = self._places[handle]
                 self._places[handle] = value, entry + 1, version
                 if self.checksums is not None:
@@ -437,6 +454,13 @@ class ReplayRecorder:
                 name = getattr(reader, "op", "autograd")
                 tape.fail(f"{name} reads a tensor that no op made, and that nothing holds")
 
+    def _check_kept(self) -> None:
+        """What the policy saves is held as it is: something that is no op may have written to it since."""
+        assert self.plan is not None
+        for value in self.plan.kept:
+            if value in self.tape.lost:
+                self.tape.fail(f"a result that the policy saves ({describe(self.tape.kept[value])}) was written to by no op")
+
     def _let_go(self, kept: list[Handle]) -> None:
         """Hold only what replay starts from, and count it."""
         tape = self.tape
@@ -477,15 +501,26 @@ class ReplayRecorder:
         return KeptFigures(sum(size for size, _ in sizes.values()), lost, rules, dict(self.hits))
 
 
+def _fills(plan: Plan) -> bool:
+    """Whether what an op writes to is wholly overwritten, as far as can be known: it does not read what is there."""
+    namespace, name = plan.op._schema.name.split("::")
+    return namespace != "aten" or name in _FILL or plan.op._schema.overload_name.endswith("out")
+
+
+def _writes_parts(plan: Plan) -> bool:
+    """Whether an op may be there to fill fresh memory, part by part."""
+    return plan.writes and plan.op._schema.name.split("::")[1] in _FILL_PARTS
+
+
 def _is_constant(tape: Tape, entry: int, tensor: Tensor) -> bool:
     """Whether ``tensor``, which the op of ``entry`` made of no values, is still what it makes.
 
-    Asked once for all calls at one place of a kind of region: to compare waits for the device, and a kernel that writes
-    to such tensors unseen does so in every call.
+    On a device it is asked once for all calls at one place of a kind of region: to compare waits for the device, and a
+    kernel that writes to such tensors unseen does so in every call, as a rule.
     """
     plan: Plan = tape.plans[entry]
     shape, answer = plan.constants.get(entry, (None, False))
-    if shape != tensor.shape:
+    if shape != tensor.shape or tensor.is_cpu:
         args = [tensor if one is HOLE else one for one in tape.rests[entry]]
         answer = bool(torch.equal(plan.run(*args, **tape.keywords.get(entry, {})), tensor))
         plan.constants[entry] = tensor.shape, answer

@@ -158,7 +158,7 @@ def _run_unusual(plan: ReplayPlan, tape: Tape, number: int, values: list[Any], w
         values[value] = made[place]
 
 
-def _arguments(rest: Sequence[Any], reads: tuple[int, ...], values: list[Any]) -> list[Any]:
+def _arguments(rest: Sequence[Any], reads: Sequence[int], values: list[Any]) -> list[Any]:
     left = iter(reads)
     return [values[next(left)] if one is HOLE else one for one in rest]
 

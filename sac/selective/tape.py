@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,9 +77,11 @@ class Tape:
         "ids",
         "is_busy",
         "kept",
+        "kept_in",
         "keywords",
         "lasting",
         "leaves",
+        "lost",
         "parts",
         "plans",
         "reads",
@@ -88,8 +91,8 @@ class Tape:
         "states",
         "storages",
         "trouble",
+        "unsynced",
         "versions",
-        "weak",
         "writers",
         "writes",
     )
@@ -98,7 +101,7 @@ class Tape:
         # An entry is a place in these four lists, and has more in the two tables where there is more to it.
         self.plans: list[Any] = []  # what the table says of the op, or one of ALIAS, PART, WRAP
         self.rests: list[Any] = []  # its arguments, with HOLE or Ref for tensors
-        self.reads: list[tuple[int, ...]] = []  # the values that it reads
+        self.reads: list[Sequence[int]] = []  # the values that it reads
         self.firsts: list[int] = []  # the number of its first result
         self.counts: dict[int, int] = {}  # how many results it has, where that is not one
         self.keywords: dict[int, Any] = {}
@@ -106,13 +109,16 @@ class Tape:
         self.roots: list[int] = []  # of each value
         self.versions: list[int] = []  # of each value: its version counter when it was last looked at
         self.seen_at: dict[int, int] = {}  # value -> number of the entry before which its version was last accepted
-        self.by_storage: dict[int, int] = {}  # address of a storage -> root
+        self.by_storage: dict[int, int] = {}  # address of a storage -> root; see ``sync``
+        self.unsynced: list[tuple[int, weakref.ref[Tensor]]] = []
         self.parts: dict[int, tuple[int, int]] = {}  # address of a part of a wrapper -> the wrapper, which part it is
         self.writers: dict[int, list[int]] = {}  # root -> entries that write to it
         self.writes: dict[int, tuple[int, ...]] = {}  # entry -> roots that it writes to
         self.leaves: dict[int, Leaf] = {}
         self.constants: set[int] = set()  # values made of Python's numbers
         self.kept: dict[int, Tensor] = {}
+        self.kept_in: dict[int, list[int]] = {}  # root -> kept values that no op has written to since
+        self.lost: set[int] = set()  # kept values that something else has written to
         self.lasting: set[int] = set()  # roots of leaves that last
         self.factories: dict[int, int] = {}  # root -> entry that made it of nothing, while no op has written to it
         self.states: dict[
@@ -120,7 +126,6 @@ class Tape:
         ] = {}  # entry -> generators, as they stood before it
         self.guards: dict[int, Any] = {}  # entry -> the autocast of its caller, where its body leans on that
         self.storages = WeakStorages()
-        self.weak: list[Any] = self.storages.references
         self.trouble = ""
         self.is_busy = False  # there is something to look at before the next op: trouble, factories, a pause, suspects
 
@@ -146,6 +151,11 @@ class Tape:
         found = self.ids.get(id(tensor))
         return found[1] if found is not None and found[0]() is tensor else None
 
+    def is_known(self, tensor: Tensor) -> bool:
+        """Return whether ``tensor`` lies in a storage of the tape."""
+        self.sync()
+        return first_address(tensor) in self.by_storage
+
     def tensor_of(self, value: int) -> Tensor | None:
         """Return the tensor with this number, if it is still there. Looks through all that are."""
         for reference, number in self.ids.values():
@@ -157,20 +167,48 @@ class Tape:
         """The version counter has moved since the tensor was last looked at: by an op of the tape, or unseen?"""
         seen = self.seen_at.get(value, -1)
         writers = self.writers.get(self.roots[value], ())
-        before, self.versions[value] = self.versions[value], tensor._version
+        if tensor._version - self.versions[value] > sum(entry >= seen for entry in writers):
+            return self.pin(tensor)  # somebody else wrote to it: what lies there now is a value of its own
+        self.versions[value] = tensor._version
         self.seen_at[value] = len(self.plans)
-        if before > tensor._version or any(entry >= seen for entry in writers):
-            return value
-        return self.pin(tensor)  # somebody else wrote to it: what lies there now is a value of its own
+        return value
 
     def pin(self, tensor: Tensor) -> int:
         """Hold what lies in ``tensor`` now, as a value that is not made again; return its number."""
+        self.sync()
+        before = self.by_storage.get(first_address(tensor))
         value = self.add(tensor, new_root=True)
         self.kept[value] = detached(tensor)
+        self.kept_in[value] = [value]
+        for held in self.kept_in.pop(before, ()) if before is not None else ():
+            if self.versions[held] == tensor._version:  # held after that write, through another view
+                self.kept_in[value].append(held)
+            else:
+                self.lost.add(held)
         return value
+
+    def sync(self) -> None:
+        """Note in which storages the values lie that have been made since the last time.
+
+        Done when that is asked for, and not for each value: many are gone by then. A storage whose values are all gone
+        is not known any more; what else lies in it is taken for a tensor from outside.
+        """
+        by_storage, roots = self.by_storage, self.roots
+        for value, reference in self.unsynced:
+            tensor = reference()
+            if tensor is None:
+                tensor = self.kept.get(value)
+            if tensor is not None:
+                address = storage_address(tensor)
+                if address not in by_storage:
+                    by_storage[address] = roots[value]
+                    self.storages.watch(tensor)
+        self.unsynced.clear()
 
     def add(self, tensor: Tensor, *, new_root: bool = False) -> int:
         """Give ``tensor`` a number."""
+        if self.unsynced:
+            self.sync()
         value = len(self.roots)
         self.ids[id(tensor)] = (weakref.ref(tensor), value)
         kind = type(tensor)
@@ -198,7 +236,11 @@ class Tape:
     def meet(self, tensor: Tensor, op: Any) -> int:
         """Give a number to a tensor that no op of the tape has made."""
         kind = type(tensor)
-        if kind is not Tensor and kind is not Parameter and is_wrapper(tensor):
+        if kind is Parameter:
+            return self._meet_parameter(tensor)
+        if self.unsynced:
+            self.sync()
+        if kind is not Tensor and is_wrapper(tensor):
             return self._meet_wrapper(tensor, op)
         if tensor.is_inference():
             self.fail(f"{op} reads a tensor of inference mode")
@@ -214,6 +256,20 @@ class Tape:
         if tensor.is_conj() or tensor.is_neg() or tensor.layout is not torch.strided:
             self.fail(f"{op} reads a tensor that came about unseen")
         return self._made(ALIAS, (metadata(tensor),), (root,), tensor)
+
+    def _meet_parameter(self, parameter: Tensor) -> int:
+        value = len(self.roots)
+        reference = weakref.ref(parameter)
+        version = version_of(parameter)
+        self.ids[id(parameter)] = reference, value
+        self.unsynced.append((value, reference))
+        address = storage_address(parameter)
+        root = self.by_storage.get(address, value)  # of weights that share a storage
+        self.roots.append(root)
+        self.versions.append(version)
+        self.leaves[value] = Leaf(-1, reference, version, parameter.shape, True)
+        self.lasting.add(root)
+        return value
 
     def _meet_part(self, tensor: Tensor) -> int:
         wrapper, place = self.parts[storage_address(tensor)]
@@ -236,7 +292,7 @@ class Tape:
         self.append(plan, rest, reads, value)
         return value
 
-    def append(self, plan: Any, rest: Any, reads: tuple[int, ...], first: int) -> None:
+    def append(self, plan: Any, rest: Any, reads: Sequence[int], first: int) -> None:
         """Put an entry with one result on the tape."""
         self.plans.append(plan)
         self.rests.append(rest)
@@ -272,9 +328,9 @@ class Tape:
 
     def close(self) -> None:
         """The forward is over: what finds tensors again is of no more use."""
-        self.ids, self.by_storage, self.parts = {}, {}, {}
+        self.ids, self.by_storage, self.parts, self.unsynced = {}, {}, {}, []
         self.seen_at, self.factories = {}, {}
-        self.storages, self.weak = WeakStorages(), []
+        self.storages = WeakStorages()
 
     def drop(self) -> None:
         """No replay will come: hold nothing any more."""

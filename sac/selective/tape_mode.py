@@ -61,7 +61,7 @@ class TapeMode(BareMode):
         # what `_run` does, with the methods of the tape written out.
         ids, versions, roots = tape.ids, tape.versions, tape.roots
         reads = []
-        rest = [*args]
+        rest: Any = args
         for place in plan.places:
             if place >= len(args):
                 break
@@ -76,6 +76,8 @@ class TapeMode(BareMode):
                 if value._version != versions[number]:
                     number = tape.look_at_version(value, number)
             reads.append(number)
+            if rest is args:
+                rest = [*args]
             rest[place] = HOLE
         if tape.is_busy:  # trouble
             return self._run(plan, func, args, kwargs or {})
@@ -88,22 +90,18 @@ class TapeMode(BareMode):
             root = roots[reads[0]]
             versions.append(versions[root])
             roots.append(root)
-        elif (storage := _storage_of(out)) is None:
-            tape.add(out)
-        else:
-            root = tape.by_storage.setdefault(storage._cdata, first)
-            if root == first:
-                tape.weak.append(storage._weak_ref())
-                versions.append(0)
-            else:
-                versions.append(versions[root])
-            roots.append(root)
-        ids[id(out)] = ref(out), first
+            ids[id(out)] = ref(out), first
+        else:  # in new memory, always
+            versions.append(0)
+            roots.append(first)
+            reference = ref(out)
+            ids[id(out)] = reference, first
+            tape.unsynced.append((first, reference))
         if kwargs:
             tape.keywords[len(tape.plans)] = kwargs
         tape.plans.append(plan)
         tape.rests.append(rest)
-        tape.reads.append(tuple(reads))
+        tape.reads.append(reads)
         tape.firsts.append(first)
         if plan.decides:
             record.decide_on(plan, args, kwargs or {}, out, first, reads)
@@ -155,13 +153,6 @@ class TapeMode(BareMode):
             if self.rows is not None:
                 self.rows.add(plan, None, False, args, kwargs, None)
         return plan.run(*args, **kwargs)
-
-
-def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
-    try:
-        return tensor.untyped_storage()
-    except (RuntimeError, NotImplementedError):  # a sparse one has none
-        return None
 
 
 def generators_of(args: Any, kwargs: Any) -> list[torch.Generator]:
