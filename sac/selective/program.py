@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from sac.selective.replay_plan import ReplayPlan
+from sac.selective.stats import KeptFigures
 from sac.selective.tape import Tape
 
 # Note [Programs]
@@ -31,11 +32,15 @@ class Program:
         "_reads",
         "_roots",
         "_writes",
+        "figures",
         "plan",
+        "sizes",
     )
 
     def __init__(self, tape: Tape, places: Places, missing: list[int], plan: ReplayPlan) -> None:
         self.plan = plan
+        self.sizes: list[int] = []  # bytes of what the policy saved in the call that was counted last
+        self.figures: KeptFigures | None = None  # of that call
         self._plans, self._reads, self._firsts, self._roots = tape.plans, tape.reads, tape.firsts, tape.roots
         self._counts, self._writes = tape.counts, tape.writes
         self._kept, self._leaves = [*tape.kept], _positions(tape)

@@ -16,7 +16,7 @@ from sac.region.parking import PackHooks, park, surrounding_hooks
 from sac.region.settings import Settings
 from sac.region.states.rng import default_generator
 from sac.region.storages import describe
-from sac.selective.checksum import checksum
+from sac.selective.checksum import checksum, same
 from sac.selective.compact import compact_views
 from sac.selective.fallback import FallbackMode, Routed
 from sac.selective.forward_state import Generators, Images
@@ -86,6 +86,7 @@ class ReplayRecorder:
         self._places: dict[int, tuple[int, int, int]] = {}  # missing handle -> value, number of the next entry, version
         self.suspects: list[tuple[int, Tensor, int, int]] = []
         self._kept_in = self.tape.kept_in
+        self._sums: dict[int, tuple[Plan, int, tuple[Tensor, ...]]] = {}  # if verified: saved value -> call, its bits
         self._rules: dict[int, int] = {}  # kept value -> rule
         self._generators: Generators = {}
         self._routed: list[Routed] = []
@@ -153,6 +154,8 @@ class ReplayRecorder:
     def end(self, kept: list[Handle], missing: list[int]) -> None:
         """The forward is over: work out what is to be replayed, and let go of what that does not need."""
         tape = self.tape
+        for value in [*self._sums]:
+            self._compare_kept(value)
         self.settle_suspects()
         self.recent = []
         self.needs_mode = self.may_save or bool(
@@ -259,6 +262,8 @@ class ReplayRecorder:
                     continue
                 address = storage_address(part)
                 root = tape.by_storage.get(address)
+                if root is not None and plan.op._schema.name == "aten::set_":
+                    tape.fail(f"{plan.op} lets a tensor lie elsewhere")
                 if root in self._kept_in:
                     self._copy_kept(root)
                 if root is None or root in tape.leaves:
@@ -350,6 +355,9 @@ class ReplayRecorder:
         for place, tensor in enumerate((out,) if count == 1 and type(out) is Tensor else new_tensors(out)):
             self.keep(first + place, tensor)
             self._rules[first + place] = number
+        if self.checksums is not None:
+            for place in range(count):
+                self._sums[first + place] = plan, call, checksum(self.tape.kept[first + place])
         if plan.must_save:
             self._routed.append(Routed(plan, [self.tape.kept[first + place] for place in range(count)]))
         return True
@@ -401,6 +409,7 @@ class ReplayRecorder:
     def _copy_kept(self, root: int) -> None:
         kept = self.tape.kept
         for value in self._kept_in.pop(root):
+            self._compare_kept(value)
             kept[value] = cloned(kept[value])
 
     def _image(self, root: int | None, address: int, tensor: Tensor, plan: Plan) -> None:
@@ -454,6 +463,13 @@ class ReplayRecorder:
                 name = getattr(reader, "op", "autograd")
                 tape.fail(f"{name} reads a tensor that no op made, and that nothing holds")
 
+    def _compare_kept(self, value: int) -> None:
+        """Tell the rerun engine, which would serve it, if what is held of a saved result is not what the op left."""
+        if value in self._sums:
+            plan, call, before = self._sums.pop(value)
+            if not same(before, checksum(self.tape.kept[value])):
+                plan.overwritten_calls.add(call)
+
     def _check_kept(self) -> None:
         """What the policy saves is held as it is: something that is no op may have written to it since."""
         assert self.plan is not None
@@ -463,14 +479,19 @@ class ReplayRecorder:
 
     def _let_go(self, kept: list[Handle]) -> None:
         """Hold only what replay starts from, and count it."""
-        tape = self.tape
-        needed = self.plan.kept if self.plan is not None else ()
-        held = {value: tape.kept[value] for value in needed}
+        tape, program = self.tape, self.program
+        held = {value: tape.kept[value] for value in self.plan.kept} if self.plan is not None else {}
         loose = [handle for handle in kept if not handle.borrowed]
         if loose:
             addresses = {storage_address(part) for tensor in held.values() for part in tensor_parts(tensor)}
             compact_views([handle for handle in loose if handle.storage not in addresses])
-        self.figures = self._count(held, loose)
+        sizes = [storage_bytes(tensor) for tensor in tape.kept.values()]
+        if program is not None and not loose and program.sizes == sizes:
+            self.figures = program.figures
+        else:
+            self.figures = self._count(held, loose)
+            if program is not None and not loose:
+                program.sizes, program.figures = sizes, self.figures
         tape.kept = held
         if tape.states and self.plan is not None:
             running = {step.number for step in self.plan.steps}
