@@ -170,6 +170,7 @@ class ForwardMode(BareMode):
         twin = record.twins[signature]
         record.twins[signature] = twin + 1
         saves, rule = decide(record, plan, args, kwargs, out)
+        saves = saves and (plan.must_save or call not in plan.overwritten_calls)
         if rule is not None:
             record.hits[rule.index] += 1
         moved = [(g, g.get_state()) for g, state in before if not equal(g.get_state(), state)] if saves else []

@@ -16,7 +16,7 @@ from sac.region.inputs import KeptInputs
 from sac.region.parking import PackHooks, park
 from sac.region.states.bindings import UnseenWriteError
 from sac.region.states.rng import default_generator
-from sac.region.storages import describe
+from sac.region.storages import describe, version_of
 from sac.selective.compact import compact_views
 from sac.selective.labels import Description, Labels
 from sac.selective.table import BoundRule, Plan, Table
@@ -98,6 +98,7 @@ class CallRecord:
         self.saved: list[SavedValue] = []
         self.decided: list[SavedValue] = []  # after the forward: all that was decided to be saved, for the report
         self.by_storage: dict[int, list[SavedValue]] = {}
+        self._versions: dict[int, int] = {}  # storage address -> version counter when its result was saved
         self.generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
         self.images: dict[int, tuple[Any, Any]] = {}  # storage address -> (storage, its image before the first write)
         self.calls: defaultdict[Plan, int] = defaultdict(int)
@@ -135,15 +136,27 @@ class CallRecord:
         self.saved.append(value)
         for tensor in tensors_of(out):
             for part in tensor_parts(tensor):
-                self.by_storage.setdefault(storage_address(part), []).append(value)
+                address = storage_address(part)
+                self.by_storage.setdefault(address, []).append(value)
+                self._versions[address] = version_of(part)
+
+    def _look_at_version(self, tensor: torch.Tensor, address: int) -> bool:
+        """Whether what is held at ``address`` is as the op left it. Something that is no op may have written there."""
+        if version_of(tensor) <= self._versions[address]:
+            return True
+        lost = self.by_storage.pop(address)
+        self.saved = [value for value in self.saved if value not in lost]  # these ops run again
+        return False
 
     def note_reads(self, args: tuple[Any, ...]) -> None:
         """An op that is not saved has read ``args``."""
         if self.by_storage:
             for tensor in tensors_of(args):
                 for part in tensor_parts(tensor):
-                    for value in self.by_storage.get(storage_address(part), ()):
-                        value.read = True
+                    address = storage_address(part)
+                    if address in self.by_storage and self._look_at_version(part, address):
+                        for value in self.by_storage[address]:
+                            value.read = True
 
     def pack(self, tensor: torch.Tensor, handle: Handle) -> None:
         """Autograd saves ``tensor``: keep it if it is, or is a view of, a saved output, a parameter or an input."""
@@ -161,7 +174,7 @@ class CallRecord:
             handle.borrowed = labels.origin(tensor) != "op"
             return
         self._packed_since_op.append(handle)
-        if address in self.by_storage:
+        if address in self.by_storage and self._look_at_version(tensor, address):
             handle.keep(tensor)
         elif self.keeps_persistent and labels.lasts(label):
             handle.keep(tensor)
@@ -194,7 +207,8 @@ class CallRecord:
                 if self.inside is not None and self.modules is not None and (is_input or address in self.by_storage):
                     self.modules.learnt.keeps_watching = True
                 if address in self.by_storage:
-                    self._copy_saved(address)
+                    if self._look_at_version(part, address):
+                        self._copy_saved(address)
                 elif self.inside is None or is_input:
                     self._image(address, part)
                 if any(handle.storage == address for handle in self._packed_since_op):
