@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.semantics.blocks import (
-    ENTRIES,
+    APPLY,
     FULL,
     FunctionBlock,
     Stack,
@@ -26,6 +26,7 @@ from tests.semantics.blocks import (
     selective,
     square,
     tokens,
+    ways,
     with_dropout,
 )
 from tests.semantics.custom_ops import SineReadTwice
@@ -40,9 +41,7 @@ VALUES = {
     "every second op": selective(policy(alternate("*"))),
     "everything": selective(policy(default="save")),
 }
-# context_fn has no "full": that is torch's own checkpoint
-WAYS = [(name, entry) for name in VALUES for entry in ENTRIES if name != "full" or entry == "apply"]
-ON_EACH_WAY = pytest.mark.parametrize(("name", "entry"), WAYS)
+ON_EACH_WAY = pytest.mark.parametrize(("name", "entry"), ways(VALUES))
 
 
 def twice(loss: Tensor, inputs: list[Tensor], parameters: list[nn.Parameter]) -> list[Tensor | None]:
@@ -193,10 +192,12 @@ def reads_twice(block: FunctionBlock, x: Tensor) -> Tensor:
     return SineReadTwice.apply(h) @ block.b * h.cos()
 
 
-@pytest.mark.parametrize("name", VALUES)
-def test_saved_tensors_may_be_read_twice(name: str) -> None:
+@pytest.mark.parametrize(("name", "entry"), ways(VALUES, APPLY))
+def test_saved_tensors_may_be_read_twice(name: str, entry: str) -> None:
     """torch's own frame hands each value out once, so only the region frame of ours can hold this."""
-    assert_same_training(lambda: Stack(FunctionBlock(reads_twice)), VALUES[name], make_input=square, steps=2)
+    assert_same_training(
+        lambda: Stack(FunctionBlock(reads_twice)), VALUES[name], entry=entry, make_input=square, steps=2
+    )
 
 
 def test_plain_checkpoint_refuses_to_be_read_twice() -> None:

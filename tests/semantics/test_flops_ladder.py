@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import sac
 from tests.semantics.blocks import (
+    APPLY,
     ENTRIES,
     FULL,
     FunctionBlock,
@@ -26,6 +27,8 @@ from tests.semantics.blocks import (
     selective,
     square,
     tokens,
+    under_each_engine,
+    ways,
 )
 from tests.semantics.recording import backward_ops
 from tests.semantics.training import built
@@ -56,12 +59,10 @@ LADDER: dict[str, tuple[Any, int]] = {
     "nothing": (selective(policy()), 4 * SQUARE + 2 * FAT),
     "full": (FULL, 4 * SQUARE + 2 * FAT),
 }
-WAYS = [
-    (name, entry)
-    for name in LADDER
-    for entry in ENTRIES
-    if entry == "apply"
-    or (LADDER[name][0] not in ("none", FULL) and (entry != "context_fn" or "module" not in str(LADDER[name][0])))
+WAYS = [("none", "apply")] + [
+    way
+    for way in ways({name: value for name, (value, _) in LADDER.items() if value != "none"})
+    if way[1] != "context_fn" or "module" not in str(LADDER[way[0]][0])
 ]
 
 
@@ -86,20 +87,19 @@ def test_backward_flops_are_exact(name: str, entry: str) -> None:
     assert [backward_flops(model, given) for _ in range(3)] == [BLOCKS * (2 * FORWARD + again)] * 3
 
 
-@pytest.mark.parametrize(
-    ("value", "again"),
-    [
-        ("none", 0),
-        (selective(policy(default="save")), 0),
-        (selective(policy(save("attention"))), 0),
-        (selective(policy(save("aten._scaled_dot_product_*"))), 0),
-        (selective(policy(save("matmul"))), 1),
-        (FULL, 1),
-    ],
-    ids=["none", "default save", "attention", "attention by glob", "matmuls", "full"],
-)
-def test_attention_runs_again_only_if_it_was_not_saved(value: Any, again: int) -> None:
-    model = install(built(lambda: llama_stack(BLOCKS, D)), value)
+ATTENTION: dict[str, tuple[Any, int]] = {
+    "default save": (selective(policy(default="save")), 0),
+    "attention": (selective(policy(save("attention"))), 0),
+    "attention by glob": (selective(policy(save("aten._scaled_dot_product_*"))), 0),
+    "matmuls": (selective(policy(save("matmul"))), 1),
+    "full": (FULL, 1),
+}
+
+
+@pytest.mark.parametrize(("name", "entry"), ways({name: value for name, (value, _) in ATTENTION.items()}, APPLY))
+def test_attention_runs_again_only_if_it_was_not_saved(name: str, entry: str) -> None:
+    value, again = ATTENTION[name]
+    model = install(built(lambda: llama_stack(BLOCKS, D)), value, entry)
     ran = backward_ops(model, tokens())
     forward_calls = sum(count for op, count in ran.ops.items() if "scaled_dot_product" in op and "backward" not in op)
     assert forward_calls == BLOCKS * again
@@ -116,7 +116,7 @@ class TwoLinears(nn.Module):
         return self.second(self.first(x).sin()).cos()
 
 
-@pytest.mark.parametrize("entry", ["apply", "context_fn with module"])
+@pytest.mark.parametrize("entry", [*APPLY, "context_fn with module"])
 @pytest.mark.parametrize(("module", "again"), [("first", 1), ("second", 1), ("{first,second}", 0), ("*", 0)])
 def test_rule_on_one_linear_leaves_the_other_of_its_shape_alone(module: str, again: int, entry: str) -> None:
     value = selective(policy(save("aten.addmm", module=module)))
@@ -132,7 +132,7 @@ class TrailingLinear(TwoLinears):
         return self.second(self.first(x).sin())
 
 
-@pytest.mark.parametrize("entry", ["apply", "context_fn with module"])
+@pytest.mark.parametrize("entry", [*APPLY, "context_fn with module"])
 @pytest.mark.parametrize(("module", "again"), [("first", 0), ("second", 1)])
 def test_saved_linear_is_the_named_one(module: str, again: int, entry: str) -> None:
     """Not only as many: the second need not run again whatever is saved, so only saving the first saves work."""
@@ -147,9 +147,12 @@ def trailing(block: FunctionBlock, x: Tensor) -> Tensor:
     return (h @ block.b).add(1).mul(2.0)
 
 
-@pytest.mark.parametrize(
-    "value", [FULL, selective(policy()), selective(policy(save("aten.sin")))], ids=["full", "nothing", "sine"]
+TRAILING = under_each_engine(
+    {"full": FULL, "nothing": selective(policy()), "sine": selective(policy(save("aten.sin")))}
 )
+
+
+@pytest.mark.parametrize("value", TRAILING.values(), ids=TRAILING.keys())
 def test_trailing_ops_that_nothing_reads_are_not_run(value: Any) -> None:
     model = sac.apply(built(lambda: Stack(FunctionBlock(trailing))), value)
     ran = backward_ops(model, square())

@@ -15,7 +15,7 @@ import sac
 from sac.region.detach import detached
 from sac.region.states.bindings import owners_of
 from sac.selective.bare_mode import CAN_MARK, BareMode
-from tests.semantics.blocks import alternate, llama_stack, policy, save, selective, tokens
+from tests.semantics.blocks import ENGINES, alternate, llama_stack, policy, save, selective, tokens
 
 
 class Seen(TorchDispatchMode):
@@ -130,8 +130,9 @@ class BreaksItsGraph(torch.nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("inner", [False, True], ids=["a region inside", "the block of the region"])
-def test_compiled_with_a_graph_break_has_the_gradients_of_eager(inner: bool) -> None:
+def test_compiled_with_a_graph_break_has_the_gradients_of_eager(inner: bool, engine: str) -> None:
     """Under Dynamo's eyes but not in its graph, regions run as they do without it."""
     found = []
     for compiled in (False, True):
@@ -143,7 +144,7 @@ def test_compiled_with_a_graph_break_has_the_gradients_of_eager(inner: bool) -> 
         x.requires_grad_()
         if inner:
             model.blocks[0] = BreaksItsGraph(model.blocks[0])
-        sac.apply(model, selective(policy(save("attention"), alternate("matmul"))))
+        sac.apply(model, selective(policy(save("attention"), alternate("matmul")), engine=engine))
         around = model if inner else BreaksItsGraph(model)
         out = torch.compile(around, backend="eager")(x) if compiled else around(x)
         out.square().sum().backward()

@@ -26,17 +26,20 @@ from tests.semantics.blocks import (
     save,
     selective,
     tokens,
+    under_each_engine,
     with_dropout,
 )
 from tests.semantics.recording import backward_ops
 from tests.semantics.training import assert_same, built, train
 
 ATTENTION_AND_ALTERNATING = selective(policy(save("attention"), alternate("matmul")))
-VALUES = {
-    "full": FULL,
-    "attention and alternating matmuls": ATTENTION_AND_ALTERNATING,
-    "everything": selective(policy(default="save")),
-}
+VALUES = under_each_engine(
+    {
+        "full": FULL,
+        "attention and alternating matmuls": ATTENTION_AND_ALTERNATING,
+        "everything": selective(policy(default="save")),
+    }
+)
 ON_EACH_VALUE = pytest.mark.parametrize("value", VALUES.values(), ids=VALUES.keys())
 
 

@@ -11,7 +11,18 @@ import torch
 from torch import Tensor, nn
 
 import sac
-from tests.semantics.blocks import ENTRIES, FULL, FunctionBlock, Stack, install, policy, save, selective
+from tests.semantics.blocks import (
+    ENGINES,
+    ENTRIES,
+    FULL,
+    FunctionBlock,
+    Stack,
+    install,
+    policy,
+    save,
+    selective,
+    under_each_engine,
+)
 from tests.semantics.recording import backward_ops, kept_bytes
 from tests.semantics.training import assert_same, train
 
@@ -111,7 +122,10 @@ def test_a_random_mask_over_a_parameter_is_no_weight(entry: str) -> None:
     assert kept_bytes(install(stack(masked), value, entry), rows()) > 2 * WEIGHT_BYTES
 
 
-@pytest.mark.parametrize("value", [FULL, selective(policy(save("matmul")))], ids=["full", "selective"])
+ROUTED = under_each_engine({"full": FULL, "selective": selective(policy(save("matmul")))})
+
+
+@pytest.mark.parametrize("value", ROUTED.values(), ids=ROUTED.keys())
 def test_what_must_be_saved_is_saved(value: Any) -> None:
     def routed(block: FunctionBlock, x: Tensor) -> Tensor:
         return x.sin() @ block.a.sort(dim=0).values.tanh()
@@ -124,9 +138,12 @@ class TaggedWeight(nn.Parameter):
     """A parameter of a class of its own."""
 
 
-@pytest.mark.parametrize("value", ["full", "selective"])
-def test_data_of_parameters_may_be_exchanged_between_the_passes(value: str) -> None:
-    def gradients(one: str) -> list[Tensor]:
+EXCHANGED = {"full": "full", **under_each_engine({"selective": {"mode": "selective"}})}
+
+
+@pytest.mark.parametrize("value", EXCHANGED.values(), ids=EXCHANGED.keys())
+def test_data_of_parameters_may_be_exchanged_between_the_passes(value: Any) -> None:
+    def gradients(one: Any) -> list[Tensor]:
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4)) for _ in range(2)))
         for module in model.modules():
@@ -158,8 +175,14 @@ class CodedLinear(nn.Module):
         return x.sin() @ self.weight.state.inner.table[self.weight.int()] + self.bias
 
 
-def test_what_a_parameter_carries_belongs_to_it() -> None:
-    value = {"mode": "selective", "policy": policy(save(["aten.index", "aten._to_copy"])), "blocks": ["*"]}
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_a_parameter_carries_belongs_to_it(engine: str) -> None:
+    value = {
+        "mode": "selective",
+        "engine": engine,
+        "policy": policy(save(["aten.index", "aten._to_copy"])),
+        "blocks": ["*"],
+    }
     torch.manual_seed(0)
     model = nn.Sequential(CodedLinear(), CodedLinear())
     assert kept_bytes(model, rows()) > 2 * WEIGHT_BYTES

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 import sac
 from tests.semantics.blocks import (
+    APPLY,
     FULL,
     FunctionBlock,
     GatedMLP,
@@ -36,7 +37,8 @@ from tests.semantics.training import built
 ATTENTION_AND_ALTERNATING = selective(policy(save("attention"), alternate("matmul")))
 EVERYTHING = selective(policy(default="save"))
 EVERYTHING_BY_GLOB = selective(policy(save("*")))
-ON_EACH_ENTRY = pytest.mark.parametrize("entry", ["apply", "context_fn"])
+ON_EACH_ENTRY = pytest.mark.parametrize("entry", [*APPLY, "context_fn"])
+ON_EACH_ENGINE = pytest.mark.parametrize("entry", APPLY)
 WIDTH = 64
 FLOAT = 4  # bytes
 
@@ -122,16 +124,17 @@ def test_full_keeps_only_block_inputs() -> None:
     assert kept(llama, FULL, given=embeddings()) == 4 * 32 * WIDTH * FLOAT
 
 
-def test_attention_and_alternating_matmuls_keep_less_than_stock() -> None:
+@ON_EACH_ENGINE
+def test_attention_and_alternating_matmuls_keep_less_than_stock(entry: str) -> None:
     def build() -> Stack:
         return llama_stack(1, d=WIDTH)
 
-    ours = kept(build, ATTENTION_AND_ALTERNATING, given=embeddings())
+    ours = kept(build, ATTENTION_AND_ALTERNATING, entry, embeddings())
     stock = kept_by_stock(build, ATTENTION_AND_ALTERNATING, embeddings())
     without = kept(build, "none", given=embeddings())
     assert ours < without
     assert ours <= 0.88 * stock, f"{ours} bytes against stock's {stock}: {ours / stock:.3f}"
-    run_by_ours = backward_ops(install(built(build), ATTENTION_AND_ALTERNATING), embeddings())
+    run_by_ours = backward_ops(install(built(build), ATTENTION_AND_ALTERNATING, entry), embeddings())
     run_by_stock = backward_ops(install_stock(built(build), ATTENTION_AND_ALTERNATING), embeddings())
     assert run_by_ours.product_flops <= run_by_stock.product_flops
     assert run_by_ours.count("scaled_dot_product") <= run_by_stock.count("scaled_dot_product")
@@ -162,15 +165,17 @@ def test_views_are_not_saved(entry: str) -> None:
     assert kept(lambda: wide(one_row), value, entry) <= 16 * WIDTH * FLOAT
 
 
+@ON_EACH_ENGINE
 @pytest.mark.parametrize("body", [one_row, packed_part])
-def test_saving_everything_pins_no_more_than_no_checkpointing(body: Callable[..., Any]) -> None:
+def test_saving_everything_pins_no_more_than_no_checkpointing(body: Callable[..., Any], entry: str) -> None:
     (x,) = inputs()
-    assert kept(lambda: wide(body), EVERYTHING, "apply") <= kept_bytes(built(lambda: wide(body)), (x,))
+    assert kept(lambda: wide(body), EVERYTHING, entry) <= kept_bytes(built(lambda: wide(body)), (x,))
 
 
-def test_saved_values_are_freed_one_by_one_in_backward() -> None:
+@ON_EACH_ENGINE
+def test_saved_values_are_freed_one_by_one_in_backward(entry: str) -> None:
     """Peak in backward: a region's kept values do not wait for the whole backward."""
-    model = install(built(llama), ATTENTION_AND_ALTERNATING)
+    model = install(built(llama), ATTENTION_AND_ALTERNATING, entry)
     (x,) = embeddings()
     step(model, (x,))
     before = kept_bytes(model, (x,), warm=0)
@@ -234,10 +239,11 @@ def test_save_on_cpu_around_a_region_gives_the_same_gradients(entry: str) -> Non
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def test_cheap_values_that_only_saved_ops_read_are_let_go() -> None:
+@ON_EACH_ENGINE
+def test_cheap_values_that_only_saved_ops_read_are_let_go(entry: str) -> None:
     """All but one op saved: a norm's inner sums are read by saved ops only, which recomputation serves as they are."""
     value = {"mode": "selective", "policy": {"default": "save", "rules": [{"ops": "aten.silu", "do": "recompute"}]}}
     x = embeddings()
-    model = install(built(llama), value)
+    model = install(built(llama), value, entry)
     assert kept_bytes(model, x) <= 1.06 * kept_bytes(built(llama), x)
     assert sum(kind["dead_bytes"] for kind in sac.report(model).to_dict()["kinds"]) > 0

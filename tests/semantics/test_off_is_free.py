@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import sac
 from tests.semantics.blocks import (
+    APPLY,
     FULL,
     FunctionBlock,
     Stack,
@@ -23,6 +24,7 @@ from tests.semantics.blocks import (
     policy,
     selective,
     square,
+    under_each_engine,
 )
 from tests.semantics.mode_probe import SEEN, note_mode
 from tests.semantics.recording import Recorder, step, without_collector
@@ -45,11 +47,18 @@ def watched_stack(value: Any, entry: str = "apply") -> Stack:
     return install(built(lambda: Stack(FunctionBlock(watched))), value, entry)
 
 
-@pytest.mark.parametrize(
-    "value",
-    [FULL, MATMULS, selective(policy(default="save")), selective(policy())],
-    ids=["full", "alternating matmuls", "default save", "nothing"],
+VALUES = under_each_engine(
+    {
+        "full": FULL,
+        "alternating matmuls": MATMULS,
+        "default save": selective(policy(default="save")),
+        "nothing": selective(policy()),
+    }
 )
+ON_EACH_ENGINE = pytest.mark.parametrize("entry", APPLY)
+
+
+@pytest.mark.parametrize("value", VALUES.values(), ids=VALUES.keys())
 @pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
 def test_no_grad_runs_the_original_forward(value: Any, off: Any) -> None:
     model = watched_stack(value)
@@ -70,8 +79,9 @@ def test_no_grad_uses_no_random_state() -> None:
         assert torch.equal(after, torch.get_rng_state())
 
 
-def test_frozen_region_keeps_nothing() -> None:
-    model = watched_stack(MATMULS)
+@ON_EACH_ENGINE
+def test_frozen_region_keeps_nothing(entry: str) -> None:
+    model = watched_stack(MATMULS, entry)
     model.requires_grad_(False)
     with without_collector():
         recorder = Recorder()
@@ -99,17 +109,20 @@ def test_full_enters_no_mode_after_the_first_call() -> None:
     assert len(SEEN) >= 6  # begin and end of forward, begin of recompute, twice
 
 
-def test_nothing_saved_enters_no_mode_after_the_first_call() -> None:
-    model = watched_stack(selective(policy()))
+@ON_EACH_ENGINE
+def test_nothing_saved_enters_no_mode_after_the_first_call(entry: str) -> None:
+    """The first call is replayed if that was asked for; without a mode there is no tape, and Python runs again."""
+    model = watched_stack(selective(policy()), entry)
     step(model, square())
     SEEN.clear()
     step(model, square())
     assert not any(SEEN)
-    assert model.blocks[0].calls == 4
+    assert model.blocks[0].calls == (3 if entry == "apply, replay" else 4)
 
 
-def test_everything_saved_enters_no_mode_after_the_first_call() -> None:
-    model = watched_stack(selective(policy(default="save")))
+@ON_EACH_ENGINE
+def test_everything_saved_enters_no_mode_after_the_first_call(entry: str) -> None:
+    model = watched_stack(selective(policy(default="save")), entry)
     step(model, square())
     SEEN.clear()
     step(model, square())
@@ -125,12 +138,18 @@ def test_none_enters_nothing() -> None:
     assert "forward" not in vars(model.blocks[0])
 
 
-def test_watch_can_see_a_mode() -> None:
-    """The probe of these tests fires: a policy that decides per op does enter one."""
-    model = watched_stack(MATMULS)
+@ON_EACH_ENGINE
+def test_watch_can_see_a_mode(entry: str) -> None:
+    """The probe of these tests fires: a policy that decides per op does enter one, in recomputation too under rerun."""
+    model = watched_stack(MATMULS, entry)
     step(model, square())
-    step(model, square())
-    assert any(SEEN)
+    SEEN.clear()
+    out = model(*square())
+    assert SEEN == [True, True]
+    SEEN.clear()
+    out.sum().backward()
+    assert len(SEEN) == (0 if entry == "apply, replay" else 1)
+    assert all(SEEN)
 
 
 def routed(block: FunctionBlock, x: Tensor) -> Tensor:
@@ -150,8 +169,9 @@ def test_full_enters_a_mode_only_in_regions_seen_to_route() -> None:
     out.sum().backward()
 
 
-def test_modes_are_gone_after_each_call() -> None:
-    model = watched_stack(MATMULS)
+@ON_EACH_ENGINE
+def test_modes_are_gone_after_each_call(entry: str) -> None:
+    model = watched_stack(MATMULS, entry)
     for _ in range(2):
         out = model(*square())
         assert _get_current_dispatch_mode() is None

@@ -12,15 +12,28 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import sac
-from tests.semantics.blocks import FULL, FunctionBlock, Stack, alternate, policy, save, selective, square
+from tests.semantics.blocks import (
+    ENGINES,
+    FULL,
+    FunctionBlock,
+    Stack,
+    alternate,
+    policy,
+    save,
+    selective,
+    square,
+    under_each_engine,
+)
 from tests.semantics.training import assert_same_training, built
 
-EACH = {
-    "full": FULL,
-    "matmuls": selective(policy(save("matmul"))),
-    "products": selective(policy({"id": "products", "ops": "aten.mul", "do": "save", "optional": True})),
-    "every second op": selective(policy(alternate("*"))),
-}
+EACH = under_each_engine(
+    {
+        "full": FULL,
+        "matmuls": selective(policy(save("matmul"))),
+        "products": selective(policy({"id": "products", "ops": "aten.mul", "do": "save", "optional": True})),
+        "every second op": selective(policy(alternate("*"))),
+    }
+)
 ON_EACH = pytest.mark.parametrize("value", EACH.values(), ids=EACH.keys())
 
 
@@ -48,9 +61,10 @@ class TwoDropped(nn.Module):
         return self.p(x) * self.q(x)
 
 
-def test_two_draws_from_one_value_are_not_one_value() -> None:
+@pytest.mark.parametrize("engine", ENGINES)
+def test_two_draws_from_one_value_are_not_one_value(engine: str) -> None:
     """Only the second module's product is saved; the first one's has the same arguments but for what was drawn."""
-    value = selective(policy({"id": "q", "ops": "aten.mul", "module": "q.drop", "do": "save"}))
+    value = selective(policy({"id": "q", "ops": "aten.mul", "module": "q.drop", "do": "save"}), engine=engine)
     assert_same_training(lambda: Stack(TwoDropped()), value, make_input=square)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.semantics.blocks import (
+    APPLY,
     FULL,
     Stack,
     alternate,
@@ -18,6 +19,7 @@ from tests.semantics.blocks import (
     save,
     selective,
     tokens,
+    ways,
     with_dropout,
 )
 from tests.semantics.stock import install_stock
@@ -30,8 +32,7 @@ VALUES = {
     "every second op": selective(policy(alternate("*"))),
     "everything": selective(policy(default="save")),
 }
-WAYS = [(name, entry) for name in VALUES for entry in ("apply", "context_fn") if name != "full" or entry == "apply"]
-ON_EACH_WAY = pytest.mark.parametrize(("name", "entry"), WAYS)
+ON_EACH_WAY = pytest.mark.parametrize(("name", "entry"), ways(VALUES, (*APPLY, "context_fn")))
 ON_CPU = [("cpu", "MATH"), ("cpu", "FLASH_ATTENTION")]
 ON_CUDA = [("cuda", backend) for backend in ("MATH", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION")]
 

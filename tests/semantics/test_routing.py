@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointError
 
-from tests.semantics.blocks import FULL, FunctionBlock, Stack, policy, save, selective, square
+from tests.semantics.blocks import APPLY, FULL, FunctionBlock, Stack, policy, save, selective, square, ways
 from tests.semantics.custom_ops import Wobble, wobble
 from tests.semantics.stock import install_stock
 from tests.semantics.training import assert_same_training
@@ -63,16 +63,10 @@ VALUES = {
 }
 
 
-@pytest.mark.parametrize("name", VALUES)
+@pytest.mark.parametrize(("name", "entry"), ways(VALUES, (*APPLY, "context_fn")))
 @pytest.mark.parametrize("body", BODIES)
-def test_routing_of_forward_is_kept(body: Any, name: str) -> None:
-    assert_same_training(lambda: Stack(FunctionBlock(body)), VALUES[name], make_input=square)
-
-
-@pytest.mark.parametrize("name", ["nothing", "matmuls", "everything"])
-@pytest.mark.parametrize("body", BODIES)
-def test_routing_of_forward_is_kept_by_context_fn(body: Any, name: str) -> None:
-    assert_same_training(lambda: Stack(FunctionBlock(body)), VALUES[name], entry="context_fn", make_input=square)
+def test_routing_of_forward_is_kept(body: Any, name: str, entry: str) -> None:
+    assert_same_training(lambda: Stack(FunctionBlock(body)), VALUES[name], entry=entry, make_input=square)
 
 
 @IN_2_13

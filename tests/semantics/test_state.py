@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import sac
 from tests.semantics.blocks import (
-    ENTRIES,
+    ENGINES,
     FULL,
     FunctionBlock,
     Stack,
@@ -28,6 +28,7 @@ from tests.semantics.blocks import (
     selective,
     square,
     tokens,
+    ways,
     with_dropout,
 )
 from tests.semantics.recording import Recorder
@@ -41,7 +42,7 @@ VALUES = {
     "every second op": selective(policy(alternate("*"))),
     "everything": selective(policy(default="save")),
 }
-WAYS = [(name, entry) for name in VALUES for entry in ENTRIES if name != "full" or entry == "apply"]
+WAYS = ways(VALUES)
 ON_EACH_WAY = pytest.mark.parametrize(("name", "entry"), WAYS)
 ON_EACH_DEVICE = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
@@ -211,10 +212,12 @@ def nothing_is_left_behind() -> bool:
     )
 
 
-MUST_RECOMPUTE = [way for way in WAYS if way[0] != "everything"]
+PYTHON_RUNS_AGAIN = pytest.mark.parametrize(
+    ("name", "entry"), [way for way in WAYS if way[0] != "everything" and way[1] != "apply, replay"]
+)
 
 
-@pytest.mark.parametrize(("name", "entry"), MUST_RECOMPUTE)
+@PYTHON_RUNS_AGAIN
 def test_error_in_recompute_leaves_generator_and_buffers_as_they_were(name: str, entry: str) -> None:
     model = install(built(lambda: Stack(Failing({2}))), VALUES[name], entry)
     torch.manual_seed(0)
@@ -227,7 +230,7 @@ def test_error_in_recompute_leaves_generator_and_buffers_as_they_were(name: str,
     assert nothing_is_left_behind()
 
 
-@pytest.mark.parametrize(("name", "entry"), MUST_RECOMPUTE)
+@PYTHON_RUNS_AGAIN
 def test_training_goes_on_after_an_error_in_recompute(name: str, entry: str) -> None:
     model = install(built(lambda: Stack(Failing({2}))), VALUES[name], entry)
     with pytest.raises(KeyError):
@@ -238,6 +241,14 @@ def test_training_goes_on_after_an_error_in_recompute(name: str, entry: str) -> 
         train(built(lambda: Stack(Failing(set()))), make_input=square, steps=2),
         train(model, make_input=square, steps=2),
     )
+
+
+@pytest.mark.parametrize("name", [name for name in VALUES if name != "full"])
+def test_replay_runs_no_python_that_could_fail(name: str) -> None:
+    model = install(built(lambda: Stack(Failing({2}))), VALUES[name], "apply, replay")
+    reference = built(lambda: Stack(Failing(set())))
+    assert_same(train(reference, make_input=square), train(model, make_input=square))
+    assert model.blocks[0].runs == 1
 
 
 @ON_EACH_WAY
@@ -307,11 +318,12 @@ def test_autocast_is_recomputed(name: str, entry: str, inside: bool) -> None:
     assert_same(run(reference), run(ours))
 
 
-def test_policy_object_is_shared_by_two_models() -> None:
+@pytest.mark.parametrize("engine", ENGINES)
+def test_policy_object_is_shared_by_two_models(engine: str) -> None:
     """One parsed policy on two models: they learn apart."""
     loaded = sac.load_policy(policy(save("attention"), alternate("matmul")))
     for width in (32, 64):
-        value = {"mode": "selective", "policy": loaded, "blocks": ["blocks.*"]}
+        value = {"mode": "selective", "policy": loaded, "engine": engine, "blocks": ["blocks.*"]}
         assert_same_training(
             lambda width=width: llama_stack(2, width),
             value,

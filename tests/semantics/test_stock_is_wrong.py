@@ -12,7 +12,7 @@ import functools
 import pytest
 import torch
 
-from tests.semantics.blocks import FULL, alternate, policy, save, selective, square
+from tests.semantics.blocks import APPLY, FULL, alternate, policy, save, selective, square
 from tests.semantics.defects import DEFECTS, EVERYTHING, NOTHING, Defect
 from tests.semantics.stock import install_stock
 from tests.semantics.training import assert_same_training, deterministic
@@ -27,7 +27,7 @@ OTHER_POLICIES = {
 }
 ON_EACH_DEFECT = pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.id)
 ON_EACH_DEVICE = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-ON_EACH_ENTRY = pytest.mark.parametrize("entry", ["apply", "context_fn"])
+ON_EACH_ENTRY = pytest.mark.parametrize("entry", [*APPLY, "context_fn"])
 
 
 @ON_EACH_ENTRY
@@ -51,11 +51,13 @@ def test_gradients_equal_under_every_other_policy(defect: Defect, name: str, dev
         )
 
 
+@pytest.mark.parametrize("engine", ["auto", "replay"])
 @ON_EACH_DEVICE
 @ON_EACH_DEFECT
-def test_gradients_equal_in_full(defect: Defect, device: str) -> None:
+def test_gradients_equal_in_full(defect: Defect, device: str, engine: str) -> None:
+    """Of which, unless replay is asked for, only regions that need a recorder are replayed, from the second call on."""
     with deterministic(device):
-        assert_same_training(defect.build, FULL, device=device, make_input=square, steps=3)
+        assert_same_training(defect.build, {**FULL, "engine": engine}, device=device, make_input=square, steps=3)
 
 
 @pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="tells what torch 2.13 does, no other version")

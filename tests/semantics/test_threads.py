@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from tests.semantics.blocks import (
-    ENTRIES,
     FULL,
     Stack,
     alternate,
@@ -23,6 +22,7 @@ from tests.semantics.blocks import (
     policy,
     save,
     selective,
+    ways,
     with_dropout,
 )
 from tests.semantics.training import assert_same, assert_same_training, built, plain_backward
@@ -32,8 +32,7 @@ VALUES = {
     "attention and alternating matmuls": selective(policy(save("attention"), alternate("matmul"))),
     "everything": selective(policy(default="save")),
 }
-WAYS = [(name, entry) for name in VALUES for entry in ENTRIES if name != "full" or entry == "apply"]
-ON_EACH_WAY = pytest.mark.parametrize(("name", "entry"), WAYS)
+ON_EACH_WAY = pytest.mark.parametrize(("name", "entry"), ways(VALUES))
 ON_EACH_DEVICE = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 

@@ -5,6 +5,7 @@ torch's plain checkpoint passes every test of the first half; its selective one 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import sac
 from tests.semantics.blocks import (
+    ENTRIES,
     FULL,
     FunctionBlock,
     Stack,
@@ -34,7 +36,7 @@ from tests.semantics.blocks import (
 from tests.semantics.stock import install_stock
 from tests.semantics.training import assert_same, assert_same_training, built, plain_backward, train
 
-ON_EACH_ENTRY = pytest.mark.parametrize("entry", ["apply", "context_fn", "context_fn with module"])
+ON_EACH_ENTRY = pytest.mark.parametrize("entry", ENTRIES)
 IN_2_13 = pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="tells what torch 2.13 does")
 MATMULS = selective(policy(save("matmul")))
 
@@ -259,7 +261,7 @@ def changes_shape_in_recompute(block: FunctionBlock, x: Tensor) -> Tensor:
     return h.cos().sum() + x.sum()
 
 
-@pytest.mark.parametrize("value", [FULL, MATMULS], ids=["full", "matmuls"])
+@pytest.mark.parametrize("value", [FULL, {**MATMULS, "engine": "rerun"}], ids=["full", "matmuls"])
 def test_changed_shape_raises_and_names_the_region(value: Any) -> None:
     model = sac.apply(built(lambda: Stack(FunctionBlock(changes_shape_in_recompute))), value)
     loss = model(*square())
@@ -272,14 +274,36 @@ def test_changed_shape_raises_and_names_the_region(value: Any) -> None:
     assert "4, 8" in text, text
 
 
-def test_error_of_recompute_is_raised_as_it_is() -> None:
-    def fails_again(block: FunctionBlock, x: Tensor) -> Tensor:
-        if block.calls == 2:
-            raise KeyError("the user's own")
-        return (x @ block.a).sin().cos()
+def fails_in_recompute(block: FunctionBlock, x: Tensor) -> Tensor:
+    if block.calls == 2:
+        raise KeyError("the user's own")
+    return (x @ block.a).sin().cos()
 
-    model = sac.apply(built(lambda: Stack(FunctionBlock(fails_again))), MATMULS)
+
+def test_error_of_recompute_is_raised_as_it_is() -> None:
+    model = install(built(lambda: Stack(FunctionBlock(fails_in_recompute))), MATMULS, "apply, rerun")
     loss = model(*square()).sum()
     with pytest.raises(KeyError, match="the user's own"):
         loss.backward()
     assert train(built(llama_stack))  # nothing of the failed recomputation is left on the process
+
+
+@pytest.mark.parametrize(
+    "rule", [save("matmul"), save("*"), alternate("*")], ids=["matmuls", "everything", "every 2nd"]
+)
+@pytest.mark.parametrize(
+    "body",
+    [
+        extra_op_in_recompute,
+        swaps_in_recompute,
+        swaps_inputs_in_recompute,
+        changes_shape_in_recompute,
+        fails_in_recompute,
+    ],
+)
+def test_what_the_second_run_would_do_is_nothing_to_replay(body: Any, rule: dict[str, Any]) -> None:
+    """It runs ops alone: each of these bodies, which are another function when they run again, runs once."""
+    value, build = selective(policy(rule)), functools.partial(built, lambda: Stack(FunctionBlock(body)))
+    model = install(build(), value, "apply, replay")
+    assert_same(train(build(), make_input=square), train(model, make_input=square))
+    assert model.blocks[0].calls == 1
