@@ -64,6 +64,8 @@ class KindReport:
     for rules.
     ``input_host_bytes``: of inputs kept in host memory for a device, on top of ``input_bytes``.
     ``dead_bytes``: decided to be saved, then let go at the end of forward, since backward can never read them.
+    ``engine``: which one the last call has, ``replay`` or ``rerun``; empty where none was needed. ``no_replay``: why
+    regions of this kind are not replayed any more.
     """
 
     regions: str
@@ -78,6 +80,8 @@ class KindReport:
     traced: TracedReport | None = None
     left_in_eager: int = 0
     compiled_graphs: int = 0
+    engine: str = ""
+    no_replay: str = ""
 
     @property
     def has_run(self) -> bool:
@@ -197,6 +201,8 @@ def _kind_report(kind: Kind, regions: Sequence[Region]) -> KindReport:
         traced=_traced(kind),
         left_in_eager=kind.table.left_in_eager,
         compiled_graphs=stats.compiled_graphs,
+        engine=stats.engine,
+        no_replay=kind.no_replay,
     )
 
 
@@ -254,6 +260,8 @@ def _eager_lines(kind: KindReport) -> Iterable[str]:
         yield f"  rule {use.rule}: {use.hits} calls, {_size(use.saved_bytes)} saved"
     if kind.dead_bytes:
         yield f"  let go, since backward never reads it: {_size(kind.dead_bytes)}"
+    if kind.no_replay:
+        yield f"  run again as Python, not replayed: {kind.no_replay}"
     if kind.compiled_graphs:
         yield f"  compiled graphs inside, each one piece that rules do not look into: {kind.compiled_graphs}"
     if kind.unmatched:

@@ -131,7 +131,9 @@ class Region:
             recorder.begin(inputs, inputs.leaves_of(args, kwargs))
             frame = ReplayFrame(function, self.path, recorder, owners, settings, give_up=self._give_up)
             self._note_verified(sort)
+            self.stats.engine = REPLAY
         else:
+            self.stats.engine = RERUN if records else ""
             if records or self.kind.table.speaks_of_modules:
                 recorder = self._recorder(owners, settings, sort, sees_ops=records)
                 recorder.begin(inputs)
@@ -164,8 +166,6 @@ class Region:
             or settings.use_reentrant
             or not CAN_REPLAY
         ):
-            return False
-        if table.speaks_of_modules:
             return False
         # The first call of a region that saves nothing is there to see whether it needs a recorder at all.
         return settings.engine == REPLAY or bool(table.rules) or bool(self.stats.calls)

@@ -23,7 +23,7 @@ class RegionStats:
     ``saved_bytes``: for backward, the inputs apart; ``input_host_bytes``: of inputs kept in host memory for a device;
     ``dead_bytes``: decided to be saved, and let go since backward can
     never read it; ``by_rule`` and ``hits`` are keyed by the rule's index in the table. ``compiled_graphs``: those of
-    ``torch.compile`` that the first call ran.
+    ``torch.compile`` that the first call ran. ``engine``: that of the last call, empty if it needed none.
     """
 
     calls: int = 0
@@ -34,6 +34,7 @@ class RegionStats:
     by_rule: dict[int, int] = field(default_factory=dict)
     hits: dict[int, int] = field(default_factory=dict)
     compiled_graphs: int = 0
+    engine: str = ""
 
     def figures(self) -> tuple[object, ...]:
         """Return all but the number of calls, to be compared."""
