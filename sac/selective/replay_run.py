@@ -182,8 +182,10 @@ def _made(kind: Any, rest: Any, reads: list[Any]) -> Tensor:
         part = wrapped_parts(reads[0])[rest[0]]
         return part if metadata(part) == rest[1] else _alias(part, rest[1])
     assert kind is WRAP
-    cls, names, context, size, stride = rest
-    made: Tensor = cls.__tensor_unflatten__(dict(zip(names, reads, strict=True)), context, size, stride)
+    cls, inside, context, size, stride = rest
+    left = iter(reads)
+    held = {name: next(left) if value is HOLE else value for name, value in inside}
+    made: Tensor = cls.__tensor_unflatten__(held, context, size, stride)
     return made
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from sac.region.detach import detached
+from sac.region.states.rng_trackers import States
 from sac.region.storages import inner_tensors, version_of
 from sac.selective.labels import WeakStorages
 from sac.selective.tensors import metadata, storage_address, wrapped_parts
@@ -71,6 +72,7 @@ class Tape:
         "by_storage",
         "constants",
         "counts",
+        "draws_after",
         "factories",
         "firsts",
         "guards",
@@ -121,9 +123,8 @@ class Tape:
         self.lost: set[int] = set()  # kept values that something else has written to
         self.lasting: set[int] = set()  # roots of leaves that last
         self.factories: dict[int, int] = {}  # root -> entry that made it of nothing, while no op has written to it
-        self.states: dict[
-            int, list[tuple[torch.Generator, Tensor]]
-        ] = {}  # entry -> generators, as they stood before it
+        self.states: dict[int, States] = {}  # entry -> generators that it moves, as they stood before it
+        self.draws_after: dict[int, tuple[int, ...]] = {}  # entry -> those that leave generators as it has to find them
         self.guards: dict[int, Any] = {}  # entry -> the autocast of its caller, where its body leans on that
         self.storages = WeakStorages()
         self.trouble = ""
@@ -281,8 +282,9 @@ class Tape:
         if not any(address in self.by_storage for address in addresses):
             return self.add_leaf(tensor)
         names, context = tensor.__tensor_flatten__()
-        names = [name for name in names if isinstance(getattr(tensor, name), Tensor)]
-        rest = (type(tensor), tuple(names), context, tensor.size(), tensor.stride())
+        held = [(name, getattr(tensor, name)) for name in names]  # tensors, and the mesh of a DTensor (torch 2.13)
+        inside = [(name, HOLE if isinstance(value, Tensor) else value) for name, value in held]
+        rest = (type(tensor), inside, context, tensor.size(), tensor.stride())
         return self._made(WRAP, rest, tuple(self.find(part, op) for part in parts), tensor)
 
     def _made(self, plan: Any, rest: Any, reads: tuple[int, ...], tensor: Tensor) -> int:
