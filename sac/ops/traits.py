@@ -55,6 +55,17 @@ HIDDEN_ALIASES = _words(
 )
 """Packets that hand back an argument or a view of its storage, always or for some arguments, without saying so."""
 
+FILLING = _words(
+    """copy_ fill_ zero_ set_ resize_ uniform_ normal_ bernoulli_ exponential_ geometric_ cauchy_ log_normal_ random_
+    _foreach_copy_ _foreach_zero_"""
+)
+"""Aten packets that write to the whole of an argument, whatever was there."""
+
+FILLING_PARTS = _words(
+    """index_put_ _index_put_impl_ index_copy_ index_fill_ scatter_ masked_fill_ masked_scatter_ put_ fill_diagonal_"""
+)
+"""Aten packets that may fill fresh memory part by part, and do not read what was there."""
+
 OVERSTATED_WRITES: tuple[tuple[str, tuple[str, ...]], ...] = (
     # FlashAttention 2's kernels take `q` by C++ reference to rebind it; its values stay.
     ("*flash_attn*.fwd", ("q",)),
