@@ -28,7 +28,7 @@ from tests.semantics.test_backward_often import (
 )
 from tests.semantics.test_threads import backward_elsewhere
 from tests.semantics.training import assert_same, assert_same_training, built, train
-from tests.semantics.whole_module_blocks import EVERY, RUNS, Apply, stack_of, whole
+from tests.semantics.whole_module_blocks import EVERY, RUNS, Apply, number_of_run, stack_of, whole
 
 VALUES = {
     "modules alone": selective(policy(whole("{self_attn,mlp}"))),
@@ -235,6 +235,27 @@ def test_a_write_that_no_call_before_had_lets_the_module_run_again_once(value: A
         model((square()[0].abs() * sign).requires_grad_()).sum().backward()
         ran.append(len(RUNS))
     assert ran == runs
+
+
+def test_a_view_of_an_argument_that_is_laid_out_otherwise_in_recomputation() -> None:
+    def body(block: Any, x: Tensor) -> Tensor:
+        h = x.exp().t()
+        if number_of_run() == 3:  # the same values at other places, as a kernel chosen anew may leave them
+            h = h.contiguous()
+        return block.view(h).sin() * x
+
+    found = []
+    for model in (built(lambda: stack_of(body, 1)), sac.apply(built(lambda: stack_of(body, 1)), ALONE)):
+        RUNS.extend([1] * 3)
+        x = torch.linspace(-1, 1, 64).view(8, 8).requires_grad_()
+        for _ in range(2):  # the first call has labels, and would tell
+            model(x).sum().backward()
+        x.grad = None
+        RUNS.clear()
+        model(x).sum().backward()
+        found.append(x.grad)
+    assert torch.equal(*found)
+    assert len(RUNS) == 4, "the region twice, and its module"
 
 
 def test_what_the_caller_writes_to_after_the_region() -> None:
