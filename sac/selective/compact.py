@@ -27,6 +27,8 @@ def compact_views(handles: list[Handle]) -> None:
 
 
 def _view_of(tensor: Any) -> tuple[Any, ...]:
+    if tensor.layout is not torch.strided:
+        return (id(tensor),)
     return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
 
 

@@ -75,6 +75,7 @@ class Tape:
         "draws_after",
         "factories",
         "firsts",
+        "given_out",
         "guards",
         "ids",
         "is_busy",
@@ -120,6 +121,7 @@ class Tape:
         self.constants: set[int] = set()  # values made of Python's numbers
         self.kept: dict[int, Tensor] = {}
         self.kept_in: dict[int, list[int]] = {}  # root -> kept values that no op has written to since
+        self.given_out: set[int] = set()  # roots of which the region's own forward has unpacked something
         self.lost: set[int] = set()  # kept values that something else has written to
         self.lasting: set[int] = set()  # roots of leaves that last
         self.factories: dict[int, int] = {}  # root -> entry that made it of nothing, while no op has written to it
@@ -143,7 +145,9 @@ class Tape:
         if found is None or found[0]() is not tensor:
             return self.meet(tensor, op)
         value = found[1]
-        if tensor._version != self.versions[value]:
+        if tensor.is_inference():
+            self.fail(f"{op} reads a tensor of inference mode")
+        elif tensor._version != self.versions[value]:
             return self.look_at_version(tensor, value)
         return value
 
@@ -187,6 +191,15 @@ class Tape:
             else:
                 self.lost.add(held)
         return value
+
+    def recognise(self, tensor: Tensor, value: int) -> None:
+        """Note that ``tensor`` has been replayed inside the region's own forward, as what ``value`` is still."""
+        root, address = self.roots[value], first_address(tensor)
+        self.sync()
+        if root not in self.writers and address not in self.by_storage:
+            self.by_storage[address] = root
+            self.storages.watch(tensor)
+            self.given_out.add(root)
 
     def sync(self) -> None:
         """Note in which storages the values lie that have been made since the last time.
