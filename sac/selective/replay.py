@@ -14,6 +14,7 @@ from sac.errors import Problem, RegionError, SacWarning
 from sac.region.eager import never_compiled
 from sac.region.frame import Frame
 from sac.region.handles import Handle
+from sac.region.inputs import KeptInputs
 from sac.region.states.ambient import subclasses_on
 from sac.region.storages import describe, version_of
 from sac.selective.checksum import checksum, same
@@ -48,6 +49,10 @@ class ReplayFrame(Frame):
     def __init__(self, *args: Any, give_up: Callable[[str], None], **more: Any) -> None:
         super().__init__(*args, **more)
         self._give_up = give_up
+
+    def _begin(self, inputs: KeptInputs) -> None:
+        super()._begin(inputs)
+        self.recorder.draws.begin(self.surroundings.rng)
 
     def _pack(self, tensor: Tensor) -> Handle:
         handle = Handle(len(self._handles))

@@ -74,6 +74,7 @@ class _Walk:
         self._needed_roots: set[int] = set()
         self._waiting: dict[int, list[int]] = {}  # value -> handles not filled yet
         self._written: set[int] = set()
+        self._draws: set[int] = set()  # entries that have to draw before one that runs does
         self._steps: list[Step] = []
 
     def want(self, one: Wanted) -> None:
@@ -91,8 +92,9 @@ class _Walk:
         ]
         writes: Any = self._writes.get(number, ())
         runs = bool(outputs) or (writes and not self._needed_roots.isdisjoint(writes))
-        if not runs and not self._is_due(number):
+        if not runs and number not in self._draws and not self._is_due(number):
             return
+        self._draws.update(tape.draws_after.get(number, ()))
         frees: list[int] = []
         fills: list[tuple[int, int]] = []
         for _, value in outputs:

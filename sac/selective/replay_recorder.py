@@ -18,6 +18,7 @@ from sac.region.states.rng import default_generator
 from sac.region.storages import describe
 from sac.selective.checksum import checksum, same
 from sac.selective.compact import compact_views
+from sac.selective.draws import Draws
 from sac.selective.fallback import FallbackMode, Routed
 from sac.selective.forward_state import Generators, Images
 from sac.selective.made_of import MadeOf
@@ -29,7 +30,7 @@ from sac.selective.rows import Rows
 from sac.selective.stats import NO_RULE, KeptFigures
 from sac.selective.table import BoundRule, Plan, Table, run_op
 from sac.selective.tape import HOLE, Tape
-from sac.selective.tape_mode import TapeMode, generators_of, moved, new_tensors
+from sac.selective.tape_mode import TapeMode, generators_of, new_tensors
 from sac.selective.tensors import storage_address, storage_bytes, tensor_parts, tensors_of
 from sac.selective.weights import NOT_PARAMETERS, is_large
 
@@ -81,7 +82,7 @@ class ReplayRecorder:
             tuple[int, Tensor, int]
         ] = []  # handles of what autograd saved since the last op, and versions
         self._settings = settings
-        self._before: list[tuple[torch.Generator, Tensor]] = []  # generators as they stood before the op that runs now
+        self.draws = Draws(self.tape)
         self._made_of = MadeOf(self.tape, owners)
         self._places: dict[int, tuple[int, int, int]] = {}  # missing handle -> value, number of the next entry, version
         self.suspects: list[tuple[int, Tensor, int, int]] = []
@@ -276,13 +277,7 @@ class ReplayRecorder:
         """An op is about to draw random numbers, perhaps: note the generators it may draw from, as they stand."""
         if plan.has_generator:
             self._note_generators(args, kwargs)
-        self._before = [(generator, generator.get_state()) for generator in generators_of(args, kwargs)]
-
-    def _after_draw(self, plan: Plan, entry: int, saves: bool) -> None:
-        """It has run: remember where its generators stood, if it is to run again and has moved one."""
-        before, self._before = self._before, []  # a state is kilobytes: nothing of it may live until backward
-        if not saves and moved(before):
-            self.tape.states[entry] = before
+        self.draws.before(generators_of(args, kwargs))
 
     def finish(
         self,
@@ -308,7 +303,7 @@ class ReplayRecorder:
         if plan.decides:
             saves, rule, call = self.decide_on(plan, args, kwargs, out, first, reads)
         if plan.draws:
-            self._after_draw(plan, entry, saves)
+            self.draws.after(entry, runs_again=not saves)
         if plan.traits.is_factory and count:
             tape.factories[first] = entry
         elif plan.op is _LIFT_FRESH and (constant := tape.known(out)) is not None:
@@ -367,7 +362,7 @@ class ReplayRecorder:
         made_of = self._made_of.all_of(reads)
         if made_of == NOT_PARAMETERS:
             plan.calls_on_inputs.add(call)  # the next region's too: it only decides what is held
-        return is_large(out, made_of) and not (plan.draws and moved(self._before))
+        return is_large(out, made_of) and not (plan.draws and self.draws.have_moved())
 
     def keep(self, value: int, tensor: Tensor) -> None:
         """Hold what lies in ``tensor``, as ``value``."""
@@ -493,9 +488,7 @@ class ReplayRecorder:
             if program is not None and not loose:
                 program.sizes, program.figures = sizes, self.figures
         tape.kept = held
-        if tape.states and self.plan is not None:
-            running = {step.number for step in self.plan.steps}
-            tape.states = {number: states for number, states in tape.states.items() if number in running}
+        self.draws.close({step.number for step in self.plan.steps} if self.plan is not None and tape.states else set())
 
     def _count(self, held: dict[int, Tensor], loose: list[Handle]) -> KeptFigures:
         sizes: dict[int, tuple[int, int]] = {}  # address of a storage -> bytes, rule

@@ -8,7 +8,6 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from sac.region.detach import equal
 from sac.selective import scope
 from sac.selective.autocast import callers_autocast
 from sac.selective.bare_mode import BareMode
@@ -159,11 +158,6 @@ def generators_of(args: Any, kwargs: Any) -> list[torch.Generator]:
     """Return the generators that an op with these arguments may draw from: those passed, else the default ones."""
     passed = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
     return passed or default_generators(args, kwargs)
-
-
-def moved(states: list[tuple[torch.Generator, Tensor]]) -> bool:
-    """Whether one of the generators has moved since its state was taken."""
-    return any(not equal(generator.get_state(), state) for generator, state in states)
 
 
 def new_tensors(out: Any) -> list[Tensor]:

@@ -48,6 +48,11 @@ class RngSnapshot:
         # A list: a region can be recomputed inside its own recomputation (a gradient taken in the region).
         self._entered: list[tuple[States, ExitStack | None]] = []
 
+    @property
+    def states(self) -> States:
+        """The default generators' and those that the caller names; not the trackers'."""
+        return self._states
+
     def put_back(self) -> None:
         """Let all generators stand where they stood when this was made, for good."""
         if self._trackers:
