@@ -55,6 +55,7 @@ HINTS: dict[str, Hint] = {
     "esmfold2": Hint(size="few layers", changes=_FOLDING, inputs=parts.folded),
     "perceiver": Hint(size="small", inputs=parts.text_as_inputs),
     "speech_to_text": Hint(inputs=sounds.mels_and_text),
+    "fastspeech2_conformer_hifigan": Hint(size="small", changes={"model_in_dim": 16}, inputs=sounds.mels_alone),
     "speecht5_hifigan": Hint(size="small", changes={"model_in_dim": 16}, inputs=sounds.mels_alone),
     "vibevoice_acoustic_tokenizer_encoder": Hint(changes={"num_filters": 4}, inputs=sounds.wave_as_states),
     "vibevoice_acoustic_tokenizer_decoder": Hint(changes={"num_filters": 4}, inputs=sounds.latents_as_states),

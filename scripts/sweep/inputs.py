@@ -136,7 +136,8 @@ class _Maker:
             if token is None:
                 raise CannotMakeInputs(f"no id of a placeholder for {kind} in {type(self.config).__name__}")
             rows.append(torch.full((BATCH, count // BATCH), token))
-        ids = self._plain_ids(SEQ)
+        positions = self._value("max_position_embeddings", of=self.text)
+        ids = self._plain_ids(min(SEQ, positions) if isinstance(positions, int) and positions > 0 else SEQ)
         return torch.cat([ids[:, :3], *rows, ids[:, 3:]], dim=1)
 
     def _placeholder(self, kind: str) -> int | None:

@@ -23,7 +23,7 @@ def qformer_of_text(model: Any) -> dict[str, Any]:
 
 def bytes_to_patches(model: Any) -> dict[str, Any]:
     ids = torch.arange(SEQ).div(4, rounding_mode="floor").expand(BATCH, SEQ)
-    return {"input_ids": drawn_ids(model.config.vocab_size, BATCH, SEQ), "num_patches": 4, "patch_ids": ids}
+    return {"input_ids": drawn_ids(model.config.vocab_size, BATCH, SEQ), "num_patches": SEQ // 4, "patch_ids": ids}
 
 
 def patches_to_bytes(model: Any) -> dict[str, Any]:
