@@ -123,6 +123,8 @@ class ReplayFrame(Frame):
         def fill(index: int, tensor: Tensor) -> None:
             waiting[index].value = tensor
             filled.append(index)
+            if not self._forward_over:
+                recorder.give_out(index, tensor)
 
         was_paused, recorder.paused = recorder.paused, not self._forward_over
         recorder.tape.is_busy = recorder.tape.is_busy or recorder.paused

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sac.ops.traits import FILLING, FILLING_PARTS
 from sac.region.detach import cloned, copy_of, detached
 from sac.region.handles import Ending, Handle
 from sac.region.inputs import KeptInputs
@@ -34,14 +35,6 @@ from sac.selective.tape_mode import TapeMode, generators_of, new_tensors
 from sac.selective.tensors import storage_address, storage_bytes, tensor_parts, tensors_of
 from sac.selective.weights import NOT_PARAMETERS, is_large
 
-_FILL = frozenset(
-    """copy_ fill_ zero_ set_ resize_ uniform_ normal_ bernoulli_ exponential_ geometric_ cauchy_ log_normal_ random_
-    _foreach_copy_ _foreach_zero_""".split()
-)
-_FILL_PARTS = frozenset(
-    """index_put_ _index_put_impl_ index_copy_ index_fill_ scatter_ masked_fill_ masked_scatter_ put_
-    fill_diagonal_""".split()
-)
 _LIFT_FRESH = torch.ops.aten.lift_fresh.default
 
 
@@ -106,6 +99,10 @@ class ReplayRecorder:
         self.tape.lasting = self._lasting if self._keeps_persistent else set()
         for kept in inputs.tensors:
             self.tape.add_leaf(leaves[kept.position], kept.position, lasts=kept.stored is None)
+
+    def give_out(self, handle: int, tensor: Tensor) -> None:
+        """A gradient is taken inside the region's own forward, and ``tensor`` is what it will read as ``handle``."""
+        self.tape.recognise(tensor, self._places[handle][0])
 
     def forward_mode(self) -> AbstractContextManager[Any]:
         """Return the mode that writes the tape."""
@@ -265,6 +262,8 @@ class ReplayRecorder:
                 root = tape.by_storage.get(address)
                 if root is not None and plan.op._schema.name == "aten::set_":
                     tape.fail(f"{plan.op} lets a tensor lie elsewhere")
+                if root in tape.given_out:
+                    tape.fail(f"{plan.op} writes to what a gradient inside the region has read")
                 if root in self._kept_in:
                     self._copy_kept(root)
                 if root is None or root in tape.leaves:
@@ -470,7 +469,9 @@ class ReplayRecorder:
         assert self.plan is not None
         for value in self.plan.kept:
             if value in self.tape.lost:
-                self.tape.fail(f"a result that the policy saves ({describe(self.tape.kept[value])}) was written to by no op")
+                self.tape.fail(
+                    f"a result that the policy saves ({describe(self.tape.kept[value])}) was written to by no op"
+                )
 
     def _let_go(self, kept: list[Handle]) -> None:
         """Hold only what replay starts from, and count it."""
@@ -518,12 +519,12 @@ class ReplayRecorder:
 def _fills(plan: Plan) -> bool:
     """Whether what an op writes to is wholly overwritten, as far as can be known: it does not read what is there."""
     namespace, name = plan.op._schema.name.split("::")
-    return namespace != "aten" or name in _FILL or plan.op._schema.overload_name.endswith("out")
+    return namespace != "aten" or name in FILLING or plan.op._schema.overload_name.endswith("out")
 
 
 def _writes_parts(plan: Plan) -> bool:
     """Whether an op may be there to fill fresh memory, part by part."""
-    return plan.writes and plan.op._schema.name.split("::")[1] in _FILL_PARTS
+    return plan.writes and plan.op._schema.name.split("::")[1] in FILLING_PARTS
 
 
 def _is_constant(tape: Tape, entry: int, tensor: Tensor) -> bool:

@@ -61,23 +61,26 @@ class TapeMode(BareMode):
         ids, versions, roots = tape.ids, tape.versions, tape.roots
         reads = []
         rest: Any = args
-        for place in plan.places:
-            if place >= len(args):
-                break
-            value = args[place]
-            found = ids.get(id(value))
-            if found is None or found[0]() is not value:
-                if not isinstance(value, Tensor):  # left out, or a number
-                    continue
-                number = tape.meet(value, func)
-            else:
-                number = found[1]
-                if value._version != versions[number]:
-                    number = tape.look_at_version(value, number)
-            reads.append(number)
-            if rest is args:
-                rest = [*args]
-            rest[place] = HOLE
+        try:
+            for place in plan.places:
+                if place >= len(args):
+                    break
+                value = args[place]
+                found = ids.get(id(value))
+                if found is None or found[0]() is not value:
+                    if not isinstance(value, Tensor):  # left out, or a number
+                        continue
+                    number = tape.meet(value, func)
+                else:
+                    number = found[1]
+                    if value._version != versions[number]:
+                        number = tape.look_at_version(value, number)
+                reads.append(number)
+                if rest is args:
+                    rest = [*args]
+                rest[place] = HOLE
+        except RuntimeError:  # a tensor of inference mode has no version
+            return self._run(plan, func, args, kwargs or {})
         if tape.is_busy:  # trouble
             return self._run(plan, func, args, kwargs or {})
         out = plan.run(*args, **kwargs) if kwargs else plan.run(*args)
