@@ -162,6 +162,7 @@ class ReplayRecorder:
         if not tape.trouble:
             if tape.writers:
                 self._look_for_spoilt(missing)
+        if not tape.trouble:
             program = self.program
             if program is None or not program.fits(tape, self._places, missing):
                 program = Program(tape, self._places, missing, plan_replay(tape, self.wanted(missing)))
@@ -437,7 +438,11 @@ class ReplayRecorder:
             if not writers or writers[-1] < time:
                 continue
             tensor = reference() if (reference := alive.get(value)) is not None else None
-            if tensor is not None and tensor._version == version:
+            if tensor is None:
+                # Autograd's own GRU cells write to one part of what `unsafe_chunk` gives and have saved another.
+                writer = tape.plans[writers[-1]].op
+                tape.fail(f"{writer} writes to memory in which autograd saved a tensor before")
+            elif tensor._version == version:
                 self._places[handle] = value, len(tape.plans), version
                 if self.checksums is not None:
                     self.checksums[handle] = checksum(tensor)
@@ -533,6 +538,8 @@ def _is_constant(tape: Tape, entry: int, tensor: Tensor) -> bool:
     On a device it is asked once for all calls at one place of a kind of region: to compare waits for the device, and a
     kernel that writes to such tensors unseen does so in every call, as a rule.
     """
+    if tensor.is_meta or type(tensor).__name__ == "FakeTensor":
+        return True  # no data
     plan: Plan = tape.plans[entry]
     shape, answer = plan.constants.get(entry, (None, False))
     if shape != tensor.shape or tensor.is_cpu:
