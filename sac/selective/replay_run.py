@@ -16,7 +16,7 @@ from sac.selective.autocast import as_then
 from sac.selective.forward_state import Images
 from sac.selective.replay_plan import ReplayPlan
 from sac.selective.table import Plan
-from sac.selective.tape import ALIAS, HOLE, PART, WRAP, Tape, from_reads
+from sac.selective.tape import ALIAS, CAST, HOLE, PART, WRAP, Tape, from_reads
 from sac.selective.tensors import metadata, storage_address, storage_bytes, tensors_of, wrapped_parts
 
 # In forward the ops of a tape ran inside a dispatch mode: below autograd and autocast. These guards are private to torch
@@ -178,6 +178,9 @@ def _made(kind: Any, rest: Any, reads: list[Any]) -> Tensor:
     """Make what came about unseen in the forward; see Note [The tape]."""
     if kind is ALIAS:
         return _alias(reads[0], rest[0])
+    if kind is CAST:
+        cast: Tensor = reads[0].to(rest[0])
+        return cast
     if kind is PART:
         part = wrapped_parts(reads[0])[rest[0]]
         return part if metadata(part) == rest[1] else _alias(part, rest[1])

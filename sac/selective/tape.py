@@ -31,7 +31,8 @@ from sac.selective.tensors import metadata, storage_address, wrapped_parts
 #
 # A tensor that nobody made on the tape, in a storage that is known, is an alias: it came about where no mode looks. A
 # wrapper subclass (DTensor) around known tensors, or the tensor inside a known wrapper, is one too. An entry that makes
-# it again is put on the tape. The root of a wrapper is that of its first part.
+# it again is put on the tape. The root of a wrapper is that of its first part. So is one for a parameter in another
+# dtype: autocast keeps those until it is left, and an earlier call may have made it.
 #
 # *Kept* values are held: what the policy saves, and what replay could not make again, because some kernel that the
 # dispatcher does not see has written to it. Anything else that the tape cannot explain is `trouble`: the region is run
@@ -261,6 +262,9 @@ class Tape:
         address = storage_address(tensor)
         root = self.by_storage.get(address)
         if root is None:
+            parameter = cast_of(tensor)
+            if parameter is not None:
+                return self._made(CAST, (tensor.dtype,), (self.find(parameter, op),), tensor)
             return self.add_leaf(tensor)
         if address in self.parts:
             return self._meet_part(tensor)
@@ -377,7 +381,19 @@ class _Synthetic:
 
 ALIAS = _Synthetic("alias")  # of the root: (geometry,)
 PART = _Synthetic("part")  # of a wrapper: (which, geometry)
+CAST = _Synthetic("cast")  # of a parameter: (dtype,)
 WRAP = _Synthetic("wrap")  # parts in a wrapper: (class, names, context, size, stride)
+
+
+def cast_of(tensor: Tensor) -> Tensor | None:
+    """Return the parameter that ``tensor`` is, in another dtype and untouched; None if it is something else."""
+    cast = tensor.grad_fn
+    if cast is None or type(cast).__name__ != "ToCopyBackward0" or tensor._version:
+        return None
+    leaf = getattr(cast.next_functions[0][0], "variable", None)
+    if type(leaf) is not Parameter or (leaf.shape, leaf.stride()) != (tensor.shape, tensor.stride()):
+        return None
+    return leaf if leaf.device == tensor.device else None
 
 
 def is_wrapper(tensor: Tensor) -> bool:
