@@ -214,7 +214,7 @@ class ReplayRecorder:
         """Run an op after the tape has met trouble: hold what must not be chosen anew, and images of what is written."""
         if plan.has_generator or plan.draws:
             self._note_generators(args, kwargs)
-        if plan.writes:
+        if plan.writes and not plan.traits.is_infrastructure:
             self.before_write(plan, args, kwargs)
         out = run_op(plan, args, kwargs)
         for tensor in new_tensors(out):
@@ -415,6 +415,9 @@ class ReplayRecorder:
             self._wrote_inputs = True
         elif (leaf is not None and leaf.lasts) or isinstance(tensor, nn.Parameter):
             self.tape.fail(f"{plan.op} writes to a parameter")
+        elif plan.traits.is_infrastructure:
+            # FSDP of FullyShardedDataParallel: parameters are gathered for a module inside the region, and let go of.
+            self.tape.fail(f"{plan.op} writes to a tensor from outside")
         elif not self._settings.freeze_buffers:
             self.tape.fail(f"{plan.op} writes to a tensor from outside, and freeze_buffers is off")
         elif address not in self.images:
