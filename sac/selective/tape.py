@@ -78,6 +78,7 @@ class Tape:
         "firsts",
         "given_out",
         "guards",
+        "has_meshes",
         "ids",
         "is_busy",
         "kept",
@@ -130,6 +131,7 @@ class Tape:
         self.draws_after: dict[int, tuple[int, ...]] = {}  # entry -> those that leave generators as it has to find them
         self.guards: dict[int, Any] = {}  # entry -> the autocast of its caller, where its body leans on that
         self.storages = WeakStorages()
+        self.has_meshes = False  # there are DTensors, whose ops may send without being collectives
         self.trouble = ""
         self.is_busy = False  # there is something to look at before the next op: trouble, factories, a pause, suspects
 
@@ -232,15 +234,19 @@ class Tape:
         root = None if new_root else self.by_storage.get(address)
         # Of a view the mode sees a counter of its own; what is above the mode lets it share that of its base.
         self.versions.append(version_of(tensor) if root is None else self.versions[root])
+        wraps = not plain and is_wrapper(tensor)
         if root is None:
-            root = self.by_storage[address] = value
-            self.storages.watch(tensor)
+            root = value
+            if not wraps:
+                self.by_storage[address] = root
+                self.storages.watch(tensor)
         self.roots.append(root)
-        if not plain and is_wrapper(tensor):
+        if wraps:
             self._note_parts(tensor, value, root)
         return value
 
     def _note_parts(self, wrapper: Tensor, value: int, root: int) -> None:
+        self.has_meshes = self.has_meshes or hasattr(wrapper, "device_mesh")
         for place, part in enumerate(wrapped_parts(wrapper)):
             address = storage_address(part)
             self.parts[address] = (value, place)
