@@ -237,7 +237,7 @@ class Tape:
         wraps = not plain and is_wrapper(tensor)
         if root is None:
             root = value
-            if not wraps:
+            if not wraps and tensor.layout is torch.strided:  # others have no storage, and their address means nothing
                 self.by_storage[address] = root
                 self.storages.watch(tensor)
         self.roots.append(root)

@@ -58,11 +58,16 @@ def assert_scattered(stack: str, mode: str, **options: Any) -> None:
     assert [Counter(one) for one in sent(stack, scattered, **options)] == more
 
 
+def assert_no_more(ours: list[int], theirs: list[int]) -> None:
+    """On each rank; replay does not run a product again that only a kept value was made from."""
+    assert all(0 < one <= other for one, other in zip(ours, theirs, strict=True)), (ours, theirs)
+
+
 def assert_sent_once(stack: str, **options: Any) -> None:
     """A policy that saves collectives sends none of them again in backward; one that saves the products sends all."""
     for mode in ("collectives saved", "collectives sent again"):
         assert_same_gradients(stack, mode, **options)
     assert sent(stack, "collectives saved", **options) == sent(stack, "none", **options)
-    assert flops(stack, "collectives saved", **options) == flops(stack, "full", **options)
+    assert_no_more(flops(stack, "collectives saved", **options), flops(stack, "full", **options))
     assert sent(stack, "collectives sent again", **options) == sent(stack, "full", **options)
     assert sent(stack, "full", **options) != sent(stack, "none", **options)

@@ -11,6 +11,7 @@ from tests.stacks.model_parallel import tensor_parallel
 from tests.stacks.parallel_claims import (
     assert_flops_between,
     assert_full,
+    assert_no_more,
     assert_scattered,
     assert_selective,
     assert_sent_once,
@@ -94,7 +95,7 @@ def test_routed_tokens_are_sent_once_in_every_mode_full_included() -> None:
     for mode in ("full", "collectives saved"):
         assert_same_gradients(stack, mode)
         assert sent(stack, mode) == sent(stack, "none")
-        assert flops(stack, mode) == flops(stack, "torch full")
+        assert_no_more(flops(stack, mode), flops(stack, "torch full"))
         assert kept_bytes(stack, mode) < kept_bytes(stack, "none")
     assert sent(stack, "torch full") == [{"gloo:all_to_all": 9 + 2 * 3}] * 2  # what is spared: three in each block
 
