@@ -80,7 +80,7 @@ _UNINITIALISED = _words(
     _empty_affine_quantized _empty_per_channel_affine_quantized"""
 )
 _CONSTANT_OF_A_TENSOR = _words("zeros_like ones_like full_like new_zeros new_ones new_full zero _make_dep_token")
-_TAGS_ITS_RANDOM_OPS = frozenset({"aten", "prims", "_c10d_functional", "_c10d_functional_autograd"})
+_TAGS_ITS_RANDOM_OPS = frozenset({"aten", "prims", "c10d", "_c10d_functional", "_c10d_functional_autograd"})
 _HIGHER_ORDER_WITHOUT_RESULT = frozenset({"print", "call_torchbind", "_export_tracepoint"})
 _HIGHER_ORDER_WRITING = frozenset({"triton_kernel_wrapper_mutation"})
 
@@ -171,7 +171,7 @@ def _of_schema(op: Any, schema: Any) -> OpTraits:
         generator_kwargs=_keyword_only(generators),
         returns_tensor=returns_tensor,
         reads_data=_reads_data(packet, op),
-        is_collective=namespace in _COLLECTIVES,
+        is_collective=namespace in _COLLECTIVES or _is_of(SAVE_SETS["collective"], name),
         takes_optional=any("Optional[Tensor]" in str(argument.type) for argument in schema.arguments),
         is_flat=_is_flat(schema),
         tensor_places=tuple(

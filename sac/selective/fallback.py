@@ -80,7 +80,7 @@ class FallbackMode(BareMode):
         return out
 
     def _serve(self, one: Routed, out: Any) -> Any:
-        # The op has run, so that generators are where they were; what it chose in forward takes the place of its result.
+        # The op has run, so that generators are where they were; what it chose in forward stands for its result.
         for found, kept in zip(tensors_of(out), one.outputs, strict=True):
             if found.shape != kept.shape or found.dtype != kept.dtype:
                 raise RegionError(

@@ -7,9 +7,19 @@ from collections.abc import Iterable
 import torch
 
 from sac.region.detach import copy_of, overwrite
+from sac.region.states.rng import default_generator
 
 Images = dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]]
 Generators = dict[int, tuple[torch.Generator, torch.Tensor]]
+
+
+def note_generator(generators: Generators, generator: torch.Generator) -> None:
+    """An op is about to draw from ``generator``, which the caller passed: remember where it stood."""
+    usual = default_generator(generator.device)
+    if usual is not None and usual._cdata == generator._cdata:  # type: ignore[attr-defined]
+        return  # the frame's snapshot holds it
+    if generator._cdata not in generators:  # type: ignore[attr-defined]
+        generators[generator._cdata] = generator, generator.get_state()  # type: ignore[attr-defined]
 
 
 class ForwardState:

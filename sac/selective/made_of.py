@@ -11,6 +11,7 @@ from sac.selective.tape import Tape
 from sac.selective.tensors import storage_address
 from sac.selective.weights import NOT_PARAMETERS, Origins
 
+
 class MadeOf:
     """Answers for one tape, when asked: most values never are."""
 

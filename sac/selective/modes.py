@@ -33,6 +33,13 @@ if TYPE_CHECKING:
 _LIFT_FRESH = torch.ops.aten.lift_fresh.default
 
 
+class Counting(Protocol):
+    """What decisions hang on beside the call itself: how many calls there were before it."""
+
+    calls: defaultdict[Plan, int]
+    alternations: defaultdict[int, int]
+
+
 class Settling(Protocol):
     """What the recomputation mode asks before each op: has everything been filled, and what then."""
 
@@ -344,7 +351,7 @@ def _fresh(kept: torch.Tensor | Parked) -> torch.Tensor:
     return fetch(kept).detach()
 
 
-def decide(record: CallRecord, plan: Plan, args: Any, kwargs: Any, out: Any) -> tuple[bool, BoundRule | None]:
+def decide(record: Counting, plan: Plan, args: Any, kwargs: Any, out: Any) -> tuple[bool, BoundRule | None]:
     """Return whether this call's result is saved, and the rule that matched; counts the call."""
     call = record.calls[plan]
     record.calls[plan] = call + 1

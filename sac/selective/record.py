@@ -18,6 +18,7 @@ from sac.region.states.bindings import UnseenWriteError
 from sac.region.states.rng import default_generator
 from sac.region.storages import describe, version_of
 from sac.selective.compact import compact_views
+from sac.selective.forward_state import note_generator
 from sac.selective.labels import Description, Labels
 from sac.selective.table import BoundRule, Plan, Table
 from sac.selective.tensors import map_tensors, storage_address, storage_bytes, tensor_parts, tensors_of
@@ -247,12 +248,8 @@ class CallRecord:
             self.images[address] = (storage, copy_of(storage))
 
     def note_generator(self, generator: torch.Generator) -> None:
-        """An op is about to draw from ``generator``, which the caller passed: remember where it stood."""
-        usual = default_generator(generator.device)
-        if usual is not None and usual._cdata == generator._cdata:  # type: ignore[attr-defined]
-            return  # the frame's snapshot holds it
-        if generator._cdata not in self.generators:  # type: ignore[attr-defined]
-            self.generators[generator._cdata] = (generator, generator.get_state())  # type: ignore[attr-defined]
+        """See ``forward_state.note_generator``."""
+        note_generator(self.generators, generator)
 
     def close(self, kept: list[Handle], last_missing: int) -> bool:
         """Let dead outputs go; return whether the region can be run again without this record."""

@@ -42,7 +42,7 @@ from sac.selective.replay_run import CannotReplay, ExternalChangeError, run_plan
 
 
 class ReplayFrame(Frame):
-    """The frame of a region that is replayed; see Note [Replay]. ``give_up``: called with the reason if it cannot be."""
+    """The frame of a region that is replayed; see Note [Replay]. ``give_up`` hears why it cannot be."""
 
     recorder: ReplayRecorder
 
@@ -136,8 +136,8 @@ class ReplayFrame(Frame):
         except ExternalChangeError as change:
             raise RegionError(
                 self._problem(
-                    f"a tensor from outside the region ({describe(change.tensor)}) was changed in place after the forward: "
-                    f"it is at version {version_of(change.tensor)}, backward expects version {change.version}",
+                    f"a tensor from outside the region ({describe(change.tensor)}) was changed in place after the "
+                    f"forward: it is at version {version_of(change.tensor)}, backward expects version {change.version}",
                     fix="do not write to it between forward and backward, or pass it to the region as an argument",
                 )
             ) from None
@@ -153,6 +153,8 @@ class ReplayFrame(Frame):
         for index in filled:
             value = waiting[index].value
             if isinstance(value, Tensor) and not same(recorder.checksums[index], checksum(value)):
+                if recorder.may_differ(index, value.device):
+                    continue
                 found = f"saved tensor {index} ({describe(value)}) is replayed with other values than forward had"
                 if recorder.has_collectives:
                     raise RegionError(self._problem(found, fix="set `engine: rerun` for this model"))

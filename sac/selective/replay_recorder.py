@@ -15,13 +15,12 @@ from sac.region.handles import Ending, Handle
 from sac.region.inputs import KeptInputs
 from sac.region.parking import PackHooks, park, surrounding_hooks
 from sac.region.settings import Settings
-from sac.region.states.rng import default_generator
 from sac.region.storages import describe
 from sac.selective.checksum import checksum, same
 from sac.selective.compact import compact_views
 from sac.selective.draws import Draws
 from sac.selective.fallback import FallbackMode, Routed
-from sac.selective.forward_state import Generators, Images
+from sac.selective.forward_state import Generators, Images, note_generator
 from sac.selective.made_of import MadeOf
 from sac.selective.modes import decide
 from sac.selective.program import Program
@@ -33,6 +32,7 @@ from sac.selective.table import BoundRule, Plan, Table, run_op
 from sac.selective.tape import HOLE, Tape
 from sac.selective.tape_mode import TapeMode, generators_of, new_tensors
 from sac.selective.tensors import storage_address, storage_bytes, tensor_parts, tensors_of
+from sac.selective.unrepeatable import may_differ, unrepeatable_on
 from sac.selective.weights import NOT_PARAMETERS, is_large
 
 _LIFT_FRESH = torch.ops.aten.lift_fresh.default
@@ -159,9 +159,8 @@ class ReplayRecorder:
         self.needs_mode = self.may_save or bool(
             self.images or self._generators or self._wrote_late or self._wrote_inputs
         )
-        if not tape.trouble:
-            if tape.writers:
-                self._look_for_spoilt(missing)
+        if tape.writers and not tape.trouble:
+            self._look_for_spoilt(missing)
         if not tape.trouble:
             program = self.program
             if program is None or not program.fits(tape, self._places, missing):
@@ -205,13 +204,18 @@ class ReplayRecorder:
 
     @property
     def has_collectives(self) -> bool:
-        """Whether other ranks have a part in what is run again."""
-        return any(getattr(plan, "is_collective", False) for plan in self.tape.plans)
+        """Whether other ranks have a part in what is run again: in an op of the tape, or in one of a DTensor."""
+        return self.tape.has_meshes or any(getattr(plan, "is_collective", False) for plan in self.tape.plans)
+
+    def may_differ(self, handle: int, device: torch.device) -> bool:
+        """Whether what autograd saved as ``handle`` comes out otherwise each time, by the nature of its ops."""
+        names = unrepeatable_on(device)
+        return bool(names) and may_differ(self.tape, self._places[handle][0], names)
 
     # What the mode asks
 
     def run_untaped(self, mode: TapeMode, plan: Plan, args: Any, kwargs: Any) -> Any:
-        """Run an op after the tape has met trouble: hold what must not be chosen anew, and images of what is written."""
+        """Run an op after the tape has met trouble: hold what must not be chosen anew, and image what is written."""
         if plan.has_generator or plan.draws:
             self._note_generators(args, kwargs)
         if plan.writes and not plan.traits.is_infrastructure:
@@ -366,7 +370,7 @@ class ReplayRecorder:
 
     def keep(self, value: int, tensor: Tensor) -> None:
         """Hold what lies in ``tensor``, as ``value``."""
-        # `data` asks no dispatcher. That it has a version counter of its own does not matter: writes are seen by the mode.
+        # `data` asks no dispatcher. It has a version counter of its own; but writes are seen by the mode.
         self.tape.kept[value] = tensor.data if type(tensor) is Tensor else detached(tensor)
         self._kept_in.setdefault(self.tape.roots[value], []).append(value)
 
@@ -426,10 +430,8 @@ class ReplayRecorder:
 
     def _note_generators(self, args: Any, kwargs: Any) -> None:
         for generator in (*args, *kwargs.values()):
-            if isinstance(generator, torch.Generator) and generator._cdata not in self._generators:
-                usual = default_generator(generator.device)
-                if usual is None or usual._cdata != generator._cdata:
-                    self._generators[generator._cdata] = generator, generator.get_state()
+            if isinstance(generator, torch.Generator):
+                note_generator(self._generators, generator)
 
     def _look_for_spoilt(self, missing: list[int]) -> None:
         """What has been written to since autograd saved it is spoilt, or what backward sees is what was written."""

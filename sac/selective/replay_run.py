@@ -19,8 +19,8 @@ from sac.selective.table import Plan
 from sac.selective.tape import ALIAS, CAST, HOLE, PART, WRAP, Tape, from_reads
 from sac.selective.tensors import metadata, storage_address, storage_bytes, tensors_of, wrapped_parts
 
-# In forward the ops of a tape ran inside a dispatch mode: below autograd and autocast. These guards are private to torch
-# (2.11 to 2.13); without them replay is not used.
+# In forward the ops of a tape ran inside a dispatch mode: below autograd and autocast. These guards are private to
+# torch (2.11 to 2.13); without them replay is not used.
 _BELOW_AUTOGRAD: Any = getattr(torch._C, "_AutoDispatchBelowADInplaceOrView", None)
 _NO_AUTOCAST: Any = getattr(torch._C, "_DisableAutocast", None)
 CAN_REPLAY = _BELOW_AUTOGRAD is not None and _NO_AUTOCAST is not None
@@ -120,7 +120,8 @@ def _orders(plan: ReplayPlan, tape: Tape) -> list[Any]:
     for step in plan.steps:
         number = step.number
         op, rest = tape.plans[number], tape.rests[number]
-        result, places = -1, ()
+        result = -1
+        places: tuple[tuple[int, int], ...] = ()
         if type(op) is Plan and op.is_usual and not op.traits.takes_optional and tape.counts.get(number, 1) == 1:
             holes = [place for place, one in enumerate(rest) if one is HOLE]
             places = tuple(zip(holes, tape.reads[number], strict=True))

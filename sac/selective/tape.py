@@ -55,8 +55,8 @@ class Ref:
 class Leaf:
     """A value that no op of the region made. ``position`` is that of an input, -1 for a tensor from outside.
 
-    ``version`` and ``shape`` are those of its first use. ``lasts``: it is a parameter, or an input that the region holds
-    as it is, so that what lies in it need not be held once more.
+    ``version`` and ``shape`` are those of its first use. ``lasts``: it is a parameter, or an input that the region
+    holds as it is, so that what lies in it need not be held once more.
     """
 
     position: int
@@ -110,7 +110,7 @@ class Tape:
         self.firsts: list[int] = []  # the number of its first result
         self.counts: dict[int, int] = {}  # how many results it has, where that is not one
         self.keywords: dict[int, Any] = {}
-        self.ids: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self.ids: dict[int, tuple[Any, int]] = {}  # by the id of a tensor: a weak reference to it, and its number
         self.roots: list[int] = []  # of each value
         self.versions: list[int] = []  # of each value: its version counter when it was last looked at
         self.seen_at: dict[int, int] = {}  # value -> number of the entry before which its version was last accepted
@@ -168,7 +168,8 @@ class Tape:
         """Return the tensor with this number, if it is still there. Looks through all that are."""
         for reference, number in self.ids.values():
             if number == value:
-                return reference()
+                found: Tensor | None = reference()
+                return found
         return None
 
     def look_at_version(self, tensor: Tensor, value: int) -> int:

@@ -56,8 +56,8 @@ class TapeMode(BareMode):
         if plan is None or not plan.is_usual or tape.is_busy or self.rows is not None:
             return self._run(plan or record.table.plan(func, self.path), func, args, kwargs or {})
 
-        # The usual op, of which there are many: all that is known of it beforehand is not asked again. What follows does
-        # what `_run` does, with the methods of the tape written out.
+        # The usual op, of which there are many: all that is known of it beforehand is not asked again. What follows
+        # does what `_run` does, with the methods of the tape written out.
         ids, versions, roots = tape.ids, tape.versions, tape.roots
         reads = []
         rest: Any = args
@@ -65,7 +65,7 @@ class TapeMode(BareMode):
             for place in plan.places:
                 if place >= len(args):
                     break
-                value = args[place]
+                value: Any = args[place]
                 found = ids.get(id(value))
                 if found is None or found[0]() is not value:
                     if not isinstance(value, Tensor):  # left out, or a number
