@@ -167,8 +167,8 @@ class Region:
             or not CAN_REPLAY
         ):
             return False
-        # The first call of a region that saves nothing is there to see whether it needs a recorder at all.
-        return settings.engine == REPLAY or bool(table.rules) or bool(self.stats.calls)
+        # What has no rules asks for all of it to be run again, and so it is, as Python, unless the config says else.
+        return settings.engine == REPLAY or bool(table.rules)
 
     def _note_verified(self, sort: Any) -> None:
         if len(self._verified) >= SORTS:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sac.region.detach import copy_of
+from sac.region.detach import copy_of, detached
 from sac.region.parking import fetch
 from sac.region.storages import version_of
 from sac.selective.autocast import as_then
@@ -61,7 +61,7 @@ def _load(plan: ReplayPlan, tape: Tape, inputs: dict[int, Tensor], images: Image
     for value in plan.leaves:
         leaf = tape.leaves[value]
         if leaf.position >= 0:
-            values[value] = inputs[leaf.position].detach()
+            values[value] = detached(inputs[leaf.position])
             continue
         tensor = leaf.tensor()
         if tensor is None:
