@@ -41,7 +41,6 @@ class FallbackMode(BareMode):
         self, table: Table, path: str, images: Images, generators: Generators, routed: list[Routed], ending: Ending
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.record = self
         self.table = table
         self.path = ""
         self.plans = table.scope("")
@@ -51,6 +50,11 @@ class FallbackMode(BareMode):
         self._waiting: defaultdict[Any, deque[Routed]] = defaultdict(deque)
         for one in routed:
             self._waiting[one.plan].append(one)
+
+    @property
+    def record(self) -> FallbackMode:
+        """What `scope.py` asks for the table."""
+        return self
 
     def __enter__(self) -> FallbackMode:
         self._state.put_back()
