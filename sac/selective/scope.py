@@ -14,7 +14,10 @@ class Scoped(Protocol):
 
     path: str
     plans: dict[Any, Any]
-    record: Any
+
+    @property
+    def record(self) -> Any:
+        """What holds the table."""
 
 
 class ModulePass(Protocol):

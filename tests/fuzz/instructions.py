@@ -123,6 +123,13 @@ def largest(block: Any, at: int, knob: int, x: Tensor, y: Tensor) -> Tensor:
     return torch.zeros_like(x).scatter(1, indices, values) + y
 
 
+def routed_in_place(block: Any, at: int, knob: int, x: Tensor, y: Tensor) -> Tensor:
+    """As routers of experts do: what they have chosen is made to sum to one where it lies."""
+    values, indices = x.float().softmax(-1).topk(3, dim=1)
+    values /= values.sum(-1, keepdim=True)
+    return y.gather(1, indices).repeat(1, 3)[:, :WIDTH] * values.repeat(1, 3)[:, :WIDTH]
+
+
 def ordered(block: Any, at: int, knob: int, x: Tensor, y: Tensor) -> Tensor:
     values, order = x.sort(dim=knob % 2, descending=bool(knob % 3))
     return values * y.gather(knob % 2, order)
@@ -230,6 +237,7 @@ TWO: dict[str, Instruction] = {
     "accumulated": accumulated,
     "written without grad": written_without_grad,
     "largest": largest,
+    "routed in place": routed_in_place,
     "ordered": ordered,
     "row maximum": row_maximum,
     "standardized": standardized,
