@@ -20,6 +20,7 @@ POLICIES = {
     "every second op": policy(alternate("*")),
 }
 ON_EACH = pytest.mark.parametrize("chosen", POLICIES.values(), ids=POLICIES.keys())
+Run = Callable[[Stack], dict[str, Tensor]]
 FIX = "none is needed, the region runs again as Python; `engine: rerun` asks for that from the start"
 
 
@@ -58,6 +59,20 @@ def assert_gave_way(build: Callable[[], Stack], value: Any, warning: str, *, ste
     assert_same(train(built(build), steps=steps, **_with_square(training)), ours)
     assert said == [warning], said
     assert python_runs(model) == 2 * steps * sum(isinstance(m, FunctionBlock) for m in model.modules())
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """The gradients of the model, by parameter."""
+    return {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+
+
+def assert_same_run(build: Callable[[], Stack], chosen: dict[str, Any], run: Run, python: int, **more: Any) -> Stack:
+    """`run` gives the same with us and without, and the bodies' Python has run `python` times with us."""
+    model = applied(build, replay(chosen, **more))
+    expected = run(built(build))
+    assert_same(expected, run(model))
+    assert python_runs(model) == python
+    return model
 
 
 def warning_of(found: str, path: str = "blocks.0") -> str:
