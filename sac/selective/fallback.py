@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from sac.errors import Problem, RegionError
+from sac.region.detach import cloned
 from sac.region.handles import Ending, ToTheEnd
 from sac.region.storages import describe
 from sac.selective import scope
@@ -21,10 +22,14 @@ from sac.selective.tensors import map_tensors, tensors_of
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """A call of an op that may answer differently the second time, and its results."""
+    """A call of an op that may answer differently the second time, and its results.
+
+    ``written``: whether the region writes to one of them, so that each run of it needs a copy.
+    """
 
     plan: Plan
     outputs: list[Tensor]
+    written: bool
 
 
 class FallbackMode(BareMode):
@@ -95,4 +100,4 @@ class FallbackMode(BareMode):
                     )
                 )
         outputs = iter(one.outputs)
-        return map_tensors(out, lambda _: next(outputs).detach())
+        return map_tensors(out, lambda _: cloned(next(outputs)) if one.written else next(outputs).detach())

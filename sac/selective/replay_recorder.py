@@ -83,7 +83,9 @@ class ReplayRecorder:
         self._sums: dict[int, tuple[Plan, int, tuple[Tensor, ...]]] = {}  # if verified: saved value -> call, its bits
         self._rules: dict[int, int] = {}  # kept value -> rule
         self._generators: Generators = {}
-        self._routed: list[Routed] = []
+        self._routing: list[tuple[Plan, range]] = []  # calls of ops that may answer differently, and their results
+        self._routed: list[Routed] = []  # after the forward: the same, with what is held of them
+        self._gathered: set[int] = set()  # after trouble: addresses of parameters, which FSDP may have filled in here
         self._inputs: KeptInputs | None = None
         self._wrote_inputs = False
         self._wrote_late = False
@@ -172,6 +174,16 @@ class ReplayRecorder:
             self._check_kept()
         if tape.trouble:
             self.plan = self.program = None
+            for address in self._gathered:
+                self.images.pop(address, None)
+        self._routed = [
+            Routed(
+                plan,
+                [tape.kept[value] for value in values],
+                written=any(tape.roots[value] not in self._kept_in for value in values),
+            )
+            for plan, values in self._routing
+        ]
         self._let_go(kept)
         tape.close()
         if not missing:
@@ -220,15 +232,21 @@ class ReplayRecorder:
             self._note_generators(args, kwargs)
         if plan.writes and not plan.traits.is_infrastructure:
             self.before_write(plan, args, kwargs)
+        for tensor in tensors_of([*args, *kwargs.values()]):
+            if isinstance(tensor, nn.Parameter):
+                self._gathered.update(map(storage_address, tensor_parts(tensor)))
         out = run_op(plan, args, kwargs)
-        for tensor in new_tensors(out):
+        first, tensors = len(self.tape.roots), new_tensors(out)
+        for tensor in tensors:
             self.tape.add(tensor)
         rule, saves = plan.final, False
         if plan.counts or plan.candidates:
             self.may_save = self.may_save or plan.counts
             saves, rule = decide(self, plan, args, kwargs, out)
             if saves and plan.must_save:
-                self._routed.append(Routed(plan, [detached(tensor) for tensor in new_tensors(out)]))
+                for value in range(first, len(self.tape.roots)):
+                    self.keep(value, tensors[value - first])
+                self._routing.append((plan, range(first, len(self.tape.roots))))
         if rule is not None:
             self.hits[rule.index] += 1
         if mode.rows is not None:
@@ -358,7 +376,7 @@ class ReplayRecorder:
             for place in range(count):
                 self._sums[first + place] = plan, call, checksum(self.tape.kept[first + place])
         if plan.must_save:
-            self._routed.append(Routed(plan, [self.tape.kept[first + place] for place in range(count)]))
+            self._routing.append((plan, range(first, first + count)))
         return True
 
     def _is_of_parameters(self, plan: Plan, call: int, out: Any, reads: list[int]) -> bool:
