@@ -16,8 +16,9 @@ class TanhInto(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, make: Callable[[Tensor], Tensor], after: Callable[[Tensor], Any] | None) -> Tensor:
         out = make(x)
-        np.copyto(out.numpy(), np.tanh(x.detach().numpy()))
-        ctx.save_for_backward(out.clone())
+        values = np.tanh(x.data.numpy())
+        np.copyto(out.data.numpy(), values)
+        ctx.save_for_backward(torch.from_numpy(values))
         if after is not None:
             after(out)
         return out
@@ -39,7 +40,7 @@ class TwiceInPlace(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, says_so: bool) -> Tensor:
-        values = x.detach().numpy()
+        values = x.data.numpy()  # no op: the tape does not see that somebody looks
         np.copyto(values, values * 2)
         if says_so:
             ctx.mark_dirty(x)
@@ -61,7 +62,7 @@ class TanhInPlace(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        values = x.detach().numpy()
+        values = x.data.numpy()  # no op: the tape does not see that somebody looks
         np.copyto(values, np.tanh(values))
         ctx.mark_dirty(x)
         ctx.save_for_backward(x)

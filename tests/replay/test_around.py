@@ -31,7 +31,7 @@ Body = Callable[[FunctionBlock, Tensor], Tensor]
 
 
 def smooth(block: FunctionBlock, x: Tensor) -> Tensor:
-    h = F.dropout((x @ block.a).tanh(), 0.3)
+    h = F.dropout((x @ block.a).add_(1).tanh(), 0.3)
     return F.layer_norm((h * 1.0).add_(1) @ block.b, (8,)) * x.sin()
 
 

@@ -50,10 +50,20 @@ def tensor_or_number(block: FunctionBlock, x: Tensor) -> Tensor:
 
 
 def number_in_either_place(block: FunctionBlock, x: Tensor) -> Tensor:
-    """The same values are read; which argument is the number changes."""
+    """The same values are read by the same ops; which argument is the number changes."""
     h = x @ block.a
-    add = torch.ops.aten.add.Tensor
-    return (torch.sub(h, 2.0) if block.calls % 2 else torch.rsub(h, 2.0)).sin() * add(h, block.calls)
+    subtract = torch.ops.aten.sub.Tensor
+    return (subtract(h, 2.0) if block.calls % 2 else subtract(2.0, h)).sin() * h
+
+
+def other_half_without_grad(block: FunctionBlock, x: Tensor) -> Tensor:
+    """The same ops run on the same values; autograd saves others."""
+    odd = block.calls % 2 == 1
+    with torch.set_grad_enabled(odd):
+        h = (x @ block.a).sin()
+    with torch.set_grad_enabled(not odd):
+        g = (x @ block.b).sin()
+    return h * g
 
 
 def argument_left_out(block: FunctionBlock, x: Tensor) -> Tensor:
@@ -86,6 +96,7 @@ BODIES: dict[str, Callable[[FunctionBlock, Tensor], Tensor]] = {
         other_value_saved,
         tensor_or_number,
         number_in_either_place,
+        other_half_without_grad,
         argument_left_out,
         written_now_and_then,
         drawn_now_and_then,

@@ -88,6 +88,24 @@ def test_weights_that_autocast_has_cast_in_an_earlier_call(chosen: dict[str, Any
     assert_same_run(one_weight_in_two_blocks, chosen, micro_batches_in_one_autocast, 12)
 
 
+def backward_in_autocast(model: Stack) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    loss = model(torch.randn(8, 8)).square().sum()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss.backward()
+    return gradients(model)
+
+
+@ON_EACH
+def test_autocast_in_backward_is_not_that_of_the_forward(chosen: dict[str, Any]) -> None:
+    """Without us autograd's own formulas run under it, and nothing else does."""
+
+    def body(block: FunctionBlock, x: Tensor) -> Tensor:
+        return ((x @ block.a).sin() @ block.b).sin() * x
+
+    assert_same_run(block_of(body), chosen, backward_in_autocast, 1)
+
+
 # Around the region
 
 
