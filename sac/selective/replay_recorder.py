@@ -319,6 +319,8 @@ class ReplayRecorder:
         tape.append(plan, rest, reads, first)
         if count != 1:
             tape.counts[entry] = count
+        if plan.is_view and reads:
+            tape.versions[first:] = [tape.versions[reads[0]]] * count
         if keywords:
             tape.keywords[entry] = keywords
         saves, rule, call = False, None, None
@@ -510,7 +512,7 @@ class ReplayRecorder:
             addresses = {storage_address(part) for tensor in held.values() for part in tensor_parts(tensor)}
             compact_views([handle for handle in loose if handle.storage not in addresses])
         sizes = [storage_bytes(tensor) for tensor in tape.kept.values()]
-        if program is not None and not loose and program.sizes == sizes:
+        if program is not None and program.figures is not None and not loose and program.sizes == sizes:
             self.figures = program.figures
         else:
             self.figures = self._count(held, loose)

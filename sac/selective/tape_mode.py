@@ -89,9 +89,8 @@ class TapeMode(BareMode):
             return out
         first = len(roots)
         if plan.view_of >= 0:
-            root = roots[reads[0]]
-            versions.append(versions[root])
-            roots.append(root)
+            versions.append(versions[reads[0]])
+            roots.append(roots[reads[0]])
             ids[id(out)] = ref(out), first
         else:  # in new memory, always
             versions.append(0)
