@@ -10,8 +10,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.replay.programs import ON_EACH, POLICIES, assert_gave_way, assert_replayed, block_of, replay, warning_of
-from tests.semantics.blocks import FunctionBlock
+from sac.errors import SacWarning
+from tests.replay.programs import (
+    ON_EACH,
+    POLICIES,
+    applied,
+    assert_gave_way,
+    assert_replayed,
+    block_of,
+    replay,
+    warning_of,
+)
+from tests.semantics.blocks import FunctionBlock, square
+from tests.semantics.training import assert_same, built, train
 
 BODIES: dict[str, Callable[[FunctionBlock, Tensor], Tensor]] = {}
 
@@ -197,3 +208,20 @@ def sparse_in_place(block: FunctionBlock, x: Tensor) -> Tensor:
 )
 def test_gives_way(function: Callable[..., Tensor], found: str) -> None:
     assert_gave_way(block_of(function), replay(POLICIES["nothing"]), warning_of(found))
+
+
+def test_gives_way_in_a_later_call_too() -> None:
+    """Where the short way of usual ops meets what it does not know."""
+
+    def body(block: FunctionBlock, x: Tensor) -> Tensor:
+        with torch.inference_mode(block.calls > 2):
+            scale = (x.detach() * 2).tanh()
+        return (x @ block.a).sin() * scale.clone()
+
+    model = applied(block_of(body), replay(POLICIES["nothing"]))
+    with pytest.warns(SacWarning) as said:
+        ours = train(model, steps=4, make_input=square)
+    assert [str(one.message) for one in said] == [
+        warning_of("aten.tanh.default reads a tensor of inference mode"),
+    ]
+    assert_same(train(built(block_of(body)), steps=4, make_input=square), ours)
