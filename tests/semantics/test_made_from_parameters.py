@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import sac
 from tests.semantics.blocks import (
+    APPLY,
     ENGINES,
     ENTRIES,
     FULL,
@@ -90,6 +91,14 @@ def test_no_weight_is_kept(body: Callable[..., Tensor], entry: str) -> None:
     assert_same(trained(body), trained(body, value, entry))
     assert kept_bytes(stack(body), rows()) > WEIGHT_BYTES
     assert kept_bytes(install(stack(body), value, entry), rows()) < WEIGHT_BYTES
+
+
+@pytest.mark.parametrize("entry", APPLY)
+def test_rules_that_match_nothing_else_are_told_as_matching(entry: str) -> None:
+    model = install(stack(magnitude), selective(policy(save("aten.abs")), strict=True), entry)
+    for _ in range(3):
+        model(*rows()).sum().backward()
+    assert [rule["hits"] for rule in sac.report(model).to_dict()["kinds"][0]["rules"]] == [1]
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
