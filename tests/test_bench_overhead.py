@@ -115,7 +115,6 @@ def test_table_is_printed_with_its_command_and_versions():
     assert widest <= 110
 
 
-@pytest.mark.xfail(strict=True, reason="the README's numbers are printed again when replay runs; then drop this mark")
 def test_readme_holds_a_run_of_this_script():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     block = text.split("<!-- bench -->\n```\n")[1].split("```\n<!-- /bench -->")[0]
