@@ -126,8 +126,7 @@ class Frame(RegionCall):
         early = self.settings.early_stop
         seen = self.recorder is not None and self.recorder.sees_ops
         filling = Filling(self, last_missing, stop_in_pack=not seen, task=task, early_stop=early)
-        with torch.enable_grad(), subclasses_on():
-            args, kwargs, tensors = self.inputs.rebuild(self.path)
+        args, kwargs, tensors = self._rebuild()
         with ExitStack() as stack:
             self._enter_forward_again(stack, tensors, filling)
             stack.enter_context(saved_tensors_hooks(filling.pack, _same))
@@ -142,6 +141,11 @@ class Frame(RegionCall):
             self.recorder.check_recomputed()
         if last:
             self._drop()
+
+    def _rebuild(self) -> tuple[tuple[Any, ...], dict[str, Any], list[tuple[int, torch.Tensor]]]:
+        """Return the arguments of the recomputation."""
+        with torch.enable_grad(), subclasses_on():
+            return self.inputs.rebuild(self.path)
 
     # Messages
 

@@ -129,7 +129,9 @@ class Region:
                 program=self.kind.programs.get(inputs.kind),
             )
             recorder.begin(inputs, inputs.leaves_of(args, kwargs))
-            frame = ReplayFrame(function, self.path, recorder, owners, settings, give_up=self._give_up)
+            frame = ReplayFrame(
+                function, self.path, recorder, owners, settings, give_up=self._give_up, given_up=self._given_up
+            )
             self._note_verified(sort)
             self.stats.engine = REPLAY
         else:
@@ -160,7 +162,7 @@ class Region:
         """Whether a call that needs a recorder is recomputed by replay."""
         table = self.kind.table
         if (
-            self.kind.no_replay
+            (self.kind.no_replay and surrounding_hooks() is None)  # see Note [Replay]
             or table.speaks_of_modules
             or settings.engine == RERUN
             or settings.use_reentrant
@@ -180,6 +182,9 @@ class Region:
         if not self.kind.no_replay:
             self.kind.no_replay = reason
             warn_of_trouble(self.path, reason)
+
+    def _given_up(self) -> str:
+        return self.kind.no_replay
 
     def _be_surprised(self) -> None:
         """A call without a recorder wrote to something: no call goes without one any more."""

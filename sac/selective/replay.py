@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from sac.errors import Problem, RegionError, SacWarning
@@ -15,7 +14,6 @@ from sac.region.eager import never_compiled
 from sac.region.frame import Frame
 from sac.region.handles import Handle
 from sac.region.inputs import KeptInputs
-from sac.region.states.ambient import subclasses_on
 from sac.region.storages import describe, version_of
 from sac.selective.checksum import checksum, same
 from sac.selective.replay_plan import plan_replay
@@ -37,18 +35,26 @@ from sac.selective.replay_run import CannotReplay, ExternalChangeError, run_plan
 # Where replay gives way. Trouble on the tape (`Tape.fail`), a leaf that is gone or lies elsewhere, or a value that is
 # not the one of the forward (`verify`): then this call's Python is run again from its start, with random states,
 # buffers and flags as they were; nothing of what the policy saved is of use then, except what must not be chosen anew.
-# Later calls of the kind go under the rerun engine. A value that differs is an error where the tape holds collectives:
-# another rank may not have seen the difference, and would not take part in a second run.
+# Later calls of the kind go under the rerun engine, and those whose backward is still to come run as Python too. Not so
+# inside hooks on saved tensors, which may be those of an outer checkpoint: that counts what is handed to it, and finds
+# in its recomputation what it found in its forward. There a call goes on as before, but that its backward runs Python.
+# A value that differs is an error where the tape holds collectives: another rank may not have seen the difference, and
+# would not take part in a second run.
 
 
 class ReplayFrame(Frame):
-    """The frame of a region that is replayed; see Note [Replay]. ``give_up`` hears why it cannot be."""
+    """The frame of a region that is replayed; see Note [Replay].
+
+    ``give_up`` hears why it cannot be; ``given_up`` returns that, once another call of the kind has said so.
+    """
 
     recorder: ReplayRecorder
 
-    def __init__(self, *args: Any, give_up: Callable[[str], None], **more: Any) -> None:
+    def __init__(self, *args: Any, give_up: Callable[[str], None], given_up: Callable[[], str], **more: Any) -> None:
         super().__init__(*args, **more)
         self._give_up = give_up
+        self._given_up = given_up
+        self._rebuilt: Any = None
 
     def _begin(self, inputs: KeptInputs) -> None:
         super()._begin(inputs)
@@ -76,6 +82,7 @@ class ReplayFrame(Frame):
             self.input_bytes = self.inputs.bytes()
             self.inputs.close(self.hooks, self.path)
         if self.hooks is not None:
+            recorder.needs_mode = recorder.needs_mode or bool(kept or recorder.tape.kept)  # so that they are again
             recorder.park(self.hooks)
             for handle in kept:
                 handle.park(self.hooks)
@@ -102,9 +109,11 @@ class ReplayFrame(Frame):
         alive = (reference() for reference in self._handles)
         waiting = {handle.index: handle for handle in alive if handle is not None and self._waits(handle, task)}
         try:
+            if reason := self._given_up():
+                raise CannotReplay(reason)
             self._replay(waiting)
-        except CannotReplay as reason:
-            self._run_python(str(reason), wanted, waiting, task, last=last)
+        except CannotReplay as error:
+            self._run_python(str(error), wanted, waiting, task, last=last)
             return
         if last:
             self._drop()
@@ -129,10 +138,9 @@ class ReplayFrame(Frame):
         was_paused, recorder.paused = recorder.paused, not self._forward_over
         recorder.tape.is_busy = recorder.tape.is_busy or recorder.paused
         try:
-            with torch.enable_grad(), subclasses_on():
-                _, _, tensors = self.inputs.rebuild(self.path)
+            self._rebuilt = rebuilt = self._rebuild()
             with self.surroundings.process_flags():
-                run_plan(plan, recorder.tape, dict(tensors), recorder.images, fill)
+                run_plan(plan, recorder.tape, dict(rebuilt[2]), recorder.images, fill)
         except ExternalChangeError as change:
             raise RegionError(
                 self._problem(
@@ -143,8 +151,16 @@ class ReplayFrame(Frame):
             ) from None
         finally:
             recorder.paused = was_paused
+        if plan.written:
+            self._rebuilt = None  # the inputs may have been written to
         if recorder.checksums is not None:
             self._verify(waiting, filled)
+        self._rebuilt = None
+
+    def _rebuild(self) -> tuple[tuple[Any, ...], dict[str, Any], list[tuple[int, Tensor]]]:
+        """Return the arguments; what replay was given may serve Python after it, for hooks may give it only once."""
+        rebuilt, self._rebuilt = self._rebuilt, None
+        return super()._rebuild() if rebuilt is None else rebuilt
 
     def _verify(self, waiting: dict[int, Handle], filled: list[int]) -> None:
         """Compare what was replayed with what autograd saved; raises ``CannotReplay`` if that is something else."""

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
+from unittest import mock
 
 import hypothesis
 import pytest
@@ -21,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 import sac
 from sac.errors import SacWarning
+from sac.selective.replay_run import CannotReplay
 from tests.fuzz.instructions import INSTRUCTIONS, READ_TWICE, operands_of
 from tests.fuzz.programs import Line, Program, policies, programs, values
 from tests.semantics.blocks import APPLY, install, policy, selective
@@ -29,6 +31,7 @@ from tests.semantics.training import Backward, assert_same, built, deterministic
 
 Entries = tuple[str, ...]  # under each of which one program is run, and compared with one run without us
 BOTH_ENGINES: list[Entries] = [APPLY]
+REFUSED = "apply, replay refused"  # in every backward of a call that is recorded for it: the region's Python runs then
 UNDER_TORCH: list[Entries] = [("context_fn",), ("context_fn with module",)]
 
 CALM = settings(
@@ -111,10 +114,19 @@ def hold(program: Program, value: Any, entries: Entries, backward: Backward, dev
         hypothesis.assume(needs_grad(program))
         reference = trained(program, built(program.build, device), backward, device)
         for entry in entries:
-            model = install(built(program.build, device), value, entry)
-            with told_of(entry):
+            model = install(built(program.build, device), value, entry.removesuffix(" refused"))
+            with told_of(entry), refusing() if entry == REFUSED else contextlib.nullcontext():
                 assert_same(reference, trained(program, model, backward, device))
                 assert live_after(model, program, device) == 0
+
+
+@contextlib.contextmanager
+def refusing() -> Iterator[None]:
+    """Let no call be replayed, and say so in a warning that is no error."""
+    refusal = mock.patch("sac.selective.replay.run_plan", side_effect=CannotReplay("of this test"))
+    with refusal, warnings.catch_warnings():
+        warnings.simplefilter("ignore", SacWarning)
+        yield
 
 
 @contextlib.contextmanager
@@ -139,6 +151,19 @@ def examples(draw: st.DrawFn, each: Sequence[Entries]) -> tuple[Program, Any, En
 @given(example=examples(BOTH_ENGINES + UNDER_TORCH))
 def test_random_programs_quick(device: str, example: tuple[Program, Any, Entries, Backward]) -> None:
     hold(*example, device=device)
+
+
+@settings(CALM, max_examples=60, derandomize=True)
+@given(example=examples([(REFUSED,)]))
+def test_random_programs_that_cannot_be_replayed_quick(example: tuple[Program, Any, Entries, Backward]) -> None:
+    hold(*example)
+
+
+@pytest.mark.slow
+@settings(CALM, max_examples=500, derandomize=True)
+@given(example=examples([(REFUSED,)]))
+def test_random_programs_that_cannot_be_replayed(example: tuple[Program, Any, Entries, Backward]) -> None:
+    hold(*example)
 
 
 @pytest.mark.slow
