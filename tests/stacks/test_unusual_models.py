@@ -159,14 +159,28 @@ def test_classes(value: Any, kind: type[Block]) -> None:
     assert_equal_and_recomputed(plain, sac.apply(ours, value))
 
 
-@ON_EACH_VALUE
-def test_a_cache_of_parametrizations_around_forward_and_backward_is_an_error(value: Any) -> None:
-    """In recomputation the cache holds what the forward had to make. torch's own checkpoint raises too."""
+def cached_step(value: Any) -> list[Tensor]:
+    """One step with a cache of parametrizations around forward and backward."""
     model = built(lambda: Stack(Block(), Block()))
     PREPARED["parametrize"](model)
     sac.apply(model, value)
-    with parametrize.cached(), pytest.raises(RegionError, match="recomputation"):
-        one_step(model)
+    torch.manual_seed(7)
+    with parametrize.cached():
+        loss = one_step(model)
+    return [loss, *(parameter.grad for parameter in model.parameters())]
+
+
+@pytest.mark.parametrize("value", [FULL, {**VALUES["selective"], "engine": "rerun"}], ids=VALUES.keys())
+def test_a_cache_of_parametrizations_around_forward_and_backward_is_an_error(value: Any) -> None:
+    """In recomputation the cache holds what the forward had to make. torch's own checkpoint raises too."""
+    with pytest.raises(RegionError, match="recomputation"):
+        cached_step(value)
+
+
+def test_a_cache_of_parametrizations_is_nothing_to_replay() -> None:
+    """It makes again what the forward made, whatever Python would find in the cache now."""
+    value = {**VALUES["selective"], "engine": "replay"}
+    assert all(map(torch.equal, cached_step("none"), cached_step(value)))
 
 
 def scripted_blocks(model: Stack) -> nn.Module:
