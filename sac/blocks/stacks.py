@@ -185,7 +185,12 @@ def _is_declared(module: nn.Module, names: frozenset[str]) -> bool:
     kinds = class_names(module)
     if isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
         return True
-    return "GradientCheckpointingLayer" in kinds or (not names.isdisjoint(kinds) and _count_matrices(module) > 1)
+    return "GradientCheckpointingLayer" in kinds or (not names.isdisjoint(kinds) and not _is_one_convolution(module))
+
+
+def _is_one_convolution(module: nn.Module) -> bool:
+    kernels = [p for p in module.parameters() if p.ndim >= 2]
+    return len(kernels) == 1 and kernels[0].ndim >= 3
 
 
 def _is_container(node: Node) -> bool:
