@@ -20,8 +20,8 @@ from sac.policy.model import Layers
 from sac.policy.patterns import PathPattern
 
 KEYS = (
-    "mode, policy, engine, blocks, layers, scope, granularity, strict, use_reentrant, distribute_saved_activations, "
-    "preserve_rng_state, early_stop, determinism_check, keep, store, num_checkpoints, verify_replicated, prefetch, "
+    "mode, policy, engine, verify, blocks, layers, scope, granularity, strict, use_reentrant, "
+    "distribute_saved_activations, preserve_rng_state, early_stop, determinism_check, keep, store, num_checkpoints, verify_replicated, prefetch, "
     "release_input, state, generators, freeze_buffers"
 )
 WORDS = "none, full, selective, a shipped policy's name, a path to a YAML file, or a mapping"
@@ -79,7 +79,8 @@ def test_every_key() -> None:
         {
             "mode": "Selective",
             "policy": "llama",
-            "engine": "Rerun",
+            "engine": "Replay",
+            "verify": "Always",
             "blocks": ["model.layers.*"],
             "layers": {"last": 2},
             "scope": ["Language", "vision"],
@@ -88,13 +89,13 @@ def test_every_key() -> None:
         }
     )
     blocks = (PathPattern.parse("model.layers.*"),)
-    expected = Config("selective", load_policy("llama"), "rerun", blocks, Layers(last=2))
     assert parsed == Config(
-        expected.mode,
-        expected.policy,
-        expected.engine,
-        expected.blocks,
-        expected.layers,
+        "selective",
+        load_policy("llama"),
+        "replay",
+        "always",
+        blocks,
+        Layers(last=2),
         ("language", "vision"),
         "submodule",
         True,
@@ -174,14 +175,15 @@ ILLEGAL: dict[str, tuple[Any, str]] = {
         "activation_checkpointing.policy: a policy is meant, this is a value of type int\n"
         f"    legal: a path, a mapping, a Policy, or one of {SHIPPED}",
     ),
-    "replay engine": (
-        {"mode": "full", "engine": "replay"},
-        "activation_checkpointing.engine: the replay engine is not built yet\n    legal: auto, rerun\n"
-        "    fix: leave `engine` out: this version has one engine, rerun",
+    "verify misspelled": (
+        {"mode": "full", "verify": "frist"},
+        "activation_checkpointing.verify: 'frist' is no time to verify at\n    did you mean: first\n"
+        "    legal: first, always, never",
     ),
     "engine misspelled": (
         {"mode": "full", "engine": "re-run"},
-        "activation_checkpointing.engine: 're-run' is no engine\n    did you mean: rerun\n    legal: auto, rerun",
+        "activation_checkpointing.engine: 're-run' is no engine\n    did you mean: rerun\n"
+        "    legal: auto, rerun, replay",
     ),
     "blocks": (
         {"mode": "full", "blocks": ["layers.*", "a..b"]},
@@ -228,7 +230,7 @@ ILLEGAL: dict[str, tuple[Any, str]] = {
     "all at once": (
         {"strict": 5, "bad": 1, "engine": None},
         f"activation_checkpointing: unknown key 'bad'\n    legal: {KEYS}\n{MODE_MISSING}\n"
-        "activation_checkpointing.engine: None is no engine\n    legal: auto, rerun\n"
+        "activation_checkpointing.engine: None is no engine\n    legal: auto, rerun, replay\n"
         "activation_checkpointing.strict: 5 is not true or false\n    legal: true, false",
     ),
 }
