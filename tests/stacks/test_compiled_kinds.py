@@ -49,7 +49,7 @@ def test_hugging_face_model_as_one_graph(family: str) -> None:
     chosen, told, model = hugging_face(family, "selective")
     assert_same(expected, chosen)
     (none,), (again,), (some,) = plain.products(), log.products(), told.products()
-    assert none < some < again
+    assert none <= some < again  # the policy for mixtures of experts keeps every product that there is in this one
     saved, recomputed = products_of_sac(model)
     assert 0 < saved < recomputed
     for routed in (log, told):
