@@ -96,7 +96,10 @@ def test_replay_recomputes_some_matmuls_and_no_more_than_rerun(matmuls, case):
 def test_saved_attention_module_is_not_run_again(report, matmuls, case, way):
     if way in report["skipped"]:
         pytest.skip(report["skipped"][way])
-    assert matmuls[case][way] == MATMULS[case]["attention saved"]
+    again = MATMULS[case]["attention saved"] - matmuls[case][way]
+    assert again in (
+        (0,) if way == "torch_remat" else (0, 1)
+    )  # ours stops before a product that backward does not need
 
 
 def test_report_says_what_it_was_measured_on(report):
