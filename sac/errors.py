@@ -55,6 +55,10 @@ class ModelError(SacError, ValueError):
     """A model that a policy or config cannot be put on; the model is left as it was."""
 
 
+class PlanError(SacError, ValueError):
+    """No plan can be made as asked: a budget that is too small, a model that cannot be profiled, an unknown device."""
+
+
 class RegionError(SacError, RuntimeError):
     """A region that cannot be recomputed as it was run; raised in forward or backward."""
 

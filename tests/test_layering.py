@@ -12,6 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "sac"
 # From the bottom up. A module may import from units that stand in a lower layer, and from its own unit.
 LAYERS = (
     {"errors"},
+    {"extras"},
     {"policy", "ops"},
     {"region"},
     {"selective"},
@@ -23,7 +24,6 @@ LAYERS = (
     {"planner"},
     {"compat"},
     {"__init__"},  # the face; what is above it is the command line, which uses sac as anyone would
-    {"extras"},
     {"measuring"},
     {"commands"},
     {"cli"},

@@ -1,0 +1,108 @@
+"""What one kind of region runs, as the planner sees it: its ops, what each of them reads and makes, and what backward needs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+from sac.selective.replay_plan import Wanted, plan_replay
+
+# Note [Profiles]
+#
+# A profile is the tape of one region (Note [The tape]) without tensors: numbered values, each made by one entry or by
+# none (a leaf: an input or a parameter), that lie in storages, each known by its first value, its root. A *keep-set* is
+# the set of entries whose results are saved. What it costs is worked out by `plan_replay`, the function that the replay
+# engine itself uses: the entries that run again, and the values that are held because replay starts from them.
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One entry of a region's tape.
+
+    ``module``, ``op`` and ``call`` are how a policy names it; ``op`` is empty where no op was called (an alias came
+    about unseen). ``reads`` and ``makes`` are values, ``writes`` the roots that it writes to in place, ``after`` the
+    entries that have to draw random numbers before it if it runs again. ``moved_bytes`` are those of the storages that
+    it reads and makes: what a kernel moves at least.
+    """
+
+    number: int
+    module: str
+    op: str
+    call: int
+    reads: tuple[int, ...]
+    makes: tuple[int, ...]
+    writes: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+    savable: bool = False  # a policy may save it, and that would hold memory
+    must_save: bool = False  # it is saved whatever the policy says
+    is_collective: bool = False
+    is_view: bool = False
+    flops: int = 0
+    moved_bytes: int = 0
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """A value that backward reads, as it is before entry number ``time``."""
+
+    value: int
+    time: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """What a keep-set costs: entries that run again, in order, and values that are held, with their bytes."""
+
+    entries: tuple[int, ...]
+    held: tuple[int, ...]
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RegionProfile:
+    """See Note [Profiles]. ``roots`` and ``bytes`` are per value; the bytes are those of its storage.
+
+    ``paths`` are the regions of this kind, in forward order, and ``layers`` their places in the stack ``stack``.
+    """
+
+    name: str
+    paths: tuple[str, ...]
+    layers: tuple[int, ...]
+    entries: tuple[Entry, ...]
+    roots: tuple[int, ...]
+    bytes: tuple[int, ...]
+    needs: tuple[Need, ...]
+    signature: str = ""
+    stack: str = ""
+    maker: dict[int, int] = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "maker", {value: e.number for e in self.entries for value in e.makes})
+
+    @property
+    def candidates(self) -> tuple[Entry, ...]:
+        """The entries that a policy may choose to save."""
+        return tuple(entry for entry in self.entries if entry.savable and not entry.must_save)
+
+    def replayed(self, saved: Collection[int]) -> Recompute:
+        """Return what the replay engine runs again and holds if the entries ``saved``, and no others, are saved."""
+        chosen = {*saved, *(entry.number for entry in self.entries if entry.must_save)}
+        kept = {value for number in chosen for value in self.entries[number].makes}
+        tape = SimpleNamespace(
+            roots=self.roots,
+            kept=kept,
+            leaves={value for value in range(len(self.roots)) if value not in self.maker},
+            writes={entry.number: entry.writes for entry in self.entries if entry.writes},
+            plans=self.entries,
+            reads=[entry.reads for entry in self.entries],
+            firsts=[entry.makes[0] if entry.makes else len(self.roots) for entry in self.entries],
+            counts={entry.number: len(entry.makes) for entry in self.entries if len(entry.makes) != 1},
+            draws_after={entry.number: entry.after for entry in self.entries if entry.after},
+        )
+        wanted = [Wanted(handle, need.value, need.time) for handle, need in enumerate(self.needs)]
+        plan = plan_replay(tape, wanted)  # type: ignore[arg-type]
+        storages = {self.roots[value]: self.bytes[value] for value in plan.kept}
+        return Recompute(tuple(step.number for step in plan.steps), tuple(plan.kept), sum(storages.values()))
