@@ -1,0 +1,223 @@
+"""Timing the ops of one block on the device at hand."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from math import exp, log
+from statistics import fmean, median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+from sac.errors import PlanError, Problem, SacWarning, listing
+from sac.ops.flops import flops_of
+from sac.ops.names import op_name
+from sac.ops.traits import traits_of
+from sac.planner.calibration import Calibration, call_key
+from sac.planner.cost import computing_s, moving_s
+from sac.planner.devices import Device, device_at_hand
+from sac.planner.op_classes import ATTENTION, COLLECTIVE, FREE, MATMUL, MEMORY, op_class
+from sac.planner.profile import Entry
+from sac.planner.traffic import moved_bytes
+from sac.selective.bare_mode import BareMode
+from sac.selective.tensors import tensors_of
+
+_REPEATS = 5
+
+
+def calibrate(block: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Calibration:
+    """Run ``block(*args, **kwargs)`` forward once, time each distinct call of an op in it, and fit what is reached.
+
+    Each call is run again a few times on new tensors, and the median counts. The block, its buffers, the arguments and
+    the random state are left as they are. Collectives are not timed, for all ranks would have to meet in them. An op
+    that cannot be run again is named in a warning, and keeps the efficiency of its class.
+
+    Raises:
+        PlanError: where the planner has no figures for the device, or nothing was run that can be timed.
+    """
+    device = _device_of(block, args, kwargs or {})
+    figures = device_at_hand(device)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        measured = _time_all(_record(block, args, kwargs or {}), device)
+    if not measured:
+        raise PlanError(Problem(type(block).__name__, "its forward ran no op on plain tensors that can be timed"))
+    times: dict[str, list[float]] = {}
+    for entry, seconds in measured:
+        times.setdefault(call_key(entry), []).append(seconds)
+    ops = {key: fmean(of_key) for key, of_key in times.items()}  # calls that differ in strides only have one key
+    return Calibration(figures.name, torch.__version__, fit_efficiencies(measured, figures), ops)
+
+
+def fit_efficiencies(measured: Sequence[tuple[Entry, float]], device: Device) -> dict[str, float]:
+    """Return the share of the device's figures that the measured calls reached, by class of op.
+
+    ``measured`` are entries, each with its seconds. The logarithms of what a call should take at the full figure and
+    of what it took differ by that of the efficiency: their mean is the least-squares fit. Calls that are mostly launch,
+    and products that memory bounds, say nothing about it. A class without any other call is left out.
+    """
+    logarithms: dict[str, list[float]] = {}
+    for entry, seconds in measured:
+        kind = op_class(entry)
+        moving = moving_s(entry, device)
+        ideal = moving if kind == MEMORY else computing_s(entry, device)
+        is_bound = kind == MEMORY or (kind in (MATMUL, ATTENTION) and ideal > moving)
+        if is_bound and min(ideal, seconds) > device.launch_s:
+            logarithms.setdefault(kind, []).append(log(ideal / (seconds - device.launch_s)))
+    return {kind: exp(fmean(found)) for kind, found in logarithms.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Blank:
+    """A tensor to be made: floating-point ones from new numbers, others as they were, for they may be indices."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    values: Tensor | None = field(compare=False)
+
+    def fill(self) -> Tensor:
+        """Return a new tensor, laid out alike; its numbers lie in [0, 1), where probabilities and roots are legal."""
+        if self.values is not None:
+            return self.values.clone()
+        extent = 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+        numbers = torch.rand(0 if 0 in self.shape else extent, device=self.device).to(self.dtype)
+        return numbers.as_strided(self.shape, self.stride)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One call of an op that can be made again."""
+
+    op: Any
+    leaves: tuple[Any, ...]
+    structure: TreeSpec
+    entry: Entry
+
+    def prepare(self) -> Callable[[], Any]:
+        """Return a function that runs the op on new tensors."""
+        filled = [leaf.fill() if isinstance(leaf, _Blank) else leaf for leaf in self.leaves]
+        args, kwargs = tree_unflatten(filled, self.structure)
+        return partial(self.op, *args, **kwargs)
+
+
+class _Recorder(BareMode):
+    """Notes each distinct call of an op on plain tensors, by what it was called with."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """A compiled function inside the block may be used under this mode."""
+        return True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: dict[Any, _Call] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the op, and note it."""
+        kwargs = kwargs or {}
+        traits = traits_of(func)
+        flat, structure = tree_flatten((args, kwargs))
+        if traits.is_infrastructure or not traits.returns_tensor or not all(map(_is_plain, flat)):
+            return func(*args, **kwargs)
+        leaves = tuple(map(_as_leaf, flat))  # before the op writes to them
+        out = func(*args, **kwargs)
+        entry = _entry(func, args, kwargs, out)
+        if op_class(entry) not in (FREE, COLLECTIVE):
+            called_with = tuple(leaf if isinstance(leaf, _Blank) else repr(leaf) for leaf in leaves)
+            self.calls.setdefault((func, str(structure), called_with), _Call(func, leaves, structure, entry))
+        return out
+
+
+def _record(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[_Call]:
+    """Return the distinct calls of one forward, run on copies of the arguments and of the buffers."""
+    copied_args, copied_kwargs = tree_map_only(Tensor, torch.clone, (tuple(args), dict(kwargs)))
+    buffers = {name: buffer.clone() for name, buffer in block.named_buffers()}
+    recorder = _Recorder()
+    with torch.enable_grad(), recorder:
+        functional_call(block, buffers, copied_args, copied_kwargs)
+    return [*recorder.calls.values()]
+
+
+def _entry(op: Any, args: Any, kwargs: Any, out: Any) -> Entry:
+    traits = traits_of(op)
+    made = tensors_of(out)
+    return Entry(
+        number=0,
+        module="",
+        op=op_name(op),
+        call=0,
+        reads=(),
+        makes=(),
+        is_collective=traits.is_collective,
+        is_view=traits.is_view,
+        flops=flops_of(op, args, kwargs, out),
+        moved_bytes=moved_bytes(args, kwargs, out),
+        shape=tuple(made[0].shape) if made else (),
+        dtype=str(made[0].dtype).removeprefix("torch.") if made else "",
+    )
+
+
+def _is_plain(leaf: Any) -> bool:
+    if not isinstance(leaf, Tensor):
+        return True
+    return type(leaf) in (Tensor, nn.Parameter) and leaf.layout is torch.strided and not leaf.is_meta
+
+
+def _as_leaf(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Generator):
+        return leaf.clone_state()
+    if not isinstance(leaf, Tensor):
+        return leaf
+    has_numbers = leaf.is_floating_point() or leaf.is_complex()
+    values = None if has_numbers else leaf.detach().clone()
+    return _Blank(tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device, values)
+
+
+def _time_all(calls: Sequence[_Call], device: torch.device) -> list[tuple[Entry, float]]:
+    timed, failed = [], {}
+    with torch.no_grad():
+        for call in calls:
+            try:
+                timed.append((call.entry, _time(call.prepare(), device)))
+            except Exception as error:  # whatever a kernel refuses
+                failed.setdefault(call.entry.op, f"{call.entry.op} ({type(error).__name__}: {error})")
+    if failed:
+        warnings.warn(f"these ops could not be run by themselves: {listing([*failed.values()])}", SacWarning, 4)
+    return timed
+
+
+def _time(run: Callable[[], Any], device: torch.device) -> float:
+    """Return the median of the seconds that ``run`` takes, after one run that is not timed."""
+    run()
+    if device.type != "cuda":
+        samples = []
+        for _ in range(_REPEATS):
+            started = time.perf_counter()
+            run()
+            samples.append(time.perf_counter() - started)
+        return median(samples)
+    with torch.cuda.device(device):
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(_REPEATS + 1)]
+        marks[0].record()
+        for mark in marks[1:]:
+            run()
+            mark.record()
+        torch.cuda.synchronize()
+    return median(before.elapsed_time(after) for before, after in pairwise(marks)) / 1e3
+
+
+def _device_of(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
+    """Return where the block computes: the device of its first parameter, buffer or argument."""
+    tensors = [*block.parameters(), *block.buffers(), *tree_leaves((args, kwargs))]
+    return next((tensor.device for tensor in tensors if isinstance(tensor, Tensor)), torch.device("cpu"))
