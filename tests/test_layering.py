@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "sac"
 # From the bottom up. A module may import from units that stand in a lower layer, and from its own unit.
 LAYERS = (
     {"errors"},
-    {"extras"},
+    {"extras", "memory_timeline"},
     {"policy", "ops"},
     {"region"},
     {"selective"},

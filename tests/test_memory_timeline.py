@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sac.errors import SacError
-from sac.measuring.memory_timeline import mark, measure_memory
+from sac.memory_timeline import mark, measure_memory
 
 KIB = 1024
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from sac.measuring.memory_timeline import MemoryTimeline
+from sac.memory_timeline import MemoryTimeline
 
 
 @dataclass(frozen=True, slots=True)

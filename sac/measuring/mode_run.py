@@ -19,7 +19,7 @@ from sac.blocks.stacks import find_stacks
 from sac.errors import ConfigError, Problem, SacError, nearest
 from sac.measuring.built_model import Inputs
 from sac.measuring.comparison import ModeResult
-from sac.measuring.memory_timeline import MemoryTimeline, mark, measure_memory
+from sac.memory_timeline import MemoryTimeline, mark, measure_memory
 from sac.measuring.step_flops import count_flops
 
 NONE = "none"

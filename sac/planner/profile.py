@@ -77,6 +77,7 @@ class RegionProfile:
     needs: tuple[Need, ...]
     signature: str = ""
     stack: str = ""
+    stack_size: int = 0
     maker: dict[int, int] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 # Private to torch (2.11 to 2.13): a guard object; while it lives, neither modes nor subclasses see an op. Without it
 # these are `Tensor.detach` and `Tensor.clone`, which cost a trip through every mode. See
 # test_detached_is_seen_by_no_mode.
 _Unseen = getattr(torch._C, "_DisableTorchDispatch", None)
+
+STORAGE_WATCHERS: list[Callable[[torch.UntypedStorage], None]] = []  # told of what is made here: no mode sees it
+
+
+def tell_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Tell the watchers of a tensor that was made unseen by any mode, and return it."""
+    for watcher in STORAGE_WATCHERS:
+        watcher(tensor.untyped_storage())
+    return tensor
 
 
 def detached(tensor: torch.Tensor) -> torch.Tensor:
@@ -28,7 +39,7 @@ def cloned(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone()
     guard = _Unseen()
     try:
-        return tensor.clone()
+        return tell_of(tensor.clone())
     finally:
         del guard
 
@@ -72,6 +83,8 @@ def copy_of(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     guard = _Unseen() if _Unseen is not None else None
     try:
         copy: torch.UntypedStorage = storage.clone()
+        for watcher in STORAGE_WATCHERS:
+            watcher(copy)
         return copy
     finally:
         del guard

@@ -6,7 +6,7 @@ import torch
 
 from sac.region.detach import equal
 from sac.region.states.rng import RngSnapshot
-from sac.region.states.rng_trackers import States, states_of
+from sac.region.states.rng_trackers import States, state_of, states_of
 from sac.selective.tape import Tape
 
 # A state of the CPU's generator is five kilobytes. It need not be held for an op that finds the generator where another
@@ -44,7 +44,7 @@ class Draws:
         found: States = []
         previous = []
         for generator, state in before:
-            now = generator.get_state()
+            now = state_of(generator)
             if equal(now, state):
                 continue
             _, last, left = self._last.get(id(generator), (None, -1, None))

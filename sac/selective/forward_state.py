@@ -8,6 +8,7 @@ import torch
 
 from sac.region.detach import copy_of, overwrite
 from sac.region.states.rng import default_generator
+from sac.region.states.rng_trackers import state_of, states_of
 
 Images = dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]]
 Generators = dict[int, tuple[torch.Generator, torch.Tensor]]
@@ -19,7 +20,7 @@ def note_generator(generators: Generators, generator: torch.Generator) -> None:
     if usual is not None and usual._cdata == generator._cdata:  # type: ignore[attr-defined]
         return  # the frame's snapshot holds it
     if generator._cdata not in generators:  # type: ignore[attr-defined]
-        generators[generator._cdata] = generator, generator.get_state()  # type: ignore[attr-defined]
+        generators[generator._cdata] = generator, state_of(generator)  # type: ignore[attr-defined]
 
 
 class ForwardState:
@@ -35,7 +36,7 @@ class ForwardState:
         self._present = [(storage, copy_of(storage)) for storage, _ in self._images]
         moved = {id(generator): generator for generator, _ in self._generators}
         moved |= {id(generator): generator for generator in self._also}
-        self._present_generators = [(generator, generator.get_state()) for generator in moved.values()]
+        self._present_generators = states_of(moved.values())
         for storage, image in self._images:
             overwrite(storage, image)
         for generator, state in self._generators:

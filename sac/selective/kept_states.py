@@ -7,7 +7,7 @@ import torch
 from sac.region.detach import equal
 from sac.region.settings import Settings
 from sac.region.states.rng import RngSnapshot, generators_now
-from sac.region.states.rng_trackers import put_back, states_of
+from sac.region.states.rng_trackers import put_back, state_of, states_of
 
 
 def generators_at(settings: Settings) -> list[torch.Generator]:
@@ -30,7 +30,7 @@ class KeptStates:
     def close(self) -> None:
         """The module has run."""
         settings = self._settings
-        self._moved = [(one, now) for one, was in self._before if not equal(now := one.get_state(), was)]
+        self._moved = [(one, now) for one, was in self._before if not equal(now := state_of(one), was)]
         self._before = []
         trackers = settings.trackers and settings.preserve_rng_state
         self._trackers = RngSnapshot((), settings) if trackers else None

@@ -14,6 +14,7 @@ from sac.ops.flops import flops_of
 from sac.region.detach import equal
 from sac.region.handles import ToTheEnd
 from sac.region.parking import Parked, fetch
+from sac.region.states.rng_trackers import state_of, states_of
 from sac.selective import scope
 from sac.selective.bare_mode import BareMode
 from sac.selective.forward_state import ForwardState
@@ -170,7 +171,7 @@ class ForwardMode(BareMode):
         record = self.record
         before = []
         if plan.draws and plan.counts:
-            before = [(generator, generator.get_state()) for generator in _generators(args, kwargs)]
+            before = states_of(_generators(args, kwargs))
         out = run_op(plan, args, kwargs)
         record.may_save = record.may_save or plan.counts
         call = record.calls[plan]
@@ -180,7 +181,7 @@ class ForwardMode(BareMode):
         saves = saves and (plan.must_save or call not in plan.overwritten_calls)
         if rule is not None:
             record.hits[rule.index] += 1
-        moved = [(g, g.get_state()) for g, state in before if not equal(g.get_state(), state)] if saves else []
+        moved = [(g, now) for g, state in before if not equal(now := state_of(g), state)] if saves else []
         if saves and (_aliases(args, kwargs, out) or (is_large(out, made_of) and not (plan.must_save or moved))):
             saves = False
         if saves:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sac.region.detach import copy_of, detached
 from sac.region.parking import fetch
+from sac.region.states.rng_trackers import state_of
 from sac.region.storages import version_of
 from sac.selective.autocast import as_then
 from sac.selective.forward_state import Images
@@ -52,7 +53,7 @@ def run_plan(plan: ReplayPlan, tape: Tape, inputs: dict[int, Tensor], images: Im
     with torch.enable_grad(), _BELOW_AUTOGRAD(), _NO_AUTOCAST(), ExitStack() as stack:
         _load(plan, tape, inputs, images, values)
         for generator in generators.values():
-            stack.callback(generator.set_state, generator.get_state())
+            stack.callback(generator.set_state, state_of(generator))
         _run(plan, tape, values, fill)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,6 +99,12 @@ class Rows:
                 dtype=str(tensor.dtype).removeprefix("torch.") if tensor is not None else "",
             )
         )
+
+
+def signature(rows: Iterable[OpRow]) -> str:
+    """Return what a sequence of ops is known by, whatever their sizes: sixteen hex digits. Views are left out."""
+    text = "\n".join(f"{row.module} {row.op}" for row in rows if row.bytes)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _reason(plan: Plan, rule: BoundRule | None, saves: bool) -> str:

@@ -11,7 +11,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import sac
 from sac.blocks.find import find_blocks
-from sac.measuring.memory_timeline import mark, measure_memory
+from sac.memory_timeline import mark, measure_memory
 
 CHANNELS = 16
 

@@ -25,7 +25,7 @@ import sac
 from sac.blocks.wrap import regions_of
 from sac.config import parse_config
 from sac.errors import ConfigError, ModelError, PolicyError, RegionError
-from sac.measuring.memory_timeline import mark, measure_memory
+from sac.memory_timeline import mark, measure_memory
 from sac.policy.dump import dump_policy
 from sac.policy.model import Chunks, Layers
 from tests.full.ranks import run_ranks

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sac.measuring.memory_timeline import mark, measure_memory
+from sac.memory_timeline import mark, measure_memory
 from sac.selective.replay import ReplayFrame
 from tests.replay.programs import ON_EACH, POLICIES, applied, block_of, replay
 from tests.semantics.blocks import FunctionBlock, Stack, llama_stack, policy, save, with_dropout

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from sac.errors import ConfigError, Problem
-from sac.region.detach import cloned
+from sac.region.detach import cloned, tell_of
 
 # Note [Trackers of others]
 #
@@ -31,9 +31,14 @@ _MISSING = object()
 States = list[tuple[torch.Generator, torch.Tensor]]
 
 
+def state_of(generator: torch.Generator) -> torch.Tensor:
+    """Return a copy of a generator's state, a tensor of bytes on the CPU."""
+    return tell_of(generator.get_state())
+
+
 def states_of(generators: Iterable[torch.Generator]) -> States:
     """Return each generator with a copy of its state."""
-    return [(generator, generator.get_state()) for generator in generators]
+    return [(generator, state_of(generator)) for generator in generators]
 
 
 def put_back(states: States) -> None:

@@ -1,0 +1,101 @@
+"""Copies of a model and its inputs that have shapes but no data, so that a step of any size can be run anywhere."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode, UnsupportedOperatorException
+from torch.utils._pytree import tree_map_only
+
+from sac.errors import PlanError, Problem
+
+# Note [Fake tensors]
+#
+# Parameters, buffers and floating-point inputs of the copy are fake: they have a shape, a dtype and a device, and ops on
+# them give more such tensors. Integer and boolean inputs stay as they are. What a model computes from those alone
+# (positions, whether a mask masks anything) is computed, and the model may look at it: it runs the ops that it would run
+# in training. For that no fake mode is on. Only an op with a fake argument is fake; the mode comes with the argument.
+# (Under a mode, Hugging Face models see that they are traced, and build masks that they do not build otherwise.)
+
+Inputs = tuple[Any, ...] | dict[str, Any]
+
+_NEEDS_DATA = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+
+
+def fake_mode() -> FakeTensorMode:
+    """Return what the fake tensors of one step share."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
+    """Return a deep copy of ``model`` whose parameters and buffers are fake; the model is left as it is.
+
+    Gradients are not copied. Raises ``PlanError`` where a model cannot be copied.
+    """
+    if any(type(p) is FakeTensor or isinstance(p, FakeTensor) for p in model.parameters()):
+        return model
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+    try:
+        for parameter, _ in gradients:
+            parameter.grad = None
+        with FakeCopyMode(mode):
+            copied: nn.Module = copy.deepcopy(model)
+    except Exception as error:
+        found = f"the model cannot be copied: {type(error).__name__}: {error}"
+        raise PlanError(Problem(type(model).__name__, found, fix="plan the model before it is sharded")) from error
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+    return copied
+
+
+def fake_inputs(inputs: Inputs, mode: FakeTensorMode) -> Inputs:
+    """Return ``inputs`` with fake tensors in place of floating-point ones."""
+
+    def faked(tensor: Tensor) -> Tensor:
+        if not (tensor.is_floating_point() or tensor.is_complex()) or isinstance(tensor, FakeTensor):
+            return tensor
+        return mode.from_tensor(tensor.detach()).requires_grad_(tensor.requires_grad)
+
+    return tree_map_only(Tensor, faked, inputs)  # type: ignore[no-any-return]
+
+
+def call(model: nn.Module, inputs: Inputs) -> Any:
+    """Call the model; raises ``PlanError`` if it asks for data that fake tensors do not have."""
+    try:
+        return model(**inputs) if isinstance(inputs, Mapping) else model(*inputs)
+    except _NEEDS_DATA as error:
+        raise needs_data(model, error) from error
+
+
+def needs_data(model: nn.Module, error: Exception) -> PlanError:
+    """Return the error that says which op asked for data."""
+    op = getattr(error, "func", None) or (error.args[0] if error.args else "an op")
+    return PlanError(
+        Problem(
+            type(model).__name__,
+            f"{op} needs the data of a tensor, and the plan is made on tensors without data",
+            fix="plan on real tensors: sac.plan(…, real=True), or --real",
+        )
+    )
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether ``tensor`` has no data."""
+    return isinstance(tensor, FakeTensor) or tensor.is_meta
+
+
+def real_copy(model: nn.Module) -> nn.Module:
+    """Return a deep copy of ``model`` with data, without gradients."""
+    copied = copy.deepcopy(model)
+    for parameter in copied.parameters():
+        parameter.grad = None
+    return copied
+
+
+__all__ = ["Inputs", "call", "fake_copy", "fake_inputs", "fake_mode", "is_fake", "needs_data", "real_copy", "torch"]

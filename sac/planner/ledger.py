@@ -1,0 +1,161 @@
+"""Live bytes over one step, from the storages of the tensors that its ops make; it needs no allocator, and no data."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+
+from sac.planner.scratch import Scratch
+from sac.region.detach import STORAGE_WATCHERS
+from sac.selective.bare_mode import BareMode
+from sac.selective.tensors import storage_address, tensor_parts, tensors_of
+
+# Note [What the ledger counts]
+#
+# A storage counts from the end of the op that made it to its end, each with its own bytes, rounded up to the allocator's
+# block where there is one. Arguments that are written to and results that lie in known storages are not new. What a
+# kernel takes and gives back while it runs is no tensor of any op; `Scratch` (scratch.py) says how much that is.
+# On the CPU two more things count that no dispatcher sees made: the states of random generators, and numbers. Of
+# `x * 0.5` autograd saves the number as a tensor of eight bytes.
+
+
+class Ledger(BareMode):
+    """Counts the bytes of storages while it is on; see Note [What the ledger counts].
+
+    ``block_bytes``: what the allocator rounds sizes up to. ``scratch`` hears of each op. ``on_host``: whether what lies in the host's memory counts, such as states of generators.
+    """
+
+    def __init__(
+        self,
+        block_bytes: int = 1,
+        scratch: Scratch | None = None,
+        *,
+        on_host: bool = True,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = 0
+        self.peak = 0  # since it was last set
+        self._block = block_bytes
+        self.scratch = scratch
+        self._numbers = _Numbers(self) if on_host else None
+        self._storages: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._zeros = 0  # address of the storage that the last op has filled with zeros
+
+    def __enter__(self) -> Ledger:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        STORAGE_WATCHERS.append(self.note_unseen)
+        if self._numbers is not None:
+            self._numbers.__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._numbers is not None:
+            self._numbers.__exit__(*error)  # type: ignore[no-untyped-call]
+        STORAGE_WATCHERS.remove(self.note_unseen)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def note_unseen(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage that no op made."""
+        if self._numbers is not None or storage.device.type != "cpu":
+            self._note_storage(storage)
+
+    def note(self, tensor: Tensor) -> None:
+        """Count the storage of ``tensor`` if it is not counted yet."""
+        for part in tensor_parts(tensor):
+            try:
+                storage = part.untyped_storage()
+            except (RuntimeError, NotImplementedError):  # of sparse layouts there is none
+                continue
+            self._note_storage(storage)
+
+    def _note_storage(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._storages:
+            return
+        size = -(-storage.nbytes() // self._block) * self._block
+        self._storages[key] = weakref.ref(storage, self._freed(key)), size
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+    def _freed(self, key: int) -> Callable[[Any], None]:
+        mine = weakref.ref(self)
+
+        def freed(_: Any) -> None:
+            ledger = mine()
+            if ledger is not None and (found := ledger._storages.pop(key, None)) is not None:
+                ledger.live -= found[1]
+
+        return freed
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = self.live
+        if func is _INDEX_PUT and _is_gradient_of_index(args, self._zeros):
+            func, args = _INDEX_PUT_INTO, (*args, False)
+        out = run(func, args, kwargs or {})
+        self._zeros = storage_address(out) if func in _ZEROS else 0
+        if isinstance(out, Tensor):
+            self.note(out)
+        else:
+            for tensor in tensors_of(out):
+                self.note(tensor)
+        if self.scratch is not None:
+            self.scratch.saw(func, args, kwargs or {}, before)
+        if torch.Tag.nondeterministic_seeded in func.tags and _would_draw(func, args, kwargs or {}, out):
+            torch.empty(1).uniform_()  # without data nothing is drawn; what looks at generators is to see that it was
+        return out
+
+
+# Of what was indexed the gradient is zeros with the incoming gradient added at some places. While a mode is on, autograd
+# makes a copy of the zeros for that, and without one it writes to them.
+_INDEX_PUT, _INDEX_PUT_INTO = torch.ops.aten.index_put.default, torch.ops.aten._index_put_impl_.default
+_ZEROS = (torch.ops.aten.new_zeros.default, torch.ops.aten.zeros.default, torch.ops.aten.zeros_like.default)
+
+
+def _is_gradient_of_index(args: Any, zeros: int) -> bool:
+    in_backward = torch._C._current_graph_task_id() >= 0  # type: ignore[attr-defined]
+    return in_backward and len(args) == 4 and bool(args[3]) and storage_address(args[0]) == zeros
+
+
+_GROUPED = getattr(torch.ops.aten, "_grouped_mm", None)
+
+
+def run(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an op, also where the CPU's kernel takes what the formula for its result's shape does not."""
+    if _GROUPED is None or func is not _GROUPED.default or not isinstance(args[0], FakeTensor):
+        return func(*args, **kwargs)
+    left, right, *rest = args  # torch 2.13 knows the shape for bfloat16 only
+    out = func(left.bfloat16(), right.bfloat16(), *rest, **{**kwargs, "out_dtype": None})
+    return out.new_empty(out.shape, dtype=kwargs.get("out_dtype") or left.dtype)
+
+
+def _would_draw(func: Any, args: Any, kwargs: Any, out: Any) -> bool:
+    """Whether a random op without data would have drawn numbers: not if nothing is to be dropped."""
+    if not any(isinstance(tensor, FakeTensor) for tensor in tensors_of(out)):
+        return False
+    given = {argument.name: argument.default_value for argument in func._schema.arguments}
+    given |= dict(zip(given, args, strict=False)) | kwargs
+    share = given.get("dropout_p", given.get("p") if "dropout" in func.name() else None)
+    return share != 0.0 and given.get("train") is not False
+
+
+class _Numbers(TorchFunctionMode):
+    """Counts the numbers that autograd saves as tensors."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._note = ledger.note
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        node = out.grad_fn if isinstance(out, Tensor) else None
+        if node is not None and node.name() in ("MulBackward0", "DivBackward0"):
+            number = getattr(node, "_raw_saved_other", None)
+            data = getattr(number, "data", None)  # private to torch (2.11 to 2.13): looks, and unpacks nothing
+            if isinstance(data, Tensor) and not data.dim() and not isinstance(data, FakeTensor):
+                self._note(data)
+        return out

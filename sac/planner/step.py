@@ -1,0 +1,173 @@
+"""One step of a model, forward and backward, with the memory at the borders of its regions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from sac.errors import PlanError, Problem
+from sac.planner.fakes import Inputs, call
+from sac.planner.ledger import Ledger
+
+FORWARD, BACKWARD, BETWEEN = "forward", "backward", "between"
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A part of a step: the forward or the backward of the region at ``position``, or what lies between two of them.
+
+    Positions count the calls of regions in forward order; of what lies between, ``position`` counts the regions whose
+    forward is over and whose backward has not ended. ``before``, ``peak`` and ``after`` are live bytes.
+    """
+
+    part: str
+    position: int
+    before: int
+    peak: int
+    after: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """What one step took. ``paths``: of the regions, by position. ``static``: parameters, buffers and inputs.
+
+    ``kept`` is what lives when the forward is over, ``peak`` the highest point of forward and backward; both with
+    ``static``.
+    """
+
+    paths: tuple[str, ...]
+    windows: tuple[Window, ...]
+    static: int
+    kept: int
+    peak: int
+
+
+def scalar_loss(output: Any, loss_fn: Callable[[Any], Tensor] | None) -> Tensor:
+    """Return ``loss_fn(output)``, else ``output.loss``, else a scalar output; raises ``PlanError`` if there is none."""
+    if loss_fn is not None:
+        loss: Any = loss_fn(output)
+        found = "loss_fn returns"
+    else:
+        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        loss = output if loss is None else loss
+        found = "the model returns"
+    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
+        return loss
+    what = f"a tensor of shape {[*loss.shape]}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        what = "a scalar that needs no gradient"
+    fix = "pass loss_fn=, which takes what the model returns" if loss_fn is None else ""
+    raise PlanError(Problem("loss", f"{found} {what}", "a scalar tensor that needs a gradient", fix=fix))
+
+
+class _Marks:
+    """Cuts a step into windows; told by hooks where regions begin and end."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self.begin()
+
+    def begin(self) -> None:
+        """A step begins."""
+        ledger = self.ledger
+        self.paths: list[str] = []
+        self.windows: list[Window] = []
+        self.levels: list[dict[Hashable, int]] = []  # of each window, for its scratch
+        self._part, self._position = BETWEEN, 0
+        self._before = ledger.live
+        ledger.peak = ledger.live
+
+    def cut(self, part: str, position: int) -> None:
+        """What was going on is over; now comes ``part``."""
+        ledger = self.ledger
+        self.windows.append(Window(self._part, self._position, self._before, ledger.peak, ledger.live))
+        if ledger.scratch is not None:
+            self.levels.append(ledger.scratch.cut())
+        self._part, self._position, self._before = part, position, ledger.live
+        ledger.peak = ledger.live
+
+    def enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """A forward begins."""
+        position = len(self.paths)
+        self.paths.append(path)
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+                tensor.register_hook(partial(self._end_backward, position))
+                break
+        self.cut(FORWARD, position)
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """A forward ends."""
+        position = self._position
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+                tensor.register_hook(partial(self._begin_backward, position))
+        self.cut(BETWEEN, position + 1)
+
+    def _begin_backward(self, position: int, gradient: Tensor) -> None:
+        if self._position > position and self._part in (BETWEEN, BACKWARD):
+            self.cut(BACKWARD, position)
+
+    def _end_backward(self, position: int, gradient: Tensor) -> None:
+        if (self._part, self._position) == (BACKWARD, position):
+            self.cut(BETWEEN, position)
+
+
+def run_step(
+    model: nn.Module,
+    inputs: Inputs,
+    regions: Sequence[tuple[str, nn.Module]],
+    ledger: Ledger,
+    loss_fn: Callable[[Any], Tensor] | None = None,
+    *,
+    warm_up: bool = False,
+) -> StepRecord:
+    """Run one step and return what it took; gradients are dropped at the end.
+
+    ``regions`` are the modules at whose borders the step is cut. The model may be fake (Note [Fake tensors]).
+    ``warm_up``: run a step before it: regions that save everything are recorded in their first call, and only there.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(ledger)
+        for tensor in [*model.parameters(), *model.buffers(), *tree_leaves(inputs)]:
+            if isinstance(tensor, Tensor):
+                ledger.note(tensor)
+        static = ledger.live
+        marks = _Marks(ledger)
+        state = torch.get_rng_state()
+        stack.callback(torch.set_rng_state, state)
+        for path, module in regions:
+            entered = module.register_forward_pre_hook(
+                lambda module, args, kwargs, path=path: marks.enter(path, module, args, kwargs), with_kwargs=True
+            )
+            stack.callback(entered.remove)
+            stack.callback(module.register_forward_hook(marks.leave).remove)
+        for _ in range(2 if warm_up else 1):
+            marks.begin()
+            torch.set_rng_state(state)
+            with torch.enable_grad():
+                output = call(model, inputs)
+                loss = scalar_loss(output, loss_fn)
+            del output
+            marks.cut(BETWEEN, len(marks.paths))
+            kept = ledger.live
+            torch.autograd.backward(loss)
+            marks.cut(BETWEEN, 0)
+            del loss
+            for parameter in model.parameters():
+                parameter.grad = None
+    if ledger.scratch is not None:
+        scratch = ledger.scratch
+        marks.windows = [
+            replace(window, peak=max(window.peak, scratch.peak(levels)))
+            for window, levels in zip(marks.windows, marks.levels, strict=True)
+        ]
+    peak = max(window.peak for window in marks.windows)
+    return StepRecord(tuple(marks.paths), tuple(marks.windows), static, kept, peak)

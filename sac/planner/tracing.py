@@ -1,0 +1,243 @@
+"""Profiles of a model's regions, from one forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sac.blocks.find import Block
+from sac.blocks.paths import parts_of
+from sac.blocks.wrap import InstalledForward, scope_modules, set_forward, take_off
+from sac.ops.names import op_name
+from sac.planner.profile import Entry, Need, RegionProfile
+from sac.policy.model import Decision, Policy, Rule
+from sac.region.handles import Handle
+from sac.region.identity import Identity
+from sac.region.inputs import KeptInputs
+from sac.region.settings import NEVER, REPLAY, Settings
+from sac.selective.bind import bind_policy
+from sac.selective.kind import Region
+from sac.selective.replay import ReplayFrame
+from sac.selective.replay_recorder import ReplayRecorder
+from sac.selective.rows import Rows, signature
+from sac.selective.table import Plan, Table
+from sac.selective.tape import Tape
+from sac.selective.tape_mode import new_tensors
+from sac.selective.tensors import storage_bytes, tensors_of
+
+# Note [How a profile comes about]
+#
+# The model runs forward once, each block under the recorder of the replay engine, with a policy that saves whatever can
+# be saved. So the engine itself says what a policy may save, which value is which, and what autograd has saved. Sizes
+# and FLOPs are taken from the arguments as each op runs. Regions with equal tapes are of one kind.
+
+_EVERYTHING = Policy("everything", (Rule("everything", Decision.SAVE.value, ("*",)),))
+_SETTINGS = Settings(engine=REPLAY, verify=NEVER)
+
+
+class CannotProfile(Exception):  # noqa: N818 (the caller says it in the user's words)
+    """The region cannot be replayed; the text says why."""
+
+
+def profile_regions(blocks: Sequence[Block], forward: Callable[[], Any]) -> tuple[RegionProfile, ...]:
+    """Return the profiles of ``blocks``, one per kind in model order; ``forward`` runs the model once, with gradients.
+
+    Raises ``CannotProfile`` where a block runs what replay cannot.
+    """
+    bound = bind_policy(_EVERYTHING)
+    scope_modules([block.module for block in blocks])
+    table = bound.table(range(len(bound.rules)))
+    watchers = [_Profiled(block, table) for block in blocks]
+    for block, watcher in zip(blocks, watchers, strict=True):
+        set_forward(block.module, watcher)
+    try:
+        with torch.enable_grad():
+            forward()
+    finally:
+        for block in blocks:
+            for _, module in parts_of(block.module):
+                take_off(module)
+    return _merged([watcher for watcher in watchers if watcher.found is not None])
+
+
+class _Profiled(InstalledForward):
+    """Runs a block under the profiling recorder the first time; ``found`` is its profile then."""
+
+    def __init__(self, block: Block, table: Table) -> None:
+        self.module = block.module
+        self.before = block.module.__dict__.get("forward")
+        self.block = block
+        self.found: RegionProfile | None = None
+        self._table = table
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        """None: the block is only looked at."""
+        return ()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the block, and take its profile if it has none yet."""
+        if self.found is not None or not torch.is_grad_enabled():
+            return self.original(*args, **kwargs)
+        identity = Identity()
+        identity.look_at(self.module)
+        owners = tuple(identity.owners)
+        inputs = KeptInputs(args, kwargs)
+        path = self.block.path
+        rows = _ProfileRows()
+        recorder = _ProfilingRecorder(self._table, path, owners, _SETTINGS, rows)
+        rows.tape = recorder.tape
+        recorder.begin(inputs, inputs.leaves_of(args, kwargs))
+        frame = ReplayFrame(self.original, path, recorder, owners, _SETTINGS, give_up=_refuse, given_up=str)
+        output = frame.run(inputs, args, kwargs)
+        self.found = recorder.profile(self.block)
+        return output
+
+
+def _refuse(reason: str) -> None:
+    raise CannotProfile(reason)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """What is known of an entry only while its op runs."""
+
+    call: int
+    flops: int
+    moved_bytes: int
+    results: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class _ProfileRows(Rows):
+    """Takes the sizes of each entry of a tape, beside the row."""
+
+    tape: Tape
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: dict[int, _Sizes] = {}
+        self._seen: set[int] = set()
+
+    def add(
+        self, plan: Plan, rule: Any, saves: bool, args: Any, kwargs: Any, out: Any, *, call: int | None = None
+    ) -> None:
+        """Append the op just run, which is the last entry of the tape unless the tape passes it over."""
+        super().add(plan, rule, saves, args, kwargs, out, call=call)
+        entry = len(self.tape.plans) - 1
+        if entry < 0 or entry in self.sizes or self.tape.plans[entry] is not plan:
+            return
+        row = self.rows[-1]
+        results = tuple(storage_bytes(tensor) for tensor in new_tensors(out))
+        read = sum(map(_bytes_read, tensors_of([*args, *kwargs.values()])))
+        made = 0 if plan.is_view else sum(results)
+        moved = 0 if plan.is_view else read + made
+        self.sizes[entry] = _Sizes(row.call, row.flops, moved, results, row.shape, row.dtype)
+
+
+def _bytes_read(tensor: Tensor) -> int:
+    """Return what an op reads of a tensor: an expanded one has fewer bytes than elements."""
+    return min(tensor.numel() * tensor.element_size(), storage_bytes(tensor))
+
+
+class _ProfilingRecorder(ReplayRecorder):
+    """A recorder that holds on to the tape when the forward ends."""
+
+    rows: _ProfileRows
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._needs: dict[int, Need] = {}  # by handle
+        self._found: tuple[Any, ...] = ()
+
+    def pack(self, tensor: Tensor, handle: Handle) -> None:
+        """Note which value autograd saves, also where it is kept at once."""
+        super().pack(tensor, handle)
+        if handle.index in self._places:
+            value, time, _ = self._places[handle.index]
+            self._needs[handle.index] = Need(value, time)
+        elif not handle.borrowed and (known := self.tape.known(tensor)) is not None:
+            self._needs[handle.index] = Need(known, len(self.tape.plans))
+
+    def end(self, kept: list[Handle], missing: list[int]) -> None:
+        """Take what the profile is made of, and go on."""
+        alive = {handle.index for handle in kept} | {*missing}
+        for index in alive & self._needs.keys():
+            if index in self._places:  # it may have been moved behind a write
+                self._needs[index] = Need(*self._places[index][:2])
+        tape = self.tape
+        needs = tuple(dict.fromkeys(need for index, need in sorted(self._needs.items()) if index in alive))
+        self._found = (
+            [*tape.plans], [*tape.reads], [*tape.firsts], {**tape.counts}, {**tape.writes}, [*tape.roots],
+            {**self._rules}, {*tape.kept}, {value for value, leaf in tape.leaves.items()}, needs,
+        )  # fmt: skip
+        super().end(kept, missing)
+
+    def profile(self, block: Block) -> RegionProfile:
+        """Return the region's profile."""
+        plans, reads, firsts, counts, writes, roots, saved, kept, leaves, needs = self._found
+        sizes = self.rows.sizes
+        value_bytes = [0] * len(roots)
+        entries = []
+        for number, plan in enumerate(plans):
+            makes = tuple(range(firsts[number], firsts[number] + counts.get(number, 1)))
+            size = sizes.get(number)
+            is_op = type(plan) is Plan
+            if size is not None:
+                for value, count in zip(makes, size.results, strict=False):
+                    value_bytes[value] = count
+            entries.append(
+                Entry(
+                    number=number,
+                    module=plan.path if is_op else "",
+                    op=op_name(plan.op) if is_op else "",
+                    call=size.call if size is not None else 0,
+                    reads=tuple(reads[number]),
+                    makes=tuple(value for value in makes if value not in kept or value in saved),
+                    writes=tuple(writes.get(number, ())),
+                    savable=bool(makes) and all(value in saved for value in makes),
+                    must_save=is_op and plan.must_save and any(value in saved for value in makes),
+                    is_collective=is_op and plan.is_collective,
+                    is_view=is_op and plan.is_view,
+                    flops=size.flops if size is not None else 0,
+                    moved_bytes=size.moved_bytes if size is not None else 0,
+                    shape=size.shape if size is not None else (),
+                    dtype=size.dtype if size is not None else "",
+                )
+            )
+        return RegionProfile(
+            name=block.path,
+            paths=(block.path,),
+            layers=(block.layer,),
+            entries=tuple(entries),
+            roots=tuple(roots),
+            bytes=tuple(value_bytes),
+            needs=needs,
+            signature=signature(self.rows.rows),
+            stack=block.stack,
+            stack_size=block.stack_size,
+        )
+
+
+def _merged(watchers: Sequence[_Profiled]) -> tuple[RegionProfile, ...]:
+    """Return one profile for all blocks of a stack that run the same on the same sizes."""
+    kinds: dict[Any, list[RegionProfile]] = {}
+    for watcher in watchers:
+        one = watcher.found
+        assert one is not None
+        parts = watcher.block.path.removeprefix(one.stack).lstrip(".").partition(".")[2]
+        key = (one.stack, parts, one.entries, one.roots, one.bytes, one.needs, one.signature)
+        kinds.setdefault(key, []).append(one)
+    return tuple(
+        replace(
+            of_kind[0],
+            paths=tuple(path for one in of_kind for path in one.paths),
+            layers=tuple(layer for one in of_kind for layer in one.layers),
+        )
+        for of_kind in kinds.values()
+    )
