@@ -185,7 +185,8 @@ def _as_leaf(leaf: Any) -> Any:
 
 
 def _time_all(calls: Sequence[_Call], device: torch.device) -> list[tuple[Entry, float]]:
-    timed, failed = [], {}
+    timed: list[tuple[Entry, float]] = []
+    failed: dict[str, str] = {}
     with torch.no_grad():
         for call in calls:
             try:
@@ -193,7 +194,9 @@ def _time_all(calls: Sequence[_Call], device: torch.device) -> list[tuple[Entry,
             except Exception as error:  # whatever a kernel refuses
                 failed.setdefault(call.entry.op, f"{call.entry.op} ({type(error).__name__}: {error})")
     if failed:
-        warnings.warn(f"these ops could not be run by themselves: {listing([*failed.values()])}", SacWarning, 4)
+        warnings.warn(
+            f"these ops could not be run by themselves: {listing([*failed.values()])}", SacWarning, stacklevel=3
+        )
     return timed
 
 
@@ -214,7 +217,8 @@ def _time(run: Callable[[], Any], device: torch.device) -> float:
             run()
             mark.record()
         torch.cuda.synchronize()
-    return median(before.elapsed_time(after) for before, after in pairwise(marks)) / 1e3
+    milliseconds: list[float] = [before.elapsed_time(after) for before, after in pairwise(marks)]
+    return median(milliseconds) / 1e3
 
 
 def _device_of(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:

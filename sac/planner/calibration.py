@@ -78,7 +78,9 @@ def load_calibration(path: str | os.PathLike[str]) -> Calibration:
 def _problems_of(raw: Any) -> Iterator[tuple[str, str, str]]:
     """Yield what was found, what is legal, and the nearest spelling."""
     if not isinstance(raw, dict) or raw.get("schema") != SCHEMA:
-        found = f'schema is "{raw["schema"]}"' if isinstance(raw, dict) and "schema" in raw else "it has no schema"
+        found = (
+            f"schema is {_shown(raw, 'schema')}" if isinstance(raw, dict) and "schema" in raw else "it has no schema"
+        )
         yield f"this is not a calibration file: {found}", f'schema: "{SCHEMA}"', ""
         return
     for name in ("device", "torch"):

@@ -16,8 +16,8 @@ from sac.errors import PlanError, Problem, listing, nearest
 # matrix units where the device has them for that dtype. NVIDIA prints most figures "with sparsity": those are halved
 # here. "float32" is full precision and "tf32" what `torch.set_float32_matmul_precision("high")` turns it into.
 # Memory is the capacity on the data sheet, with the 2**30 bytes per GB that memory is built with; the driver keeps
-# about one per cent of it, so a budget needs a margin below it. Links are counted in one direction, which is what a ring
-# sends; data sheets print the sum of both.
+# about one per cent of it, so a budget needs a margin below it. Links are counted in one direction, which is what a
+# ring sends; data sheets print the sum of both.
 # `launch_s` is an engineering prior: what eager PyTorch spends on one op whatever its size.
 
 _GIB = 2**30

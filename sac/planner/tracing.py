@@ -14,6 +14,7 @@ from sac.blocks.paths import parts_of
 from sac.blocks.wrap import InstalledForward, scope_modules, set_forward, take_off
 from sac.ops.names import op_name
 from sac.planner.profile import Entry, Need, RegionProfile
+from sac.planner.traffic import moved_bytes
 from sac.policy.model import Decision, Policy, Rule
 from sac.region.handles import Handle
 from sac.region.identity import Identity
@@ -27,7 +28,7 @@ from sac.selective.rows import Rows, signature
 from sac.selective.table import Plan, Table
 from sac.selective.tape import Tape
 from sac.selective.tape_mode import new_tensors
-from sac.selective.tensors import storage_bytes, tensors_of
+from sac.selective.tensors import storage_bytes
 
 # Note [How a profile comes about]
 #
@@ -43,15 +44,20 @@ class CannotProfile(Exception):  # noqa: N818 (the caller says it in the user's 
     """The region cannot be replayed; the text says why."""
 
 
-def profile_regions(blocks: Sequence[Block], forward: Callable[[], Any]) -> tuple[RegionProfile, ...]:
+def profile_regions(
+    blocks: Sequence[Block], forward: Callable[[], Any], order: list[str] | None = None
+) -> tuple[RegionProfile, ...]:
     """Return the profiles of ``blocks``, one per kind in model order; ``forward`` runs the model once, with gradients.
+
+    The path of each block that is called is appended to ``order``; blocks that are not called have no profile.
 
     Raises ``CannotProfile`` where a block runs what replay cannot.
     """
     bound = bind_policy(_EVERYTHING)
     scope_modules([block.module for block in blocks])
     table = bound.table(range(len(bound.rules)))
-    watchers = [_Profiled(block, table) for block in blocks]
+    calls: list[str] = [] if order is None else order
+    watchers = [_Profiled(block, table, calls) for block in blocks]
     for block, watcher in zip(blocks, watchers, strict=True):
         set_forward(block.module, watcher)
     try:
@@ -67,7 +73,8 @@ def profile_regions(blocks: Sequence[Block], forward: Callable[[], Any]) -> tupl
 class _Profiled(InstalledForward):
     """Runs a block under the profiling recorder the first time; ``found`` is its profile then."""
 
-    def __init__(self, block: Block, table: Table) -> None:
+    def __init__(self, block: Block, table: Table, calls: list[str]) -> None:
+        self._calls = calls
         self.module = block.module
         self.before = block.module.__dict__.get("forward")
         self.block = block
@@ -81,7 +88,10 @@ class _Profiled(InstalledForward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block, and take its profile if it has none yet."""
-        if self.found is not None or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
+            return self.original(*args, **kwargs)
+        self._calls.append(self.block.path)
+        if self.found is not None:
             return self.original(*args, **kwargs)
         identity = Identity()
         identity.look_at(self.module)
@@ -134,15 +144,8 @@ class _ProfileRows(Rows):
             return
         row = self.rows[-1]
         results = tuple(storage_bytes(tensor) for tensor in new_tensors(out))
-        read = sum(map(_bytes_read, tensors_of([*args, *kwargs.values()])))
-        made = 0 if plan.is_view else sum(results)
-        moved = 0 if plan.is_view else read + made
+        moved = 0 if plan.is_view else moved_bytes(args, kwargs, out)
         self.sizes[entry] = _Sizes(row.call, row.flops, moved, results, row.shape, row.dtype)
-
-
-def _bytes_read(tensor: Tensor) -> int:
-    """Return what an op reads of a tensor: an expanded one has fewer bytes than elements."""
-    return min(tensor.numel() * tensor.element_size(), storage_bytes(tensor))
 
 
 class _ProfilingRecorder(ReplayRecorder):

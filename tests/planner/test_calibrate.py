@@ -1,0 +1,241 @@
+"""Timing the ops of one block: which are timed, what is fitted to them, and that nothing of the caller's changes."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from sac.blocks.block import Block
+from sac.errors import PlanError, SacWarning
+from sac.planner.calibrate import calibrate, fit_efficiencies
+from sac.planner.calibration import call_key
+from sac.planner.cost import PRIORS, roofline, seconds
+from sac.planner.devices import DEVICES
+from sac.planner.op_classes import op_class, unpriced_ops
+from sac.planner.profile import Entry
+from sac.planner.tracing import profile_regions
+from sac.selective.bare_mode import BareMode
+
+B, S, D, HEADS = 2, 16, 32, 4
+
+
+class Layer(nn.Module):
+    """Has attention, dropout, running statistics, an op in place, integers and views."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(S)
+        self.qkv = nn.Linear(D, 3 * D)
+        self.out = nn.Linear(D, D)
+        self.again = nn.Linear(D, D)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x_BSD):
+        x_BSD = x_BSD.add_(1) if not x_BSD.is_leaf else x_BSD
+        q, k, v = self.qkv(self.norm(x_BSD)).view(B, S, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+        attended = scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(B, S, D)
+        x_BSD = x_BSD + self.drop(self.again(self.out(attended)))
+        first = x_BSD[..., 0].topk(2).indices
+        return torch.gather(x_BSD[..., 0], 1, first)
+
+
+@pytest.fixture(scope="module")
+def measured():
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # every op can be run again
+        return calibrate(Layer(), (torch.randn(B, S, D),))
+
+
+def test_it_says_where_it_was_measured(measured):
+    assert (measured.device, measured.torch) == ("cpu", torch.__version__)
+
+
+def test_each_op_that_runs_a_kernel_is_timed_once(measured):
+    ops = sorted(key.split()[0] for key in measured.ops)
+    assert ops == [
+        "aten._scaled_dot_product_flash_attention_for_cpu.default",
+        "aten.add.Tensor",
+        "aten.add_.Tensor",
+        "aten.addmm.default",
+        "aten.addmm.default",
+        "aten.bernoulli_.float",
+        "aten.div_.Scalar",
+        "aten.gather.default",
+        "aten.mul.Tensor",
+        "aten.native_batch_norm.default",
+        "aten.topk.default",
+    ]
+    assert all(value > 0 for value in measured.ops.values())
+    assert f"aten.addmm.default float32[{B * S}, {D}] {2 * B * S * D * D} FLOP {4 * (D + 2 * B * S * D + D * D)} B" in (
+        measured.ops
+    )
+
+
+def test_the_callers_things_are_left_as_they_were():
+    block, x = Layer(), torch.randn(B, S, D).requires_grad_().clone()
+    state = {name: tensor.clone() for name, tensor in block.state_dict().items()}
+    buffers = {name: id(buffer) for name, buffer in block.named_buffers()}
+    values, version, random = x.detach().clone(), x._version, torch.get_rng_state()
+    calibrate(block, kwargs={"x_BSD": x})
+    assert all(torch.equal(tensor, state[name]) for name, tensor in block.state_dict().items())
+    assert {name: id(buffer) for name, buffer in block.named_buffers()} == buffers
+    assert torch.equal(x, values)
+    assert x._version == version
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(parameter.grad is None for parameter in block.parameters())
+    assert block.training
+
+
+def test_a_generator_of_the_callers_stands_where_it_stood():
+    class Draws(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.generator = torch.Generator().manual_seed(1)
+
+        def forward(self, x):
+            return x * torch.rand(4, generator=self.generator)
+
+    block = Draws()
+    calibrate(block, (torch.ones(4),))
+    expected = torch.Generator().manual_seed(1)
+    torch.rand(4, generator=expected)  # the block's own run draws; the repeats do not
+    assert torch.equal(block.generator.get_state(), expected.get_state())
+
+
+def test_each_call_is_run_again_a_few_times_on_other_tensors():
+    seen = []
+
+    class Watching(BareMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.mm.default:
+                seen.append(args[0].data_ptr())
+            return func(*args, **(kwargs or {}))
+
+    layer, x = nn.Linear(8, 8, bias=False), torch.randn(4, 8)
+    with Watching():
+        calibrate(nn.Sequential(layer, nn.ReLU(), layer), (x,))
+    assert len(seen) == 2 + 6  # the two calls of the block are one; once unmeasured, five times measured
+    assert x.data_ptr() not in seen[2:]
+
+
+def test_integers_are_what_they_were():
+    """Random ones would be no legal indices, and might be no legal offsets of groups."""
+
+    class Grouped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(5, 16)
+            self.weight = nn.Parameter(torch.randn(2, 16, 16, dtype=torch.bfloat16))
+
+        def forward(self, tokens):
+            rows = self.embedding(tokens).bfloat16()
+            ends = torch.tensor([8, 16], dtype=torch.int32)
+            return nn.functional.grouped_mm(rows, self.weight, offs=ends)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ops = calibrate(Grouped(), (torch.full((16,), 4),)).ops
+    assert any(key.startswith("aten._grouped_mm.default") for key in ops)
+    assert any(key.startswith("aten.embedding.default") for key in ops)
+
+
+def test_layouts_are_kept():
+    """An expanded or transposed operand is run as it was, so strides are part of what is distinct."""
+
+    class Strided(nn.Module):
+        def forward(self, x, row):
+            return x.t() @ x + row.expand(8, 8) + torch.zeros(0, 8).sum()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ops = calibrate(Strided(), (torch.randn(4, 8), torch.randn(8))).ops
+    assert f"aten.mm.default float32[8, 8] {2 * 8 * 4 * 8} FLOP {4 * (32 + 32 + 64)} B" in ops
+    assert f"aten.add.Tensor float32[8, 8] 0 FLOP {4 * (64 + 8 + 64)} B" in ops
+
+
+@torch.library.custom_op("sac_tests_calibrate::picky", mutates_args=())
+def picky(x: torch.Tensor) -> torch.Tensor:
+    if not torch.all(x == 1):
+        raise ValueError("only ones")
+    return x * 1
+
+
+def test_an_op_that_refuses_is_named_and_the_rest_is_timed():
+    class Picky(nn.Module):
+        def forward(self, x):
+            return picky(x) + 1
+
+    with pytest.warns(SacWarning) as warned:
+        ops = calibrate(Picky(), (torch.ones(8, 8),)).ops
+    assert [str(warning.message) for warning in warned] == [
+        "these ops could not be run by themselves: sac_tests_calibrate.picky.default (ValueError: only ones)"
+    ]
+    assert warned[0].filename == __file__
+    assert "aten.add.Tensor float32[8, 8] 0 FLOP 512 B" in ops
+
+
+def test_a_block_on_no_device_is_refused():
+    with pytest.raises(PlanError, match="the planner has no figures for 'meta'"):
+        calibrate(nn.Linear(4, 4, device="meta"), (torch.empty(2, 4, device="meta"),))
+
+
+def test_a_block_that_runs_nothing_is_refused():
+    with pytest.raises(PlanError) as error:
+        calibrate(nn.Identity(), (torch.ones(2),))
+    assert str(error.value) == "Identity: its forward ran no op on plain tensors that can be timed"
+
+
+def entry(op, flops, moved_bytes):
+    return Entry(0, "", op, 0, (), (), flops=flops, moved_bytes=moved_bytes, shape=(1,), dtype="bfloat16")
+
+
+CALLS = [
+    entry("aten.mm.default", 10**12, 10**8),
+    entry("aten.bmm.default", 10**13, 10**9),
+    entry("aten._scaled_dot_product_flash_attention.default", 10**12, 10**8),
+    entry("aten.silu.default", 0, 10**8),
+    entry("aten.mul.Tensor", 0, 10**9),
+]
+H100 = DEVICES["h100"]
+
+
+def test_the_fit_finds_the_efficiencies_by_which_times_were_made():
+    true = {**PRIORS, "matmul": 0.55, "attention": 0.31, "memory": 0.77}
+    fitted = fit_efficiencies([(call, roofline(call, H100, true)) for call in CALLS], H100)
+    assert fitted == pytest.approx({"matmul": 0.55, "attention": 0.31, "memory": 0.77})
+
+
+def test_the_fit_is_in_logarithms():
+    """Twice too slow and twice too fast cancel; a mean of times would not."""
+    ideal = roofline(CALLS[0], H100, dict.fromkeys(PRIORS, 0.5)) - H100.launch_s
+    slow, fast = ideal * 2 + H100.launch_s, ideal / 2 + H100.launch_s
+    assert fit_efficiencies([(CALLS[0], slow), (CALLS[0], fast)], H100) == pytest.approx({"matmul": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("call", "time"),
+    [
+        (entry("aten.silu.default", 0, 10**6), 1e-3),
+        (entry("aten.mm.default", 10**6, 10**3), 1e-3),
+        (entry("aten.mm.default", 10**10, 10**9), 1e-3),
+        (CALLS[0], H100.launch_s),
+        (Entry(0, "", "_c10d_functional.all_reduce.default", 0, (), (), is_collective=True, moved_bytes=10**9), 1.0),
+    ],
+    ids=["moves little", "multiplies little", "a product that memory bounds", "no more than a launch", "a collective"],
+)
+def test_calls_that_say_nothing_about_their_class_are_left_out(call, time):
+    assert fit_efficiencies([(call, time)], H100) == {}
+
+
+def test_each_op_of_a_profile_is_found_among_what_was_measured():
+    """The tape and the timing see the same calls, and call them by the same key."""
+    block, x = Layer(), torch.randn(B, S, D)
+    measured = calibrate(block, (x,))
+    (profile,) = profile_regions([Block("0", block, 0, "", 1, "language")], lambda: block(x))
+    priced = [one for one in profile.entries if op_class(one) != "free"]
+    assert {call_key(one) for one in priced} == measured.ops.keys()
+    assert [seconds(one, DEVICES["cpu"], measured) for one in priced] == [measured.ops[call_key(one)] for one in priced]
+    assert unpriced_ops(profile) == ()
