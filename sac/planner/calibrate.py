@@ -126,9 +126,8 @@ class _Recorder(BareMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the op, and note it."""
         kwargs = kwargs or {}
-        traits = traits_of(func)
         flat, structure = tree_flatten((args, kwargs))
-        if traits.is_infrastructure or not traits.returns_tensor or not all(map(_is_plain, flat)):
+        if traits_of(func).is_infrastructure or not all(map(_is_plain, flat)):
             return func(*args, **kwargs)
         leaves = tuple(map(_as_leaf, flat))  # before the op writes to them
         out = func(*args, **kwargs)
@@ -187,7 +186,7 @@ def _as_leaf(leaf: Any) -> Any:
 def _time_all(calls: Sequence[_Call], device: torch.device) -> list[tuple[Entry, float]]:
     timed: list[tuple[Entry, float]] = []
     failed: dict[str, str] = {}
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):  # its casts were calls of their own
         for call in calls:
             try:
                 timed.append((call.entry, _time(call.prepare(), device)))

@@ -41,6 +41,19 @@ class Layer(nn.Module):
         return torch.gather(x_BSD[..., 0], 1, first)
 
 
+class Seeing(BareMode):
+    """Notes the argument of that place in every call of an op."""
+
+    def __init__(self, op, place):
+        super().__init__()
+        self.op, self.place, self.seen = op, place, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is self.op:
+            self.seen.append(args[self.place])
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.fixture(scope="module")
 def measured():
     torch.manual_seed(0)
@@ -106,23 +119,17 @@ def test_a_generator_of_the_callers_stands_where_it_stood():
 
 
 def test_each_call_is_run_again_a_few_times_on_other_tensors():
-    seen = []
-
-    class Watching(BareMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func is torch.ops.aten.mm.default:
-                seen.append(args[0].data_ptr())
-            return func(*args, **(kwargs or {}))
-
     layer, x = nn.Linear(8, 8, bias=False), torch.randn(4, 8)
-    with Watching():
+    seeing = Seeing(torch.ops.aten.mm.default, 0)
+    with seeing:
         calibrate(nn.Sequential(layer, nn.ReLU(), layer), (x,))
-    assert len(seen) == 2 + 6  # the two calls of the block are one; once unmeasured, five times measured
-    assert x.data_ptr() not in seen[2:]
+    assert len(seeing.seen) == 2 + 6  # the two calls of the block are one; once unmeasured, five times measured
+    assert all(again is seeing.seen[2] for again in seeing.seen[2:])
+    assert not any(torch.equal(seeing.seen[2], of_block) for of_block in (x, *seeing.seen[:2]))
 
 
 def test_integers_are_what_they_were():
-    """Random ones would be no legal indices, and might be no legal offsets of groups."""
+    """Other ones might be no legal indices, and offsets say how much there is to multiply."""
 
     class Grouped(nn.Module):
         def __init__(self):
@@ -132,14 +139,30 @@ def test_integers_are_what_they_were():
 
         def forward(self, tokens):
             rows = self.embedding(tokens).bfloat16()
-            ends = torch.tensor([8, 16], dtype=torch.int32)
-            return nn.functional.grouped_mm(rows, self.weight, offs=ends)
+            return nn.functional.grouped_mm(rows, self.weight, offs=torch.tensor([8, 16], dtype=torch.int32))
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        ops = calibrate(Grouped(), (torch.full((16,), 4),)).ops
-    assert any(key.startswith("aten._grouped_mm.default") for key in ops)
-    assert any(key.startswith("aten.embedding.default") for key in ops)
+    tokens = torch.full((16,), 4)
+    embedding, grouped = Seeing(torch.ops.aten.embedding.default, 1), Seeing(torch.ops.aten._grouped_mm.default, 2)
+    with embedding, grouped:
+        calibrate(Grouped(), (tokens,))
+    assert len(embedding.seen) == len(grouped.seen) == 7
+    assert all(torch.equal(indices, tokens) for indices in embedding.seen)
+    assert all(ends.tolist() == [8, 16] for ends in grouped.seen)
+
+
+def test_the_ops_are_those_of_training():
+    """They run with gradients, as in training, whatever the caller has; and by themselves without autocast."""
+
+    class Watched(nn.Module):
+        def forward(self, x):
+            assert torch.is_grad_enabled()
+            with torch.autocast("cpu", enabled=False):
+                return x @ x
+
+    seeing = Seeing(torch.ops.aten.mm.default, 0)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), seeing:
+        calibrate(Watched(), (torch.randn(8, 8),))
+    assert [x.dtype for x in seeing.seen] == [torch.float32] * 7
 
 
 def test_layouts_are_kept():
