@@ -189,7 +189,7 @@ def _time_all(calls: Sequence[_Call], device: torch.device) -> list[tuple[Entry,
     with torch.no_grad(), torch.autocast(device.type, enabled=False):  # its casts were calls of their own
         for call in calls:
             try:
-                timed.append((call.entry, _time(call.prepare(), device)))
+                timed.append((call.entry, median_seconds(call.prepare(), device)))
             except Exception as error:  # whatever a kernel refuses
                 failed.setdefault(call.entry.op, f"{call.entry.op} ({type(error).__name__}: {error})")
     if failed:
@@ -199,7 +199,7 @@ def _time_all(calls: Sequence[_Call], device: torch.device) -> list[tuple[Entry,
     return timed
 
 
-def _time(run: Callable[[], Any], device: torch.device) -> float:
+def median_seconds(run: Callable[[], Any], device: torch.device) -> float:
     """Return the median of the seconds that ``run`` takes, after one run that is not timed."""
     run()
     if device.type != "cuda":

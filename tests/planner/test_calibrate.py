@@ -1,6 +1,7 @@
 """Timing the ops of one block: which are timed, what is fitted to them, and that nothing of the caller's changes."""
 
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -9,10 +10,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from sac.blocks.block import Block
 from sac.errors import PlanError, SacWarning
-from sac.planner.calibrate import calibrate, fit_efficiencies
+from sac.planner.calibrate import calibrate, fit_efficiencies, median_seconds
 from sac.planner.calibration import call_key
 from sac.planner.cost import PRIORS, roofline, seconds
-from sac.planner.devices import DEVICES
+from sac.planner.devices import DEVICES, device_at_hand
 from sac.planner.op_classes import op_class, unpriced_ops
 from sac.planner.profile import Entry
 from sac.planner.tracing import profile_regions
@@ -209,6 +210,44 @@ def test_a_block_that_runs_nothing_is_refused():
     with pytest.raises(PlanError) as error:
         calibrate(nn.Identity(), (torch.ones(2),))
     assert str(error.value) == "Identity: its forward ran no op on plain tensors that can be timed"
+
+
+class Clock:
+    """Stands in for CUDA's events; each mark is two milliseconds and a bit later."""
+
+    now_ms = 0.0
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        Clock.now_ms += 2 + Clock.now_ms / 100
+        self.at_ms = Clock.now_ms
+
+    def elapsed_time(self, later):
+        return later.at_ms - self.at_ms
+
+
+def test_a_gpu_is_timed_by_its_events_with_one_wait_for_all_repeats(monkeypatch):
+    waits, runs = [], []
+    monkeypatch.setattr(Clock, "now_ms", 0.0)
+    monkeypatch.setattr(torch.cuda, "Event", Clock)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(len(runs)))
+    seconds = median_seconds(lambda: runs.append(1), torch.device("cuda:0"))
+    assert waits == [6]
+    times_ms = [2 * 1.01**mark for mark in range(1, 6)]
+    assert seconds == pytest.approx(times_ms[2] / 1e3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_block_on_a_gpu():
+    measured = calibrate(Layer().cuda(), (torch.randn(B, S, D, device="cuda"),))
+    assert measured.device == device_at_hand(torch.device("cuda")).name
+    assert f"aten.addmm.default float32[{B * S}, {D}] {2 * B * S * D * D} FLOP {4 * (D + 2 * B * S * D + D * D)} B" in (
+        measured.ops
+    )
 
 
 def entry(op, flops, moved_bytes):
