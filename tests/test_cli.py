@@ -90,12 +90,19 @@ def test_check_tells_every_limit_of_a_rule(policy_file):
     ]  # fmt: skip
 
 
+def test_check_tells_the_blocks_of_a_rule(policy_file):
+    rules = "rules:\n  - {ops: matmul, blocks: [encoder.block.*, tail], module: fc, do: save}\n"
+    [rule] = load_policy(policy_file(f"schema: sac/v1\n{rules}")).rules
+    assert limits_of(rule) == ["blocks encoder.block.* or tail", "module fc"]
+
+
 @pytest.mark.parametrize(
     ("layers", "text"),
     [
         ("{last: 3}", "last 3"),
         ("{every: 2, offset: 1}", "every 2 from 1"),
         ('["0-7", "12"]', "0-7, 12"),
+        ("{fraction: 0.5}", "fraction 0.5"),
         ("all", "all"),
     ],
 )

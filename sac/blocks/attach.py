@@ -159,18 +159,18 @@ def _is_chosen(block: Block, config: Config, policy: Policy) -> bool:
 
 
 def _check_static(bound: BoundPolicy, blocks: Sequence[Block], *, strict: bool, stage: bool) -> None:
-    """Tell of rules whose `module` or `layers` is nowhere in the model, before anything runs."""
+    """Tell of rules whose `blocks`, `module` or `layers` are nowhere in the model, before anything runs."""
     needed = [one.rule for one in bound.rules if not one.rule.optional]
     idle = [rule for rule in (rules_here(needed, blocks) if stage else needed) if not _has_place(rule, blocks)]
     if not idle:
         return
     problems = [
         Problem(
-            rule.where("module" if rule.module is not None else "layers"),
-            f'rule "{rule.id}" speaks of {_place(rule)} no region has',
+            rule.where(key),
+            f'rule "{rule.id}" speaks of {place} no region has',
             fix="`sac trace` lists the modules there are; mark the rule `optional: true` if it may match nothing",
         )
-        for rule in idle
+        for rule, (key, place) in ((rule, _place(rule, blocks)) for rule in idle)
     ]
     if strict or (len(idle) == len(needed) and not stage):
         raise PolicyError(problems)
@@ -180,30 +180,38 @@ def _check_static(bound: BoundPolicy, blocks: Sequence[Block], *, strict: bool, 
 
 def _has_place(rule: Rule, blocks: Sequence[Block]) -> bool:
     for block in blocks:
-        if rule.layers is not None and block.layer not in rule.layers.select(block.stack_size):
-            continue
-        if rule.module is None or any(rule.module.matches(path) for path, _ in parts_of(block.module)):
+        if rule.speaks_of_region(block.path, block.layer, block.stack_size) and _has_module(block)(rule):
             return True
     return False
 
 
-def _place(rule: Rule) -> str:
-    """Return what the rule asks for, up to the relative pronoun."""
+def _place(rule: Rule, blocks: Sequence[Block]) -> tuple[str, str]:
+    """Return which key of an idle rule is nowhere, and what it asks for, up to the relative pronoun."""
+    if rule.blocks and not any(pattern.matches(block.path) for pattern in rule.blocks for block in blocks):
+        patterns = ", ".join(f'"{pattern.text}"' for pattern in rule.blocks)
+        return "blocks", f"blocks at {patterns}, a path that"
     if rule.module is None:
-        return "layers that"
-    return f'module "{rule.module.text}"{" in its layers" if rule.layers is not None else ""}, which'
+        return "layers", f"layers{' in its blocks' if rule.blocks else ''} that"
+    within = " and ".join(key for key, given in (("blocks", rule.blocks), ("layers", rule.layers)) if given)
+    return "module", f'module "{rule.module.text}"{f" in its {within}" if within else ""}, which'
 
 
 def kinds_of(bound: BoundPolicy, blocks: Sequence[Block], mode: str) -> list[tuple[Block, Kind]]:
-    """Return each block with its kind; blocks of one structure in one stack under the same rules share one."""
+    """Return each block with its kind.
+
+    Blocks of one structure in one stack share one, under the same rules and the same entry of the plan if there is one.
+    """
+    plan = bound.policy.plan
     kinds: dict[tuple[object, ...], Kind] = {}
     pairs = []
     for block in blocks:
-        rules = tuple(rule.index for rule in bound.rules_of(block.layer, block.stack_size, _has_module(block)))
+        place = block.path, block.layer, block.stack_size
+        rules = tuple(rule.index for rule in bound.rules_of(*place, _has_module(block)))
+        planned = plan.region_at(*place) if plan is not None else None
         part = block.path.removeprefix(block.stack).lstrip(".").partition(".")[2]
         structure = tuple((path, type(module)) for path, module in parts_of(block.module))
-        key = (rules, block.stack, part, structure)
-        pairs.append((block, kinds.setdefault(key, Kind(bound.table(rules), mode))))
+        key = (rules, planned, block.stack, part, structure)
+        pairs.append((block, kinds.setdefault(key, Kind(bound.table(rules), mode, planned))))
     return pairs
 
 

@@ -24,16 +24,21 @@ def context_fn(policy: PolicySource, module: nn.Module | None = None) -> Callabl
 
     ``policy`` is anything that ``sac.load_policy`` takes. It is carried out by rerun, as torch does it, with the same
     exactness as under ``sac.apply``. Rules that speak of modules or layers need ``module``, the block that is
-    checkpointed: its sub-modules then tell which of them runs (``sac.remove`` takes that off).
+    checkpointed: its sub-modules then tell which of them runs (``sac.remove`` takes that off). Where the block is in a
+    model is not known here: rules on ``blocks`` are refused, and the ops that a plan was made for are not compared.
 
-    Raises ``PolicyError`` for the policy, ``ConfigError`` when a rule needs ``module`` and there is none.
+    Raises ``PolicyError`` for the policy, ``ConfigError`` when a rule needs ``module`` and there is none, and
+    ``ModelError`` when ``module`` does not tell what a rule asks for.
     """
     bound = usable_policy(load_policy(policy))
-    needing = [one.rule for one in bound.rules if one.rule.module is not None or one.rule.layers is not None]
+    needing = [one.rule for one in bound.rules if one.rule.module is not None or one.rule.speaks_of_some_regions]
     if module is None:
         if needing:
             raise ConfigError([_needs_module(rule) for rule in needing])
         return partial(checkpoint_contexts, _table_of(bound, 0), "")
+    located = [rule for rule in needing if rule.blocks]
+    if located:
+        raise ModelError([_needs_model(rule) for rule in located])
     table = _table(bound, module, needing)
     scope_modules([module])
     return partial(checkpoint_contexts, table, "", module)
@@ -65,10 +70,20 @@ def _counts(rule: Rule) -> str:
 
 
 def _table_of(bound: BoundPolicy, layer: int) -> Table:
-    return bound.table(rule.index for rule in bound.rules_of(layer, layer + 1, lambda rule: True))
+    return bound.table(rule.index for rule in bound.rules_of("", layer, layer + 1, lambda rule: True))
+
+
+def _needs_model(rule: Rule) -> Problem:
+    return Problem(
+        rule.where("blocks"),
+        f'rule "{rule.id}" speaks of blocks, and sac.context_fn is not told where in the model a block is',
+        fix="use sac.apply on the whole model",
+    )
 
 
 def _needs_module(rule: Rule) -> Problem:
+    if rule.blocks:
+        return _needs_model(rule)
     key = "module" if rule.module is not None else "layers"
     return Problem(
         rule.where(key),

@@ -34,9 +34,13 @@ def is_stage(model: nn.Module, blocks: Sequence[Block]) -> bool:
 
 
 def rules_here(rules: Sequence[Rule], blocks: Sequence[Block]) -> tuple[Rule, ...]:
-    """Return the rules that speak of some layer of ``blocks``."""
-    layers = {(block.layer, block.stack_size) for block in blocks}
-    return tuple(rule for rule in rules if rule.layers is None or any(n in rule.layers.select(of) for n, of in layers))
+    """Return the rules that speak of some region of ``blocks``, or of all there are."""
+    return tuple(
+        rule
+        for rule in rules
+        if not rule.speaks_of_some_regions
+        or any(rule.speaks_of_region(block.path, block.layer, block.stack_size) for block in blocks)
+    )
 
 
 def idle_note(model: nn.Module, blocks: Sequence[Block]) -> str:

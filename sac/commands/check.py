@@ -71,6 +71,8 @@ def _cells(checked: CheckedRule) -> tuple[str, ...]:
 def limits_of(rule: Rule) -> list[str]:
     """Return the matchers of a rule besides its ops, each as a short text in the words of a policy file."""
     limits = []
+    if rule.blocks:
+        limits.append(f"blocks {' or '.join(pattern.text for pattern in rule.blocks)}")
     if rule.module is not None:
         limits.append(f"module {rule.module.text}")
     if rule.layers is not None:
@@ -98,6 +100,8 @@ def layers_text(layers: Layers) -> str:
         return f"every {layers.every} from {layers.offset}"
     if layers.ranges is not None:
         return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in layers.ranges)
+    if layers.fraction is not None:
+        return f"fraction {layers.fraction}"
     return "all"
 
 

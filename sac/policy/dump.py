@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import yaml
 
-from sac.policy.model import Calls, Dim, Layers, Policy, Rule
+from sac.policy.model import Calls, Dim, Layers, Plan, PlannedRegion, Policy, Rule
 from sac.policy.nodes import plain_kind
+from sac.policy.patterns import PathPattern
 from sac.policy.schema import SCHEMA
 
 
@@ -26,6 +27,8 @@ def dump_policy(policy: Policy) -> str:
         regions["layers"] = _layers(policy.layers)
     if regions:
         written["regions"] = regions
+    if policy.plan is not None:
+        written["plan"] = _plan(policy.plan)
     written["default"] = policy.default.value
     written["rules"] = [_rule(rule) for rule in policy.rules]
     return yaml.dump(written, Dumper=_Dumper, sort_keys=False, default_flow_style=None, allow_unicode=True, width=100)
@@ -45,10 +48,27 @@ class _Dumper(yaml.SafeDumper):
 _Dumper.add_representer(str, _Dumper.write_text)
 
 
+def _plan(plan: Plan) -> dict[str, object]:
+    return {"made_for": plan.made_for, "regions": [_planned_region(one) for one in plan.regions]}
+
+
+def _planned_region(region: PlannedRegion) -> dict[str, object]:
+    written: dict[str, object] = {"blocks": _patterns(region.blocks)}
+    if region.layers is not None:
+        written["layers"] = _layers(region.layers)
+    return written | {"signature": region.signature}
+
+
+def _patterns(patterns: tuple[PathPattern, ...]) -> object:
+    return patterns[0].text if len(patterns) == 1 else [pattern.text for pattern in patterns]
+
+
 def _rule(rule: Rule) -> dict[str, object]:
     written: dict[str, object] = {"id": rule.id}
     if rule.ops:
         written["ops"] = rule.ops[0] if len(rule.ops) == 1 else list(rule.ops)
+    if rule.blocks:
+        written["blocks"] = _patterns(rule.blocks)
     if rule.module is not None:
         written["module"] = rule.module.text
     if rule.layers is not None:

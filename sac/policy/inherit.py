@@ -8,7 +8,8 @@ that extends it. Then
 - a rule with an ``id`` hides the rules of the same id further down the line: that is how a child replaces one rule;
 - ``default``, ``regions.blocks`` and ``regions.layers`` are those of the first file that sets them;
 - ``sets`` of one name are joined, the child's ops first;
-- ``name`` and ``models`` are the file's own: a child does not serve the families of its parent by itself.
+- ``name`` and ``models`` are the file's own: a child does not serve the families of its parent by itself;
+- ``plan`` too: with rules of its own a child is not what its parent's plan was made for.
 """
 
 from __future__ import annotations

@@ -159,6 +159,7 @@ class Rule:
     dtype: tuple[str, ...] = ()  # torch dtype names without "torch."
     min_bytes: int = 0
     optional: bool = False
+    blocks: tuple[PathPattern, ...] = ()  # paths of regions, from the model down
     mark: Mark = field(default=Mark("<policy>"), compare=False)
     key_marks: Mapping[str, Mark] = field(default_factory=dict, compare=False, hash=False)
     op_marks: tuple[Mark, ...] = field(default=(), compare=False, hash=False)  # one per entry of ops
@@ -168,6 +169,15 @@ class Rule:
     def speaks_of_module(self) -> bool:
         """True for a whole-module rule: `module` without `ops`."""
         return not self.ops
+
+    @property
+    def speaks_of_some_regions(self) -> bool:
+        """True when `blocks` or `layers` may leave regions out."""
+        return bool(self.blocks) or self.layers is not None
+
+    def speaks_of_region(self, path: str, layer: int, stack_size: int) -> bool:
+        """Return whether the region at ``path``, which is ``layer`` of ``stack_size``, is meant."""
+        return _is_meant(self.blocks, self.layers, path, layer, stack_size)
 
     def fits_shape(self, sizes: Sequence[int]) -> bool:
         """Return whether a tensor of ``sizes`` has the shape that the rule asks for."""
@@ -185,6 +195,38 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True)
+class PlannedRegion:
+    """Regions that a plan was made for, and the ops they ran then: ``signature``, as ``sac.selective.rows`` has it."""
+
+    blocks: tuple[PathPattern, ...]
+    layers: Layers | None
+    signature: str  # sixteen hex digits
+    mark: Mark = field(default=Mark("<policy>"), compare=False)
+
+    def speaks_of_region(self, path: str, layer: int, stack_size: int) -> bool:
+        """Return whether the region at ``path``, which is ``layer`` of ``stack_size``, is meant."""
+        return _is_meant(self.blocks, self.layers, path, layer, stack_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a computed policy was computed for."""
+
+    made_for: str  # model, inputs, device, budget, for people
+    regions: tuple[PlannedRegion, ...] = ()
+
+    def region_at(self, path: str, layer: int, stack_size: int) -> PlannedRegion | None:
+        """Return the first entry that speaks of the region at ``path``, which is ``layer`` of ``stack_size``."""
+        return next((one for one in self.regions if one.speaks_of_region(path, layer, stack_size)), None)
+
+
+def _is_meant(blocks: tuple[PathPattern, ...], layers: Layers | None, path: str, layer: int, stack_size: int) -> bool:
+    if blocks and not any(pattern.matches(path) for pattern in blocks):
+        return False
+    return layers is None or layer in layers.select(stack_size)
+
+
+@dataclass(frozen=True, slots=True)
 class Policy:
     """An ordered list of rules plus a default. First match wins; a child's rules stand before its parent's."""
 
@@ -196,6 +238,7 @@ class Policy:
     set_marks: Mapping[str, Mark] = field(default_factory=dict, compare=False, hash=False)
     blocks: tuple[PathPattern, ...] = ()  # empty: the blocks are found
     layers: Layers = Layers()
+    plan: Plan | None = None
     extends: tuple[str, ...] = field(default=(), compare=False)  # parents' names, nearest first; `rules` has theirs
     source: str = field(default="<policy>", compare=False)
     key_marks: Mapping[str, Mark] = field(default_factory=dict, compare=False, hash=False)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
-from sac.policy.matchers import read_call, read_dtypes, read_layers, read_pattern, read_shape
+from sac.policy.matchers import read_call, read_dtypes, read_layers, read_pattern, read_patterns, read_shape
 from sac.policy.model import ALTERNATE, Decision, Rule
 from sac.policy.nodes import Findings, ListNode, MapNode, Node, describe
 from sac.policy.scalars import lacks, read_bool, read_bytes, read_entries, read_names, read_text, read_word
 
-RULE_KEYS = ("id", "ops", "module", "layers", "call", "shape", "dtype", "min_bytes", "optional", "do")
+RULE_KEYS = ("id", "ops", "blocks", "module", "layers", "call", "shape", "dtype", "min_bytes", "optional", "do")
 DO_WORDS = (*(decision.value for decision in Decision), ALTERNATE)
 _ABOUT_ONE_OP = ("call", "shape", "dtype", "min_bytes")
 
@@ -50,6 +50,7 @@ def _read_rule(node: Node, fallback_id: str, origin: str, findings: Findings) ->
         id=(read_text(entries["id"], "id", findings) if "id" in entries else None) or fallback_id,
         do=do or Decision.RECOMPUTE.value,
         ops=tuple(name for name, _ in names),
+        blocks=read_patterns(entries["blocks"], "blocks", findings) if "blocks" in entries else (),
         module=read_pattern(entries["module"], "module", findings) if "module" in entries else None,
         layers=read_layers(entries["layers"], "layers", findings) if "layers" in entries else None,
         call=read_call(entries["call"], "call", findings) if "call" in entries else None,
@@ -104,7 +105,8 @@ def takes_all_of(earlier: Rule, later: Rule) -> bool:
     if earlier.speaks_of_module != later.speaks_of_module:
         return False
     return (
-        (earlier.module in (None, later.module) or earlier.module.text == "**")
+        _has_all_blocks_of(earlier, later)
+        and (earlier.module in (None, later.module) or earlier.module.text == "**")
         and (earlier.layers in (None, later.layers) or earlier.layers.is_all)
         and earlier.call in (None, later.call)
         and earlier.shape in (None, later.shape)
@@ -112,6 +114,12 @@ def takes_all_of(earlier: Rule, later: Rule) -> bool:
         and earlier.min_bytes <= later.min_bytes
         and all(any(_names_at_least(wide, narrow) for wide in earlier.ops) for narrow in later.ops)
     )
+
+
+def _has_all_blocks_of(earlier: Rule, later: Rule) -> bool:
+    if not earlier.blocks or any(pattern.text == "**" for pattern in earlier.blocks):
+        return True
+    return bool(later.blocks) and set(later.blocks) <= set(earlier.blocks)
 
 
 def _names_at_least(wide: str, narrow: str) -> bool:

@@ -9,11 +9,12 @@ from sac.policy.matchers import read_layers, read_patterns
 from sac.policy.model import Decision, Layers, Mark, Policy
 from sac.policy.nodes import Findings, MapNode, Node, describe
 from sac.policy.patterns import PathPattern
+from sac.policy.plans import read_plan
 from sac.policy.rules import read_rules
 from sac.policy.scalars import lacks, read_entries, read_named, read_names, read_text, read_texts, read_word
 
 SCHEMA = "sac/v1"
-POLICY_KEYS = ("schema", "name", "extends", "models", "sets", "regions", "default", "rules")
+POLICY_KEYS = ("schema", "name", "extends", "models", "sets", "regions", "plan", "default", "rules")
 REGION_KEYS = ("blocks", "layers")
 _SET_NAME = re.compile(r"\w[\w-]*")
 
@@ -53,6 +54,7 @@ def read_policy(node: Node, fallback_name: str, source: str, findings: Findings,
         set_marks=set_marks,
         blocks=blocks,
         layers=layers,
+        plan=read_plan(entries["plan"], findings) if "plan" in entries else None,
         source=source,
         key_marks={key: value.mark for key, value in entries.items()} | region_marks,
     )

@@ -19,16 +19,17 @@ class BoundPolicy:
     rules: tuple[BoundRule, ...]
     missing: dict[str, tuple[str, ...]]
 
-    def rules_of(self, layer: int, stack_size: int, applies: Callable[[Rule], bool]) -> list[BoundRule]:
-        """Return the rules that hold for one layer of a stack.
+    def rules_of(self, path: str, layer: int, stack_size: int, applies: Callable[[Rule], bool]) -> list[BoundRule]:
+        """Return the rules that hold for the region at ``path``, one layer of a stack.
 
-        A rule for some layers only is left out where it does not apply at all (``applies``), so that layers which it
+        A rule for some regions only is left out where it does not apply at all (``applies``), so that regions which it
         could not tell apart are of one kind.
         """
         return [
             bound
             for bound in self.rules
-            if bound.rule.layers is None or (layer in bound.rule.layers.select(stack_size) and applies(bound.rule))
+            if not bound.rule.speaks_of_some_regions
+            or (bound.rule.speaks_of_region(path, layer, stack_size) and applies(bound.rule))
         ]
 
     def table(self, rules: Iterable[int], *, must_save: bool = True) -> Table:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from sac.policy.model import Policy
+from sac.policy.model import PlannedRegion, Policy
 from sac.region.frame import Frame
 from sac.region.inputs import KeptInputs
 from sac.region.parking import surrounding_hooks
@@ -19,6 +19,7 @@ from sac.region.transforms import refuse_transforms
 from sac.selective.announce import announce
 from sac.selective.bind import rebuild_table
 from sac.selective.module_recorder import ModuleRecorder
+from sac.selective.planned import check_planned
 from sac.selective.program import Program
 from sac.selective.replay import ReplayFrame, warn_of_trouble
 from sac.selective.replay_recorder import ReplayRecorder
@@ -42,18 +43,20 @@ SORTS = 1024  # of inputs that a region remembers; variable lengths must not mak
 
 
 class Kind:
-    """Regions of one sort: the table they share, and the ops that the first of them ran."""
+    """Regions of one sort: the table they share, the ops that the first of them ran, and what a plan says of them."""
 
-    def __init__(self, table: Table, name: str) -> None:
+    def __init__(self, table: Table, name: str, planned: PlannedRegion | None = None) -> None:
         self.table = table
         self.name = name
+        self.planned = None if table.speaks_of_modules else planned  # a module saved as a whole hides its ops
         self.rows: tuple[OpRow, ...] = ()
         self.programs: dict[Any, Program] = {}  # of each sort of inputs
         self.no_replay = ""  # why regions of this kind are not replayed
 
     def __reduce__(self) -> tuple[Any, ...]:
         table = self.table
-        return _rebuild, (table.policy, tuple(bound.index for bound in table.rules), table.must_save, self.name)
+        rules = tuple(bound.index for bound in table.rules)
+        return _rebuild, (table.policy, rules, table.must_save, self.name, self.planned)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Kind:
         return self  # what it has learnt holds for copies of its regions too
@@ -148,6 +151,8 @@ class Region:
             raise
         if (recorder is None or not recorder.sees_ops) and frame.surroundings.bindings.were_written:
             self._be_surprised()
+        if isinstance(recorder, (RerunRecorder, ReplayRecorder)):
+            check_planned(self.kind.planned, recorder.rows, self.path)  # before inputs are released
         if settings.keeping is not None:
             inputs.finish(settings.keeping, args, kwargs, output)
         if recorder is None:
@@ -231,5 +236,7 @@ class Region:
         self.stats.take(recorder.figures, frame.input_bytes)
 
 
-def _rebuild(policy: Policy, indices: tuple[int, ...], must_save: bool, name: str) -> Kind:
-    return Kind(rebuild_table(policy, indices, must_save), name)
+def _rebuild(
+    policy: Policy, indices: tuple[int, ...], must_save: bool, name: str, planned: PlannedRegion | None
+) -> Kind:
+    return Kind(rebuild_table(policy, indices, must_save), name, planned)

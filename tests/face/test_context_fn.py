@@ -83,6 +83,37 @@ def test_rules_on_modules_and_layers_need_the_module() -> None:
     )
 
 
+def test_rules_on_blocks_need_the_model() -> None:
+    written = policy(
+        save("matmul", blocks="encoder.*", layers={"first": 1}), save("attention"), save("aten.bmm", blocks=["a", "b"])
+    )
+    told = (
+        'policy.rules[0].blocks: rule "rule-0" speaks of blocks, and sac.context_fn is not told where in the model a '
+        "block is\n    fix: use sac.apply on the whole model\n"
+        'policy.rules[2].blocks: rule "rule-2" speaks of blocks, and sac.context_fn is not told where in the model a '
+        "block is\n    fix: use sac.apply on the whole model"
+    )
+    with pytest.raises(ConfigError) as caught:
+        sac.context_fn(written)
+    assert str(caught.value) == told
+    block = llama_stack().blocks[0]
+    with pytest.raises(ModelError) as refused:
+        sac.context_fn(written, module=block)
+    assert str(refused.value) == told
+    assert not any("forward" in vars(module) for module in block.modules())
+
+
+def test_what_a_plan_was_made_for_is_not_compared() -> None:
+    plan = {"made_for": "others", "regions": [{"blocks": "**", "signature": "0" * 16}]}
+    written = policy(save("attention"), plan=plan)
+    for module in (None, built(llama_stack).blocks[0]):
+        block = module or built(llama_stack).blocks[0]
+        (x,) = tokens()
+        contexts = sac.context_fn(written, module=module)
+        checkpoint(block, x, use_reentrant=False, context_fn=contexts).sum().backward()
+        assert all(parameter.grad is not None for parameter in block.parameters())
+
+
 def test_block_that_does_not_tell_its_layer() -> None:
     with pytest.raises(ModelError) as caught:
         sac.context_fn(policy(save("matmul", layers={"first": 1})), module=llama_stack().blocks[0])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sac.policy.files import dump_policy, load_policy
 from sac.policy.matchers import DTYPES
-from sac.policy.model import Calls, Decision, Dim, Layers, Policy, Rule
+from sac.policy.model import Calls, Decision, Dim, Layers, Plan, PlannedRegion, Policy, Rule
 from sac.policy.patterns import PathPattern
 from sac.policy.rules import takes_all_of
 
@@ -65,6 +65,7 @@ op_rules = st.builds(
     id=st.just(""),
     do=dos,
     ops=st.lists(op_names, min_size=1, max_size=3).map(tuple),
+    blocks=st.lists(patterns, max_size=2).map(tuple),
     module=st.none() | patterns,
     layers=st.none() | layers,
     call=st.none() | calls,
@@ -73,7 +74,21 @@ op_rules = st.builds(
     min_bytes=st.integers(0, 2**40),
     optional=st.booleans(),
 )
-module_rules = st.builds(Rule, id=st.just(""), do=dos, module=patterns, layers=st.none() | layers)
+module_rules = st.builds(
+    Rule,
+    id=st.just(""),
+    do=dos,
+    blocks=st.lists(patterns, max_size=2).map(tuple),
+    module=patterns,
+    layers=st.none() | layers,
+)
+signatures = st.text("0123456789abcdef", min_size=16, max_size=16) | st.sampled_from(
+    ["0123456701234567", "1234567890123456", "123456789012e456", "0" * 16]
+)
+planned_regions = st.builds(
+    PlannedRegion, st.lists(patterns, min_size=1, max_size=2).map(tuple), st.none() | layers, signatures
+)
+plans = st.builds(Plan, texts, st.lists(planned_regions, max_size=3).map(tuple))
 
 
 @st.composite
@@ -97,6 +112,7 @@ def policies(draw: st.DrawFn) -> Policy:
         ),
         blocks=tuple(draw(st.lists(patterns, max_size=2))),
         layers=draw(layers),
+        plan=draw(st.none() | plans),
     )
 
 
@@ -170,6 +186,37 @@ def test_a_dump_reads_well() -> None:
         "  min_bytes: 1048576\n"
         "  optional: true\n"
         "  do: alternate\n"
+    )
+
+
+def test_a_dump_of_a_plan_reads_well() -> None:
+    policy = load_policy(
+        {
+            "name": "planned",
+            "plan": {
+                "made_for": "t5, 8GiB",
+                "regions": [
+                    {"blocks": "encoder.block.*", "layers": ["0-3"], "signature": "12b2768c90e38f41"},
+                    {"blocks": ["decoder.block.*", "tail"], "signature": "1234567890123456"},
+                ],
+            },
+            "rules": [{"id": "one", "ops": "matmul", "blocks": "encoder.block.*", "do": "save"}],
+        }
+    )
+    assert dump_policy(policy) == (
+        "schema: sac/v1\n"
+        "name: planned\n"
+        "plan:\n"
+        "  made_for: t5, 8GiB\n"
+        "  regions:\n"
+        "  - blocks: encoder.block.*\n"
+        "    layers: [0-3]\n"
+        "    signature: 12b2768c90e38f41\n"
+        "  - blocks: [decoder.block.*, tail]\n"
+        "    signature: '1234567890123456'\n"
+        "default: recompute\n"
+        "rules:\n"
+        "- {id: one, ops: matmul, blocks: encoder.block.*, do: save}\n"
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.policy.whole_text import assert_whole_text
 
-RULE_KEYS = "id, ops, module, layers, call, shape, dtype, min_bytes, optional, do"
+RULE_KEYS = "id, ops, blocks, module, layers, call, shape, dtype, min_bytes, optional, do"
 
 
 def r(rule: str) -> str:

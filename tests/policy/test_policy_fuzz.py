@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from sac.errors import PolicyError
 from sac.policy.files import dump_policy, load_policy
 from sac.policy.matchers import DTYPES
+from sac.policy.plans import PLAN_KEYS, PLANNED_KEYS
 from sac.policy.rules import DO_WORDS, RULE_KEYS
 from sac.policy.schema import POLICY_KEYS
 
@@ -91,3 +92,13 @@ values = st.recursive(
 def test_any_mapping_is_a_policy_or_one_error(policy: dict[str, object], rules: list[object]) -> None:
     loads_or_says_why(policy)
     loads_or_says_why(policy | {"rules": rules})
+
+
+@settings(deadline=None)
+@given(
+    st.dictionaries(st.sampled_from(PLAN_KEYS), values, max_size=2),
+    st.lists(st.dictionaries(st.sampled_from(PLANNED_KEYS), values, max_size=3) | values, max_size=3),
+)
+def test_any_plan_is_a_policy_or_one_error(plan: dict[str, object], regions: list[object]) -> None:
+    loads_or_says_why({"rules": [], "plan": plan})
+    loads_or_says_why({"rules": [], "plan": plan | {"regions": regions}})

@@ -43,6 +43,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("ops: a; dtype: [half, float]; do: save", "ops: a; dtype: float16; do: save"),
         ("ops: a; call: {index: 0}; do: save", "ops: a; call: {index: 0}; module: x; do: save"),
         ("module: mlp; do: save", "module: mlp; do: recompute"),
+        ("ops: a; do: save", "ops: a; blocks: enc.*; do: save"),
+        ("ops: a; blocks: [enc.*, dec.*]; do: save", "ops: a; blocks: enc.*; module: mlp; do: save"),
+        ('ops: a; blocks: "**"; do: save', "ops: a; do: save"),
     ],
 )
 def test_a_rule_that_can_never_fire(first: str, second: str) -> None:
@@ -71,6 +74,9 @@ def test_a_rule_that_can_never_fire(first: str, second: str) -> None:
         ("ops: a; dtype: half; do: save", "ops: a; dtype: [half, float]; do: save"),
         ("ops: a; min_bytes: 20; do: save", "ops: a; min_bytes: 10; do: save"),
         ("module: mlp; do: save", "ops: a; module: mlp; do: save"),
+        ("ops: a; blocks: enc.*; do: save", "ops: a; do: save"),
+        ("ops: a; blocks: enc.*; do: save", "ops: a; blocks: dec.*; do: save"),
+        ("ops: a; blocks: enc.*; do: save", "ops: a; blocks: [enc.*, dec.*]; do: save"),
         ('ops: "*"; module: mlp; do: save', "module: mlp; do: save"),
     ],
 )
