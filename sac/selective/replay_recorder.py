@@ -422,8 +422,15 @@ class ReplayRecorder:
         whole = tensor if tape.known(tensor) == root else tape.tensor_of(root)
         if whole is None:
             tape.fail(f"{op} reads memory that {plan.op} made, and that no op has written to")
-        elif plan.traits.is_uninitialised or not _is_constant(tape, entry, whole):
+        elif plan.traits.is_uninitialised or not self._is_constant(entry, whole):
             self.keep(root, whole)
+
+    def _is_constant(self, entry: int, tensor: Tensor) -> bool:
+        was_paused, self.paused = self.paused, True  # where autograd saves the tensor, the mode sees what is asked here
+        try:
+            return _is_constant(self.tape, entry, tensor)
+        finally:
+            self.paused = was_paused
 
     def _copy_kept(self, root: int) -> None:
         kept = self.tape.kept

@@ -1,0 +1,190 @@
+"""A policy that carries what it was planned for: regions that run other ops are told of in their first forward."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pickle
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import sac
+from sac.blocks.wrap import regions_of
+from sac.errors import RegionError
+from sac.policy.files import dump_policy, load_policy
+from sac.selective.rows import signature
+from sac.trace import regions_by_kind
+from tests.face.compiling import Compiled
+from tests.full.ranks import run_ranks
+from tests.model_zoo import tiny
+from tests.semantics.blocks import ENGINES, llama_stack, policy, save, selective, tokens
+from tests.semantics.recording import without_collector
+from tests.semantics.training import assert_same, assert_same_training, built, train
+
+OTHER = "0123456789abcdef"
+FIX = "    fix: plan again for this model, torch version and device: `sac plan …`"
+
+
+def signatures(model: nn.Module) -> dict[str, str]:
+    """The signature of each region's kind, by the region's path."""
+    return {region.path: signature(kind.rows) for kind, regions in regions_by_kind(model) for region in regions}
+
+
+def entry(blocks: str, of: str, **more: Any) -> dict[str, Any]:
+    return {"blocks": blocks, **more, "signature": of}
+
+
+def planned(*entries: dict[str, Any], rules: tuple[dict[str, Any], ...] = (save("attention"),)) -> dict[str, Any]:
+    return policy(*rules, plan={"made_for": "a test", "regions": list(entries)})
+
+
+def own_signature() -> str:
+    """That of the blocks of `llama_stack`."""
+    model = sac.apply(built(llama_stack), selective(policy(save("attention"))))
+    model(*tokens())
+    [one] = set(signatures(model).values())
+    return one
+
+
+def ops(model: nn.Module) -> int:
+    """How many ops with a result of their own the first region runs."""
+    kind, _ = regions_by_kind(model)[0]
+    return sum(row.bytes > 0 for row in kind.rows)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "t5"])
+def test_both_engines_and_every_policy_see_the_same_ops(family: str) -> None:
+    found = []
+    for written in (policy(save("matmul")), policy(save("*")), policy(default="recompute")):
+        for engine in ENGINES:
+            model, inputs = tiny(family, dropout=0.1)
+            sac.apply(model, {"mode": "selective", "policy": written, "engine": engine})
+            model(**inputs)
+            found.append(signatures(model))
+    assert len(found[0]) > 1
+    assert all(one == found[0] for one in found)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_was_planned_for_is_trained_as_ever(engine: str) -> None:
+    assert_same_training(llama_stack, selective(planned(entry("blocks.*", own_signature())), engine=engine), steps=3)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("rule", [save("attention"), save("*")], ids=["attention", "everything"])
+def test_other_ops_are_told_with_the_place_of_the_entry(engine: str, rule: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "planned.yaml"
+    path.write_text(dump_policy(load_policy(planned(entry("nowhere", OTHER), entry("blocks.*", OTHER), rules=(rule,)))))
+    [line] = [n for n, text in enumerate(path.read_text().splitlines(), 1) if "blocks.*" in text]
+    usual = sac.apply(built(llama_stack), selective(policy(rule), engine=engine))
+    usual(*tokens())
+    model = sac.apply(built(llama_stack), {"mode": "selective", "policy": path, "blocks": "blocks.*", "engine": engine})
+    for _ in range(2):  # in every call: nobody who passes over the first trains with what was not planned
+        with pytest.raises(RegionError) as caught:
+            model(*tokens())
+        assert str(caught.value) == (
+            f"{path}:{line}:5: blocks.0 runs {ops(usual)} ops that are not those which the plan was made for "
+            f"(signature {signatures(usual)['blocks.0']}, planned {OTHER})\n{FIX}"
+        )
+    assert_same(train(sac.remove(model)), train(built(llama_stack)))
+
+
+def test_nothing_is_held_after_the_error() -> None:
+    model = sac.apply(built(llama_stack), selective(planned(entry("blocks.*", OTHER))))
+    (x,) = tokens()
+    x = x.clone().requires_grad_()
+    with without_collector():
+        with contextlib.suppress(RegionError):
+            model(x)
+            raise AssertionError("no error")
+        alive = weakref.ref(x)
+        del x
+        assert alive() is None
+
+
+def refused_with_released_inputs() -> tuple[list[int], bool]:
+    value = selective(planned(entry("blocks.*", OTHER)), store="scattered", release_input=True)
+    model = sac.apply(built(llama_stack), value, tp_group=dist.group.WORLD)
+    x = torch.randn(2, 8, 32).requires_grad_()
+    data = x.detach().clone()
+    with pytest.raises(RegionError, match="not those which the plan was made for"):
+        model(x)
+    return list(x.shape), torch.equal(x.detach(), data)
+
+
+def test_inputs_that_were_to_be_released_are_left_as_they_were() -> None:
+    assert run_ranks(2, refused_with_released_inputs) == [([2, 8, 32], True)] * 2
+
+
+def test_sizes_do_not_matter() -> None:
+    own = own_signature()
+    model = sac.apply(built(llama_stack), selective(planned(entry("blocks.*", own))))
+    (x,) = tokens()
+    model(x[:1, :5]).sum().backward()
+    assert set(signatures(model).values()) == {own}
+
+
+def test_the_first_entry_that_holds_a_region_is_the_one_that_is_compared() -> None:
+    own = own_signature()
+    for entries, refused in (
+        ([entry("blocks.*", own), entry("blocks.*", OTHER)], ""),
+        ([entry("blocks.*", own, layers={"first": 1}), entry("blocks.*", OTHER)], "blocks.1"),
+        ([entry("blocks.0", OTHER, layers=["1"]), entry("**", own)], ""),
+        ([entry("blocks.0", own)], ""),
+        ([entry("elsewhere.*", OTHER)], ""),
+        ([entry("blocks.1", OTHER)], "blocks.1"),
+        ([], ""),
+    ):
+        model = sac.apply(built(llama_stack), selective(planned(*entries)))
+        if not refused:
+            model(*tokens())
+            continue
+        with pytest.raises(RegionError, match=rf"regions\[\d\]: {refused} runs"):
+            model(*tokens())
+
+
+def test_regions_of_one_kind_are_compared_once() -> None:
+    model = sac.apply(built(llama_stack), selective(planned(entry("blocks.*", own_signature()))))
+    assert len({id(one.region.kind) for one in regions_of(model)}) == 1
+    model(*tokens())
+    [kind] = {one.region.kind for one in regions_of(model)}
+    kind.planned = load_policy(planned(entry("blocks.*", OTHER))).plan.regions[0]  # type: ignore[union-attr]
+    model(*tokens())
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deep", "pickle"]
+)
+def test_a_copy_compares_too(copied: Any) -> None:
+    value = selective(planned(entry("blocks.0", own_signature()), entry("blocks.1", OTHER)))
+    model = sac.apply(llama_stack(), value)
+    for _ in range(2):  # before a call and after one
+        with pytest.raises(RegionError, match=rf"regions\[1\]: blocks\.1 runs .*, planned {OTHER}\)"):
+            copied(model)(*tokens())
+        with pytest.raises(RegionError):
+            model(*tokens())
+
+
+def test_a_block_that_is_saved_as_a_whole_is_not_compared() -> None:
+    whole = {"id": "plain", "module": "", "layers": ["1"], "do": "save"}
+    value = planned(entry("blocks.*", own_signature()), rules=(whole, save("attention")))
+    assert_same_training(llama_stack, selective(value), steps=2)
+
+
+def test_what_is_compiled_is_not_compared() -> None:
+    model = sac.apply(built(llama_stack), selective(planned(entry("blocks.*", OTHER))))
+    torch.compile(model, backend=Compiled().backend)(*tokens()).sum().backward()
+    assert signatures(model) == {"blocks.0": signature(()), "blocks.1": signature(())}
+
+
+def test_a_plan_does_not_keep_a_full_config_from_running() -> None:
+    value = selective(planned(entry("blocks.*", OTHER)))
+    model = sac.apply(built(llama_stack), value)
+    sac.apply(sac.remove(model), {"mode": "full", "blocks": "blocks.*"})
+    model(*tokens()).sum().backward()
