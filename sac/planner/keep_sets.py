@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,9 +18,8 @@ TICKS = 2**50  # the seconds of all entries, in the integers that are compared
 #
 # The open demands of a region fall apart: what backward reads itself is made or held whatever else is, so a chain of
 # ops ends there. Parts that share nothing are searched apart, and their choices added up, of which only those are kept
-# that no other beats in both bytes and seconds. A part is searched by deciding one of its entries both ways, which
-# lets it fall apart again. Nothing is rounded or cut off, so the set is exact. A solver for integer programs finds one
-# of its points in the time in which this finds all.
+# that no other beats in both bytes and seconds. A part is searched by deciding one of its entries both ways, which lets
+# it fall apart again; what was searched once is remembered. Nothing is rounded or cut off, so the set is exact.
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +40,9 @@ def priced(profile: RegionProfile, times: Sequence[float], saved: Collection[int
 def pareto(profile: RegionProfile, times: Sequence[float], engine: Engine = "replay") -> tuple[KeepSet, ...]:
     """Return the keep-sets of which no other holds fewer bytes in no more time, or takes less time in no more bytes.
 
-    Bytes ascend and seconds descend, with one keep-set for each pair. Of keep-sets that cost the same, that with fewer
-    storages is taken, then that which saves earlier entries. ``times``: seconds per entry, none of them negative. Needs
-    numpy. See Note [The search for keep-sets].
+    Bytes ascend and seconds descend, with one keep-set for each pair. Of keep-sets that cost the same, one that saves
+    fewer entries is preferred, then one that saves earlier ones. ``times``: seconds per entry, none of them negative.
+    Needs numpy. See Note [The search for keep-sets].
     """
     candidates = {entry.number for entry in profile.candidates}
     size = {profile.roots[value]: profile.bytes[value] for value in profile.maker}
@@ -81,7 +79,7 @@ class _Front:
 
     bytes: Any
     ticks: Any
-    counts: Any  # of the storages that are held
+    counts: Any  # of the entries that are spared by decision
     running: tuple[frozenset[int], ...]
 
 
@@ -91,31 +89,34 @@ class _Search:
     def __init__(self, size: dict[int, int], seconds: dict[int, float]) -> None:
         self._np: Any = import_extra("numpy", "tools")
         self._size = size
+        self._known: dict[frozenset[Demand], _Front] = {}
         whole = math.fsum(seconds.values()) or 1.0
         self._ticks = {number: round(time / whole * TICKS) for number, time in seconds.items()}
 
     def front(self, rows: frozenset[Demand]) -> _Front:
         """Return the best choices for ``rows``, which may fall apart."""
         fronts = [self._decided(part) for part in parts(rows)]
-        total = self._point(Settled(frozenset(), frozenset(), frozenset()))
+        total = self._point(Settled(frozenset(), frozenset(), frozenset(), frozenset()))
         for one in fronts:
             total = self._sum(total, one)
         return total
 
     def _decided(self, rows: frozenset[Demand]) -> _Front:
-        """Decide the entry of which most rows speak both ways."""
-        counts = Counter(number for row in rows for number in {row.reader, row.maker} if number >= 0)
-        number = max(sorted(counts), key=lambda one: counts[one])
+        """Decide the last entry both ways: few others are asked for by it and by earlier ones."""
+        if rows in self._known:
+            return self._known[rows]
+        number = max(max(row.reader, row.maker) for row in rows)
         ways = [settle(rows, spared=(number,)), settle(rows, runs=(number,))]
         fronts = [self._sum(self._point(way), self.front(way.open)) for way in ways if way is not None]
-        return self._union(fronts)
+        self._known[rows] = self._union(fronts)
+        return self._known[rows]
 
     def _point(self, way: Settled) -> _Front:
         array = self._np.array
         return _Front(
             bytes=array([sum(self._size[root] for root in way.held)]),
             ticks=array([sum(self._ticks[number] for number in way.runs)]),
-            counts=array([len(way.held)]),
+            counts=array([len(way.spared)]),
             running=(way.runs,),
         )
 

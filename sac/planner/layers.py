@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from sac.errors import PlanError, Problem
 from sac.extras import import_extra
 
 TICKS = 2**50  # the longest time that all positions can take together, in the integers that are compared
-MOST_OPEN = 200_000  # partial assignments that are followed at once
+MOST_OPEN = 10_000  # partial assignments that are followed at once
 
 # Note [The search for an assignment]
 #
@@ -18,8 +20,9 @@ MOST_OPEN = 200_000  # partial assignments that are followed at once
 # left behind, and the seconds. A partial assignment is given up if another leaves no more behind in no more seconds, if
 # some row cannot be met any more, or if what the linear relaxation says of the rest (its dual, which bounds it from
 # below for any multipliers) leaves no hope of beating the best assignment known. That one comes from a first pass which
-# follows the most hopeful few. So the result is exact, unless more than `MOST_OPEN` are hopeful at once: then the most
-# hopeful are followed, and it is as good as what is found by that, and never over the budget.
+# follows the most hopeful few. So the result is exact, unless more than `MOST_OPEN` are hopeful at once (many layers of
+# which no two are alike): then only the most hopeful are followed. The result is within the budget all the same, but
+# another one may be faster, and so a larger budget may be slower, by no more than it is above the relaxation.
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +64,43 @@ def assign(
     """Return the choice of each position, with the least total seconds of all that keep every row within ``budget``.
 
     ``held[p][c]`` are the bytes that position ``p`` leaves behind under choice ``c``, ``seconds[p][c]`` its time. A
-    larger budget is never slower. Where positions are alike, those that hold more come later if the rows allow it.
-    Needs scipy. Raises ``BudgetTooSmallError``. See Note [The search for an assignment].
+    larger budget is never slower (but see the Note). Where positions are alike, those that hold more come later if the
+    rows allow it. Needs scipy. Raises ``BudgetTooSmallError``. See Note [The search for an assignment].
     """
     least, row = peak(rows, held, _smallest(rows, held))
     if least > budget:
         raise BudgetTooSmallError(budget, least, row)
     return _ordered(_Search(rows, held, seconds, budget).best(), rows, held, seconds, budget)
+
+
+def assign_alike(
+    rows: Sequence[Row],
+    held: Sequence[Sequence[int]],
+    seconds: Sequence[Sequence[float]],
+    budget: int,
+    kinds: Sequence[int],
+) -> tuple[int, ...]:
+    """Return what `assign` does, with one choice for all positions of a kind. ``kinds``: that of each position.
+
+    Positions of a kind have equally many choices. All combinations are tried. Raises ``BudgetTooSmallError``.
+    """
+    order = sorted(set(kinds))
+    counts = [len(held[kinds.index(kind)]) for kind in order]
+    least: tuple[int, int] | None = None
+    best: tuple[float, tuple[int, ...]] | None = None
+    for combination in product(*map(range, counts)):
+        by_kind = dict(zip(order, combination, strict=True))
+        choice = tuple(by_kind[kind] for kind in kinds)
+        time = math.fsum(times[picked] for times, picked in zip(seconds, choice, strict=True))
+        if best is not None and time >= best[0]:
+            continue
+        most = peak(rows, held, choice)
+        least = most if least is None else min(least, most)
+        if most[0] <= budget:
+            best = time, choice
+    if best is None:
+        raise BudgetTooSmallError(budget, *(least or (0, 0)))
+    return best[1]
 
 
 def _smallest(rows: Sequence[Row], held: Sequence[Sequence[int]]) -> tuple[int, ...]:
@@ -127,7 +160,7 @@ def _ordered(
 
 @dataclass(frozen=True, slots=True)
 class _Open:
-    """Partial assignments: arrays of bytes left behind, ticks, which of the step before each extends, and its choice."""
+    """Partial assignments, as arrays: bytes left behind, ticks, which one of the step before it extends, its choice."""
 
     left: Any
     ticks: Any
@@ -184,7 +217,7 @@ class _Search:
             self._slope[position], self._rest[position] = slope, rest
 
     def _prices(self, rows: Sequence[Row], budget: int) -> Any:
-        """Return the price of a byte, in ticks, in each row: the dual of the relaxation in which choices may be mixed."""
+        """Return the price of a byte, in ticks, in each row: the dual of the relaxation that may mix choices."""
         np = self._np
         optimize, sparse = import_extra("scipy.optimize", "tools"), import_extra("scipy.sparse", "tools")
         starts = np.cumsum([0, *(len(sizes) for sizes in self._held)])
@@ -218,7 +251,7 @@ class _Search:
         return np.maximum(0.0, -solved.ineqlin.marginals) * TICKS / scale
 
     def _pass(self, limit: float, most: int) -> tuple[int, tuple[int, ...]] | None:
-        """Return the ticks and the choices of the best assignment among the ``most`` hopeful; None if all were given up."""
+        """Return the ticks and the choices of the best of the ``most`` hopeful; None if all were given up."""
         np = self._np
         steps: list[_Open] = []
         left, ticks = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64)

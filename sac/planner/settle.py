@@ -10,10 +10,11 @@ from sac.planner.demands import ALWAYS, NOTHING, Demand
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """What is decided, entries that run and roots that are held, and the demands that are still open."""
+    """What is decided and the demands that are still open: entries that run or are spared, roots that are held."""
 
     open: frozenset[Demand]
     runs: frozenset[int]
+    spared: frozenset[int]
     held: frozenset[int]
 
 
@@ -44,7 +45,7 @@ def settle(rows: Collection[Demand], runs: Iterable[int] = (), spared: Iterable[
             else:
                 left.add(Demand(reader, NOTHING, row.root))
         if left == rows:
-            return Settled(frozenset(left), frozenset(on), frozenset(held))
+            return Settled(frozenset(left), frozenset(on), frozenset(off), frozenset(held))
         rows = left
 
 
