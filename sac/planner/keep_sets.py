@@ -52,7 +52,7 @@ def pareto(profile: RegionProfile, times: Sequence[float], engine: Engine = "rep
     seconds = {number: times[number] for number in undecided}
     rows = joined(folded(start.open, seconds, candidates), size)
     ever = recomputed(profile, (), engine).entries
-    savable = candidates.intersection(ever) - start.runs
+    savable = frozenset(candidates.intersection(ever) - start.runs)
     found: list[KeepSet] = []
     for running in _Search(size, seconds).front(rows).running:
         one = _tidied(profile, times, savable - running, engine)

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sac.planner import layers
-from sac.planner.layers import BudgetTooSmallError, Row, assign, assign_alike, peak
+from sac.planner import layer_search
+from sac.planner.layer_search import Row
+from sac.planner.layers import BudgetTooSmallError, assign, assign_alike, peak
 
 
 def random_case(random, positions, choices, kinds):
@@ -133,7 +134,7 @@ def test_the_peak_is_that_of_the_first_row_that_has_it():
 
 
 def test_what_is_found_when_not_all_is_followed_is_within_the_budget(monkeypatch):
-    monkeypatch.setattr(layers, "MOST_OPEN", 2)
+    monkeypatch.setattr(layer_search, "MOST_OPEN", 2)
     for seed in range(30):
         rows, held, seconds, _ = random_case(Random(seed), positions=12, choices=8, kinds=2)
         high = peak(rows, held, [0] * len(held))[0]
