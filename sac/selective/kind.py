@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -132,8 +133,9 @@ class Region:
                 program=self.kind.programs.get(inputs.kind),
             )
             recorder.begin(inputs, inputs.leaves_of(args, kwargs))
+            give_up = partial(self._give_up, settings.engine == REPLAY)
             frame = ReplayFrame(
-                function, self.path, recorder, owners, settings, give_up=self._give_up, given_up=self._given_up
+                function, self.path, recorder, owners, settings, give_up=give_up, given_up=self._given_up
             )
             self._note_verified(sort)
             self.stats.engine = REPLAY
@@ -174,18 +176,24 @@ class Region:
             or not CAN_REPLAY
         ):
             return False
-        return settings.engine == REPLAY  # what `auto` means, until all that runs under rerun has run under replay too
+        if settings.engine == REPLAY:
+            return True
+        return bool(table.rules) and not table.saves_everything and surrounding_hooks() is None  # see Note [Auto]
 
     def _note_verified(self, sort: Any) -> None:
         if len(self._verified) >= SORTS:
             self._verified.clear()
         self._verified.add(sort)
 
-    def _give_up(self, reason: str) -> None:
-        """A call could not be replayed: later ones of this kind go under the rerun engine."""
+    def _give_up(self, asked: bool, reason: str) -> None:
+        """A call could not be replayed: later ones of this kind go under the rerun engine.
+
+        ``asked``: whether the user asked for replay, and so is told.
+        """
         if not self.kind.no_replay:
             self.kind.no_replay = reason
-            warn_of_trouble(self.path, reason)
+            if asked:
+                warn_of_trouble(self.path, reason)
 
     def _given_up(self) -> str:
         return self.kind.no_replay

@@ -40,6 +40,18 @@ from sac.selective.replay_run import CannotReplay, ExternalChangeError, run_plan
 # in its recomputation what it found in its forward. There a call goes on as before, but that its backward runs Python.
 # A value that differs is an error where the tape holds collectives: another rank may not have seen the difference, and
 # would not take part in a second run.
+#
+# Note [Auto]
+#
+# With `engine: auto` nothing may be worse than under rerun: no warning where replay gives way, no error that rerun
+# would not raise, nothing held that rerun would not hold. So replay gives way in more places (`yields` of the
+# recorder): where ranks meet inside the region (see above); where it would hold what the policy does not save, because
+# a kernel has made it that the dispatcher does not see; where a write would be an error; and inside hooks on saved
+# tensors, where giving way would not last. The one warning is of a tensor from outside that was written to after the
+# forward: Python reads what is there now, which may be something else.
+
+_CHANGED = "a tensor from outside that autograd saved was changed in place"
+_READ_AGAIN = "the region's Python runs again, and finds what is there now: gradients are right if that is the same"
 
 
 class ReplayFrame(Frame):
@@ -68,15 +80,17 @@ class ReplayFrame(Frame):
 
     def _close(self) -> None:
         self._forward_over = True
-        alive = [handle for handle in (reference() for reference in self._handles) if handle is not None]
+        self.recorder.hold_what_lives()
+        alive = self._alive()
         kept = [handle for handle in alive if handle.kept]
         missing = [handle.index for handle in alive if not handle.kept]
         recorder = self.recorder
-        self.surroundings.close(self.path, needed=bool(missing))
+        needed = recorder.may_run_again(kept, missing)
+        self.surroundings.close(self.path, needed=needed)
         recorder.end(kept, missing)
         if recorder.tape.trouble:
             self._give_up(recorder.tape.trouble)
-        if not missing:
+        if not needed:
             self._drop()
         else:
             self.input_bytes = self.inputs.bytes()
@@ -86,6 +100,9 @@ class ReplayFrame(Frame):
             recorder.park(self.hooks)
             for handle in kept:
                 handle.park(self.hooks)
+
+    def _alive(self) -> list[Handle]:
+        return [handle for handle in (reference() for reference in self._handles) if handle is not None]
 
     @never_compiled
     def _unpack(self, handle: Handle) -> Tensor:
@@ -97,7 +114,20 @@ class ReplayFrame(Frame):
                     fix="do not change it in place between the op that uses it and backward",
                 )
             )
+        if not self._forward_over:
+            self.recorder.hold_what_lives()
+        if self._was_changed(handle):
+            self._give_up(_CHANGED)
+            self.recorder.tape.fail(_CHANGED)
+            self.recorder.forget_what_lives(self._alive())
         return self._value_of(handle)
+
+    def _was_changed(self, handle: Handle) -> bool:
+        """Whether what is kept as ``handle`` lives outside of the region, was written to, and can be found anew."""
+        recorder = self.recorder
+        if not recorder.yields or self._dropped or handle.index not in recorder.from_outside:
+            return False
+        return handle.watched is not None and version_of(handle.watched) != handle.version
 
     def _recompute(self, wanted: Handle, task: int, *, last: bool) -> None:
         recorder = self.recorder
@@ -106,11 +136,12 @@ class ReplayFrame(Frame):
             return
         last = last and self._forward_over
         wanted.task = -2  # it may have been unpacked in this task before: a second read of ctx.saved_tensors
-        alive = (reference() for reference in self._handles)
-        waiting = {handle.index: handle for handle in alive if handle is not None and self._waits(handle, task)}
+        waiting = {handle.index: handle for handle in self._alive() if self._waits(handle, task)}
         try:
             if reason := self._given_up():
                 raise CannotReplay(reason)
+            if recorder.from_outside and any(map(self._was_changed, self._alive())):
+                raise CannotReplay(_CHANGED)
             self._replay(waiting)
         except CannotReplay as error:
             self._run_python(str(error), wanted, waiting, task, last=last)
@@ -142,13 +173,15 @@ class ReplayFrame(Frame):
             with self.surroundings.process_flags():
                 run_plan(plan, recorder.tape, dict(rebuilt[2]), recorder.images, fill)
         except ExternalChangeError as change:
-            raise RegionError(
-                self._problem(
-                    f"a tensor from outside the region ({describe(change.tensor)}) was changed in place after the "
-                    f"forward: it is at version {version_of(change.tensor)}, backward expects version {change.version}",
-                    fix="do not write to it between forward and backward, or pass it to the region as an argument",
-                )
-            ) from None
+            problem = self._problem(
+                f"a tensor from outside the region ({describe(change.tensor)}) was changed in place after the "
+                f"forward: it is at version {version_of(change.tensor)}, backward expects version {change.version}",
+                fix="do not write to it between forward and backward, or pass it to the region as an argument",
+            )
+            if not recorder.yields:
+                raise RegionError(problem) from None
+            warnings.warn(f"{problem}\n    {_READ_AGAIN}", SacWarning, stacklevel=2)
+            raise CannotReplay("a tensor from outside was changed in place after the forward") from None
         finally:
             recorder.paused = was_paused
         if plan.written:
@@ -179,6 +212,7 @@ class ReplayFrame(Frame):
     def _run_python(self, reason: str, wanted: Handle, waiting: dict[int, Handle], task: int, *, last: bool) -> None:
         self._give_up(reason)
         self.recorder.tape.fail(reason)
+        self.recorder.forget_what_lives(self._alive())
         for handle in waiting.values():
             handle.value = None
         super()._recompute(wanted, task, last=last)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -10,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from sac.ops.traits import FILLING, FILLING_PARTS
-from sac.region.detach import cloned, copy_of, detached
+from sac.region.detach import copy_of, detached
 from sac.region.handles import Ending, Handle
 from sac.region.inputs import KeptInputs
 from sac.region.parking import PackHooks, park, surrounding_hooks
-from sac.region.settings import Settings
-from sac.region.storages import describe
-from sac.selective.checksum import checksum, same
+from sac.region.settings import AUTO, Settings
+from sac.region.storages import describe, version_of
+from sac.selective.checksum import Sums, checksum, same
 from sac.selective.compact import compact_views
 from sac.selective.draws import Draws
 from sac.selective.fallback import FallbackMode, Routed
@@ -29,7 +31,7 @@ from sac.selective.replay_plan import ReplayPlan, Wanted, plan_replay
 from sac.selective.rows import Rows
 from sac.selective.stats import NO_RULE, KeptFigures
 from sac.selective.table import BoundRule, Plan, Table, run_op
-from sac.selective.tape import HOLE, Tape
+from sac.selective.tape import HOLE, SMALL_NUMEL, Tape, cast_of
 from sac.selective.tape_mode import TapeMode, generators_of, new_tensors
 from sac.selective.tensors import storage_address, storage_bytes, tensor_parts, tensors_of
 from sac.selective.unrepeatable import may_differ, unrepeatable_on
@@ -66,7 +68,7 @@ class ReplayRecorder:
         self.program = program  # that of an earlier call on such inputs; after the forward: of this one
         self.spoilt: dict[int, int] = {}  # handle -> version: autograd saved it, and the region wrote to it later
         self.images: Images = {}
-        self.checksums: dict[int, tuple[Tensor, ...]] | None = {} if verifies else None
+        self.checksums: dict[int, Sums] | None = {} if verifies else None
         self.may_save = False
         self.calls: defaultdict[Plan, int] = defaultdict(int)
         self.alternations: defaultdict[int, int] = defaultdict(int)
@@ -74,13 +76,18 @@ class ReplayRecorder:
         self.recent: list[
             tuple[int, Tensor, int]
         ] = []  # handles of what autograd saved since the last op, and versions
+        self.yields = settings.engine == AUTO  # gives way rather than be worse than rerun; see Note [Auto]
+        self.from_outside: set[int] = set()  # handles of what lives outside of the region, and is kept as it is
+        self._perhaps_outside: list[tuple[weakref.ref[Handle], weakref.ref[Tensor], int]] = []
         self._settings = settings
+        self._owners = owners
+        self._buffers: frozenset[int] | None = None  # of the owners, by id, once it has been asked for
         self.draws = Draws(self.tape)
         self._made_of = MadeOf(self.tape, owners)
         self._places: dict[int, tuple[int, int, int]] = {}  # missing handle -> value, number of the next entry, version
         self.suspects: list[tuple[int, Tensor, int, int]] = []
         self._kept_in = self.tape.kept_in
-        self._sums: dict[int, tuple[Plan, int, tuple[Tensor, ...]]] = {}  # if verified: saved value -> call, its bits
+        self._sums: dict[int, tuple[Plan, int, Sums]] = {}  # if verified: saved value -> call, its bits
         self._rules: dict[int, int] = {}  # kept value -> rule
         self._generators: Generators = {}
         self._routing: list[tuple[Plan, range]] = []  # calls of ops that may answer differently, and their results
@@ -121,12 +128,10 @@ class ReplayRecorder:
             value = found[1]
             if version != tape.versions[value]:
                 value = tape.look_at_version(tensor, value)
-        elif tape.is_known(tensor):
+        elif tape.is_known(tensor) or cast_of(tensor) is not None:
             value = tape.find(tensor, "autograd")
         else:
-            handle.keep(tensor)
-            handle.storage = storage_address(tensor)
-            handle.borrowed = isinstance(tensor, nn.Parameter)
+            self._pack_from_outside(tensor, handle)
             return
         root = tape.roots[value]
         if root in tape.factories and root not in tape.kept:
@@ -147,9 +152,55 @@ class ReplayRecorder:
         if self.checksums is not None:
             self.checksums[handle.index] = checksum(tensor)
 
+    def _pack_from_outside(self, tensor: Tensor, handle: Handle) -> None:
+        """Autograd saves what no op of the region made: something that lives outside of it, or an unseen result."""
+        handle.storage = storage_address(tensor)
+        handle.borrowed = isinstance(tensor, nn.Parameter) or self._is_buffer(tensor)
+        if handle.borrowed or not self.yields or tensor.numel() <= SMALL_NUMEL:
+            handle.keep(tensor)
+            if type(tensor) is not nn.Parameter:
+                self.from_outside.add(handle.index)
+        else:
+            self._perhaps_outside.append((weakref.ref(handle), weakref.ref(tensor), version_of(tensor)))
+
+    def _is_buffer(self, tensor: Tensor) -> bool:
+        if self._buffers is None:
+            self._buffers = frozenset(id(buffer) for owner in self._owners for buffer in owner._buffers.values())
+        return id(tensor) in self._buffers
+
+    def hold_what_lives(self) -> None:
+        """Hold what autograd has saved of tensors from outside, which costs nothing; there is trouble if some is gone.
+
+        What has a graph, and no op made, is a result of an unseen kernel, which lives on for somebody's sake only.
+        """
+        for handle_of, tensor_of, version in self._perhaps_outside:
+            handle, tensor = handle_of(), tensor_of()
+            if handle is None:
+                continue
+            if tensor is None or tensor.grad_fn is not None or version_of(tensor) != version:
+                self.tape.fail("autograd saves a tensor that no op made")
+            else:
+                handle.keep(tensor)
+                handle.borrowed = True
+                self.from_outside.add(handle.index)
+        self._perhaps_outside.clear()
+
+    def forget_what_lives(self, handles: Iterable[Handle]) -> None:
+        """Python runs again, and finds tensors from outside itself: a buffer advances in it."""
+        for handle in handles:
+            if handle.index in self.from_outside:
+                handle.kept, handle.value, handle.watched = False, None, None
+        self.from_outside.clear()
+
     def close(self, kept: list[Handle], last_missing: int) -> bool:
         """See ``end``; the frame of this recorder calls that."""
         raise AssertionError("a tape is closed by its own frame")
+
+    def may_run_again(self, kept: list[Handle], missing: list[int]) -> bool:
+        """Whether backward may need more than is kept. What lives outside may change, and be read again."""
+        if missing or not (self.yields and self.from_outside):
+            return bool(missing)
+        return not self.from_outside.isdisjoint(handle.index for handle in kept)
 
     def end(self, kept: list[Handle], missing: list[int]) -> None:
         """The forward is over: work out what is to be replayed, and let go of what that does not need."""
@@ -166,16 +217,23 @@ class ReplayRecorder:
         if not tape.trouble:
             program = self.program
             if program is None or not program.fits(tape, self._places, missing):
+                if self.yields and self.has_collectives:
+                    tape.fail("collectives run inside the region")
                 program = Program(tape, self._places, missing, plan_replay(tape, self.wanted(missing)))
             self.program = program
             program.lend(tape)
             self.plan = program.plan
             self._check_leaves()
             self._check_kept()
+            if self.yields:
+                self._check_unsaved(kept)
         if tape.trouble:
             self.plan = self.program = None
             for address in self._gathered:
                 self.images.pop(address, None)
+            if self.may_run_again(kept, missing):
+                self.forget_what_lives(kept)
+                kept[:] = [handle for handle in kept if handle.kept]
         self._routed = [
             Routed(
                 plan,
@@ -186,8 +244,6 @@ class ReplayRecorder:
         ]
         self._let_go(kept)
         tape.close()
-        if not missing:
-            self.drop()
 
     def wanted(self, handles: list[int]) -> list[Wanted]:
         """Return what the tape knows of these handles, without those that have been spoilt."""
@@ -366,17 +422,22 @@ class ReplayRecorder:
         """Hold the results of an op that the policy saves; return whether they can be held."""
         roots = self.tape.roots
         count = len(roots) - first
-        if not count or min(roots[first:]) < first:
+        new = [value for value in range(first, first + count) if roots[value] >= first]
+        if not new or (plan.must_save and len(new) < count):
             return False  # it gave back an argument, or a view of one
         if not plan.must_save and call not in plan.calls_on_inputs and self._is_of_parameters(plan, call, out, reads):
             return False
         number = rule.index if rule is not None else NO_RULE
-        for place, tensor in enumerate((out,) if count == 1 and type(out) is Tensor else new_tensors(out)):
-            self.keep(first + place, tensor)
-            self._rules[first + place] = number
-        if self.checksums is not None:
-            for place in range(count):
-                self._sums[first + place] = plan, call, checksum(self.tape.kept[first + place])
+        tensors = (out,) if count == 1 and type(out) is Tensor else new_tensors(out)
+        for value in new:
+            self.keep(value, tensors[value - first])
+            self._rules[value] = number
+            if self.checksums is not None:
+                self._sums[value] = plan, call, checksum(self.tape.kept[value])
+        if len(new) < count:  # a compiled graph gives back arguments that its backward reads
+            for value in range(first, first + count):
+                if roots[value] < first:
+                    self.tape.find_behind(tensors[value - first], roots[value])
         if plan.must_save:
             self._routing.append((plan, range(first, first + count)))
         return True
@@ -436,7 +497,7 @@ class ReplayRecorder:
         kept = self.tape.kept
         for value in self._kept_in.pop(root):
             self._compare_kept(value)
-            kept[value] = cloned(kept[value])
+            kept[value] = kept[value].clone()  # which the modes around see: what measures memory among them
 
     def _image(self, root: int | None, address: int, tensor: Tensor, plan: Plan) -> None:
         leaf = self.tape.leaves.get(root) if root is not None else None
@@ -470,14 +531,14 @@ class ReplayRecorder:
             if not writers or writers[-1] < time:
                 continue
             tensor = reference() if (reference := alive.get(value)) is not None else None
-            if tensor is None:
-                # Autograd's own GRU cells write to one part of what `unsafe_chunk` gives and have saved another.
-                writer = tape.plans[writers[-1]].op
-                tape.fail(f"{writer} writes to memory in which autograd saved a tensor before")
-            elif tensor._version == version:
+            if tensor is not None and tensor._version == version:
                 self._places[handle] = value, len(tape.plans), version
                 if self.checksums is not None:
                     self.checksums[handle] = checksum(tensor)
+            elif tensor is None or self.yields:
+                # Autograd's own GRU cells write to one part of what `unsafe_chunk` gives and have saved another.
+                writer = tape.plans[writers[-1]].op
+                tape.fail(f"{writer} writes to memory in which autograd saved a tensor before")
             else:
                 self.spoilt[handle] = version
 
@@ -510,6 +571,20 @@ class ReplayRecorder:
                     f"a result that the policy saves ({describe(self.tape.kept[value])}) was written to by no op"
                 )
 
+    def _check_unsaved(self, kept: list[Handle]) -> None:
+        """What replay has to hold beyond what the policy saves, rerun would make again."""
+        assert self.plan is not None
+        large = [value for value in self.tape.kept.keys() - self._rules.keys() if self._is_large(value)]
+        if large:
+            in_handles = {handle.storage for handle in kept}
+            for value in large:
+                tensor = self.tape.kept[value]
+                if value in self.plan.kept or any(storage_address(part) in in_handles for part in tensor_parts(tensor)):
+                    self.tape.fail(f"replay would hold what the policy does not save ({describe(tensor)})")
+
+    def _is_large(self, value: int) -> bool:
+        return self.tape.kept[value].numel() > SMALL_NUMEL
+
     def _let_go(self, kept: list[Handle]) -> None:
         """Hold only what replay starts from, and count it."""
         tape, program = self.tape, self.program
@@ -529,6 +604,7 @@ class ReplayRecorder:
         self.draws.close({step.number for step in self.plan.steps} if self.plan is not None and tape.states else set())
 
     def _count(self, held: dict[int, Tensor], loose: list[Handle]) -> KeptFigures:
+        routed = {value for _, values in self._routing for value in values}
         sizes: dict[int, tuple[int, int]] = {}  # address of a storage -> bytes, rule
         rule_at: dict[int, int] = {}
         dead: dict[int, int] = {}
@@ -537,7 +613,7 @@ class ReplayRecorder:
             for part in tensor_parts(tensor):
                 address = storage_address(part)
                 rule_at[address] = rule
-                if value in held:
+                if value in held or value in routed:
                     sizes[address] = storage_bytes(part), rule
                 elif value in self._rules:
                     dead[address] = storage_bytes(part)

@@ -318,6 +318,10 @@ class Tape:
         self.append(plan, rest, reads, value)
         return value
 
+    def find_behind(self, tensor: Tensor, root: int) -> None:
+        """Let ``tensor``, which an op gave back, be known as what lies at ``root``, whoever made that."""
+        self._made(ALIAS, (metadata(tensor),), (root,), tensor)
+
     def append(self, plan: Any, rest: Any, reads: Sequence[int], first: int) -> None:
         """Put an entry with one result on the tape."""
         self.plans.append(plan)

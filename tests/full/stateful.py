@@ -40,7 +40,8 @@ WAYS: dict[str, Way] = {
     "function": by_function,
     "reentrant": lambda model: by_function(model, use_reentrant=True),
     "full": lambda model: install(model, FULL),
-    "selective": lambda model: install(model, MATMULS),
+    "rerun": lambda model: install(model, {**MATMULS, "engine": "rerun"}),
+    "replay": lambda model: install(model, {**MATMULS, "engine": "replay"}),
     "context_fn": lambda model: install(model, MATMULS, "context_fn with module"),
 }
 ON_EACH_WAY = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())

@@ -22,10 +22,12 @@ STORES: dict[str, dict[str, Any]] = {
 MODES: dict[str, Callable[..., dict[str, Any]]] = {
     "full": lambda **more: {"mode": "full", "blocks": ["blocks.*"], **more},
     "selective": lambda **more: selective(policy(save("attention", optional=True), alternate("matmul")), **more),
+    "rerun": lambda **more: MODES["selective"](engine="rerun", **more),
+    "replay": lambda **more: MODES["selective"](engine="replay", **more),
     "all products": lambda **more: selective(policy(save("matmul")), **more),
     "everything": lambda **more: selective(policy(default="save"), **more),
 }
-FACES = ("checkpoint", "full", "selective")
+FACES = ("checkpoint", "full", "rerun", "replay")
 
 
 def region_by(face: str, store: dict[str, Any], block: nn.Module) -> Callable[..., Any]:

@@ -83,6 +83,23 @@ def _keep_factor(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 scale_by.register_autograd(lambda ctx, grad: (grad * ctx.factor, None), setup_context=_keep_factor)
 
 
+class Luck:
+    """What ``lucky`` asks for."""
+
+    left = True
+
+
+@torch.library.custom_op("sactest::lucky", mutates_args=())
+def lucky(x: Tensor) -> Tensor:
+    """A copy, while luck is left: a kernel that may fail in recomputation, whoever calls it there."""
+    if not Luck.left:
+        raise ValueError("out of luck")
+    return x.clone()
+
+
+lucky.register_autograd(lambda ctx, grad: grad)
+
+
 class Wobble:
     """The sign that `wobble` uses next: set behind the dispatcher's back, as a race in a kernel would."""
 

@@ -31,7 +31,9 @@ class Recorder(TorchDispatchMode):
         self._made: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {_key(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        # What Python's numbers are made into comes to the dispatcher first as the argument of this op.
+        is_new = func is torch.ops.aten.lift_fresh.default
+        given = set() if is_new else {_key(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
         result = func(*args, **(kwargs or {}))
         self.ops[str(func)] += 1
         if func.overloadpacket in PRODUCTS:
