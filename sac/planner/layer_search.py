@@ -9,6 +9,7 @@ from typing import Any
 from sac.extras import import_extra
 
 TICKS = 2**50  # the longest time that all positions can take together, in the integers that are compared
+FIRST_OPEN = 1_000  # partial assignments that the first pass follows
 MOST_OPEN = 10_000  # partial assignments that are followed at once
 
 # Note [The search for an assignment]
@@ -67,7 +68,7 @@ class Search:
     def best(self) -> tuple[int, ...]:
         """Return the best choice of each position."""
         np = self._np
-        first = self._pass(np.inf, 1_000)
+        first = self._pass(np.inf, FIRST_OPEN)
         limit = float(first[0]) if first else np.inf
         found = self._pass(limit, MOST_OPEN) or first
         assert found is not None, "the budget can be met"

@@ -3,14 +3,14 @@
 import pickle
 from itertools import product
 from random import Random
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sac.planner import layer_search
-from sac.planner.layer_search import Row
-from sac.planner.layers import BudgetTooSmallError, assign, assign_alike, peak
+from sac.planner.layers import BudgetTooSmallError, Row, assign, assign_alike, peak
 
 
 def random_case(random, positions, choices, kinds):
@@ -61,14 +61,17 @@ def assert_best(found, budget, rows, held, seconds, all_choices):
     assert time_of(seconds, choice) == min(fits)
 
 
+@pytest.mark.parametrize("first", [1, layer_search.FIRST_OPEN])
 @settings(max_examples=150, deadline=None)
 @given(case=cases(positions=5, choices=4), share=st.floats(-0.1, 1.1))
-def test_the_choice_is_the_best_of_all(case, share):
+def test_the_choice_is_the_best_of_all(first, case, share):
+    """Also where the first pass finds little, so that the bounds of the second decide."""
     rows, held, seconds, _ = case
     all_choices = everything(rows, held, seconds)
     low, high = min(all_choices)[0], max(all_choices)[0]
     budget = int(low + share * (high - low))
-    assert_best(lambda: assign(rows, held, seconds, budget), budget, rows, held, seconds, all_choices)
+    with patch.object(layer_search, "FIRST_OPEN", first):
+        assert_best(lambda: assign(rows, held, seconds, budget), budget, rows, held, seconds, all_choices)
 
 
 @settings(max_examples=100, deadline=None)
