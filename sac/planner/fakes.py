@@ -6,21 +6,26 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
-from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode, UnsupportedOperatorException
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeCopyMode,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
 from torch.utils._pytree import tree_map_only
 
 from sac.errors import PlanError, Problem
 
 # Note [Fake tensors]
 #
-# Parameters, buffers and floating-point inputs of the copy are fake: they have a shape, a dtype and a device, and ops on
-# them give more such tensors. Integer and boolean inputs stay as they are. What a model computes from those alone
-# (positions, whether a mask masks anything) is computed, and the model may look at it: it runs the ops that it would run
-# in training. For that no fake mode is on. Only an op with a fake argument is fake; the mode comes with the argument.
-# (Under a mode, Hugging Face models see that they are traced, and build masks that they do not build otherwise.)
+# Parameters, buffers and floating-point inputs of the copy are fake: they have a shape, a dtype and a device, and ops
+# on them give more such tensors. Integer and boolean inputs stay as they are. What a model computes from those alone
+# (positions, whether a mask masks anything) is computed, and the model may look at it: it runs the ops that it would
+# run in training. For that no fake mode is on. Only an op with a fake argument is fake; the mode comes with the
+# argument. (Under a mode, Hugging Face models see that they are traced, and build masks that they else do not.)
 
 Inputs = tuple[Any, ...] | dict[str, Any]
 
@@ -37,8 +42,8 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
 
     Gradients are not copied. Raises ``PlanError`` where a model cannot be copied.
     """
-    if any(type(p) is FakeTensor or isinstance(p, FakeTensor) for p in model.parameters()):
-        return model
+    if any(is_fake(parameter) for parameter in model.parameters()):
+        return copy.deepcopy(model)
     gradients = [(parameter, parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
     try:
         for parameter, _ in gradients:
@@ -96,6 +101,3 @@ def real_copy(model: nn.Module) -> nn.Module:
     for parameter in copied.parameters():
         parameter.grad = None
     return copied
-
-
-__all__ = ["Inputs", "call", "fake_copy", "fake_inputs", "fake_mode", "is_fake", "needs_data", "real_copy", "torch"]

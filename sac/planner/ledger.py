@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
+from sac.planner.quick_fakes import QuickFakes
 from sac.planner.scratch import Scratch
 from sac.region.detach import STORAGE_WATCHERS
 from sac.selective.bare_mode import BareMode
@@ -18,9 +19,9 @@ from sac.selective.tensors import storage_address, tensor_parts, tensors_of
 
 # Note [What the ledger counts]
 #
-# A storage counts from the end of the op that made it to its end, each with its own bytes, rounded up to the allocator's
-# block where there is one. Arguments that are written to and results that lie in known storages are not new. What a
-# kernel takes and gives back while it runs is no tensor of any op; `Scratch` (scratch.py) says how much that is.
+# A storage counts from the end of the op that made it to its end, each with its own bytes, rounded up to the
+# allocator's block where there is one. Arguments that are written to and results that lie in known storages are not
+# new. What a kernel takes and gives back while it runs is no tensor of any op; `Scratch` (scratch.py) knows of it.
 # On the CPU two more things count that no dispatcher sees made: the states of random generators, and numbers. Of
 # `x * 0.5` autograd saves the number as a tensor of eight bytes.
 
@@ -28,13 +29,15 @@ from sac.selective.tensors import storage_address, tensor_parts, tensors_of
 class Ledger(BareMode):
     """Counts the bytes of storages while it is on; see Note [What the ledger counts].
 
-    ``block_bytes``: what the allocator rounds sizes up to. ``scratch`` hears of each op. ``on_host``: whether what lies in the host's memory counts, such as states of generators.
+    ``block_bytes``: what the allocator rounds sizes up to. ``scratch`` hears of each op. ``on_host``: whether what lies
+    in the host's memory counts, such as states of generators.
     """
 
     def __init__(
         self,
         block_bytes: int = 1,
         scratch: Scratch | None = None,
+        fakes: QuickFakes | None = None,
         *,
         on_host: bool = True,
     ) -> None:
@@ -44,6 +47,7 @@ class Ledger(BareMode):
         self._block = block_bytes
         self.scratch = scratch
         self._numbers = _Numbers(self) if on_host else None
+        self._fakes = fakes or QuickFakes()
         self._storages: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._zeros = 0  # address of the storage that the last op has filled with zeros
 
@@ -93,11 +97,18 @@ class Ledger(BareMode):
 
         return freed
 
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if _GROUPED is not None and func is _GROUPED.default and isinstance(args[0], FakeTensor):
+            return _run_grouped(args, kwargs)
+        return self._fakes.run(func, args, kwargs)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "prim":
+            return func(*args, **(kwargs or {}))
         before = self.live
         if func is _INDEX_PUT and _is_gradient_of_index(args, self._zeros):
             func, args = _INDEX_PUT_INTO, (*args, False)
-        out = run(func, args, kwargs or {})
+        out = self._run(func, args, kwargs or {})
         self._zeros = storage_address(out) if func in _ZEROS else 0
         if isinstance(out, Tensor):
             self.note(out)
@@ -111,26 +122,25 @@ class Ledger(BareMode):
         return out
 
 
-# Of what was indexed the gradient is zeros with the incoming gradient added at some places. While a mode is on, autograd
-# makes a copy of the zeros for that, and without one it writes to them.
+# Of what was indexed the gradient is zeros with the incoming gradient added at some places. While a mode is on,
+# autograd makes a copy of the zeros for that, and without one it writes to them.
 _INDEX_PUT, _INDEX_PUT_INTO = torch.ops.aten.index_put.default, torch.ops.aten._index_put_impl_.default
 _ZEROS = (torch.ops.aten.new_zeros.default, torch.ops.aten.zeros.default, torch.ops.aten.zeros_like.default)
 
 
 def _is_gradient_of_index(args: Any, zeros: int) -> bool:
-    in_backward = torch._C._current_graph_task_id() >= 0  # type: ignore[attr-defined]
+    in_backward = torch._C._current_graph_task_id() >= 0
     return in_backward and len(args) == 4 and bool(args[3]) and storage_address(args[0]) == zeros
 
 
 _GROUPED = getattr(torch.ops.aten, "_grouped_mm", None)
 
 
-def run(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an op, also where the CPU's kernel takes what the formula for its result's shape does not."""
-    if _GROUPED is None or func is not _GROUPED.default or not isinstance(args[0], FakeTensor):
-        return func(*args, **kwargs)
+def _run_grouped(args: Any, kwargs: Any) -> Any:
+    """Run a grouped product of fake tensors, also of dtypes that only the CPU's kernel takes."""
     left, right, *rest = args  # torch 2.13 knows the shape for bfloat16 only
-    out = func(left.bfloat16(), right.bfloat16(), *rest, **{**kwargs, "out_dtype": None})
+    op: Any = _GROUPED
+    out = op.default(left.bfloat16(), right.bfloat16(), *rest, **{**kwargs, "out_dtype": None})
     return out.new_empty(out.shape, dtype=kwargs.get("out_dtype") or left.dtype)
 
 

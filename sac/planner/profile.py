@@ -1,4 +1,4 @@
-"""What one kind of region runs, as the planner sees it: its ops, what each of them reads and makes, and what backward needs."""
+"""What one kind of region runs, as the planner sees it: its ops, what they read and make, and what backward needs."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 class Scratch:
-    """Notes which ops run at what level of live bytes, and tells how high each part of a step went with their scratch."""
+    """Notes at what level of live bytes ops run, and tells how high each part of a step went with their scratch."""
 
     def __init__(self) -> None:
         self._ops: dict[Hashable, tuple[Any, Any, Any]] = {}

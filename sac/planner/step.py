@@ -77,6 +77,8 @@ class _Marks:
     def begin(self) -> None:
         """A step begins."""
         ledger = self.ledger
+        if ledger.scratch is not None:
+            ledger.scratch.cut()
         self.paths: list[str] = []
         self.windows: list[Window] = []
         self.levels: list[dict[Hashable, int]] = []  # of each window, for its scratch

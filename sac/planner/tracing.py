@@ -177,13 +177,13 @@ class _ProfilingRecorder(ReplayRecorder):
         needs = tuple(dict.fromkeys(need for index, need in sorted(self._needs.items()) if index in alive))
         self._found = (
             [*tape.plans], [*tape.reads], [*tape.firsts], {**tape.counts}, {**tape.writes}, [*tape.roots],
-            {**self._rules}, {*tape.kept}, {value for value, leaf in tape.leaves.items()}, needs,
+            {**self._rules}, {*tape.kept}, needs,
         )  # fmt: skip
         super().end(kept, missing)
 
     def profile(self, block: Block) -> RegionProfile:
         """Return the region's profile."""
-        plans, reads, firsts, counts, writes, roots, saved, kept, leaves, needs = self._found
+        plans, reads, firsts, counts, writes, roots, saved, kept, needs = self._found
         sizes = self.rows.sizes
         value_bytes = [0] * len(roots)
         entries = []

@@ -1,0 +1,89 @@
+"""Budgets as users write them, and what the optimizer adds to a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from sac.errors import PlanError, Problem, listing, nearest
+from sac.policy.sizes import LEGAL_BYTES, parse_bytes
+
+LEGAL_BUDGET = f'{LEGAL_BYTES}, or a share of the range such as "50%"'
+STATES = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """A peak in bytes, or a share (0 to 1) of the way from the least peak to that without checkpointing."""
+
+    bytes: int | None = None
+    share: float | None = None
+
+    def within(self, least: int, most: int) -> int:
+        """Return the budget in bytes for a model whose peaks lie between these."""
+        if self.bytes is not None:
+            return self.bytes
+        assert self.share is not None
+        return least + int(self.share * (most - least))
+
+
+def read_budget(value: Any) -> Budget:
+    """Return the budget that ``value`` means; raises ``PlanError`` if it means none."""
+    if isinstance(value, Budget):
+        return value
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return Budget(value)
+    if isinstance(value, str):
+        text = value.strip()
+        try:
+            if text.endswith("%"):
+                share = float(text[:-1]) / 100
+                if 0 <= share <= 1:
+                    return Budget(share=share)
+                raise ValueError("a share is 0% to 100%")
+            count = parse_bytes(text)
+            if count:
+                return Budget(count)
+        except ValueError as error:
+            raise PlanError(Problem("budget", f'"{value}" is no budget: {error}', LEGAL_BUDGET)) from None
+    raise PlanError(Problem("budget", f"{value!r} is no budget", LEGAL_BUDGET))
+
+
+def optimizer_bytes(optimizer: Any, parameters: Iterable[nn.Parameter]) -> int:
+    """Return the bytes of the optimizer's state for ``parameters`` that are trained.
+
+    ``optimizer``: None (no state counts), a name (sgd, momentum, adam, adamw: states like each parameter), or an
+    optimizer, whose class and options are tried on a small parameter of each dtype. Raises ``PlanError`` otherwise.
+    """
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    if optimizer is None:
+        return 0
+    if isinstance(optimizer, str):
+        word = optimizer.strip().lower()
+        if word not in STATES:
+            found = f"'{optimizer}' is not known"
+            raise PlanError(
+                Problem("optimizer", found, listing([*STATES]), nearest(word, STATES), fix="pass the optimizer itself")
+            )
+        return STATES[word] * sum(p.numel() * p.element_size() for p in trained)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        found = f"a {type(optimizer).__name__} is no optimizer"
+        raise PlanError(Problem("optimizer", found, f"{listing([*STATES])}, or a torch.optim.Optimizer"))
+    like = {dtype: _state_per_element(optimizer, dtype) for dtype in {p.dtype for p in trained}}
+    return sum(int(like[p.dtype] * p.numel()) for p in trained)
+
+
+def _state_per_element(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> float:
+    """Return how many bytes of state a new optimizer of this kind has per element of a large parameter."""
+    size = 4096
+    parameter = nn.Parameter(torch.zeros(size, dtype=dtype))
+    parameter.grad = torch.zeros_like(parameter)
+    same: Any = type(optimizer)
+    tried = same([parameter], **optimizer.defaults)
+    tried.step()
+    states = [one for one in tried.state[parameter].values() if isinstance(one, torch.Tensor) and one.numel() > 1]
+    return sum(one.numel() * one.element_size() for one in states) / size

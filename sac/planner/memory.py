@@ -1,0 +1,126 @@
+"""The peak of a whole step under any choice of keep-sets per layer, from steps that were run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from sac.planner.layers import Row
+from sac.planner.step import BETWEEN, FORWARD, StepRecord
+
+# Note [The peak of a step]
+#
+# A step is cut at the borders of its regions (`Window` in step.py). Live bytes at a moment are those that no policy
+# changes, and what each region has left behind whose forward is over and whose backward is not (`held`). Inside of a
+# region's own forward or backward its keep-set changes the height of the curve too (`own`). So for the choices c
+#
+#     peak = max over windows w of  base_w + sum of held_p(c_p) over the regions p before w + own_w(c_w)
+#
+# (cf. Beaumont et al. 2019 on chains of layers). A step that was run gives `base` of each of its windows, `held` and
+# `own` of each (kind, choice) that stood in it: so one run of a model with many layers measures as many choices. What
+# has not been measured is estimated from below, so that a plan that uses it is run before it is believed.
+#
+# A region leaves its result behind for the next one, which may hold it as its input. Without checkpointing it may be
+# that nobody holds it; it is free then when the caller lets go of it, after that region. So what is freed between two
+# regions, beyond what is freed there under other choices, belongs to the first of them (`late`).
+
+Choice = tuple[int, int]  # kind, and which of its choices
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """What a row of the formula is about: a part of the step, and the region at whose place it is."""
+
+    part: str
+    position: int
+    path: str  # of the region; empty between two of them
+    in_backward: bool
+
+
+@dataclass(slots=True)
+class StepModel:
+    """See Note [The peak of a step]. ``kinds``: of the region at each position."""
+
+    kinds: tuple[int, ...]
+    bytes: Sequence[Sequence[int]]  # what each choice of each kind holds beyond its first, as priced by its profile
+    paths: tuple[str, ...] = ()
+    static: int = 0
+    extra: int = 0  # beside the step: state of the optimizer, …
+    moments: list[Moment] = field(default_factory=list)
+    bases: list[int] = field(default_factory=list)
+    held: dict[Choice, int] = field(default_factory=dict)
+    late: dict[Choice, int] = field(default_factory=dict)  # to be added to `held`: 0 or below
+    gaps: dict[int, dict[int, int]] = field(default_factory=dict)  # after a position: choice there -> bytes
+    own: dict[tuple[int, int, bool], int] = field(default_factory=dict)  # kind, choice, in backward
+
+    def learn(self, record: StepRecord, choices: Sequence[int]) -> None:
+        """Take what a step shows that was run with ``choices``, one per position."""
+        forwards = {window.position: window for window in record.windows if window.part == FORWARD}
+        for place, choice in enumerate(choices):
+            key = self.kinds[place], choice
+            count = forwards[place].after - forwards[place].before
+            self.held[key] = max(count, self.held.get(key, 0))
+            if place + 1 in forwards:
+                self.gaps.setdefault(place, {})[choice] = forwards[place + 1].before - forwards[place].after
+        for place, gaps in self.gaps.items():
+            for choice, count in gaps.items():
+                key = self.kinds[place], choice
+                self.late[key] = min(count - max(gaps.values()), self.late.get(key, 0))
+        held = [self._held(kind, choice) for kind, choice in zip(self.kinds, choices, strict=True)]
+        moments: list[Moment] = []
+        bases: list[int] = []
+        in_backward = False
+        for window in record.windows:
+            place = window.position
+            in_backward = in_backward or (window.part == BETWEEN and place == len(held) and bool(moments))
+            before = sum(held[:place])
+            if window.part == BETWEEN:
+                moments.append(Moment(BETWEEN, place, "", in_backward))
+                bases.append(window.peak - before)
+                continue
+            own = window.peak - window.before + (held[place] if in_backward else 0)
+            self.own[self.kinds[place], choices[place], in_backward] = max(
+                own, self.own.get((self.kinds[place], choices[place], in_backward), 0)
+            )
+            moments.append(Moment(window.part, place, record.paths[place], in_backward))
+            bases.append(window.before - before - (held[place] if in_backward else 0))
+        if self.moments == moments:
+            bases = [max(pair) for pair in zip(bases, self.bases, strict=True)]
+        self.moments, self.bases = moments, bases
+        self.paths, self.static = record.paths, record.static
+
+    def is_measured(self, kind: int, choice: int) -> bool:
+        """Whether a step has been run with this choice."""
+        return (kind, choice) in self.held
+
+    def held_by(self, kind: int) -> tuple[int, ...]:
+        """Return what a region of this kind leaves behind, per choice; as priced where it was not measured."""
+        return tuple(self._held(kind, choice) for choice in range(len(self.bytes[kind])))
+
+    def _held(self, kind: int, choice: int) -> int:
+        if (kind, choice) in self.held:
+            return self.held[kind, choice] + self.late.get((kind, choice), 0)
+        beyond = [count - self.bytes[kind][one] for (of, one), count in self.held.items() if of == kind]
+        return min(beyond, default=0) + self.bytes[kind][choice]
+
+    def _own(self, kind: int, choice: int, in_backward: bool) -> int:
+        if (kind, choice, in_backward) in self.own:
+            return self.own[kind, choice, in_backward]
+        known = (own for (of, _, back), own in self.own.items() if of == kind and back == in_backward)
+        return min(known, default=0)
+
+    def rows(self) -> tuple[Row, ...]:
+        """Return the rows of the formula, in the order of the step."""
+        own = {
+            (kind, back): tuple(self._own(kind, choice, back) for choice in range(len(self.bytes[kind])))
+            for kind in {*self.kinds}
+            for back in (False, True)
+        }
+        return tuple(
+            Row(
+                base + self.extra,
+                moment.position,
+                None if moment.part == BETWEEN else own[self.kinds[moment.position], moment.in_backward],
+            )
+            for moment, base in zip(self.moments, self.bases, strict=True)
+        )

@@ -1,0 +1,47 @@
+"""``sac.plan``: from a model, its inputs and a memory budget to a policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sac.planner.fakes import Inputs
+from sac.planner.planner import prepare
+from sac.planner.plans import make_plan
+from sac.policy.model import Policy
+
+
+def plan(
+    model: nn.Module,
+    inputs: Inputs,
+    budget: Any,
+    *,
+    loss_fn: Callable[[Any], Tensor] | None = None,
+    device: str | torch.device | None = None,
+    engine: str = "auto",
+    optimizer: Any = None,
+    real: bool = False,
+) -> Policy:
+    """Return the policy that fits one training step of ``model`` into ``budget`` with the least recomputation.
+
+    ``inputs``: a tuple or dict of what the model is called with. ``budget``: the peak of allocated bytes over forward
+    and backward of one step, with parameters and gradients, and the state of ``optimizer`` (a name or an optimizer)
+    if one is given; an int, a text such as ``"40GiB"``, or a share of the way from the least peak to that without
+    checkpointing, ``"50%"``. The loss is ``loss_fn(output)``, else ``output.loss``, else a scalar output. ``device``
+    tells whose figures price the ops (``"h100"``, …; default: where the parameters are). ``engine``: which one will
+    run; with rerun all that is not kept runs again. The model and the random state are left as they are; no data is
+    looked at unless ``real=True``, which trains a copy of the model for some steps instead.
+
+    Raises ``PlanError``: a budget below the least peak, a loss or a device that is not known, a forward that needs
+    data; ``ModelError`` for a model that sac is on, or that has no blocks.
+    """
+    state = torch.get_rng_state()
+    try:
+        planner = prepare(model, inputs, loss_fn=loss_fn, device=device, engine=engine, optimizer=optimizer, real=real)
+        made = make_plan(planner, budget)
+    finally:
+        torch.set_rng_state(state)
+    return made.policy

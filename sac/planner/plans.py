@@ -1,0 +1,116 @@
+"""From a budget to a plan: which policy fits, and by how much."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from sac.errors import PlanError, Problem
+from sac.planner.budget import read_budget
+from sac.planner.choices import NONE, Choice, policy_for
+from sac.planner.devices import Device
+from sac.planner.layers import BudgetTooSmallError, peak
+from sac.planner.memory import Moment
+from sac.planner.planner import Planner, Point
+from sac.planner.profile import RegionProfile
+from sac.policy.model import Policy
+
+_ROUNDS = 12
+
+
+@dataclass(slots=True)
+class Plan:
+    """What was planned: the policy, what it was planned for, and the alternatives beside it."""
+
+    policy: Policy
+    point: Point
+    budget: int
+    least: int
+    most: int
+    profiles: tuple[RegionProfile, ...]
+    choices: tuple[tuple[Choice, ...], ...]
+    device: Device
+    static: int
+    extra: int
+    baselines: tuple[Point, ...] = ()
+    curve: tuple[Point, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def make_plan(
+    planner: Planner, budget: Any, *, name: str = "planned", title: str = "", same_layers: bool = False
+) -> Plan:
+    """Return the plan that takes least time within ``budget``; raises ``PlanError`` if none fits."""
+    wanted = read_budget(budget)
+    least = planner.least()
+    none = planner.everywhere(lambda kind: len(planner.choices[kind]) - 1)
+    most = planner.point(NONE, none)
+    allowed = wanted.within(least.peak, most.peak)
+    notes: list[str] = []
+    if allowed >= most.peak:
+        chosen = none
+        notes.append("no checkpointing is needed")
+    else:
+        chosen = _fitting(planner, allowed, least, same_layers=same_layers)
+    point = planner.point("plan", chosen)
+    made_for = (
+        f"{title or type(planner.model).__name__}, {planner.device.name}: peak {point.peak} bytes of {allowed}"
+        + (f", with {planner.step.extra} bytes of optimizer state" if planner.step.extra else "")
+    )
+    policy = policy_for(
+        planner.profiles, planner.choices, planner.kinds, planner.step.paths, chosen, name, made_for=made_for
+    )
+    return Plan(
+        policy, point, allowed, least.peak, most.peak, planner.profiles, planner.choices, planner.device,
+        planner.step.static, planner.step.extra, notes=tuple(notes),
+    )  # fmt: skip
+
+
+def _fitting(planner: Planner, budget: int, least: Point, *, same_layers: bool) -> tuple[int, ...]:
+    """Return the fastest choice within ``budget`` that a step has been run with, and that has not gone above it."""
+    aim = budget
+    for _ in range(_ROUNDS):
+        try:
+            choice = planner.assign(aim, same_layers=same_layers)
+        except BudgetTooSmallError as error:
+            raise _too_small(planner, budget, least, error) from None
+        high = planner.run(choice).peak + planner.step.extra
+        if high <= budget:
+            return choice
+        aim = min(aim - 1, aim - (high - budget))
+    raise _too_small(planner, budget, least, None)
+
+
+def _too_small(planner: Planner, budget: int, least: Point, error: BudgetTooSmallError | None) -> PlanError:
+    """Return the error for a budget that nothing fits into: the least that does, and what holds it up."""
+    held = [planner.step.held_by(kind) for kind in planner.kinds]
+    _, row = peak(planner.step.rows(), held, least.choice)
+    moment = planner.step.moments[row]
+    static = planner.step.static + planner.step.extra
+    where = _where(moment, len(planner.kinds))
+    found = f"{_size(budget)} is below the least peak of this model and these inputs, {_size(least.peak)}"
+    why = (
+        f"{_size(static)} are parameters, buffers, inputs and optimizer state; the peak is {where}"
+        f", where checkpointing holds {_size(least.kept)}"
+    )
+    return PlanError(Problem("budget", f"{found}: {why}", f"{least.peak} bytes or more", fix=_FIXES))
+
+
+_FIXES = "give more, or shrink the batch, the sequence, or what checkpointing cannot: shard parameters, chunk the loss"
+
+
+def _where(moment: Moment, regions: int) -> str:
+    if moment.path:
+        return f"in the {'backward' if moment.in_backward else 'forward'} of {moment.path}"
+    if moment.position == regions:
+        return "in the head and the loss, after the last block"
+    return f"between blocks, at place {moment.position}"
+
+
+def _size(count: int) -> str:
+    size = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.2f} GiB"
