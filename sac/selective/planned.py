@@ -21,8 +21,8 @@ def check_planned(planned: PlannedRegion | None, rows: Rows | None, path: str) -
         raise RegionError(
             Problem(
                 str(planned.mark),
-                f"{path} runs {count} ops that are not those which the plan was made for (signature {found}, planned "
-                f"{planned.signature})",
+                f"{path or 'the model'} runs {count} ops that are not those which the plan was made for "
+                f"(signature {found}, planned {planned.signature})",
                 fix="plan again for this model, torch version and device: `sac plan …`",
             )
         )

@@ -108,6 +108,13 @@ def test_nothing_is_held_after_the_error() -> None:
         assert alive() is None
 
 
+def test_a_model_that_is_one_region_has_a_name_too() -> None:
+    value = {"mode": "selective", "policy": planned(entry("", OTHER)), "blocks": [""]}
+    model = sac.apply(built(llama_stack).blocks[0], value)
+    with pytest.raises(RegionError, match=r"regions\[0\]: the model runs \d+ ops that are not those"):
+        model(*tokens())
+
+
 def refused_with_released_inputs() -> tuple[list[int], bool]:
     value = selective(planned(entry("blocks.*", OTHER)), store="scattered", release_input=True)
     model = sac.apply(built(llama_stack), value, tp_group=dist.group.WORLD)
