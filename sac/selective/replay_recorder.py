@@ -31,7 +31,8 @@ from sac.selective.replay_plan import ReplayPlan, Wanted, plan_replay
 from sac.selective.rows import Rows
 from sac.selective.stats import NO_RULE, KeptFigures
 from sac.selective.table import BoundRule, Plan, Table, run_op
-from sac.selective.tape import HOLE, SMALL_NUMEL, Tape, cast_of
+from sac.selective.tape import SMALL_NUMEL, Tape
+from sac.selective.tape_entries import HOLE, cast_of
 from sac.selective.tape_mode import TapeMode, generators_of, new_tensors
 from sac.selective.tensors import storage_address, storage_bytes, tensor_parts, tensors_of
 from sac.selective.unrepeatable import may_differ, unrepeatable_on

@@ -17,7 +17,8 @@ from sac.selective.autocast import as_then
 from sac.selective.forward_state import Images
 from sac.selective.replay_plan import ReplayPlan
 from sac.selective.table import Plan
-from sac.selective.tape import ALIAS, CAST, HOLE, PART, WRAP, Tape, from_reads
+from sac.selective.tape import Tape
+from sac.selective.tape_entries import ALIAS, CAST, HOLE, PART, WRAP, from_reads
 from sac.selective.tensors import metadata, storage_address, storage_bytes, tensors_of, wrapped_parts
 
 # In forward the ops of a tape ran inside a dispatch mode: below autograd and autocast. These guards are private to

@@ -15,6 +15,7 @@ from sac.region.detach import detached
 from sac.region.states.rng_trackers import States
 from sac.region.storages import inner_tensors, version_of
 from sac.selective.labels import WeakStorages
+from sac.selective.tape_entries import ALIAS, CAST, HOLE, PART, WRAP, cast_of, first_address, is_wrapper
 from sac.selective.tensors import metadata, storage_address, wrapped_parts
 
 # Note [The tape]
@@ -38,17 +39,7 @@ from sac.selective.tensors import metadata, storage_address, wrapped_parts
 # dispatcher does not see has written to it. Anything else that the tape cannot explain is `trouble`: the region is run
 # again as Python then, and later calls go under the rerun engine.
 
-HOLE = object()  # stands for a tensor among an entry's arguments; its value's number is among the entry's reads
 SMALL_NUMEL = 16  # a tensor from outside that has no more elements is held: a constant made for one op
-
-_PLAIN = frozenset({int, float, bool, type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format})
-
-
-@dataclass(frozen=True, slots=True)
-class Ref:
-    """The number of a value, inside an argument that holds several tensors."""
-
-    value: int
 
 
 @dataclass(slots=True, eq=False)
@@ -379,70 +370,3 @@ class _Held:
 
     def __call__(self) -> Tensor:
         return self.tensor
-
-
-class _Synthetic:
-    """What stands in an entry's place for the plan, where no op was called."""
-
-    __slots__ = ("name",)
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-
-ALIAS = _Synthetic("alias")  # of the root: (geometry,)
-PART = _Synthetic("part")  # of a wrapper: (which, geometry)
-CAST = _Synthetic("cast")  # of a parameter: (dtype,)
-WRAP = _Synthetic("wrap")  # parts in a wrapper: (class, names, context, size, stride)
-
-
-def cast_of(tensor: Tensor) -> Tensor | None:
-    """Return the parameter that ``tensor`` is, in another dtype and untouched; None if it is something else."""
-    cast = tensor.grad_fn
-    if cast is None or type(cast).__name__ != "ToCopyBackward0" or tensor._version:
-        return None
-    leaf = getattr(cast.next_functions[0][0], "variable", None)
-    if type(leaf) is not Parameter or (leaf.shape, leaf.stride()) != (tensor.shape, tensor.stride()):
-        return None
-    return leaf if leaf.device == tensor.device else None
-
-
-def is_wrapper(tensor: Tensor) -> bool:
-    """Whether ``tensor`` holds its data in tensors inside it."""
-    return hasattr(type(tensor), "__tensor_flatten__")
-
-
-def first_address(tensor: Tensor) -> int:
-    """Return the address of the storage of a tensor, of its first part if it is a wrapper."""
-    if type(tensor) is not Tensor and is_wrapper(tensor):
-        parts = wrapped_parts(tensor)
-        return storage_address(parts[0]) if parts else id(tensor)
-    return storage_address(tensor)
-
-
-def as_reads(value: Any, tape: Tape, op: Any, reads: list[int]) -> Any:
-    """Return ``value`` with ``Ref`` in place of tensors, through lists, tuples and dicts; note them in ``reads``."""
-    if isinstance(value, Tensor):
-        number = tape.find(value, op)
-        reads.append(number)
-        return Ref(number)
-    kind = type(value)
-    if kind in _PLAIN:
-        return value
-    if kind is list or kind is tuple:
-        return kind(as_reads(part, tape, op, reads) for part in value)
-    if kind is dict:
-        return {key: as_reads(part, tape, op, reads) for key, part in value.items()}
-    return value
-
-
-def from_reads(value: Any, values: list[Any]) -> Any:
-    """Return ``value`` with the tensors in ``values`` in place of ``Ref``."""
-    kind = type(value)
-    if kind is Ref:
-        return values[value.value]
-    if kind is list or kind is tuple:
-        return kind(from_reads(part, values) for part in value)
-    if kind is dict:
-        return {key: from_reads(part, values) for key, part in value.items()}
-    return value

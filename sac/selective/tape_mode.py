@@ -14,7 +14,7 @@ from sac.selective.bare_mode import BareMode
 from sac.selective.record import default_generators
 from sac.selective.rows import Rows
 from sac.selective.table import Plan, run_op
-from sac.selective.tape import HOLE, as_reads
+from sac.selective.tape_entries import HOLE, as_reads
 from sac.selective.tensors import tensors_of
 
 if TYPE_CHECKING:
