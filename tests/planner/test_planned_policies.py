@@ -15,8 +15,12 @@ import torch.distributed as dist
 from torch import nn
 
 import sac
+from sac.blocks.cache import turn_off_cache
+from sac.blocks.find import find_blocks
 from sac.blocks.wrap import regions_of
 from sac.errors import RegionError
+from sac.planner.fakes import call, fake_copy, fake_inputs, fake_mode
+from sac.planner.tracing import profile_regions
 from sac.policy.files import dump_policy, load_policy
 from sac.selective.rows import signature
 from sac.trace import regions_by_kind
@@ -36,7 +40,7 @@ def signatures(model: nn.Module) -> dict[str, str]:
     return {region.path: signature(kind.rows) for kind, regions in regions_by_kind(model) for region in regions}
 
 
-def entry(blocks: str, of: str, **more: Any) -> dict[str, Any]:
+def entry(blocks: str | list[str], of: str, **more: Any) -> dict[str, Any]:
     return {"blocks": blocks, **more, "signature": of}
 
 
@@ -69,6 +73,22 @@ def test_both_engines_and_every_policy_see_the_same_ops(family: str) -> None:
             found.append(signatures(model))
     assert len(found[0]) > 1
     assert all(one == found[0] for one in found)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("family", ["llama", "gpt2", "t5", "swin"])  # every second block of a Swin shifts its windows
+def test_what_a_planner_sees_on_tensors_without_data_is_what_runs(family: str, engine: str) -> None:
+    model, inputs = tiny(family)
+    turn_off_cache(model)
+    mode = fake_mode()
+    copied, given = fake_copy(model, mode), fake_inputs(inputs, mode)
+    profiles = profile_regions(find_blocks(copied), lambda: call(copied, given))
+    entries = [entry(list(profile.paths), profile.signature) for profile in profiles]
+    value = {"mode": "selective", "policy": planned(*entries, rules=(save("matmul"),)), "engine": engine}
+    sac.apply(model, value)(**inputs).loss.backward()
+    assert {path for profile in profiles for path in profile.paths} == {one.region.path for one in regions_of(model)}
+    assert all(one.region.kind.planned is not None for one in regions_of(model))
+    assert len({profile.signature for profile in profiles}) > (family in ("t5", "swin"))
 
 
 @pytest.mark.parametrize("engine", ENGINES)
