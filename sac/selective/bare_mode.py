@@ -1,4 +1,4 @@
-"""A dispatch mode that tells Dynamo once, not at every op, that it is not to be compiled."""
+"""What dispatch modes have in common: Dynamo is told once, not at every op, to leave them; they hear of modules."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from sac.selective import scope
+from sac.selective.table import Table
 
 # Note [Out of Dynamo's sight]
 #
@@ -41,3 +44,33 @@ class BareMode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return not CAN_MARK
+
+
+class RegionMode(BareMode):
+    """A mode around one run of a region, which is told in which of its modules an op runs; see ``scope.Scoped``."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """A compiled function inside the region may be used under this mode."""
+        return True
+
+    def __init__(self, table: Table) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.table = table
+        self.path = ""
+        self.plans = table.scope("")
+
+    def whole_modules(self) -> scope.ModulePass | None:
+        """Return what runs modules that are saved as a whole, None if nothing does; asked as the mode is entered."""
+        return None
+
+    def __enter__(self) -> Any:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        self._outer = scope.enter(self, self.whole_modules())
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        scope.leave(self._outer)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]

@@ -12,8 +12,7 @@ from sac.errors import Problem, RegionError
 from sac.region.detach import cloned
 from sac.region.handles import Ending, ToTheEnd
 from sac.region.storages import describe
-from sac.selective import scope
-from sac.selective.bare_mode import BareMode
+from sac.selective.bare_mode import RegionMode
 from sac.selective.forward_state import ForwardState, Generators, Images
 from sac.selective.record import written_tensors
 from sac.selective.table import Plan, Table, run_op
@@ -32,23 +31,13 @@ class Routed:
     written: bool
 
 
-class FallbackMode(BareMode):
+class FallbackMode(RegionMode):
     """Runs a region again from its start. Only what must not be chosen anew is served, call by call."""
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """A compiled function inside the region may be used under this mode."""
-        return True
 
     def __init__(
         self, table: Table, path: str, images: Images, generators: Generators, routed: list[Routed], ending: Ending
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.table = table
-        self.path = ""
-        self.plans = table.scope("")
+        super().__init__(table)
         self._region = path
         self._ending = ending
         self._state = ForwardState(images, generators)
@@ -56,20 +45,13 @@ class FallbackMode(BareMode):
         for one in routed:
             self._waiting[one.plan].append(one)
 
-    @property
-    def record(self) -> FallbackMode:
-        """What `scope.py` asks for the table."""
-        return self
-
     def __enter__(self) -> FallbackMode:
         self._state.put_back()
-        super().__enter__()  # type: ignore[no-untyped-call]
-        self._outer = scope.enter(self)
+        super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        scope.leave(self._outer)
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        super().__exit__(*error)
         self._ending = ToTheEnd()
         self._state.undo()
 

@@ -15,8 +15,7 @@ from sac.region.detach import equal
 from sac.region.handles import ToTheEnd
 from sac.region.parking import Parked, fetch
 from sac.region.states.rng_trackers import state_of, states_of
-from sac.selective import scope
-from sac.selective.bare_mode import BareMode
+from sac.selective.bare_mode import RegionMode
 from sac.selective.forward_state import ForwardState
 from sac.selective.labels import Labels
 from sac.selective.mismatch import agree, swapped_problem, unmatched_problem
@@ -57,37 +56,26 @@ class Settling(Protocol):
         """An op has run."""
 
 
-class ForwardMode(BareMode):
+class ForwardMode(RegionMode):
     """Runs a region's forward: decides per op, and holds what is saved on the call's record."""
 
-    supports_higher_order_operators = True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """A compiled function inside the region may be used under this mode."""
-        return True
-
     def __init__(self, record: CallRecord, rows: Rows | None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__(record.table)
         self.record = record
         self.rows = rows
-        self.plans = record.table.scope("")
-        self.path = ""
         self.hooks = 1  # how many of the innermost saved-tensor hooks are the region's
 
-    def __enter__(self) -> ForwardMode:
-        super().__enter__()  # type: ignore[no-untyped-call]
+    def whole_modules(self) -> SavingPass | None:
+        """Return what keeps them."""
         record = self.record
-        saving = None
-        if record.modules is not None:
-            saving = SavingPass(record.modules, lambda: record.packs, self, hooks=self.hooks)
-        self._outer = scope.enter(self, saving)
-        record.saw_grad = torch.is_grad_enabled()
-        return self
+        if record.modules is None:
+            return None
+        return SavingPass(record.modules, lambda: record.packs, self, hooks=self.hooks)
 
-    def __exit__(self, *error: Any) -> None:
-        scope.leave(self._outer)
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
+    def __enter__(self) -> ForwardMode:
+        super().__enter__()
+        self.record.saw_grad = torch.is_grad_enabled()
+        return self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -196,24 +184,17 @@ class ForwardMode(BareMode):
         return out
 
 
-class RecomputeMode(BareMode):
+class RecomputeMode(RegionMode):
     """Runs a region again: serves held values in place of their ops, and stops when nothing more is needed."""
 
-    supports_higher_order_operators = True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """A compiled function inside the region may be used under this mode."""
-        return True
-
     def __init__(self, record: CallRecord, inputs: list[tuple[int, torch.Tensor]], filling: Settling) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__(record.table)
         self.record = record
         self.inputs = inputs
         self.filling = filling
 
     def __enter__(self) -> RecomputeMode:
-        self.plans = self.record.table.scope("")
+        self.plans = self.table.scope("")
         self.path = ""
         self.labels = Labels()
         for position, tensor in self.inputs:
@@ -229,14 +210,16 @@ class RecomputeMode(BareMode):
         served = (g for value in self.record.saved for g, _ in value.rng_after)  # serving moves these
         self._forward_state = ForwardState(self.record.images, self.record.generators, served)
         self._forward_state.put_back()
-        super().__enter__()  # type: ignore[no-untyped-call]
-        modules = self.record.modules
-        self._outer = scope.enter(self, ServingPass(modules, self, self.labels) if modules is not None else None)
+        super().__enter__()
         return self
 
+    def whole_modules(self) -> ServingPass | None:
+        """Return what serves them."""
+        modules = self.record.modules
+        return ServingPass(modules, self, self.labels) if modules is not None else None
+
     def __exit__(self, *error: Any) -> None:
-        scope.leave(self._outer)
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        super().__exit__(*error)
         self.filling.verify = None
         self.filling = ToTheEnd()  # it leads to the frame, and if this was an error the frame still leads here
         self.record.paused = self._was_paused

@@ -16,8 +16,8 @@ class Scoped(Protocol):
     plans: dict[Any, Any]
 
     @property
-    def record(self) -> Any:
-        """What holds the table."""
+    def table(self) -> Any:
+        """What says which op is decided on, and how, in which module."""
 
 
 class ModulePass(Protocol):
@@ -76,7 +76,7 @@ class ScopedForward:
         if mode is None:
             return type(module).forward(module, *args, **kwargs) if original is None else original(*args, **kwargs)
         path, plans = mode.path, mode.plans
-        mode.path, mode.plans = self.path, mode.record.table.scope(self.path)
+        mode.path, mode.plans = self.path, mode.table.scope(self.path)
         try:
             return type(module).forward(module, *args, **kwargs) if original is None else original(*args, **kwargs)
         finally:

@@ -8,9 +8,8 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from sac.selective import scope
 from sac.selective.autocast import callers_autocast
-from sac.selective.bare_mode import BareMode
+from sac.selective.bare_mode import RegionMode
 from sac.selective.record import default_generators
 from sac.selective.rows import Rows
 from sac.selective.table import Plan, run_op
@@ -23,32 +22,14 @@ if TYPE_CHECKING:
 _NO_REPLAY = frozenset({"fsdp", "streams"})  # what they do hangs on more than tensors
 
 
-class TapeMode(BareMode):
+class TapeMode(RegionMode):
     """Runs a region's forward: decides per op, holds what is saved, and writes down how to make the rest again."""
 
-    supports_higher_order_operators = True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """A compiled function inside the region may be used under this mode."""
-        return True
-
     def __init__(self, recorder: ReplayRecorder, rows: Rows | None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__(recorder.table)
         self.record = recorder
         self.tape = recorder.tape
         self.rows = rows
-        self.plans = recorder.table.scope("")
-        self.path = ""
-
-    def __enter__(self) -> TapeMode:
-        super().__enter__()  # type: ignore[no-untyped-call]
-        self._outer = scope.enter(self)
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        scope.leave(self._outer)
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         plan: Plan | None = self.plans.get(id(func))
