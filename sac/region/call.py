@@ -108,13 +108,17 @@ class RegionCall(ABC):
         idle = self.recorder is not None and self.recorder.close(kept, last_missing)
         if idle and not (self.compares and self.settings.checks_metadata):
             self.recorder = None
-        if last_missing < 0:
-            self._drop()
-        else:
-            self.input_bytes = self.inputs.bytes()
-            self.inputs.close(self.hooks, self.path)
+        self._hold_inputs(needed=last_missing >= 0)
         if self.hooks is not None and self.recorder is not None:
             self.recorder.park(self.hooks)
+
+    def _hold_inputs(self, *, needed: bool) -> None:
+        """Hold the inputs until backward, or nothing at all if no recomputation will come."""
+        if not needed:
+            self._drop()
+            return
+        self.input_bytes = self.inputs.bytes()
+        self.inputs.close(self.hooks, self.path)
 
     def _drop(self) -> None:
         """Hold nothing any more that could run the region again."""

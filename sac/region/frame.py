@@ -68,13 +68,20 @@ class Frame(RegionCall):
 
     def _close(self) -> None:
         self._forward_over = True
-        alive = [handle for handle in (reference() for reference in self._handles) if handle is not None]
-        kept = [handle for handle in alive if handle.kept]
-        last_missing = max((handle.index for handle in alive if not handle.kept), default=-1)
-        self._keep(kept, last_missing)
+        kept = self._hold(self._alive())
         if self.hooks is not None:
             for handle in kept:
                 handle.park(self.hooks)
+
+    def _hold(self, alive: list[Handle]) -> list[Handle]:
+        """Hold what backward will need for these handles; return those that keep a value of their own."""
+        kept = [handle for handle in alive if handle.kept]
+        last_missing = max((handle.index for handle in alive if not handle.kept), default=-1)
+        self._keep(kept, last_missing)
+        return kept
+
+    def _alive(self) -> list[Handle]:
+        return [handle for handle in (reference() for reference in self._handles) if handle is not None]
 
     @never_compiled
     def _unpack(self, handle: Handle) -> torch.Tensor:

@@ -78,31 +78,21 @@ class ReplayFrame(Frame):
         self.recorder.pack(tensor, handle)
         return handle
 
-    def _close(self) -> None:
-        self._forward_over = True
-        self.recorder.hold_what_lives()
-        alive = self._alive()
+    def _hold(self, alive: list[Handle]) -> list[Handle]:
+        recorder = self.recorder
+        recorder.hold_what_lives()
         kept = [handle for handle in alive if handle.kept]
         missing = [handle.index for handle in alive if not handle.kept]
-        recorder = self.recorder
         needed = recorder.may_run_again(kept, missing)
         self.surroundings.close(self.path, needed=needed)
         recorder.end(kept, missing)
         if recorder.tape.trouble:
             self._give_up(recorder.tape.trouble)
-        if not needed:
-            self._drop()
-        else:
-            self.input_bytes = self.inputs.bytes()
-            self.inputs.close(self.hooks, self.path)
+        self._hold_inputs(needed=needed)
         if self.hooks is not None:
             recorder.needs_mode = recorder.needs_mode or bool(kept or recorder.tape.kept)  # so that they are again
             recorder.park(self.hooks)
-            for handle in kept:
-                handle.park(self.hooks)
-
-    def _alive(self) -> list[Handle]:
-        return [handle for handle in (reference() for reference in self._handles) if handle is not None]
+        return kept
 
     @never_compiled
     def _unpack(self, handle: Handle) -> Tensor:

@@ -17,7 +17,7 @@ from sac.selective.tape_entries import HOLE, as_reads
 from sac.selective.tensors import tensors_of
 
 if TYPE_CHECKING:
-    from sac.selective.replay_recorder import ReplayRecorder
+    from sac.selective.tape_recorder import TapeRecorder
 
 _NO_REPLAY = frozenset({"fsdp", "streams"})  # what they do hangs on more than tensors
 
@@ -25,7 +25,7 @@ _NO_REPLAY = frozenset({"fsdp", "streams"})  # what they do hangs on more than t
 class TapeMode(RegionMode):
     """Runs a region's forward: decides per op, holds what is saved, and writes down how to make the rest again."""
 
-    def __init__(self, recorder: ReplayRecorder, rows: Rows | None) -> None:
+    def __init__(self, recorder: TapeRecorder, rows: Rows | None) -> None:
         super().__init__(recorder.table)
         self.record = recorder
         self.tape = recorder.tape
