@@ -45,10 +45,10 @@ from sac.selective.replay_run import CannotReplay, ExternalChangeError, run_plan
 #
 # With `engine: auto` nothing may be worse than under rerun: no warning where replay gives way, no error that rerun
 # would not raise, nothing held that rerun would not hold. So replay gives way in more places (`yields` of the
-# recorder): where ranks meet inside the region (see above); where it would hold what the policy does not save, because
-# a kernel has made it that the dispatcher does not see; where a write would be an error; and inside hooks on saved
-# tensors, where giving way would not last. The one warning is of a tensor from outside that was written to after the
-# forward: Python reads what is there now, which may be something else.
+# recorder): where it would hold what the policy does not save, because a kernel has made it that the dispatcher does
+# not see; where a write would be an error; and inside hooks on saved tensors, where giving way would not last. The one
+# warning is of a tensor from outside that was written to after the forward: Python reads what is there now, which may
+# be something else. The one error is that of a value that differs where ranks meet, see above.
 
 _CHANGED = "a tensor from outside that autograd saved was changed in place"
 _READ_AGAIN = "the region's Python runs again, and finds what is there now: gradients are right if that is the same"

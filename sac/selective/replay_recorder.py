@@ -182,8 +182,6 @@ class ReplayRecorder(TapeRecorder):
         if not tape.trouble:
             program = self.program
             if program is None or not program.fits(tape, self._places, missing):
-                if self.yields and self.has_collectives:
-                    tape.fail("collectives run inside the region")
                 program = Program(tape, self._places, missing, plan_replay(tape, self.wanted(missing)))
             self.program = program
             program.lend(tape)
