@@ -11,6 +11,7 @@ from torch import nn
 
 from sac.errors import PlanError, Problem, listing, nearest
 from sac.policy.sizes import LEGAL_BYTES, parse_bytes
+from sac.selective.tensors import tensor_parts
 
 LEGAL_BUDGET = f'{LEGAL_BYTES}, or a share of the range such as "50%"'
 STATES = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}
@@ -54,7 +55,7 @@ def read_budget(value: Any) -> Budget:
 
 
 def optimizer_bytes(optimizer: Any, parameters: Iterable[nn.Parameter]) -> int:
-    """Return the bytes of the optimizer's state for ``parameters`` that are trained.
+    """Return the bytes of the optimizer's state on this rank for ``parameters`` that are trained.
 
     ``optimizer``: None (no state counts), a name (sgd, momentum, adam, adamw: states like each parameter), or an
     optimizer, whose class and options are tried on a small parameter of each dtype. Raises ``PlanError`` otherwise.
@@ -69,12 +70,17 @@ def optimizer_bytes(optimizer: Any, parameters: Iterable[nn.Parameter]) -> int:
             raise PlanError(
                 Problem("optimizer", found, listing([*STATES]), nearest(word, STATES), fix="pass the optimizer itself")
             )
-        return STATES[word] * sum(p.numel() * p.element_size() for p in trained)
+        return STATES[word] * sum(_elements(p) * p.element_size() for p in trained)
     if not isinstance(optimizer, torch.optim.Optimizer):
         found = f"a {type(optimizer).__name__} is no optimizer"
         raise PlanError(Problem("optimizer", found, f"{listing([*STATES])}, or a torch.optim.Optimizer"))
     like = {dtype: _state_per_element(optimizer, dtype) for dtype in {p.dtype for p in trained}}
-    return sum(int(like[p.dtype] * p.numel()) for p in trained)
+    return sum(int(like[p.dtype] * _elements(p)) for p in trained)
+
+
+def _elements(parameter: nn.Parameter) -> int:
+    """Return how many elements of a parameter lie on this rank."""
+    return sum(part.numel() for part in tensor_parts(parameter))
 
 
 def _state_per_element(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> float:

@@ -21,7 +21,8 @@ from sac.selective.tensors import storage_address, tensor_parts, tensors_of
 #
 # A storage counts from the end of the op that made it to its end, each with its own bytes, rounded up to the
 # allocator's block where there is one. Arguments that are written to and results that lie in known storages are not
-# new. What a kernel takes and gives back while it runs is no tensor of any op; `Scratch` (scratch.py) knows of it.
+# new; one that is resized, as those of FSDP2 are, counts with its new size. What a kernel takes and gives back while it
+# runs is no tensor of any op; `Scratch` (scratch.py) knows of it.
 # On the CPU two more things count that no dispatcher sees made: the states of random generators, and numbers. Of
 # `x * 0.5` autograd saves the number as a tensor of eight bytes.
 
@@ -54,6 +55,8 @@ class Ledger(BareMode):
     def __enter__(self) -> Ledger:
         super().__enter__()  # type: ignore[no-untyped-call]
         STORAGE_WATCHERS.append(self.note_unseen)
+        self._resize = torch.UntypedStorage.resize_
+        torch.UntypedStorage.resize_ = self._resized  # type: ignore[method-assign,assignment]
         if self._numbers is not None:
             self._numbers.__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -61,6 +64,7 @@ class Ledger(BareMode):
     def __exit__(self, *error: Any) -> None:
         if self._numbers is not None:
             self._numbers.__exit__(*error)  # type: ignore[no-untyped-call]
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
         STORAGE_WATCHERS.remove(self.note_unseen)
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
@@ -82,10 +86,30 @@ class Ledger(BareMode):
         key = storage._cdata
         if key in self._storages:
             return
-        size = -(-storage.nbytes() // self._block) * self._block
+        size = self._size(storage)
         self._storages[key] = weakref.ref(storage, self._freed(key)), size
         self.live += size
         self.peak = max(self.peak, self.live)
+
+    def _size(self, storage: torch.UntypedStorage) -> int:
+        return -(-storage.nbytes() // self._block) * self._block
+
+    @property
+    def _resized(self) -> Callable[[torch.UntypedStorage, int], Any]:
+        """What stands in for the method by which FSDP2 takes and gives back the memory of whole parameters."""
+        ledger, resize = self, self._resize
+
+        def resized(storage: torch.UntypedStorage, size: int) -> Any:
+            out = resize(storage, size)
+            found = ledger._storages.get(storage._cdata)
+            if found is not None:
+                now = ledger._size(storage)
+                ledger._storages[storage._cdata] = found[0], now
+                ledger.live += now - found[1]
+                ledger.peak = max(ledger.peak, ledger.live)
+            return out
+
+        return resized
 
     def _freed(self, key: int) -> Callable[[Any], None]:
         mine = weakref.ref(self)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from sac.planner.layers import Row
+from sac.planner.layers import Row, peak
 from sac.planner.step import BETWEEN, FORWARD, StepRecord
 
 # Note [The peak of a step]
@@ -45,7 +45,9 @@ class StepModel:
     bytes: Sequence[Sequence[int]]  # what each choice of each kind holds beyond its first, as priced by its profile
     paths: tuple[str, ...] = ()
     static: int = 0
-    extra: int = 0  # beside the step: state of the optimizer, …
+    extra: int = 0  # beside the step: state of the optimizer
+    in_flight: int = 1  # micro-batches whose forward is over when the first of them goes backward
+    rest: int = 0  # what a forward leaves behind beside its regions
     moments: list[Moment] = field(default_factory=list)
     bases: list[int] = field(default_factory=list)
     held: dict[Choice, int] = field(default_factory=dict)
@@ -67,6 +69,7 @@ class StepModel:
                 key = self.kinds[place], choice
                 self.late[key] = min(count - max(gaps.values()), self.late.get(key, 0))
         held = [self._held(kind, choice) for kind, choice in zip(self.kinds, choices, strict=True)]
+        self.rest = max(self.rest, record.kept - record.static - sum(held))
         moments: list[Moment] = []
         bases: list[int] = []
         in_backward = False
@@ -88,6 +91,17 @@ class StepModel:
             bases = [max(pair) for pair in zip(bases, self.bases, strict=True)]
         self.moments, self.bases = moments, bases
         self.paths, self.static = record.paths, record.static
+
+    def peak(self, choices: Sequence[int]) -> tuple[int, int]:
+        """Return the predicted peak under ``choices``, one per position, and the number of the row where it is."""
+        held = [self.held_by(kind) for kind in self.kinds]
+        high, row = peak(self.rows(), held, choices)
+        others = self.rest + sum(held[place][one] for place, one in enumerate(choices))
+        return high + (self.in_flight - 1) * others, row
+
+    def peak_of(self, record: StepRecord) -> int:
+        """Return the peak of a step that was run, with all that is beside it."""
+        return record.peak + self.extra + (self.in_flight - 1) * (record.kept - record.static)
 
     def is_measured(self, kind: int, choice: int) -> bool:
         """Whether a step has been run with this choice."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,13 +24,14 @@ from sac.planner.cost import entry_times
 from sac.planner.demands import Engine, recomputed
 from sac.planner.devices import Device, device_at_hand, device_named
 from sac.planner.fakes import Inputs, call, fake_copy, fake_inputs, fake_mode, real_copy
-from sac.planner.keep_sets import pareto
-from sac.planner.layers import BudgetTooSmallError, assign, assign_alike, peak
+from sac.planner.keep_sets import KeepSet, pareto
+from sac.planner.layers import BudgetTooSmallError, assign, assign_alike
 from sac.planner.ledger import Ledger
 from sac.planner.memory import StepModel
 from sac.planner.profile import RegionProfile
 from sac.planner.quick_fakes import QuickFakes
 from sac.planner.scratch import Scratch
+from sac.planner.sharding import shard_again
 from sac.planner.step import StepRecord, run_step
 from sac.planner.tracing import CannotProfile, profile_regions
 from sac.region.settings import NEVER, RERUN
@@ -44,6 +45,7 @@ from sac.region.settings import NEVER, RERUN
 # it goes as high as predicted, or at least not above the budget, the choice becomes a policy (choices.py); otherwise
 # what was learnt from it is solved for again.
 
+_HALVINGS = 16
 Progress = Callable[[int, int, str], None]
 
 
@@ -74,9 +76,11 @@ class Planner:
     engine: str
     loss_fn: Callable[[Any], Tensor] | None
     profiles: tuple[RegionProfile, ...]
+    times: tuple[tuple[float, ...], ...]  # seconds of each entry of each profile
     choices: tuple[tuple[Choice, ...], ...]
     step: StepModel
     ledger: Callable[[], Ledger]
+    accumulates: bool = False
     progress: Progress = lambda done, total, label: None
     records: dict[tuple[int, ...], StepRecord] = field(default_factory=dict)
 
@@ -107,7 +111,9 @@ class Planner:
                 apply(self.model, value)
             try:
                 places = [(block.path, block.module) for block in self.blocks]
-                record = run_step(self.model, self.inputs, places, self.ledger(), self.loss_fn)
+                record = run_step(
+                    self.model, self.inputs, places, self.ledger(), self.loss_fn, accumulates=self.accumulates
+                )
             finally:
                 remove(self.model)
         self.records[choice] = record
@@ -130,6 +136,30 @@ class Planner:
 
     def assign(self, budget: int, *, same_layers: bool = False) -> tuple[int, ...]:
         """Return the fastest choice within ``budget``, as far as is known; raises ``BudgetTooSmallError``."""
+        if self.step.in_flight == 1:
+            return self._assign(budget, same_layers=same_layers)
+        # The other micro-batches hold as much again, whatever is asked for: so much less is there for this one.
+        low, high, found = 0, budget, None
+        for _ in range(_HALVINGS):
+            middle = (low + high + 1) // 2
+            try:
+                choice = self._assign(middle, same_layers=same_layers)
+            except BudgetTooSmallError as error:
+                low = max(low, min(error.least, high))
+                middle, choice = low, self._assign(error.least, same_layers=same_layers)
+                if found is None and self.step.peak(choice)[0] > budget:
+                    raise BudgetTooSmallError(budget, self.step.peak(choice)[0], error.row) from None
+            if self.step.peak(choice)[0] <= budget:
+                low, found = middle, choice
+            else:
+                high = middle - 1
+            if low >= high:
+                break
+        if found is None:
+            raise AssertionError("the least choice fits, or has been refused")
+        return found
+
+    def _assign(self, budget: int, *, same_layers: bool) -> tuple[int, ...]:
         held = [self.step.held_by(kind) for kind in self.kinds]
         seconds = [tuple(choice.seconds for choice in self.choices[kind]) for kind in self.kinds]
         if same_layers:
@@ -138,16 +168,13 @@ class Planner:
 
     def point(self, label: str, choice: tuple[int, ...]) -> Point:
         """Return what a choice costs; by a step with it if one was run, else as predicted."""
-        held = [self.step.held_by(kind) for kind in self.kinds]
         record = self.records.get(choice)
-        high, _ = peak(self.step.rows(), held, choice)
         picked = [self.choices[kind][one] for kind, one in zip(self.kinds, choice, strict=True)]
-        kept = sum(held[place][one] for place, one in enumerate(choice))
         return Point(
             label,
             choice,
-            kept=kept,
-            peak=record.peak + self.step.extra if record is not None else high,
+            kept=sum(self.step.held_by(kind)[one] for kind, one in zip(self.kinds, choice, strict=True)),
+            peak=self.step.peak_of(record) if record is not None else self.step.peak(choice)[0],
             flops=sum(one.flops for one in picked),
             seconds=sum(one.seconds for one in picked),
             is_checked=record is not None,
@@ -156,10 +183,14 @@ class Planner:
     def least(self) -> Point:
         """Return the choice with the least peak, and the least time among those."""
         try:
-            self.assign(0)
-            raise AssertionError("a step of no bytes")
+            return self.point("least", self.assign(0))  # a step of no bytes, which there is not
         except BudgetTooSmallError as error:
             return self.point("least", self.assign(error.least))
+
+    @property
+    def without_checkpointing(self) -> tuple[int, ...]:
+        """The choice that is no region at all, everywhere: the last of each kind."""
+        return self.everywhere(lambda kind: len(self.choices[kind]) - 1)
 
     def everywhere(self, pick: Callable[[int], int]) -> tuple[int, ...]:
         """Return the choice that gives each region what ``pick`` returns for its kind."""
@@ -176,10 +207,20 @@ def prepare(
     optimizer: Any = None,
     real: bool = False,
     calibration: Calibration | None = None,
+    parallelize: Callable[[nn.Module], Any] | None = None,
+    accumulates: bool = False,
+    in_flight: int = 1,
     progress: Progress | None = None,
 ) -> Planner:
-    """Return what plans are made with: profiles, prices and one measured step. The model is left as it is."""
+    """Return what plans are made with: profiles, prices, and what steps with each choice take.
+
+    ``parallelize`` is given the copy, and shards it in place: ``fully_shard``, ``parallelize_module``. ``accumulates``:
+    the gradients of earlier micro-batches are there from the start. ``in_flight``: micro-batches whose activations a
+    pipeline stage holds at once, this one included. The model is left as it is. For the rest, see ``sac.plan``.
+    """
     refuse_unfit(model)
+    if isinstance(in_flight, bool) or not isinstance(in_flight, int) or in_flight < 1:
+        raise PlanError(Problem("in_flight", f"{in_flight!r} micro-batches", "1, 2, 3, …"))
     figures = _device(model, device)
     told = progress or (lambda done, total, label: None)
     on_cpu = figures.name == "cpu"
@@ -187,6 +228,9 @@ def prepare(
     told(0, 4, "copying the model")
     mode = fake_mode()
     copied = real_copy(model) if real else fake_copy(model, mode)
+    if parallelize is not None:
+        parallelize(copied)
+    extra = optimizer_bytes(optimizer, copied.parameters())
     turn_off_cache(copied)
     given = inputs if real else fake_inputs(inputs, mode)
     blocks, _ = drop_frozen(find_blocks(copied), copied)
@@ -200,14 +244,18 @@ def prepare(
         except CannotProfile as error:
             found = f"its blocks cannot be planned op by op: {error}"
             raise PlanError(Problem(type(model).__name__, found, fix="use mode: full, or a policy by hand")) from None
+    shard_again(copied)
     told(2, 4, "choosing what to keep")
     of_path = {path: kind for kind, profile in enumerate(profiles) for path in profile.paths}
-    choices = tuple(_choices(profile, figures, engine, calibration) for profile in profiles)
+    times = tuple(entry_times(profile, figures, calibration) for profile in profiles)
+    run_by = pricing_engine(engine)
+    choices = tuple(_choices(profile, of_kind, run_by) for profile, of_kind in zip(profiles, times, strict=True))
     step = StepModel(
         kinds=tuple(of_path[path] for path in order),
         bytes=[[choice.bytes for choice in of_kind] for of_kind in choices],
         paths=tuple(order),
-        extra=optimizer_bytes(optimizer, model.parameters()),
+        extra=extra,
+        in_flight=in_flight,
     )
     planner = Planner(
         copied,
@@ -217,9 +265,11 @@ def prepare(
         engine,
         loss_fn,
         profiles,
+        times,
         choices,
         step,
         ledger,
+        accumulates,
         told,
     )
     planner.measure()
@@ -229,20 +279,21 @@ def prepare(
 _CUDA_BLOCK = 512  # torch's caching allocator rounds sizes up to it
 
 
-def _choices(
-    profile: RegionProfile, device: Device, engine: str, calibration: Calibration | None
-) -> tuple[Choice, ...]:
+def pricing_engine(engine: str) -> Engine:
+    """Return the engine whose recomputation is priced: ``auto`` runs replay."""
+    return "rerun" if engine == RERUN else "replay"
+
+
+def choice_of(profile: RegionProfile, keep: KeepSet, label: str, run_by: Engine) -> Choice:
+    """Return the choice of saving the entries of ``keep`` in regions of a kind."""
+    flops = sum(profile.entries[number].flops for number in recomputed(profile, keep.saved, run_by).entries)
+    return Choice(label, keep, keep.bytes, keep.seconds, flops)
+
+
+def _choices(profile: RegionProfile, times: Sequence[float], run_by: Engine) -> tuple[Choice, ...]:
     """Return what may be done with regions of a kind: its keep-sets from the smallest on, and no checkpointing."""
-    times = entry_times(profile, device, calibration)
-    run_by: Engine = "rerun" if engine == RERUN else "replay"
     found = [
-        Choice(
-            f"{len(keep.saved)} ops" if keep.saved else "full",
-            keep,
-            keep.bytes,
-            keep.seconds,
-            sum(profile.entries[number].flops for number in recomputed(profile, keep.saved, run_by).entries),
-        )
+        choice_of(profile, keep, f"{len(keep.saved)} ops" if keep.saved else "full", run_by)
         for keep in pareto(profile, times, run_by)
     ]
     return (*found, Choice(NONE, None, max((one.bytes for one in found), default=0)))

@@ -24,6 +24,9 @@ def plan(
     engine: str = "auto",
     optimizer: Any = None,
     real: bool = False,
+    parallelize: Callable[[nn.Module], Any] | None = None,
+    accumulates: bool = False,
+    in_flight: int = 1,
 ) -> Policy:
     """Return the policy that fits one training step of ``model`` into ``budget`` with the least recomputation.
 
@@ -33,14 +36,28 @@ def plan(
     checkpointing, ``"50%"``. The loss is ``loss_fn(output)``, else ``output.loss``, else a scalar output. ``device``
     tells whose figures price the ops (``"h100"``, …; default: where the parameters are). ``engine``: which one will
     run; with rerun all that is not kept runs again. The model and the random state are left as they are; no data is
-    looked at unless ``real=True``, which trains a copy of the model for some steps instead.
+    looked at unless ``real=True``, which trains a copy of the model for some steps instead. ``parallelize`` is given
+    the copy and shards it in place (``fully_shard``, ``parallelize_module``), over a process group that sends nothing:
+    the budget is that of one rank then. ``accumulates``: gradients of earlier micro-batches are there from the start.
+    ``in_flight``: micro-batches whose activations a pipeline stage holds at once.
 
     Raises ``PlanError``: a budget below the least peak, a loss or a device that is not known, a forward that needs
     data; ``ModelError`` for a model that sac is on, or that has no blocks.
     """
     state = torch.get_rng_state()
     try:
-        planner = prepare(model, inputs, loss_fn=loss_fn, device=device, engine=engine, optimizer=optimizer, real=real)
+        planner = prepare(
+            model,
+            inputs,
+            loss_fn=loss_fn,
+            device=device,
+            engine=engine,
+            optimizer=optimizer,
+            real=real,
+            parallelize=parallelize,
+            accumulates=accumulates,
+            in_flight=in_flight,
+        )
         made = make_plan(planner, budget)
     finally:
         torch.set_rng_state(state)

@@ -9,7 +9,7 @@ from sac.errors import PlanError, Problem
 from sac.planner.budget import read_budget
 from sac.planner.choices import NONE, Choice, policy_for
 from sac.planner.devices import Device
-from sac.planner.layers import BudgetTooSmallError, peak
+from sac.planner.layers import BudgetTooSmallError
 from sac.planner.memory import Moment
 from sac.planner.planner import Planner, Point
 from sac.planner.profile import RegionProfile
@@ -32,6 +32,10 @@ class Plan:
     device: Device
     static: int
     extra: int
+    engine: str = "auto"
+    kinds: tuple[int, ...] = ()  # of each position
+    paths: tuple[str, ...] = ()  # of the region at each position
+    times: tuple[tuple[float, ...], ...] = ()  # seconds of each entry of each profile
     baselines: tuple[Point, ...] = ()
     curve: tuple[Point, ...] = ()
     notes: tuple[str, ...] = ()
@@ -42,16 +46,18 @@ def make_plan(
 ) -> Plan:
     """Return the plan that takes least time within ``budget``; raises ``PlanError`` if none fits."""
     wanted = read_budget(budget)
-    least = planner.least()
-    none = planner.everywhere(lambda kind: len(planner.choices[kind]) - 1)
-    most = planner.point(NONE, none)
-    allowed = wanted.within(least.peak, most.peak)
+    least, most = planner.least(), planner.point(NONE, planner.without_checkpointing)
     notes: list[str] = []
-    if allowed >= most.peak:
-        chosen = none
-        notes.append("no checkpointing is needed")
-    else:
+    if wanted.bytes is None:  # a share of what there is: both ends have to be true
+        for end in (least, most):
+            planner.run(end.choice)
+        least, most = planner.point("least", least.choice), planner.point(NONE, most.choice)
+    allowed = wanted.within(least.peak, most.peak)
+    chosen = most.choice
+    if allowed < most.peak or planner.step.peak_of(planner.run(chosen)) > allowed:
         chosen = _fitting(planner, allowed, least, same_layers=same_layers)
+    else:
+        notes.append("no checkpointing is needed")
     point = planner.point("plan", chosen)
     made_for = (
         f"{title or type(planner.model).__name__}, {planner.device.name}: peak {point.peak} bytes of {allowed}"
@@ -62,7 +68,8 @@ def make_plan(
     )
     return Plan(
         policy, point, allowed, least.peak, most.peak, planner.profiles, planner.choices, planner.device,
-        planner.step.static, planner.step.extra, notes=tuple(notes),
+        planner.step.static, planner.step.extra, planner.engine, planner.kinds, planner.step.paths, planner.times,
+        notes=tuple(notes),
     )  # fmt: skip
 
 
@@ -72,19 +79,22 @@ def _fitting(planner: Planner, budget: int, least: Point, *, same_layers: bool) 
     for _ in range(_ROUNDS):
         try:
             choice = planner.assign(aim, same_layers=same_layers)
-        except BudgetTooSmallError as error:
-            raise _too_small(planner, budget, least, error) from None
-        high = planner.run(choice).peak + planner.step.extra
+        except BudgetTooSmallError:
+            break
+        high = planner.step.peak_of(planner.run(choice))
         if high <= budget:
             return choice
         aim = min(aim - 1, aim - (high - budget))
-    raise _too_small(planner, budget, least, None)
+    planner.run(least.choice)
+    least = planner.point("least", least.choice)
+    if least.peak <= budget:
+        return least.choice
+    raise _too_small(planner, budget, least)
 
 
-def _too_small(planner: Planner, budget: int, least: Point, error: BudgetTooSmallError | None) -> PlanError:
+def _too_small(planner: Planner, budget: int, least: Point) -> PlanError:
     """Return the error for a budget that nothing fits into: the least that does, and what holds it up."""
-    held = [planner.step.held_by(kind) for kind in planner.kinds]
-    _, row = peak(planner.step.rows(), held, least.choice)
+    _, row = planner.step.peak(least.choice)
     moment = planner.step.moments[row]
     static = planner.step.static + planner.step.extra
     where = _where(moment, len(planner.kinds))

@@ -130,15 +130,22 @@ def run_step(
     loss_fn: Callable[[Any], Tensor] | None = None,
     *,
     warm_up: bool = False,
+    accumulates: bool = False,
 ) -> StepRecord:
     """Run one step and return what it took; gradients are dropped at the end.
 
     ``regions`` are the modules at whose borders the step is cut. The model may be fake (Note [Fake tensors]).
     ``warm_up``: run a step before it: regions that save everything are recorded in their first call, and only there.
+    ``accumulates``: gradients of an earlier step are there, and count as static.
     """
     with ExitStack() as stack:
         stack.enter_context(ledger)
-        for tensor in [*model.parameters(), *model.buffers(), *tree_leaves(inputs)]:
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if accumulates:
+            for parameter in trained:
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = [parameter.grad for parameter in trained]
+        for tensor in [*model.parameters(), *gradients, *model.buffers(), *tree_leaves(inputs)]:
             if isinstance(tensor, Tensor):
                 ledger.note(tensor)
         static = ledger.live
@@ -163,8 +170,9 @@ def run_step(
             torch.autograd.backward(loss)
             marks.cut(BETWEEN, 0)
             del loss
-            for parameter in model.parameters():
-                parameter.grad = None
+            if not accumulates:
+                model.zero_grad(set_to_none=True)
+        model.zero_grad(set_to_none=True)
     if ledger.scratch is not None:
         scratch = ledger.scratch
         marks.windows = [

@@ -1,0 +1,65 @@
+"""Sharded models on one machine: a process group that sends nothing, and FSDP2 over it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from sac.blocks.find import find_blocks
+from sac.errors import PlanError, Problem
+
+
+@contextmanager
+def fake_ranks(count: int) -> Iterator[None]:
+    """Be rank 0 of ``count`` whose collectives send nothing; raises ``PlanError`` if a process group is there.
+
+    Memory and op streams are those of a real rank; data is not.
+    """
+    if isinstance(count, bool) or not isinstance(count, int) or count < 2:
+        raise PlanError(Problem("ranks", f"{count!r} ranks to shard over", "2, 3, 4, …"))
+    if not dist.is_available():
+        raise PlanError(Problem("ranks", "this build of torch has no torch.distributed"))
+    if dist.is_initialized():
+        found = "a process group is there already, and a plan for other ranks needs one that sends nothing"
+        raise PlanError(Problem("ranks", found, fix="plan in a process of its own"))
+    try:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+    except ImportError:
+        found = "this build of torch has no process group that sends nothing"
+        raise PlanError(Problem("ranks", found, "torch 2.11 to 2.13")) from None
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def fsdp_over(count: int) -> Callable[[nn.Module], None]:
+    """Return what shards a model by FSDP2 over ``count`` ranks: each block a unit, the rest another.
+
+    For ``parallelize`` of ``prepare``, within ``fake_ranks(count)``.
+    """
+
+    def parallelize(model: nn.Module) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        device: Any = next(model.parameters()).device.type
+        mesh = init_device_mesh(device, (count,))
+        for block in find_blocks(model):
+            fully_shard(block.module, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+
+    return parallelize
+
+
+def shard_again(model: nn.Module) -> None:
+    """Let FSDP2 let go of whole parameters, after a forward that no backward followed."""
+    for module in model.modules():
+        unit: Any = module
+        if hasattr(unit, "set_reshard_after_forward"):  # an FSDPModule; to import that takes a second
+            unit.reshard()

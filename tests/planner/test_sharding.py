@@ -1,0 +1,156 @@
+"""Plans for one rank of many, for gradients that accumulate, and for a stage that holds several micro-batches."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import sac
+from sac.errors import PlanError
+from sac.planner.budget import optimizer_bytes
+from sac.planner.fakes import fake_copy, fake_mode
+from sac.planner.planner import prepare
+from sac.planner.plans import make_plan
+from sac.planner.sharding import fake_ranks, fsdp_over
+from tests.full.ranks import run_ranks
+
+WIDTH, LAYERS = 32, 4
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
+
+    def forward(self, x):
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def inputs(rows=16):
+    return (torch.randn(rows, WIDTH),)
+
+
+def static_of(model):
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def test_parameters_gradients_and_states_are_those_of_one_rank():
+    with fake_ranks(8):
+        planner = prepare(Model(), inputs(), parallelize=fsdp_over(8), optimizer="adamw")
+    whole = static_of(Model())
+    given = inputs()[0].numel() * 4
+    assert planner.step.static == whole // 8 + given
+    assert planner.step.extra == 2 * whole // 8
+
+
+def test_a_sharded_step_is_below_a_whole_one_and_its_plan_fits():
+    whole = make_plan(prepare(Model(), inputs()), "40%")
+    with fake_ranks(8):
+        planner = prepare(Model(), inputs(), parallelize=fsdp_over(8))
+        sharded = make_plan(planner, "40%")
+    assert sharded.most < whole.most
+    assert sharded.point.is_checked
+    assert sharded.point.peak <= sharded.budget
+    assert not dist.is_initialized()
+
+
+def _measured_on_a_rank(value):
+    """What a real rank of two allocates, by the profiler, over a step: its peak on top of what was there before."""
+    from torch.distributed.fsdp import fully_shard
+
+    from sac.memory_timeline import measure_memory
+
+    torch.manual_seed(0)
+    model = Model()
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    if value is not None:
+        sac.apply(model, value)
+    x = torch.randn(64, WIDTH)
+    model(x).backward()
+    model.zero_grad(set_to_none=True)
+    return measure_memory(lambda: model(x).backward()).peak_bytes
+
+
+@pytest.mark.parametrize("value", [None, "full"], ids=["none", "full"])
+def test_the_peak_of_a_real_rank_is_what_was_predicted(value):
+    measured = run_ranks(2, _measured_on_a_rank, value)[0]
+    with fake_ranks(2):
+        planner = prepare(Model(), inputs(64), parallelize=fsdp_over(2))
+        choice = planner.without_checkpointing if value is None else planner.everywhere(lambda kind: 0)
+        predicted = planner.run(choice).peak - planner.step.static
+    assert predicted == measured
+
+
+def test_accumulated_gradients_are_there_from_the_start():
+    once, more = prepare(Model(), inputs()), prepare(Model(), inputs(), accumulates=True)
+    assert more.step.static - once.step.static == static_of(Model())
+    record = more.run(more.without_checkpointing)
+    assert max(window.peak for window in record.windows if window.part == "forward") > static_of(Model()) * 2
+
+
+def test_a_stage_holds_each_micro_batch_in_flight():
+    one, three = (prepare(Model(), inputs(), in_flight=count) for count in (1, 3))
+    choice = one.without_checkpointing
+    record = one.run(choice)
+    three.run(choice)
+    assert three.point("", choice).peak - one.point("", choice).peak == 2 * (record.kept - record.static)
+    for share in ("0%", "30%", "70%"):
+        made = make_plan(three, share)
+        assert made.least <= made.point.peak <= made.budget <= made.most
+
+
+def test_more_in_flight_never_save_more():
+    budget = prepare(Model(), inputs(256)).point("", (0,) * LAYERS).peak
+    many = prepare(Model(), inputs(256), in_flight=4)
+    with pytest.raises(PlanError, match="is below the least peak"):
+        make_plan(many, budget)
+
+
+def test_state_of_optimizers_is_counted_per_rank():
+    with fake_ranks(4):
+        copied = fake_copy(Model(), fake_mode())
+        fsdp_over(4)(copied)
+        states = optimizer_bytes("adamw", copied.parameters())
+    assert states == 2 * static_of(Model()) // 4
+
+
+@pytest.mark.parametrize("count", [0, 1, True, "8"])
+def test_a_number_of_ranks_that_is_none(count):
+    with pytest.raises(PlanError) as error, fake_ranks(count):
+        pass
+    assert str(error.value) == f"ranks: {count!r} ranks to shard over\n    legal: 2, 3, 4, …"
+
+
+@pytest.mark.parametrize("count", [0, -1, True, 1.5])
+def test_a_number_of_micro_batches_that_is_none(count):
+    with pytest.raises(PlanError) as error:
+        sac.plan(Model(), inputs(), "50%", in_flight=count)
+    assert str(error.value) == f"in_flight: {count!r} micro-batches\n    legal: 1, 2, 3, …"
+
+
+def test_a_process_group_that_is_there_is_left_alone():
+    with fake_ranks(2):
+        with pytest.raises(PlanError) as error, fake_ranks(4):
+            pass
+        assert dist.get_world_size() == 2
+    assert str(error.value) == (
+        "ranks: a process group is there already, and a plan for other ranks needs one that sends nothing\n"
+        "    fix: plan in a process of its own"
+    )
