@@ -221,7 +221,7 @@ def prepare(
     refuse_unfit(model)
     if isinstance(in_flight, bool) or not isinstance(in_flight, int) or in_flight < 1:
         raise PlanError(Problem("in_flight", f"{in_flight!r} micro-batches", "1, 2, 3, …"))
-    figures = _device(model, device)
+    figures = figures_of(model, device)
     told = progress or (lambda done, total, label: None)
     on_cpu = figures.name == "cpu"
     ledger = partial(Ledger, 1 if on_cpu else _CUDA_BLOCK, Scratch() if on_cpu else None, QuickFakes(), on_host=on_cpu)
@@ -308,7 +308,8 @@ def refuse_unfit(model: nn.Module) -> None:
     refuse_own_checkpointing(model)
 
 
-def _device(model: nn.Module, device: str | torch.device | None) -> Device:
+def figures_of(model: nn.Module, device: str | torch.device | None) -> Device:
+    """Return the figures of the device that is named, or of the one that the parameters are on."""
     if isinstance(device, str) and device.partition(":")[0] not in ("cpu", "cuda"):
         return device_named(device)
     if device is not None:

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sac.planner.child import planned
 from sac.planner.fakes import Inputs
-from sac.planner.planner import prepare
-from sac.planner.plans import make_plan
+from sac.planner.planner import Progress, prepare
+from sac.planner.plans import Plan, make_plan
 from sac.policy.model import Policy
 
 
@@ -34,18 +35,19 @@ def plan(
     and backward of one step, with parameters and gradients, and the state of ``optimizer`` (a name or an optimizer)
     if one is given; an int, a text such as ``"40GiB"``, or a share of the way from the least peak to that without
     checkpointing, ``"50%"``. The loss is ``loss_fn(output)``, else ``output.loss``, else a scalar output. ``device``
-    tells whose figures price the ops (``"h100"``, …; default: where the parameters are). ``engine``: which one will
-    run; with rerun all that is not kept runs again. The model and the random state are left as they are; no data is
-    looked at unless ``real=True``, which trains a copy of the model for some steps instead. ``parallelize`` is given
-    the copy and shards it in place (``fully_shard``, ``parallelize_module``), over a process group that sends nothing:
-    the budget is that of one rank then. ``accumulates``: gradients of earlier micro-batches are there from the start.
+    tells whose figures price the ops (``"h100"``, …; default: where the parameters are); of a model on the CPU those
+    ops are planned that this device would run, in a process of its own. ``engine``: which one will run; with rerun all
+    that is not kept runs again. The model and the random state are left as they are; no data is looked at unless
+    ``real=True``, which trains a copy of the model for some steps instead, where it is. ``parallelize`` is given the
+    copy and shards it in place (``fully_shard``, ``parallelize_module``), over a process group that sends nothing: the
+    budget is that of one rank then. ``accumulates``: gradients of earlier micro-batches are there from the start.
     ``in_flight``: micro-batches whose activations a pipeline stage holds at once.
 
     Raises ``PlanError``: a budget below the least peak, a loss or a device that is not known, a forward that needs
     data; ``ModelError`` for a model that sac is on, or that has no blocks.
     """
-    state = torch.get_rng_state()
-    try:
+
+    def make(progress: Progress) -> Plan:
         planner = prepare(
             model,
             inputs,
@@ -57,8 +59,12 @@ def plan(
             parallelize=parallelize,
             accumulates=accumulates,
             in_flight=in_flight,
+            progress=progress,
         )
-        made = make_plan(planner, budget)
+        return make_plan(planner, budget)
+
+    state = torch.get_rng_state()
+    try:
+        return planned(model, device, make, real=real).policy
     finally:
         torch.set_rng_state(state)
-    return made.policy
