@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import nn
 
 from sac.errors import ConfigError, Problem, listing, nearest
 from sac.extras import import_extra
 from sac.measuring.batches import batches_of
 from sac.measuring.built_model import DTYPES, BuiltModel, Scale
+from sac.planner.fakes import Build
 
 # Every name under which a config of transformers counts the layers of a stack.
 _LAYER_KEYS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_decoder_layers", "encoder_layers",
@@ -19,7 +24,14 @@ _SUB_CONFIGS = ("text_config", "vision_config", "audio_config", "encoder", "deco
 _TOP = "--model"
 
 
-def build_from_config(path: str, scale: Scale, *, text_path: str | None = None, seed: int = 0) -> BuiltModel:
+def build_with_data(make: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
+    """Return the model that ``make`` gives, in ``dtype``."""
+    return make().to(dtype)
+
+
+def build_from_config(
+    path: str, scale: Scale, *, text_path: str | None = None, seed: int = 0, build: Build = build_with_data
+) -> BuiltModel:
     """Build the model that a config.json describes: its ``architectures`` entry, or a causal language model."""
     raw = scale_config(_read_config(path), scale)
     transformers = import_extra("transformers", "hf")
@@ -30,9 +42,9 @@ def build_from_config(path: str, scale: Scale, *, text_path: str | None = None, 
         raise ConfigError(Problem(_TOP, found, "a model_type of transformers", nearest(str(model_type), known.keys())))
     architectures = raw.get("architectures") or []
     config = transformers.AutoConfig.for_model(model_type, **raw)
-    model = _model_class(transformers, architectures, config, path)(config)
+    made_by = _model_class(transformers, architectures, config, path)
+    model = build(partial(made_by, config), DTYPES[scale.dtype]).train()
     _turn_cache_off(config)
-    model.to(DTYPES[scale.dtype]).train()
     inputs_of_step = batches_of(model, scale, text_path=text_path, seed=seed)
     return BuiltModel(model, inputs_of_step, f"{type(model).__name__} ({Path(path).name})")
 

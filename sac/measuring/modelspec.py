@@ -13,21 +13,25 @@ from torch import nn
 
 from sac.errors import ConfigError, Problem, listing, nearest
 from sac.measuring.built_model import BuiltModel, Scale
-from sac.measuring.hf_models import build_from_config
+from sac.measuring.hf_models import build_from_config, build_with_data
+from sac.planner.fakes import Build
 
 FORMS = "hf:CONFIG.json (a Hugging Face config file), package.module:function (returns a model and its inputs)"
 
 
-def load_model(spec: str, scale: Scale, *, text_path: str | None = None, seed: int = 0) -> BuiltModel:
+def load_model(
+    spec: str, scale: Scale, *, text_path: str | None = None, seed: int = 0, build: Build | None = None
+) -> BuiltModel:
     """Build the model that ``spec`` names, with random weights from ``seed``.
 
-    ``text_path`` is a file whose bytes are the tokens of a language model; without it tokens are random. Raises
+    ``text_path`` is a file whose bytes are the tokens of a language model; without it tokens are random. ``build``
+    makes the model of a config file, given what calls its class and a dtype: it may leave out the data. Raises
     ``ConfigError`` when the spec, the file or the function it names cannot be used.
     """
     torch.manual_seed(seed)
     form, _, rest = spec.partition(":")
     if form == "hf" and rest:
-        return build_from_config(rest, scale, text_path=text_path, seed=seed)
+        return build_from_config(rest, scale, text_path=text_path, seed=seed, build=build or build_with_data)
     if form and rest and "/" not in spec:
         return _build_by_function(spec, form, rest, scale)
     hint = f"hf:{spec}" if spec.endswith(".json") else ""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -29,12 +30,42 @@ from sac.errors import PlanError, Problem
 
 Inputs = tuple[Any, ...] | dict[str, Any]
 
+Build = Callable[[Callable[[], nn.Module], torch.dtype], nn.Module]
+
 _NEEDS_DATA = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
 
 def fake_mode() -> FakeTensorMode:
     """Return what the fake tensors of one step share."""
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def fake_build(mode: FakeTensorMode) -> Build:
+    """Return what builds a model of a dtype without data: it calls the model's class under ``mode``."""
+
+    def build(make: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
+        with mode:
+            model = make()
+            _cast(model, dtype)
+        return model
+
+    return build
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """Do as ``model.to(dtype)``, which cannot exchange fake parameters (torch 2.11 to 2.13)."""
+    done: dict[int, tuple[Tensor, Tensor]] = {}  # by id, with the tensor itself: parameters may be shared
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None or not tensor.is_floating_point() or tensor.dtype is dtype:
+                    continue
+                if id(tensor) not in done:
+                    new: Tensor = tensor.detach().to(dtype)
+                    if isinstance(tensor, nn.Parameter):
+                        new = nn.Parameter(new, tensor.requires_grad)
+                    done[id(tensor)] = tensor, new
+                tensors[name] = done[id(tensor)][1]
 
 
 def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:

@@ -98,10 +98,10 @@ def _too_small(planner: Planner, budget: int, least: Point) -> PlanError:
     moment = planner.step.moments[row]
     static = planner.step.static + planner.step.extra
     where = _where(moment, len(planner.kinds))
-    found = f"{_size(budget)} is below the least peak of this model and these inputs, {_size(least.peak)}"
+    found = f"{size_text(budget)} is below the least peak of this model and these inputs, {size_text(least.peak)}"
     why = (
-        f"{_size(static)} are parameters, buffers, inputs and optimizer state; the peak is {where}"
-        f", where checkpointing holds {_size(least.kept)}"
+        f"{size_text(static)} are parameters, buffers, inputs and optimizer state; the peak is {where}"
+        f", where checkpointing holds {size_text(least.kept)}"
     )
     return PlanError(Problem("budget", f"{found}: {why}", f"{least.peak} bytes or more", fix=_FIXES))
 
@@ -117,7 +117,8 @@ def _where(moment: Moment, regions: int) -> str:
     return f"between blocks, at place {moment.position}"
 
 
-def _size(count: int) -> str:
+def size_text(count: int) -> str:
+    """Return a byte count in binary units: ``1.5 MiB``, ``1.50 GiB``."""
     size = float(count)
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:
