@@ -37,12 +37,8 @@ def policy_for(
     name: str,
     *,
     made_for: str = "",
-    skip_none: bool = False,
 ) -> Policy:
-    """Return the policy that gives the region at each position what is chosen for it.
-
-    ``skip_none``: say nothing of regions without checkpointing, which the caller leaves out.
-    """
+    """Return the policy that gives the region at each position what is chosen for it."""
     stacks = {profile.stack for profile in profiles}
     rules: list[Rule] = []
     for kind, profile in enumerate(profiles):
@@ -53,11 +49,8 @@ def policy_for(
             if of == kind:
                 used.setdefault(one, []).append(layer[path])
         for number, (one, layers) in enumerate(sorted(used.items(), key=lambda pair: min(pair[1]))):
-            choice = choices[kind][one]
-            if choice.keep is None and skip_none:
-                continue
             word = letters(kind) if len(profiles) > 1 else ""
-            rules += rules_for(profile, choice, layers, f"{word}{number + 1}", place)
+            rules += rules_for(profile, choices[kind][one], layers, f"{word}{number + 1}", place)
     regions = tuple(
         PlannedRegion((stack_pattern(profile),), layers_of(profile.layers), profile.signature) for profile in profiles
     )

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from sac.blocks.attach import apply, refuse_own_checkpointing
 from sac.blocks.cache import turn_off_cache
 from sac.blocks.find import Block, drop_frozen, find_blocks
-from sac.blocks.wrap import ours_on, remove
+from sac.blocks.paths import parts_of
+from sac.blocks.wrap import ours_on, remove, take_off
 from sac.errors import ModelError, PlanError, Problem, SacWarning
 from sac.planner.budget import optimizer_bytes
 from sac.planner.calibration import Calibration
@@ -93,23 +94,19 @@ class Planner:
         """Run a step with this choice per position, and learn from it."""
         if choice in self.records:
             return self.records[choice]
-        policy = policy_for(self.profiles, self.choices, self.kinds, self.step.paths, choice, "planned", skip_none=True)
-        regions = [
+        policy = policy_for(self.profiles, self.choices, self.kinds, self.step.paths, choice, "planned")
+        plain = {
             path
-            for place, path in enumerate(self.step.paths)
-            if self.choices[self.kinds[place]][choice[place]].keep is not None
-        ]
+            for path, kind, one in zip(self.step.paths, self.kinds, choice, strict=True)
+            if self.choices[kind][one].keep is None
+        }
         with _quiet():
-            if regions:
-                value = {
-                    "mode": "selective",
-                    "policy": policy,
-                    "engine": self.engine,
-                    "verify": NEVER,
-                    "blocks": regions,
-                }
-                apply(self.model, value)
+            apply(self.model, {"mode": "selective", "policy": policy, "engine": self.engine, "verify": NEVER})
             try:
+                for block in self.blocks:
+                    if block.path in plain:  # its first call would be watched; all later ones run as without sac
+                        for _, module in parts_of(block.module):
+                            take_off(module)
                 places = [(block.path, block.module) for block in self.blocks]
                 record = run_step(
                     self.model, self.inputs, places, self.ledger(), self.loss_fn, accumulates=self.accumulates

@@ -1,0 +1,114 @@
+"""What a step is predicted to take, beside what the allocator saw a real one take."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import sac
+from sac.blocks.cache import turn_off_cache
+from sac.blocks.find import find_blocks
+from sac.memory_timeline import mark, measure_memory
+from sac.planner.fakes import call, fake_copy, fake_inputs, fake_mode
+from sac.planner.ledger import Ledger
+from sac.planner.scratch import Scratch
+from sac.planner.step import run_step, scalar_loss
+from tests.model_zoo import tiny
+
+Inputs = tuple[Any, ...] | dict[str, Any]
+
+# The name of a model here, and of the family in the zoo that it is of; with dropout where it says so.
+MODELS: dict[str, tuple[str, float]] = {
+    "Llama": ("llama", 0.0),
+    "Qwen3-MoE": ("qwen3_moe", 0.0),
+    "GPT-2, dropout": ("gpt2", 0.1),
+    "BERT": ("bert", 0.0),
+    "T5": ("t5", 0.0),
+    "ViT": ("vit", 0.0),
+}
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
+
+
+def _saving(ops: str) -> dict[str, Any]:
+    policy = {"schema": "sac/v1", "name": "saving", "rules": [{"id": "saved", "ops": ops, "do": "save"}]}
+    return {"mode": "selective", "policy": policy, "verify": "never"}
+
+
+EVERYTHING = "everything"
+CONFIGS: dict[str, Any] = {
+    "none": None,
+    "full": "full",
+    "selective": {"mode": "selective", "verify": "never"},
+    "general": {"mode": "selective", "policy": "general", "verify": "never"},
+    "all matmuls": _saving("matmul"),
+    EVERYTHING: _saving("*"),
+}
+SHARES = ("30%", "70%")  # of the range, that policies are planned for
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """What a step takes beside parameters and inputs: kept when its forward is over, and at its highest."""
+
+    kept: int
+    peak: int
+
+
+def model_named(name: str, layers: int = 2) -> tuple[nn.Module, dict[str, Any]]:
+    """Return a tiny model of ``MODELS`` with so many layers (in each stack), and its inputs."""
+    family, dropout = MODELS[name]
+    config = tiny(family)[0].config
+    model, inputs = tiny(family, dropout=dropout, **{field: layers for field in _LAYERS if hasattr(config, field)})
+    return turn_off(model), inputs
+
+
+def turn_off(model: nn.Module) -> nn.Module:
+    """Return the model without its cache of keys and values, which sac turns off in any case."""
+    turn_off_cache(model)
+    return model
+
+
+def predicted(
+    model: nn.Module,
+    inputs: Inputs,
+    config: Any,
+    loss_fn: Callable[[Any], Tensor] | None = None,
+    *,
+    warm_up: bool = False,
+) -> Bytes:
+    """Return what a step on fake tensors takes, with ``config`` put on a copy of the model.
+
+    ``warm_up``: the second step is meant, where the first call of a region is unlike all later ones.
+    """
+    mode = fake_mode()
+    copied = fake_copy(model, mode)
+    if config is not None:
+        sac.apply(copied, config)
+    blocks = [(block.path, block.module) for block in find_blocks(copied)]
+    record = run_step(copied, fake_inputs(inputs, mode), blocks, Ledger(scratch=Scratch()), loss_fn, warm_up=warm_up)
+    return Bytes(record.kept - record.static, record.peak - record.static)
+
+
+def measured(model: nn.Module, inputs: Inputs, config: Any, loss_fn: Callable[[Any], Tensor] | None = None) -> Bytes:
+    """Return what the allocator saw in the second step of a copy of the model with ``config`` on it."""
+    copied = copy.deepcopy(model)
+    if config is not None:
+        sac.apply(copied, config)
+
+    def step() -> None:
+        torch.manual_seed(0)
+        output = call(copied, inputs)
+        loss = scalar_loss(output, loss_fn)
+        del output
+        mark("forward is over")
+        loss.backward()
+
+    step()
+    copied.zero_grad(set_to_none=True)
+    timeline = measure_memory(step)
+    return Bytes(timeline.at("forward is over"), timeline.peak_bytes)
