@@ -10,6 +10,8 @@ import torch
 
 PackHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
+_FRAMES = ("sac.region.frame", "sac.selective.replay", "torch.utils.checkpoint")
+
 
 @dataclass(frozen=True, slots=True)
 class Parked:
@@ -21,6 +23,11 @@ class Parked:
     def fetch(self) -> torch.Tensor:
         """Return the tensor again."""
         return self.unpack(self.packed)
+
+    @property
+    def is_recomputed(self) -> bool:
+        """Whether an outer region has it, ours or torch's, and runs again to give it back."""
+        return getattr(self.unpack, "__module__", "") in _FRAMES
 
 
 def park(tensor: torch.Tensor, hooks: PackHooks | None) -> torch.Tensor | Parked:

@@ -205,6 +205,10 @@ class RecomputeMode(RegionMode):
         self.record.lenient = self.record.lenient or not self.record.forward_over
         self.live: list[tuple[Plan, Any]] = []  # calls that ran although a saved value of the same op waits
         self.waiting = {(value.signature, value.twin): value for value in self.record.saved}
+        # Now, above autograd and outside of this mode: an outer region runs again for them, whole.
+        self._fetched: dict[int, torch.Tensor] = {}
+        for value in self.record.saved:
+            map_tensors(value.outputs, self._fetch)
         self.twins: defaultdict[int, int] = defaultdict(int)
         self.calls: defaultdict[Plan, int] = defaultdict(int)
         served = (g for value in self.record.saved for g, _ in value.rng_after)  # serving moves these
@@ -261,9 +265,17 @@ class RecomputeMode(RegionMode):
     def _serve(self, value: SavedValue) -> Any:
         for generator, state in value.rng_after:
             generator.set_state(state)
-        out = map_tensors(value.outputs, _copied if value.written else _fresh)
+        outputs = map_tensors(value.outputs, self._at_hand) if self._fetched else value.outputs
+        out = map_tensors(outputs, _copied if value.written else _fresh)
         self.labels.name_output(out, value.signature, value.foreign)
         return out
+
+    def _fetch(self, kept: torch.Tensor | Parked) -> None:
+        if isinstance(kept, Parked) and kept.is_recomputed:
+            self._fetched[id(kept)] = kept.fetch()
+
+    def _at_hand(self, kept: torch.Tensor | Parked) -> torch.Tensor | Parked:
+        return self._fetched.pop(id(kept), kept)
 
     def _find(self, plan: Plan, signature: int, args: Any, kwargs: Any) -> SavedValue | None:
         """Return the saved value of this call, if it has one, and take it off the waiting list."""
@@ -382,3 +394,4 @@ def _aliases(args: Any, kwargs: Any, out: Any) -> bool:
     """Whether an op gave back one of its arguments, or a view of it: such a result is never held."""
     inputs = {storage_address(part) for t in tensors_of([*args, *kwargs.values()]) for part in tensor_parts(t)}
     return any(storage_address(part) in inputs for t in tensors_of(out) for part in tensor_parts(t))
+

@@ -49,6 +49,8 @@ def run_plan(plan: ReplayPlan, tape: Tape, inputs: dict[int, Tensor], images: Im
     ``CannotReplay`` and ``ExternalChangeError``, before any op runs.
     """
     values: list[Any] = [None] * len(tape.roots)
+    for value in plan.kept:  # above autograd: to fetch one may be to run an outer region again
+        values[value] = fetch(tape.kept[value])
     generators = {id(g): g for step in plan.steps for g, _ in tape.states.get(step.number, ())}
     # Modes that are on see the ops, as in the handler of one; autograd and autocast do not.
     with torch.enable_grad(), _BELOW_AUTOGRAD(), _NO_AUTOCAST(), ExitStack() as stack:
@@ -79,8 +81,8 @@ def _load(plan: ReplayPlan, tape: Tape, inputs: dict[int, Tensor], images: Image
             raise ExternalChangeError(tensor, leaf.version)
         values[value] = tensor
     for value in plan.kept:
-        held = fetch(tape.kept[value])
-        values[value] = held.clone() if tape.roots[value] in plan.written else held
+        if tape.roots[value] in plan.written:
+            values[value] = values[value].clone()
 
 
 def _place(geometry: tuple[Any, ...]) -> tuple[Any, ...]:

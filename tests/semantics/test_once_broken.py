@@ -149,11 +149,12 @@ def test_input_that_is_no_leaf_may_be_written_to(value: Any) -> None:
 
 @ON_EACH
 @pytest.mark.parametrize("outer", ["sac", "torch"])
-def test_applied_blocks_inside_another_checkpoint(outer: str, value: Any) -> None:
+@pytest.mark.parametrize("count", [1, 2])
+def test_applied_blocks_inside_another_checkpoint(count: int, outer: str, value: Any) -> None:
     """From the first step on, in which the blocks' calls are recorded, and those of the outer recomputation are not."""
 
     def gradients(put: bool) -> list[Tensor]:
-        model = built(lambda: Stack(Dropped(), Dropped()))
+        model = built(lambda: Stack(*(Dropped() for _ in range(count))))
         if put:
             sac.apply(model, value)
         torch.manual_seed(0)
