@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import pickle
 import traceback
@@ -92,6 +93,7 @@ def lowered(work: Callable[[Progress], T], device: Device, progress: Progress | 
 
 def _run(pipe: Connection, work: Callable[[Progress], Any], device: str) -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # what is there lives as long as the process: the collector need not look at it again and again
     try:
         with lowered_to(device):
             message = "result", work(lambda *done: pipe.send(("progress", done)))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 
 from sac.errors import PolicyError, Problem
-from sac.ops.names import NameProblem, check_sets, resolve_ops
+from sac.ops.names import NameProblem, OpMatcher, check_sets, resolve_ops
 from sac.policy.model import Decision, Policy, Rule
 from sac.selective.table import BoundRule, Table
 
@@ -42,11 +43,13 @@ def bind_policy(policy: Policy) -> BoundPolicy:
     rules: list[BoundRule] = []
     missing: dict[str, tuple[str, ...]] = {}
     problems: list[Problem] = []
+    # A planned policy has many rules for few ops, and each time that names are resolved torch's registry is read.
+    resolve = cache(lambda ops, for_saving: resolve_ops(ops, policy.sets, for_saving=for_saving))
     for name, found in check_sets(policy.sets).items():
         place = str(policy.set_marks.get(name, policy.where("sets")))
         problems.extend(_told(place, problem) for problem in found)
     for index, rule in enumerate(policy.rules):
-        matcher = resolve_ops(rule.ops, policy.sets, for_saving=rule.do != Decision.RECOMPUTE.value)
+        matcher: OpMatcher = resolve(rule.ops, rule.do != Decision.RECOMPUTE.value)
         rules.append(BoundRule(rule, matcher, index))
         for problem in matcher.problems:
             marked = problem.index < len(rule.op_marks)
