@@ -22,21 +22,26 @@ from tests.model_zoo import tiny
 
 Inputs = tuple[Any, ...] | dict[str, Any]
 
-# The name of a model here, and of the family in the zoo that it is of; with dropout where it says so.
-MODELS: dict[str, tuple[str, float]] = {
-    "Llama": ("llama", 0.0),
-    "Qwen3-MoE": ("qwen3_moe", 0.0),
-    "GPT-2, dropout": ("gpt2", 0.1),
-    "BERT": ("bert", 0.0),
-    "T5": ("t5", 0.0),
-    "ViT": ("vit", 0.0),
+# The name of a model here, the family in the zoo that it is of, and what is changed of that one.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama": ("llama", {}),
+    "Qwen3-MoE": ("qwen3_moe", {}),
+    "GPT-2, dropout": ("gpt2", {"dropout": 0.1}),
+    "BERT": ("bert", {}),
+    "T5": ("t5", {}),
+    "ViT": ("vit", {"patch_size": 2}),  # else its few tokens are nothing beside its parameters
 }
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 
 
-def _saving(ops: str) -> dict[str, Any]:
-    policy = {"schema": "sac/v1", "name": "saving", "rules": [{"id": "saved", "ops": ops, "do": "save"}]}
-    return {"mode": "selective", "policy": policy, "verify": "never"}
+def put_on(policy: Any, engine: str = "auto") -> dict[str, Any]:
+    """Return the config that puts a policy on a model, without the check of its first calls, which takes memory."""
+    return {"mode": "selective", "policy": policy, "engine": engine, "verify": "never"}
+
+
+def saving(ops: str) -> dict[str, Any]:
+    """Return the policy that saves these ops."""
+    return {"schema": "sac/v1", "name": "saving", "rules": [{"id": "saved", "ops": ops, "do": "save"}]}
 
 
 EVERYTHING = "everything"
@@ -44,9 +49,9 @@ CONFIGS: dict[str, Any] = {
     "none": None,
     "full": "full",
     "selective": {"mode": "selective", "verify": "never"},
-    "general": {"mode": "selective", "policy": "general", "verify": "never"},
-    "all matmuls": _saving("matmul"),
-    EVERYTHING: _saving("*"),
+    "general": put_on("general"),
+    "all matmuls": put_on(saving("matmul")),
+    EVERYTHING: put_on(saving("*")),
 }
 SHARES = ("30%", "70%")  # of the range, that policies are planned for
 
@@ -60,17 +65,16 @@ class Bytes:
 
 
 def model_named(name: str, layers: int = 2) -> tuple[nn.Module, dict[str, Any]]:
-    """Return a tiny model of ``MODELS`` with so many layers (in each stack), and its inputs."""
-    family, dropout = MODELS[name]
+    """Return a tiny model of ``MODELS`` with so many layers (in each stack), and its inputs.
+
+    It has no cache of keys and values, which sac turns off in any case.
+    """
+    family, changes = MODELS[name]
     config = tiny(family)[0].config
-    model, inputs = tiny(family, dropout=dropout, **{field: layers for field in _LAYERS if hasattr(config, field)})
-    return turn_off(model), inputs
-
-
-def turn_off(model: nn.Module) -> nn.Module:
-    """Return the model without its cache of keys and values, which sac turns off in any case."""
+    depth = {field: layers for field in _LAYERS if hasattr(config, field)}
+    model, inputs = tiny(family, **depth, **changes)
     turn_off_cache(model)
-    return model
+    return model, inputs
 
 
 def predicted(
