@@ -99,7 +99,7 @@ def _learn(out: Any, args: Any, kwargs: Any) -> _Known | None:
     if any(value is not None for name, value in state.items() if name in _OF_DATA):
         return None
     storages = {one.untyped_storage()._cdata for one in given}
-    if len(fakes) == len(parts) == 1 and fakes[0].untyped_storage()._cdata in storages:
+    if isinstance(out, Tensor) and fakes[0].untyped_storage()._cdata in storages:
         return _Known(None, None, fakes[0].fake_device, state)
     results: list[Any] = []
     own: set[int] = set()
