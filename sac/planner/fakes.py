@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_map_only
 
-from sac.errors import PlanError, Problem
+from sac.errors import PlanError, Problem, SacError
 
 # Note [Fake tensors]
 #
@@ -65,7 +65,7 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
                     if isinstance(tensor, nn.Parameter):
                         new = nn.Parameter(new, tensor.requires_grad)
                     done[id(tensor)] = tensor, new
-                tensors[name] = done[id(tensor)][1]
+                tensors[name] = done[id(tensor)][1]  # type: ignore[assignment]
 
 
 def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
@@ -74,7 +74,7 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     Gradients are not copied. Raises ``PlanError`` where a model cannot be copied.
     """
     if any(is_fake(parameter) for parameter in model.parameters()):
-        return copy.deepcopy(model)
+        return _copy_without_data(model)
     gradients = [(parameter, parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
     try:
         for parameter, _ in gradients:
@@ -90,7 +90,21 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     return copied
 
 
-def fake_inputs(inputs: Inputs, mode: FakeTensorMode) -> Inputs:
+def _copy_without_data(model: nn.Module) -> nn.Module:
+    """Return a deep copy of a model whose tensors have no data, with fake tensors of the same mode.
+
+    Left to itself, ``deepcopy`` copies the mode of each tensor too, and with it memory that torch does not expect to be
+    copied: the process crashes, often not before it ends (torch 2.13).
+    """
+    copied: dict[int, Any] = {}
+    for tensor in [*model.parameters(), *model.buffers()]:
+        new = tensor.detach().clone()
+        is_parameter = isinstance(tensor, nn.Parameter)
+        copied[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if is_parameter else new
+    return copy.deepcopy(model, copied)
+
+
+def fake_inputs(inputs: Inputs | Mapping[str, Any], mode: FakeTensorMode) -> Inputs:
     """Return ``inputs`` with fake tensors in place of floating-point ones."""
 
     def faked(tensor: Tensor) -> Tensor:
@@ -102,11 +116,17 @@ def fake_inputs(inputs: Inputs, mode: FakeTensorMode) -> Inputs:
 
 
 def call(model: nn.Module, inputs: Inputs) -> Any:
-    """Call the model; raises ``PlanError`` if it asks for data that fake tensors do not have."""
+    """Call the model; raises ``PlanError`` if it does not run, or asks for data that fake tensors do not have."""
     try:
         return model(**inputs) if isinstance(inputs, Mapping) else model(*inputs)
     except _NEEDS_DATA as error:
         raise needs_data(model, error) from error
+    except SacError:
+        raise
+    except (RuntimeError, TypeError, ValueError, LookupError) as error:
+        found = f"its forward does not run with these inputs: {type(error).__name__}: {error}"
+        fix = "see that it runs without sac; if it does, but not without data: sac.plan(…, real=True), or --real"
+        raise PlanError(Problem(type(model).__name__, found, fix=fix)) from error
 
 
 def needs_data(model: nn.Module, error: Exception) -> PlanError:

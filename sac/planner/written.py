@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from types import MappingProxyType
+from typing import Any
 
 import torch
 import yaml
@@ -39,7 +40,7 @@ def written(made: Plan, about: Mapping[str, str] = _NOTHING) -> str:
 
 def _rule_lines(text: str) -> list[int]:
     """Return the number of the line on which each rule begins."""
-    root = yaml.compose(text, Loader=yaml.SafeLoader)
+    root: Any = yaml.compose(text, Loader=yaml.SafeLoader)
     rules = next(value for key, value in root.value if key.value == "rules")
     return [rule.start_mark.line for rule in rules.value]
 
@@ -51,7 +52,7 @@ def _comment(text: str) -> list[str]:
 
 def _header(made: Plan, about: Mapping[str, str]) -> Iterator[str]:
     point, forward = made.point, forward_seconds(made)
-    how = "checked by a step on tensors without data" if point.is_checked else "predicted"
+    how = "checked by a step" if point.is_checked else "predicted"
     share = f", {point.seconds / forward:.1%} of the blocks' forward" if forward else ""
     yield f"Planned by sac {version('sac')} with torch {torch.__version__}."
     for name, value in about.items():
@@ -62,7 +63,7 @@ def _header(made: Plan, about: Mapping[str, str]) -> Iterator[str]:
     yield f"peak: {point.peak} bytes ({size_text(point.peak)}), {how}"
     static = f"of it parameters, buffers and inputs: {size_text(made.static)}"
     yield f"{static}, state of the optimizer: {size_text(made.extra)}"
-    yield f"recomputed: {point.flops / 1e9:.4g} GFLOP in {_time(point.seconds)} per step (predicted{share})"
+    yield f"recomputed: {point.flops / 1e9:.4g} GFLOP in {seconds_text(point.seconds)} per step (predicted{share})"
     for note in made.notes:
         yield f"note: {note}"
     for kind, profile in enumerate(made.profiles):
@@ -89,10 +90,10 @@ def _place(profile: RegionProfile, layers: list[int]) -> str:
 def _what(choice: Choice) -> str:
     if choice.keep is None:
         return "no checkpointing"
-    again = f"{_time(choice.seconds)} run again per layer"
+    again = f"{seconds_text(choice.seconds)} run again per layer"
     if not choice.keep.saved:
-        return f"nothing is saved, {again}"
-    return f"{len(choice.keep.saved)} results are saved, {size_text(choice.bytes)} and {again}"
+        return f"saves nothing; {again}"
+    return f"saves what {len(choice.keep.saved)} calls give, {size_text(choice.bytes)}; {again}"
 
 
 def _of_rule(made: Plan, rule: Rule) -> str:
@@ -105,9 +106,8 @@ def _of_rule(made: Plan, rule: Rule) -> str:
     held = {profile.roots[value]: profile.bytes[value] for value in recomputed(profile, choice.keep.saved, run_by).held
             if profile.maker[value] in mine}  # fmt: skip
     less = priced(profile, made.times[kind], choice.keep.saved - mine, run_by)
-    return (
-        f"{size_text(sum(held.values()))} per layer; without it {_time(less.seconds - choice.seconds)} more run again"
-    )
+    spared = seconds_text(less.seconds - choice.seconds)
+    return f"{size_text(sum(held.values()))} per layer; without it {spared} more run again"
 
 
 def _meant(made: Plan, rule: Rule) -> tuple[int, int]:
@@ -126,5 +126,6 @@ def _names(rule: Rule, profile: RegionProfile, number: int) -> bool:
     return entry.op in rule.ops and at_module and (rule.call is None or rule.call.matches(entry.call))
 
 
-def _time(seconds: float) -> str:
+def seconds_text(seconds: float) -> str:
+    """Return a short time with three digits: ``0.0148 ms``, ``12.5 ms``, ``1.25 s``."""
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

@@ -1,0 +1,264 @@
+"""`sac plan`: from a model and a memory budget to a policy file, beside the usual ways and the trade-off curve."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sac.blocks.find import find_blocks
+from sac.commands.render import print_rows
+from sac.commands.units import bytes_text, flops_text
+from sac.errors import PlanError, Problem
+from sac.measuring.built_model import BuiltModel, Inputs
+from sac.measuring.mode_run import inputs_on
+from sac.planner.baselines import forward_seconds, with_alternatives
+from sac.planner.budget import LEGAL_BUDGET
+from sac.planner.calibrate import calibrate
+from sac.planner.calibration import Calibration, load_calibration
+from sac.planner.child import needs_lowering, planned
+from sac.planner.devices import Device, device_at_hand, device_named
+from sac.planner.fakes import Build, call, fake_build, fake_inputs, fake_mode
+from sac.planner.op_classes import unpriced_ops
+from sac.planner.planner import Point, Progress, prepare
+from sac.planner.plans import Plan, make_plan
+from sac.planner.written import seconds_text, written
+
+COLUMNS = ("", "peak", "kept", "recomputed", "time", "of forward", "fits", "")
+_NUMBERS = ("peak", "kept", "recomputed", "time", "of forward")
+MARGIN = "10%"  # of a device's memory: the context, the allocator's rests, libraries
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What is asked of the planner, as it was written; ``budget`` None means the device's memory less ``margin``."""
+
+    device: str = "cpu"
+    budget: str | None = None
+    margin: str | None = None
+    optimizer: str | None = None
+    engine: str = "auto"
+    same_layers: bool = False
+    real: bool = False
+    calibration: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A plan, and what it was made of."""
+
+    plan: Plan
+    model: str
+    inputs: str
+    made_by: str
+
+    def policy_text(self) -> str:
+        """Return the policy file."""
+        return written(self.plan, {"model": self.model, "inputs": self.inputs, "made by": self.made_by})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all that is known of the plan, as JSON holds it."""
+        made = self.plan
+        forward = forward_seconds(made)
+        return {
+            "model": self.model,
+            "inputs": self.inputs,
+            "made_by": self.made_by,
+            "device": made.device.name,
+            "engine": made.engine,
+            "torch": torch.__version__,
+            "budget_bytes": made.budget,
+            "least_peak_bytes": made.least,
+            "most_peak_bytes": made.most,
+            "static_bytes": made.static,
+            "optimizer_bytes": made.extra,
+            "forward_s": forward,
+            "plan": _point_dict(made.point, made),
+            "baselines": [_point_dict(point, made) for point in made.baselines],
+            "curve": [_point_dict(point, made) for point in made.curve],
+            "notes": [*made.notes],
+            "policy": self.policy_text(),
+        }
+
+
+def plan_model(
+    load: Callable[[Build | None], BuiltModel], wish: Wish, made_by: str, progress: Progress | None = None
+) -> Planned:
+    """Return the plan for the model that ``load`` gives: with data if it is given None, else as `fake_build` does.
+
+    Raises ``PlanError`` for a wish that cannot be met, and what ``prepare`` and ``make_plan`` raise.
+    """
+    device = _figures(wish.device)
+    budget = _budget(wish, device)
+    calibration = None if wish.calibration is None else load_calibration(wish.calibration)
+    mode = fake_mode()
+    built = load(None if wish.real else fake_build(mode))
+    model, inputs = built.model, built.inputs_of_step(0)
+    shapes = inputs_text(inputs)
+    if not wish.real:
+        inputs = fake_inputs(inputs, mode)
+    elif wish.device.startswith("cuda"):
+        model, inputs = model.to(wish.device), inputs_on(wish.device, inputs)
+
+    def make(progress: Progress) -> Plan:
+        return _made(model, inputs, wish, budget, built.name, calibration, progress)
+
+    made = planned(model, wish.device, make, progress, real=wish.real)
+    if wish.real and needs_lowering(model, device):
+        note = (
+            f"with data the ops are those that the CPU runs; those that {device.name} runs are planned without --real"
+        )
+        made = replace(made, notes=(*made.notes, note))
+    return Planned(made, built.name, shapes, made_by)
+
+
+def _made(
+    model: nn.Module,
+    inputs: Inputs,
+    wish: Wish,
+    budget: str | int,
+    title: str,
+    calibration: Calibration | None,
+    progress: Progress,
+) -> Plan:
+    planner = prepare(
+        model,
+        inputs,  # type: ignore[arg-type]
+        device=wish.device,
+        engine=wish.engine,
+        optimizer=wish.optimizer,
+        real=wish.real,
+        calibration=calibration,
+        progress=progress,
+    )
+    made = make_plan(planner, budget, title=title, same_layers=wish.same_layers)
+    made = with_alternatives(planner, made, same_layers=wish.same_layers)
+    unpriced = dict.fromkeys(op for profile in planner.profiles for op in unpriced_ops(profile))
+    if not unpriced:
+        return made
+    note = f"no formula of FLOPs is known for {', '.join(unpriced)}: priced by the bytes they move, which is too low"
+    return replace(made, notes=(*made.notes, note))
+
+
+def calibrate_model(built: BuiltModel, device: str) -> Calibration:
+    """Time the first block of the model on a device of this machine, in one forward of the whole model."""
+    _figures(device)
+    model = built.model.to(device)
+    block = find_blocks(model)[0]
+    seen: list[tuple[Any, Any]] = []
+    hook = block.module.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append((args, kwargs)), with_kwargs=True
+    )
+    try:
+        with torch.no_grad():
+            call(model, inputs_on(device, built.inputs_of_step(0)))  # type: ignore[arg-type]
+    finally:
+        hook.remove()
+    if not seen:
+        raise PlanError(Problem(block.path, "the model's forward does not call it", fix="calibrate on another model"))
+    args, kwargs = seen[0]
+    return calibrate(block.module, args, kwargs)
+
+
+def _figures(name: str) -> Device:
+    if name.partition(":")[0] != "cuda":
+        return device_named(name)
+    if not torch.cuda.is_available():
+        raise PlanError(Problem("--device", "torch sees no CUDA device here", fix="name the GPU: --device h100"))
+    return device_at_hand(torch.device(name))
+
+
+def _budget(wish: Wish, device: Device) -> str | int:
+    if wish.budget is not None:
+        if wish.margin is not None:
+            found = "a margin is left free of a device's memory, and --budget says how much may be used"
+            raise PlanError(Problem("--margin", found, fix="give one of them"))
+        return wish.budget
+    if device.name == "cpu":
+        found = "there is none, and how much memory a processor has is not known"
+        raise PlanError(Problem("--budget", found, LEGAL_BUDGET))
+    return int(device.memory_bytes * (1 - _share(wish.margin or MARGIN)))
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text.removesuffix("%")) / 100
+    except ValueError:
+        share = -1.0
+    if not (text.endswith("%") and 0 <= share < 1):
+        raise PlanError(Problem("--margin", f'"{text}" is no margin', 'a share of the device\'s memory: "0%" to "99%"'))
+    return share
+
+
+def save_policy(text: str, path: str) -> None:
+    """Write a policy file; raises ``PlanError`` where it cannot be written."""
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise PlanError(Problem(os.fspath(path), f"the file cannot be written: {error.strerror}")) from error
+
+
+def print_plan(found: Planned) -> None:
+    """Print the plan beside what people choose by hand, and the curve that it lies on."""
+    made = found.plan
+    print(f"{found.model}, {found.inputs}")
+    print(
+        f"for {made.device.name} ({made.device.title}), engine {made.engine}, torch {torch.__version__}\n"
+        f"budget {bytes_text(made.budget)}; least peak {bytes_text(made.least)}, without checkpointing "
+        f"{bytes_text(made.most)}; of it {bytes_text(made.static)} parameters, buffers and inputs"
+        + (f", {bytes_text(made.extra)} state of the optimizer" if made.extra else "")
+    )
+    points = (made.point, *made.baselines, *made.curve)
+    print_rows(COLUMNS, [_cells(point, made) for point in points], right=_NUMBERS)
+    print(
+        "peak: of one step, forward and backward, with parameters and gradients; kept: left by the blocks' forward for "
+        "backward;\nrecomputed, time: run again in one backward, and how long that is predicted to take, beside the "
+        "blocks' forward"
+    )
+    for note in made.notes:
+        print(f"note: {note}")
+
+
+def _cells(point: Point, made: Plan) -> tuple[str, ...]:
+    forward = forward_seconds(made)
+    return (
+        point.label,
+        bytes_text(point.peak),
+        bytes_text(point.kept),
+        flops_text(point.flops),
+        seconds_text(point.seconds),
+        f"{point.seconds / forward:.1%}" if forward else "–",
+        "yes" if point.peak <= made.budget else "no",
+        "checked" if point.is_checked else "predicted",
+    )
+
+
+def _point_dict(point: Point, made: Plan) -> dict[str, Any]:
+    forward = forward_seconds(made)
+    return {
+        "label": point.label,
+        "peak_bytes": point.peak,
+        "kept_bytes": point.kept,
+        "recomputed_flops": point.flops,
+        "recompute_s": point.seconds,
+        "of_forward": point.seconds / forward if forward else None,
+        "fits": point.peak <= made.budget,
+        "is_checked": point.is_checked,
+    }
+
+
+def inputs_text(inputs: Inputs) -> str:
+    """Return what a model is called with as a short text: names, dtypes and shapes."""
+    pairs = inputs.items() if isinstance(inputs, dict) else enumerate(inputs)
+    return ", ".join(f"{name if isinstance(name, str) else f'argument {name}'} {_kind(value)}" for name, value in pairs)
+
+
+def _kind(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"{str(value.dtype).removeprefix('torch.')}{[*value.shape]}"
