@@ -80,6 +80,15 @@ def mlp(width: int, **kinds: Any) -> nn.Module:
     return nn.Sequential(nn.Linear(width, 2 * width, **kinds), nn.GELU(), nn.Linear(2 * width, width, **kinds))
 
 
+def bytes_held(recorder: Recorder, besides: Any = ()) -> int:
+    """Live bytes when they fall no more: gloo's own threads let go of what was sent a little later."""
+    held = recorder.live_bytes(besides=besides)
+    for _ in range(20):
+        time.sleep(0.01)
+        held = min(held, recorder.live_bytes(besides=besides))
+    return held
+
+
 def bytes_left(recorder: Recorder, besides: Any = ()) -> int:
     """Live bytes, as soon as gloo's own threads have let go of the gathers that are over."""
     for _ in range(200):

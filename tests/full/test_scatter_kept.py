@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import sac
 from sac.region.stores.scatter import PlacedShare
 from tests.full.ranks import run_ranks
-from tests.full.scattering import bytes_left, mlp, scattered
+from tests.full.scattering import bytes_held, bytes_left, mlp, scattered
 from tests.semantics.blocks import LlamaLikeBlock, Stack, alternate, policy, save
 from tests.semantics.recording import Recorder, without_collector
 from tests.semantics.training import assert_same, built, train
@@ -44,6 +44,7 @@ def chain_of_regions(model: nn.Module, run: Any) -> tuple[Tensor, Tensor, list[S
 def kept_by_regions(more: dict[str, Any], warm: bool) -> tuple[int, list[bool], int]:
     """Bytes kept after the forward, which of the regions' inputs are gone then, and bytes left after backward."""
     run = scattered(preserve_rng_state=False, **more)  # generator states are no part of the inputs
+    torch.manual_seed(0)  # every rank has the same weights
     model = mlp(WIDTH)
     if warm:
         chain_of_regions(model, run)[1].sum().backward()
@@ -52,7 +53,7 @@ def kept_by_regions(more: dict[str, Any], warm: bool) -> tuple[int, list[bool], 
         recorder = Recorder()
         with recorder:
             x, out, passed = chain_of_regions(model, run)
-        kept = recorder.live_bytes(besides=(x, out))
+        kept = bytes_held(recorder, (x, out))
         gone = [one.expired() for one in passed]
         with recorder:
             out.sum().backward()
@@ -81,6 +82,7 @@ def test_a_share_is_kept_of_each_input(more, size, warm):
 
 def kept_in_slots() -> int:
     run = scattered(preserve_rng_state=False, store="scattered+contiguous", num_checkpoints=REGIONS)
+    torch.manual_seed(0)  # every rank has the same weights
     model = mlp(WIDTH)
     recorder = Recorder()
     with recorder:
@@ -94,6 +96,7 @@ def test_shares_in_one_buffer():
 
 def dropped_without_backward() -> tuple[int, bool]:
     run = scattered(preserve_rng_state=False, prefetch=2)
+    torch.manual_seed(0)  # every rank has the same weights
     model = mlp(WIDTH)
     chain_of_regions(model, run)[1].sum().backward()
     with without_collector():
@@ -111,11 +114,12 @@ def test_a_dropped_graph_leaves_nothing():
 def unused_shares() -> int:
     """Nothing needs a gradient in some calls: nothing is kept, nor gathered."""
     run = scattered(preserve_rng_state=False)
+    torch.manual_seed(0)  # every rank has the same weights
     model = mlp(WIDTH).requires_grad_(False)
     recorder = Recorder()
     with recorder:
         out = run(model, torch.ones(ROWS, WIDTH))
-    return recorder.live_bytes(besides=out)
+    return bytes_held(recorder, out)
 
 
 def test_where_nothing_needs_a_gradient_nothing_is_kept():
