@@ -12,6 +12,7 @@ from sac.planner.demands import NOTHING, Demand, Engine, demands_of, recomputed
 from sac.planner.profile import RegionProfile
 from sac.planner.settle import Settled, folded, joined, parts, settle
 
+MOST_BEST = 400  # choices of a part that go on
 TICKS = 2**50  # the seconds of all entries, in the integers that are compared
 
 # Note [The search for keep-sets]
@@ -19,7 +20,9 @@ TICKS = 2**50  # the seconds of all entries, in the integers that are compared
 # The open demands of a region fall apart: what backward reads itself is made or held whatever else is, so a chain of
 # ops ends there. Parts that share nothing are searched apart, and their choices added up, of which only those are kept
 # that no other beats in both bytes and seconds. A part is searched by deciding one of its entries both ways, which lets
-# it fall apart again; what was searched once is remembered. Nothing is rounded or cut off, so the set is exact.
+# it fall apart again; what was searched once is remembered. Nothing is rounded, so the set is exact; unless there are
+# more than `MOST_BEST` best choices of a part (regions with many small results, such as a router's). Then of those
+# whose seconds lie within one of so many equal steps only the one with the fewest bytes goes on.
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +142,14 @@ class _Search:
         order = self._np.lexsort((rank, counts, ticks, size))
         least = self._np.minimum.accumulate(ticks[order])
         order = order[self._np.append(True, least[1:] < least[:-1])]
+        if len(order) > MOST_BEST:
+            order = order[self._thinned(ticks[order])]
         return _Front(size[order], ticks[order], counts[order], tuple(running(int(at)) for at in order))
+
+    def _thinned(self, ticks: Any) -> Any:
+        """Return which of choices with descending ``ticks`` go on, the first and the last among them."""
+        steps = (ticks[0] - ticks) // -(-(ticks[0] - ticks[-1]) // (MOST_BEST - 1))
+        return self._np.append(True, steps[1:] != steps[:-1]) | (ticks == ticks[-1])
 
 
 def _columns(front: _Front) -> tuple[Any, Any, Any]:

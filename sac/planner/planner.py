@@ -47,6 +47,7 @@ from sac.region.settings import NEVER, RERUN
 # what was learnt from it is solved for again.
 
 _HALVINGS = 16
+_MOST_MEASURED = 300  # regions, in all steps that are run before anything is asked for
 Progress = Callable[[int, int, str], None]
 
 
@@ -118,8 +119,12 @@ class Planner:
         return record
 
     def measure(self) -> None:
-        """Run steps until each choice of each kind has stood in one; each step has as many as there are layers."""
+        """Run steps until each choice of each kind has stood in one; each step has as many as there are layers.
+
+        Where a kind has few of many layers that takes too many steps: the rest is estimated, and checked if it is used.
+        """
         rounds = max(2, *(-(-len(self.choices[kind]) // self.kinds.count(kind)) for kind in {*self.kinds}))
+        rounds = min(rounds, max(2, _MOST_MEASURED // len(self.kinds)))
         for one in range(rounds):
             self.progress(one, rounds + 1, "running steps")
             taken = [one * self.kinds.count(kind) for kind in range(len(self.choices))]

@@ -1,5 +1,6 @@
 """The keep-sets of a region are those that no other beats: the same as trying them all."""
 
+from dataclasses import replace
 from itertools import combinations
 from random import Random
 
@@ -8,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sac.planner.demands import recomputed
-from sac.planner.keep_sets import KeepSet, pareto, priced
+from sac.planner.keep_sets import MOST_BEST, KeepSet, pareto, priced
 from sac.planner.profile import Entry, Need, RegionProfile
 from tests.planner.random_profiles import profiles, random_profile
 
@@ -117,3 +118,20 @@ def test_a_long_chain_of_wide_steps_is_searched_whole():
     entries = [op(number, (number, max(0, number - 2)), (number + 1,)) for number in range(120)]
     whole = region(entries, [Need(120, 120)], size=4)
     assert costs(pareto(whole, [1.0] * 120)) == [(0, 120.0), (4, 0.0)]
+
+
+def test_of_too_many_choices_those_go_on_that_are_fewest_bytes_for_their_time():
+    """Each of the 2**12 choices of these is best: saving result k holds 2**k bytes and spares as many seconds."""
+    count = 12
+    entries = [op(number, (0,), (number + 1,)) for number in range(count)]
+    needs = [Need(number + 1, count) for number in range(count)]
+    sizes = (0, *(2**number for number in range(count)))
+    profile = replace(region(entries, needs, 1), bytes=sizes)
+    found = pareto(profile, [float(size) for size in sizes[1:]])
+    assert len(found) <= MOST_BEST + 1 < 2**count
+    assert costs(found)[0] == (0, 2**count - 1)
+    assert costs(found)[-1] == (2**count - 1, 0)
+    step = 2**count / (MOST_BEST - 1)
+    for room in range(2**count):
+        fastest = [one.seconds for one in found if one.bytes <= room][-1]
+        assert fastest - (2**count - 1 - room) <= 5 * step
