@@ -31,10 +31,10 @@ class Partition:
     seconds: float
 
 
-def partitions(sizes: Sizes, *, as_complex: bool) -> list[Partition]:
+def partitions(sizes: Sizes, budgets: Sequence[float], *, as_complex: bool) -> list[Partition]:
     """The partitioner's choices for a block as an H100 runs it; raises what torch raises where it does not run."""
     device = device_named("h100")
-    return lowered(lambda _: [_partition(sizes, budget, device, as_complex=as_complex) for budget in BUDGETS], device)
+    return lowered(lambda _: [_partition(sizes, budget, device, as_complex=as_complex) for budget in budgets], device)
 
 
 def _partition(sizes: Sizes, budget: float, device: Device, *, as_complex: bool) -> Partition:

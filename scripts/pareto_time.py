@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -65,6 +66,7 @@ class Clock:
         if self.began is not None:
             before, wall, user = self.began
             self.phases.append((before, now[0] - wall, now[1] - user))
+            print(f"{before:40} {now[0] - wall:7.2f} s {now[1] - user:7.2f} s of user CPU", file=sys.stderr, flush=True)
         self.began = label, *now
 
 
@@ -114,8 +116,6 @@ def timed(case: str, *, as_json: bool) -> int:
         return 0
     parameters = sum(parameter.numel() for parameter in model.parameters())
     print(f"{case}: {parameters / 1e9:.1f}B parameters, {SEQUENCE} tokens, bfloat16, for an H100")
-    for label, wall, user in found["phases"]:
-        print(f"{label:40} {wall:7.2f} s {user:7.2f} s of user CPU")
     total = [sum(phase[place] for phase in found["phases"]) for place in (1, 2)]
     print(f"{'in all':40} {total[0]:7.2f} s {total[1]:7.2f} s of user CPU")
     print(f"most memory: {found['peak_rss_bytes'] / GIB:.2f} GiB; choices of each kind of region: {found['choices']}")

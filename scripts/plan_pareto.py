@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench_terminal import environment, shown_progress
 from pareto_block import MIB, Met, Sizes, anchors, baselines, profiled
 from pareto_models import Pair, pairs_of
-from pareto_partitioner import Partition, partitions
+from pareto_partitioner import BUDGETS, Partition, partitions
 from pareto_time import CASES, timed
 
 from sac.commands.render import print_rows
@@ -92,8 +92,9 @@ def block_of(rope: str, sizes: Sizes) -> Block:
     input_bytes = 2 * sizes.sequence * sizes.hidden
     met = anchors(profile, times, input_bytes) if sizes == Sizes() else []
     block = Block(rope, front, baselines(profile, times), met)
+    budgets = BUDGETS if sizes == Sizes() else BUDGETS[1::3]
     try:
-        found = partitions(sizes, as_complex=rope == "complex")
+        found = partitions(sizes, budgets, as_complex=rope == "complex")
         block.partitions = [(one, within(front, one.bytes)) for one in found]
     except Exception as error:
         block.skipped = f"the partitioner does not run here: {type(error).__name__}: {error}".splitlines()[0]
@@ -200,14 +201,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.time:
         return timed(given.time, as_json=given.json)
     names, layers = (["Llama"], 4) if given.quick else (given.model, given.layers)
+    ropes = [*ROPES][:1] if given.quick else [*ROPES]
     pairs: list[Pair] = []
     with shown_progress(quiet=given.json) as progress:
         for place, name in enumerate(names):
-            progress(place, len(names) + len(ROPES), name)
+            progress(place, len(names) + len(ropes), name)
             pairs += pairs_of(name, layers)
         blocks = []
-        for place, rope in enumerate(ROPES):
-            progress(len(names) + place, len(names) + len(ROPES), "the 70B block")
+        for place, rope in enumerate(ropes):
+            progress(len(names) + place, len(names) + len(ropes), "the 70B block")
             blocks.append(block_of(rope, QUICK_SIZES if given.quick else Sizes()))
     report = Report(pairs, blocks)
     if given.json:
