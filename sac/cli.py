@@ -192,6 +192,11 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--same-layers", action="store_true", help="the same rules on all layers of a kind")
     parser.add_argument("--real", action="store_true", help="run on tensors with data (default: on shapes alone)")
+    parser.add_argument("--fsdp", type=int, metavar="N", help="for one of N ranks that shard the model by FSDP2")
+    parser.add_argument("--accumulate", action="store_true", help="gradients of earlier micro-batches are there")
+    parser.add_argument(
+        "--in-flight", type=int, default=1, metavar="N", help="micro-batches that a pipeline stage holds at once"
+    )
     parser.add_argument("--calibrate", action="store_true", help="time a block on --device, store it in --out, and end")
     parser.add_argument("--calibration", metavar="FILE", help="what --calibrate has stored")
     parser.add_argument("--out", metavar="FILE", help="write the policy here (default: to stdout, after the table)")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from sac.planner.fakes import Build, call, fake_build, fake_inputs, fake_mode
 from sac.planner.op_classes import unpriced_ops
 from sac.planner.planner import Point, Progress, prepare
 from sac.planner.plans import Plan, make_plan
+from sac.planner.sharding import fake_ranks, fsdp_over
 from sac.planner.written import seconds_text, written
 
 COLUMNS = ("", "peak", "kept", "recomputed", "time", "of forward", "fits", "")
@@ -46,6 +48,9 @@ class Wish:
     same_layers: bool = False
     real: bool = False
     calibration: str | None = None
+    fsdp: int | None = None
+    accumulate: bool = False
+    in_flight: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,18 +131,29 @@ def _made(
     calibration: Calibration | None,
     progress: Progress,
 ) -> Plan:
-    planner = prepare(
-        model,
-        inputs,  # type: ignore[arg-type]
-        device=wish.device,
-        engine=wish.engine,
-        optimizer=wish.optimizer,
-        real=wish.real,
-        calibration=calibration,
-        progress=progress,
-    )
-    made = make_plan(planner, budget, title=title, same_layers=wish.same_layers)
-    made = with_alternatives(planner, made, same_layers=wish.same_layers)
+    with ExitStack() as stack:
+        shard = None
+        if wish.fsdp is not None:
+            if wish.real:
+                found = "ranks that are not there can send no data"
+                raise PlanError(Problem("--fsdp", found, fix="leave --real out"))
+            stack.enter_context(fake_ranks(wish.fsdp))
+            shard = fsdp_over(wish.fsdp)
+        planner = prepare(
+            model,
+            inputs,  # type: ignore[arg-type]
+            device=wish.device,
+            engine=wish.engine,
+            optimizer=wish.optimizer,
+            real=wish.real,
+            calibration=calibration,
+            parallelize=shard,
+            accumulates=wish.accumulate,
+            in_flight=wish.in_flight,
+            progress=progress,
+        )
+        made = make_plan(planner, budget, title=title, same_layers=wish.same_layers)
+        made = with_alternatives(planner, made, same_layers=wish.same_layers)
     unpriced = dict.fromkeys(op for profile in planner.profiles for op in unpriced_ops(profile))
     if not unpriced:
         return made

@@ -154,7 +154,9 @@ def run_step(
         stack.callback(torch.set_rng_state, state)
         for path, module in regions:
             entered = module.register_forward_pre_hook(
-                lambda module, args, kwargs, path=path: marks.enter(path, module, args, kwargs), with_kwargs=True
+                lambda module, args, kwargs, path=path: marks.enter(path, module, args, kwargs),
+                with_kwargs=True,
+                prepend=True,  # before FSDP2 gathers the parameters
             )
             stack.callback(entered.remove)
             stack.callback(module.register_forward_hook(marks.leave).remove)
