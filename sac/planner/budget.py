@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from sac.errors import PlanError, Problem, listing, nearest
+from sac.planner.fakes import fake_mode
 from sac.policy.sizes import LEGAL_BYTES, parse_bytes
 from sac.selective.tensors import tensor_parts
 
@@ -58,7 +63,8 @@ def optimizer_bytes(optimizer: Any, parameters: Iterable[nn.Parameter]) -> int:
     """Return the bytes of the optimizer's state on this rank for ``parameters`` that are trained.
 
     ``optimizer``: None (no state counts), a name (sgd, momentum, adam, adamw: states like each parameter), or an
-    optimizer, whose class and options are tried on a small parameter of each dtype. Raises ``PlanError`` otherwise.
+    optimizer, which is tried on a parameter without data of each shape; where its groups differ, with the options of
+    the one that holds most. Counters, one number per parameter, are left out. Raises ``PlanError`` otherwise.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if optimizer is None:
@@ -74,8 +80,10 @@ def optimizer_bytes(optimizer: Any, parameters: Iterable[nn.Parameter]) -> int:
     if not isinstance(optimizer, torch.optim.Optimizer):
         found = f"a {type(optimizer).__name__} is no optimizer"
         raise PlanError(Problem("optimizer", found, f"{listing([*STATES])}, or a torch.optim.Optimizer"))
-    like = {dtype: _state_per_element(optimizer, dtype) for dtype in {p.dtype for p in trained}}
-    return sum(int(like[p.dtype] * _elements(p)) for p in trained)
+    parts = Counter(
+        (tuple(part.shape), part.dtype) for parameter in trained for part in tensor_parts(parameter.detach())
+    )
+    return sum(count * _state_bytes(optimizer, *kind) for kind, count in parts.items())
 
 
 def _elements(parameter: nn.Parameter) -> int:
@@ -83,13 +91,27 @@ def _elements(parameter: nn.Parameter) -> int:
     return sum(part.numel() for part in tensor_parts(parameter))
 
 
-def _state_per_element(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> float:
-    """Return how many bytes of state a new optimizer of this kind has per element of a large parameter."""
-    size = 4096
-    parameter = nn.Parameter(torch.zeros(size, dtype=dtype))
-    parameter.grad = torch.zeros_like(parameter)
-    same: Any = type(optimizer)
-    tried = same([parameter], **optimizer.defaults)
-    tried.step()
-    states = [one for one in tried.state[parameter].values() if isinstance(one, torch.Tensor) and one.numel() > 1]
-    return sum(one.numel() * one.element_size() for one in states) / size
+def _state_bytes(optimizer: torch.optim.Optimizer, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Return how many bytes of state an optimizer of this kind has for one parameter."""
+    mode = fake_mode()
+    most = 0
+    for group in optimizer.param_groups:
+        with mode:
+            parameter = nn.Parameter(torch.empty(shape, dtype=dtype))
+            parameter.grad = torch.empty_like(parameter)
+        same: Any = type(optimizer)
+        accepted = inspect.signature(same).parameters  # a group also holds what the class has added by itself
+        options = {name: value for name, value in group.items() if name in accepted and name != "params"}
+        options |= {name: False for name in ("foreach", "fused") if name in options}  # kernels; the state is the same
+        try:
+            tried = same([parameter], **options)
+            with contextlib.suppress(DataDependentOutputException):  # of a norm, say; by then the state is made
+                tried.step()
+        except Exception as error:
+            kind = type(optimizer).__name__
+            found = f"a step of {kind} cannot be tried without data: {type(error).__name__}: {error}"
+            fix = f"name one that has as many states ({listing([*STATES])}), or give none and leave room"
+            raise PlanError(Problem("optimizer", found, fix=fix)) from error
+        states = [one for one in tried.state[parameter].values() if isinstance(one, torch.Tensor) and one.dim()]
+        most = max(most, sum(one.numel() * one.element_size() for one in states))
+    return most

@@ -18,7 +18,7 @@ from torch import nn
 from sac.errors import PlanError, Problem, SacError
 from sac.planner.devices import Device
 from sac.planner.lowering import lowered_to, not_lowered
-from sac.planner.planner import Progress, figures_of
+from sac.planner.planner import Progress, figures_of, refuse_unfit
 from sac.planner.plans import Plan
 
 T = TypeVar("T")
@@ -43,6 +43,7 @@ def planned(
     ``make`` is told a function that reports progress, which ``progress`` gets to hear. With ``real`` tensors ops run as
     they do. For ``device`` and errors see ``sac.plan``.
     """
+    refuse_unfit(model)
     figures = figures_of(model, device)
     if real or not needs_lowering(model, figures):
         return make(progress or (lambda done, total, label: None))

@@ -50,10 +50,12 @@ def recomputed(profile: RegionProfile, saved: Collection[int], engine: Engine) -
 
 
 def demands_of(profile: RegionProfile, engine: Engine) -> frozenset[Demand]:
-    """Return the demands of a region. Storages of no bytes are held for nothing, so they are left out of it."""
+    """Return the demands of a region. Storages that are held in any case, or of no bytes, are left out of it."""
     ever = recomputed(profile, (), engine).entries
     rows = _of_replay(profile, ever) if engine == "replay" else _of_rerun(profile, ever)
     free = {profile.roots[value] for value in profile.maker if not profile.bytes[value]}
+    if engine == "replay":
+        free |= {profile.roots[value] for entry in profile.entries if entry.must_save for value in entry.makes}
     return frozenset(row for row in rows if row.root == NOTHING or row.root not in free)
 
 

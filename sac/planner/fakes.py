@@ -82,12 +82,16 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
         with FakeCopyMode(mode):
             copied: nn.Module = copy.deepcopy(model)
     except Exception as error:
-        found = f"the model cannot be copied: {type(error).__name__}: {error}"
-        raise PlanError(Problem(type(model).__name__, found, fix="plan the model before it is sharded")) from error
+        raise _no_copy(model, error) from error
     finally:
         for parameter, gradient in gradients:
             parameter.grad = gradient
     return copied
+
+
+def _no_copy(model: nn.Module, error: Exception) -> PlanError:
+    found = f"the model cannot be copied: {type(error).__name__}: {error}"
+    return PlanError(Problem(type(model).__name__, found, fix="plan the model before it is sharded"))
 
 
 def _copy_without_data(model: nn.Module) -> nn.Module:
@@ -147,8 +151,11 @@ def is_fake(tensor: Tensor) -> bool:
 
 
 def real_copy(model: nn.Module) -> nn.Module:
-    """Return a deep copy of ``model`` with data, without gradients."""
-    copied = copy.deepcopy(model)
+    """Return a deep copy of ``model`` with data, without gradients; raises ``PlanError`` where it cannot be copied."""
+    try:
+        copied = copy.deepcopy(model)
+    except Exception as error:
+        raise _no_copy(model, error) from error
     for parameter in copied.parameters():
         parameter.grad = None
     return copied

@@ -36,6 +36,7 @@ from sac.planner.sharding import shard_again
 from sac.planner.step import StepRecord, run_step
 from sac.planner.tracing import CannotProfile, profile_regions
 from sac.region.settings import NEVER, RERUN
+from sac.selective.tensors import tensors_of
 
 # Note [The walk of a plan]
 #
@@ -236,7 +237,8 @@ def prepare(
     turn_off_cache(copied)
     given = inputs if real else fake_inputs(inputs, mode)
     blocks, _ = drop_frozen(find_blocks(copied), copied)
-    if not blocks:
+    trained = [one for one in [*copied.parameters(), *tensors_of(given)] if one.requires_grad]
+    if not blocks or not trained:
         raise ModelError(Problem(type(model).__name__, "every block of this model is frozen: there is nothing to plan"))
     told(1, 4, "profiling the blocks")
     order: list[str] = []
@@ -246,6 +248,9 @@ def prepare(
         except CannotProfile as error:
             found = f"its blocks cannot be planned op by op: {error}"
             raise PlanError(Problem(type(model).__name__, found, fix="use mode: full, or a policy by hand")) from None
+    if not profiles:
+        found = "no block of this model is called with gradients: there is nothing to plan"
+        raise ModelError(Problem(type(model).__name__, found))
     shard_again(copied)
     told(2, 4, "choosing what to keep")
     of_path = {path: kind for kind, profile in enumerate(profiles) for path in profile.paths}

@@ -13,7 +13,8 @@ from sac.selective.replay_plan import Wanted, plan_replay
 # A profile is the tape of one region (Note [The tape]) without tensors: numbered values, each made by one entry or by
 # none (a leaf: an input or a parameter), that lie in storages, each known by its first value, its root. A *keep-set* is
 # the set of entries whose results are saved. What it costs is worked out by `plan_replay`, the function that the replay
-# engine itself uses: the entries that run again, and the values that are held because replay starts from them.
+# engine itself uses: the entries that run again, and the values that are held because replay starts from them. All that
+# an entry makes which must be saved is held in any case: should replay give way to rerun, its answers are served.
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,5 +106,6 @@ class RegionProfile:
         )
         wanted = [Wanted(handle, need.value, need.time) for handle, need in enumerate(self.needs)]
         plan = plan_replay(tape, wanted)  # type: ignore[arg-type]
-        storages = {self.roots[value]: self.bytes[value] for value in plan.kept}
-        return Recompute(tuple(step.number for step in plan.steps), tuple(plan.kept), sum(storages.values()))
+        held = sorted({*plan.kept, *(value for entry in self.entries if entry.must_save for value in entry.makes)})
+        storages = {self.roots[value]: self.bytes[value] for value in held}
+        return Recompute(tuple(step.number for step in plan.steps), tuple(held), sum(storages.values()))

@@ -1,0 +1,430 @@
+"""sac.plan from end to end: what it leaves alone, what its policies do, and what it says when it can make none."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import sac
+from sac.blocks.wrap import ours_on
+from sac.errors import ModelError, PlanError, RegionError
+from sac.planner.budget import optimizer_bytes, read_budget
+from sac.planner.planner import Planner, prepare
+from sac.planner.plans import make_plan
+from sac.policy.model import Policy
+from sac.policy.sizes import LEGAL_BYTES
+from tests.model_zoo import tiny
+from tests.planner.truth import MODELS, measured, model_named, put_on
+
+DIM = 16
+INPUTS = (torch.linspace(-1, 1, 32 * DIM).reshape(32, DIM),)
+
+
+class Block(nn.Module):
+    def __init__(self, between: Callable[[Tensor], Tensor] | None = None) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(DIM), nn.Linear(DIM, 4 * DIM), nn.Linear(4 * DIM, DIM)
+        self.dropout, self.between = nn.Dropout(0.1), between
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.nn.functional.gelu(self.up(self.norm(x)))
+        if self.between is not None:
+            hidden = self.between(hidden)
+        return x + self.dropout(self.down(hidden))
+
+
+class Model(nn.Module):
+    def __init__(self, *blocks: nn.Module, returns: Callable[[Tensor], Any] = lambda x: x.square().mean()) -> None:
+        super().__init__()
+        self.first = nn.Linear(DIM, DIM)
+        self.blocks = nn.ModuleList(blocks or (Block(), Block(), Block()))
+        self.returns = returns
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.returns(x)
+
+
+def state_of(model: nn.Module) -> list[Any]:
+    """All of a model that a plan might change."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return [
+        [(id(one), one._version, one.requires_grad, id(one.grad)) for one in tensors],
+        [(id(module), module.training, module.__class__, sorted(module.__dict__)) for module in model.modules()],
+        [[*module._forward_hooks, *module._forward_pre_hooks, *module._backward_hooks] for module in model.modules()],
+        [id(module.__dict__.get("forward")) for module in model.modules()],
+        getattr(getattr(model, "config", None), "use_cache", None),
+        torch.get_rng_state().tolist(),
+    ]
+
+
+def trained(model: nn.Module, inputs: Any) -> nn.Module:
+    """The model with gradients of a step before."""
+    output = model(**inputs) if isinstance(inputs, dict) else model(*inputs)
+    (output if isinstance(output, Tensor) else output.loss).backward()
+    return model
+
+
+@pytest.mark.parametrize("config", [{}, {"real": True}, {"optimizer": "adam", "engine": "rerun"}, {"device": "h100"}])
+def test_the_model_is_left_as_it_was(config: dict[str, Any]) -> None:
+    model = Model()
+    model.blocks[1].register_forward_hook(lambda *_: None)
+    if "device" not in config:  # planned in a fork of this process, in which a backward cannot follow one here
+        trained(model, INPUTS)
+    before, values = state_of(model), copy.deepcopy(model.state_dict())
+    policy = sac.plan(model, INPUTS, "50%", **config)
+    assert isinstance(policy, Policy)
+    assert state_of(model) == before
+    assert all(torch.equal(one, other) for one, other in zip(model.state_dict().values(), values.values(), strict=True))
+    assert all(ours_on(module) is None for module in model.modules())
+
+
+def test_a_hugging_face_model_keeps_its_cache() -> None:
+    model, inputs = tiny("gpt2", dropout=0.1)
+    assert model.config.use_cache
+    trained(model, inputs)
+    before = state_of(model)
+    sac.plan(model, inputs, "50%")
+    assert state_of(model) == before
+
+
+def stops(x: Tensor) -> Tensor:
+    return x * x.sum().item()
+
+
+@pytest.mark.parametrize(
+    ("model", "budget", "options"),
+    [
+        (Model(), 1000, {}),
+        (Model(), "50%", {"loss_fn": lambda loss: None}),
+        (Model(Block(stops), Block(stops)), "50%", {}),
+        (Model(), "50%", {"optimizer": "none such"}),
+        (Model(), "50%", {"engine": "none such"}),
+    ],
+    ids=["budget", "loss", "data", "optimizer", "engine"],
+)
+def test_the_model_is_left_as_it_was_after_an_error(model: Model, budget: Any, options: dict[str, Any]) -> None:
+    before = state_of(model)
+    with pytest.raises(sac.SacError):
+        sac.plan(model, INPUTS, budget, **options)
+    assert state_of(model) == before
+
+
+def gradients(model: nn.Module, inputs: Any, config: Any) -> list[Tensor]:
+    model = copy.deepcopy(model)
+    if config is not None:
+        sac.apply(model, config)
+    found = []
+    for step in range(2):
+        torch.manual_seed(step)
+        trained(model, inputs)
+        found += [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    return found
+
+
+def assert_same_gradients(model: nn.Module, inputs: Any, policy: Policy) -> None:
+    expected = gradients(model, inputs, None)
+    for engine in ("replay", "rerun"):
+        found = gradients(model, inputs, put_on(policy, engine))
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@cache
+def planner_of(name: str) -> Planner:
+    return prepare(*model_named(name))
+
+
+@pytest.mark.parametrize("budget", ["0%", "60%", "100%"])
+def test_a_planned_policy_changes_no_gradient(budget: str) -> None:
+    model = Model()
+    assert_same_gradients(model, INPUTS, sac.plan(model, INPUTS, budget))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", ["0%", "25%", "50%", "75%", "100%"])
+@pytest.mark.parametrize("name", MODELS)
+def test_planned_policies_of_known_models_change_no_gradient(name: str, budget: str) -> None:
+    model, inputs = model_named(name)
+    assert_same_gradients(model, inputs, make_plan(planner_of(name), budget).policy)
+
+
+def test_bytes_of_a_real_step_are_within_every_budget_down_to_the_least() -> None:
+    model, seen = Model(*(Block() for _ in range(4))), []
+    planner = prepare(model, INPUTS)
+    ends = make_plan(planner, "0%")
+    for budget in range(ends.least, ends.most + 1, max(1, (ends.most - ends.least) // 12)):
+        made = make_plan(planner, budget)
+        assert made.budget == budget
+        real = measured(model, INPUTS, put_on(made.policy))
+        assert real.peak + made.static == made.point.peak <= budget
+        seen.append(made.point.seconds)
+    assert seen == sorted(seen, reverse=True)  # more memory is never slower
+    assert seen[0] > 0
+
+
+def test_a_budget_above_everything_needs_no_checkpointing() -> None:
+    planner = prepare(Model(), INPUTS)
+    made = make_plan(planner, "1GiB")
+    assert made.notes == ("no checkpointing is needed",)
+    assert [(rule.module.text if rule.module else None, rule.ops) for rule in made.policy.rules] == [("", ())]
+    assert made.point.seconds == 0
+
+
+def test_a_loss_function_and_other_inputs() -> None:
+    model = Model(returns=lambda x: {"hidden": x})
+    policy = sac.plan(model, {"x": INPUTS[0]}, "50%", loss_fn=lambda output: output["hidden"].sum())
+    sac.apply(model, policy)
+    model(*INPUTS)["hidden"].sum().backward()
+
+
+def test_real_tensors_where_the_model_looks_at_its_data() -> None:
+    model = Model(Block(stops), Block(stops))
+    policy = sac.plan(model, INPUTS, "50%", real=True)
+    assert_same_gradients(model, INPUTS, policy)
+
+
+def test_other_ops_than_those_planned_for_are_refused() -> None:
+    policy = sac.plan(Model(), INPUTS, "50%")
+    other = sac.apply(Model(*(Block(torch.sigmoid) for _ in range(3))), policy)
+    with pytest.raises(RegionError, match=r"blocks\.0 runs \d+ ops that are not those which the plan was made for"):
+        other(*INPUTS)
+
+
+def error_of(
+    model: Any, inputs: Any = INPUTS, budget: Any = "50%", kind: type[Exception] = PlanError, **more: Any
+) -> str:
+    with pytest.raises(kind) as error:
+        sac.plan(model, inputs, budget, **more)
+    return str(error.value)
+
+
+def test_a_budget_below_the_least_peak() -> None:
+    model = Model()
+    made = make_plan(prepare(model, INPUTS), "0%")
+    text = error_of(model, budget=1000)
+    assert text.startswith("budget: 1000 B is below the least peak of this model and these inputs, ")
+    assert f"{made.static / 1024:.1f} KiB are parameters, buffers, inputs and optimizer state; the peak is " in text
+    assert text.endswith(
+        f"\n    legal: {made.least} bytes or more"
+        "\n    fix: give more, or shrink the batch, the sequence, or what checkpointing cannot: "
+        "shard parameters, chunk the loss"
+    )
+    assert sac.plan(model, INPUTS, made.least)
+    assert f"legal: {made.least} bytes or more" in error_of(model, budget=made.least - 1)
+
+
+LEGAL = f'{LEGAL_BYTES}, or a share of the range such as "50%"'
+
+
+@pytest.mark.parametrize(
+    ("budget", "found"),
+    [
+        (0, "0 is no budget"),
+        (-5, "-5 is no budget"),
+        (True, "True is no budget"),
+        (1.5, "1.5 is no budget"),
+        (None, "None is no budget"),
+        ("101%", '"101%" is no budget: a share is 0% to 100%'),
+        ("-1%", '"-1%" is no budget: a share is 0% to 100%'),
+        ("nan%", '"nan%" is no budget: a share is 0% to 100%'),
+    ],
+)
+def test_what_is_no_budget(budget: Any, found: str) -> None:
+    with pytest.raises(PlanError) as error:
+        read_budget(budget)
+    assert str(error.value) == f"budget: {found}\n    legal: {LEGAL}"
+
+
+@pytest.mark.parametrize("text", ["much", "%", "half%", "", "5 parsecs"])
+def test_what_is_no_budget_in_words(text: str) -> None:
+    with pytest.raises(PlanError) as error:
+        read_budget(text)
+    assert str(error.value).startswith(f'budget: "{text}" is no budget: ')
+    assert str(error.value).endswith(f"\n    legal: {LEGAL}")
+
+
+def test_a_model_that_looks_at_its_data() -> None:
+    assert error_of(Model(Block(stops), Block(stops))) == (
+        "Model: aten._local_scalar_dense.default needs the data of a tensor, and the plan is made on tensors without "
+        "data\n    fix: plan on real tensors: sac.plan(…, real=True), or --real"
+    )
+
+
+def test_no_scalar_loss() -> None:
+    assert error_of(Model(returns=lambda x: x)) == (
+        "loss: the model returns a tensor of shape [32, 16]\n"
+        "    legal: a scalar tensor that needs a gradient\n"
+        "    fix: pass loss_fn=, which takes what the model returns"
+    )
+
+
+def test_an_optimizer_that_is_not_known() -> None:
+    assert error_of(Model(), optimizer="adamx") == (
+        "optimizer: 'adamx' is not known\n"
+        "    did you mean: adam\n"
+        "    legal: sgd, momentum, adam, adamw\n"
+        "    fix: pass the optimizer itself"
+    )
+    assert error_of(Model(), optimizer=torch.optim.Adam) == (
+        "optimizer: a type is no optimizer\n    legal: sgd, momentum, adam, adamw, or a torch.optim.Optimizer"
+    )
+
+
+def test_an_optimizer_that_cannot_be_tried() -> None:
+    model = Model()
+    assert error_of(model, optimizer=torch.optim.LBFGS(model.parameters())) == (
+        "optimizer: a step of LBFGS cannot be tried without data: "
+        "TypeError: LBFGS.step() missing 1 required positional argument: 'closure'\n"
+        "    fix: name one that has as many states (sgd, momentum, adam, adamw), or give none and leave room"
+    )
+
+
+def test_a_device_that_is_not_known() -> None:
+    text = error_of(Model(), device="tpu9")
+    assert text.startswith("device: ")
+    assert "tpu9" in text
+    assert "h100" in text
+
+
+def test_an_engine_that_is_not_known() -> None:
+    assert error_of(Model(), engine="reply", kind=sac.SacError) == (
+        "activation_checkpointing.engine: 'reply' is no engine\n"
+        "    did you mean: replay\n"
+        "    legal: auto, rerun, replay"
+    )
+
+
+def test_a_model_that_sac_is_on() -> None:
+    model = sac.apply(Model(), "full")
+    assert error_of(model, kind=ModelError) == "Model: sac is on this model\n    fix: call sac.remove(model) first"
+
+
+def test_what_is_no_model() -> None:
+    assert error_of(3, kind=ModelError) == "model: a int is no torch.nn.Module"
+
+
+def test_a_frozen_model() -> None:
+    model = Model()
+    model.requires_grad_(False)
+    assert error_of(model, kind=ModelError) == ("Model: every block of this model is frozen: there is nothing to plan")
+
+
+def test_a_frozen_model_that_is_given_what_is_trained() -> None:
+    """A prompt that is tuned, say."""
+    model = Model().requires_grad_(False)
+    assert sac.plan(model, (INPUTS[0].clone().requires_grad_(),), "50%")
+
+
+def test_blocks_that_are_not_called() -> None:
+    class Elsewhere(Model):
+        def forward(self, x: Tensor) -> Any:
+            return self.first(x).sum()
+
+    assert error_of(Elsewhere(), kind=ModelError) == (
+        "Elsewhere: no block of this model is called with gradients: there is nothing to plan"
+    )
+
+
+def test_a_model_that_cannot_be_copied() -> None:
+    class Handle:
+        def __deepcopy__(self, memo: Any) -> Any:
+            raise TypeError("cannot pickle 'handle' object")
+
+    model = Model()
+    model.handle = Handle()
+    for real in (False, True):
+        assert error_of(model, real=real) == (
+            "Model: the model cannot be copied: TypeError: cannot pickle 'handle' object\n"
+            "    fix: plan the model before it is sharded"
+        )
+
+
+def test_inputs_of_the_wrong_shape() -> None:
+    text = error_of(Model(), inputs=(torch.zeros(4, DIM + 1),))
+    assert text.startswith("Model: its forward does not run with these inputs: RuntimeError: ")
+    text = error_of(Model(), inputs={"y": torch.zeros(4, DIM)})
+    assert text.startswith("Model: its forward does not run with these inputs: TypeError: ")
+    assert "unexpected keyword argument 'y'" in text
+
+
+def test_a_block_that_cannot_be_replayed() -> None:
+    def sparse_in_place(x: Tensor) -> Tensor:
+        sparse = x.detach().to_sparse()
+        sparse.mul_(2.0)
+        return x + sparse.to_dense()
+
+    model = Model(Block(sparse_in_place), Block(sparse_in_place))
+    assert error_of(model, real=True) == (
+        "Model: its blocks cannot be planned op by op: aten.mul_.Tensor writes to a tensor without strides\n"
+        "    fix: use mode: full, or a policy by hand"
+    )
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda of: torch.optim.SGD(of, lr=0.1),
+    "momentum": lambda of: torch.optim.SGD(of, lr=0.1, momentum=0.9),
+    "Adam": torch.optim.Adam,
+    "Adam, amsgrad": lambda of: torch.optim.Adam(of, amsgrad=True),
+    "AdamW": torch.optim.AdamW,
+    "AdamW, fused": lambda of: torch.optim.AdamW(of, fused=True),
+    "Adafactor": torch.optim.Adafactor,
+    "Adagrad": torch.optim.Adagrad,
+    "RMSprop": lambda of: torch.optim.RMSprop(of, centered=True),
+}
+
+
+def real_state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of an optimizer's tensors but for counters."""
+    states = (state for of in optimizer.state.values() for state in of.values())
+    return sum(one.numel() * one.element_size() for one in states if isinstance(one, Tensor) and one.dim())
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_bytes_of_an_optimizer_are_those_of_its_state_after_a_step(name: str) -> None:
+    model = Model()
+    model.blocks[0].bfloat16()
+    model.blocks[1].requires_grad_(False)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = OPTIMIZERS[name](parameters)
+    said = optimizer_bytes(optimizer, model.parameters())
+    assert not optimizer.state or name == "Adagrad"  # which makes its state at once
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert said == real_state_bytes(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("word", "like"), [("sgd", "SGD"), ("momentum", "momentum"), ("Adam", "Adam"), ("adamw", "AdamW")]
+)
+def test_an_optimizer_by_name_is_the_one_of_torch(word: str, like: str) -> None:
+    parameters = [*Model().parameters()]
+    assert optimizer_bytes(word, parameters) == optimizer_bytes(OPTIMIZERS[like](parameters), parameters)
+    assert optimizer_bytes(None, parameters) == 0
+
+
+def test_of_groups_that_differ_the_one_that_holds_most_counts() -> None:
+    first, second = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(5))
+    optimizer = torch.optim.SGD([{"params": [first]}, {"params": [second], "momentum": 0.9}], lr=0.1)
+    assert optimizer_bytes(optimizer, [first, second]) == (3 + 5) * 4
+
+
+def test_state_of_the_optimizer_is_part_of_the_budget() -> None:
+    model = Model()
+    size = sum(parameter.numel() for parameter in model.parameters()) * 4
+    plain, with_adam = (make_plan(prepare(model, INPUTS, optimizer=one), "0%") for one in (None, "adam"))
+    assert with_adam.least - plain.least == with_adam.most - plain.most == with_adam.extra == 2 * size
+
+
+def test_what_a_namespace_returns_as_loss_is_found() -> None:
+    model = Model(returns=lambda x: SimpleNamespace(loss=x.sum()))
+    assert sac.plan(model, INPUTS, "50%")

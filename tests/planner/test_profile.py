@@ -1,0 +1,110 @@
+"""What a profile says is kept is what the real engine keeps, for any keep-set, written as a policy."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+from torch import nn
+
+import sac
+from sac.blocks.find import find_blocks
+from sac.planner.choices import Choice, policy_for
+from sac.planner.demands import recomputed
+from sac.planner.fakes import call, fake_copy, fake_inputs, fake_mode
+from sac.planner.keep_sets import KeepSet
+from sac.planner.ledger import Ledger
+from sac.planner.profile import RegionProfile
+from sac.planner.tracing import profile_regions
+from sac.trace import regions_by_kind
+from tests.planner.truth import MODELS, model_named, put_on
+from tests.semantics.recording import Recorder
+
+Profiles = tuple[RegionProfile, ...]
+
+
+def profiles_of(model: nn.Module, inputs: Any) -> tuple[Profiles, list[str]]:
+    mode = fake_mode()
+    copied, given = fake_copy(model, mode), fake_inputs(inputs, mode)
+    order: list[str] = []
+    with Ledger():  # it runs what torch's fake tensors do not
+        return profile_regions(find_blocks(copied), lambda: call(copied, given), order), order
+
+
+def random_keep(profile: RegionProfile, random: Random) -> KeepSet:
+    share = random.random()
+    saved = frozenset(entry.number for entry in profile.candidates if random.random() < share)
+    return KeepSet(saved, profile.replayed(saved).bytes, 0.0)
+
+
+def policy_of(profiles: Profiles, order: list[str], keeps: list[KeepSet]) -> Any:
+    kinds = [next(kind for kind, profile in enumerate(profiles) if path in profile.paths) for path in order]
+    choices = [(Choice("tried", keep, keep.bytes),) for keep in keeps]
+    return policy_for(profiles, choices, kinds, order, [0] * len(order), "tried", made_for="a test")
+
+
+def saved_bytes(model: nn.Module) -> dict[str, int]:
+    """What each region's last call kept of what its ops made, as sac.report counts it."""
+    return {region.path: region.stats.saved_bytes for _, regions in regions_by_kind(model) for region in regions}
+
+
+def assert_kept_as_said(name: str, random: Random, engine: Any, times: int) -> None:
+    model, inputs = model_named(name)
+    profiles, order = profiles_of(model, inputs)
+    for _ in range(times):
+        keeps = [random_keep(profile, random) for profile in profiles]
+        config = put_on(policy_of(profiles, order, keeps), engine)
+        sac.apply(model, config)
+        call(model, inputs)  # the graph is dropped at once: what was kept has been counted
+        found = saved_bytes(model)
+        assert {region.stats.engine for _, regions in regions_by_kind(model) for region in regions} == {engine}
+        sac.remove(model)
+        said = {
+            path: recomputed(profile, keep.saved, engine).bytes
+            for profile, keep in zip(profiles, keeps, strict=True)
+            for path in profile.paths
+        }
+        if engine == "replay":
+            assert found == said
+        else:  # the region's end runs no more if all that backward needs of it is saved; that is not foreseen
+            assert found.keys() == said.keys()
+            assert all(found[path] <= said[path] for path in said)
+
+
+@pytest.mark.parametrize("engine", ["replay", "rerun"])
+@pytest.mark.parametrize("name", MODELS)
+def test_random_keep_sets_keep_the_bytes_that_the_profile_says(name: str, engine: str) -> None:
+    assert_kept_as_said(name, Random(3), engine, times=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["replay", "rerun"])
+@pytest.mark.parametrize("name", MODELS)
+def test_many_random_keep_sets_keep_the_bytes_that_the_profile_says(name: str, engine: str) -> None:
+    assert_kept_as_said(name, Random(4), engine, times=40)
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT-2, dropout"])
+def test_as_many_products_run_again_as_the_profile_says(name: str) -> None:
+    model, inputs = model_named(name)
+    profiles, order = profiles_of(model, inputs)
+
+    def products_of_a_step() -> int:
+        with Recorder() as recorder:
+            call(model, inputs).loss.backward()
+        return recorder.product_flops
+
+    plain = products_of_a_step()
+    for seed in range(2):
+        keeps = [random_keep(profile, Random(seed)) for profile in profiles]
+        sac.apply(model, put_on(policy_of(profiles, order, keeps), "replay"))
+        again = products_of_a_step() - plain
+        sac.remove(model)
+        names = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default")
+        assert again == sum(
+            profile.entries[number].flops * len(profile.paths)
+            for profile, keep in zip(profiles, keeps, strict=True)
+            for number in profile.replayed(keep.saved).entries
+            if profile.entries[number].op in names
+        )
