@@ -21,8 +21,8 @@ import sac
 from sac.measuring.batches import batches_of
 from sac.measuring.built_model import Inputs, Scale
 from sac.measuring.hf_models import build_from_config
-from sac.memory_timeline import measure_memory
 from sac.measuring.mode_run import NONE, forward_backward, inputs_on
+from sac.memory_timeline import measure_memory
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 SEED = 0

@@ -19,8 +19,8 @@ from sac.blocks.stacks import find_stacks
 from sac.errors import ConfigError, Problem, SacError, nearest
 from sac.measuring.built_model import Inputs
 from sac.measuring.comparison import ModeResult
-from sac.memory_timeline import MemoryTimeline, mark, measure_memory
 from sac.measuring.step_flops import count_flops
+from sac.memory_timeline import MemoryTimeline, mark, measure_memory
 
 NONE = "none"
 OPTIMIZERS: dict[str, Any] = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}

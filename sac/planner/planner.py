@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from sac.blocks.attach import apply, refuse_own_checkpointing
 from sac.blocks.cache import turn_off_cache
@@ -36,7 +37,6 @@ from sac.planner.sharding import shard_again
 from sac.planner.step import StepRecord, run_step
 from sac.planner.tracing import CannotProfile, profile_regions
 from sac.region.settings import NEVER, RERUN
-from sac.selective.tensors import tensors_of
 
 # Note [The walk of a plan]
 #
@@ -237,8 +237,8 @@ def prepare(
     turn_off_cache(copied)
     given = inputs if real else fake_inputs(inputs, mode)
     blocks, _ = drop_frozen(find_blocks(copied), copied)
-    trained = [one for one in [*copied.parameters(), *tensors_of(given)] if one.requires_grad]
-    if not blocks or not trained:
+    tensors = [*copied.parameters(), *(one for one in tree_leaves(given) if isinstance(one, Tensor))]
+    if not blocks or not any(tensor.requires_grad for tensor in tensors):
         raise ModelError(Problem(type(model).__name__, "every block of this model is frozen: there is nothing to plan"))
     told(1, 4, "profiling the blocks")
     order: list[str] = []

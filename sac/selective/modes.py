@@ -394,4 +394,3 @@ def _aliases(args: Any, kwargs: Any, out: Any) -> bool:
     """Whether an op gave back one of its arguments, or a view of it: such a result is never held."""
     inputs = {storage_address(part) for t in tensors_of([*args, *kwargs.values()]) for part in tensor_parts(t)}
     return any(storage_address(part) in inputs for t in tensors_of(out) for part in tensor_parts(t))
-

@@ -321,7 +321,7 @@ def test_a_frozen_model() -> None:
 def test_a_frozen_model_that_is_given_what_is_trained() -> None:
     """A prompt that is tuned, say."""
     model = Model().requires_grad_(False)
-    assert sac.plan(model, (INPUTS[0].clone().requires_grad_(),), "50%")
+    assert sac.plan(model, {"x": INPUTS[0].clone().requires_grad_()}, "50%")
 
 
 def test_blocks_that_are_not_called() -> None:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed import _functional_collectives as funcol
 from torch.profiler import ProfilerActivity, profile
 
-from sac.memory_timeline import mark, measure_memory
 from sac.measuring.step_flops import count_flops
+from sac.memory_timeline import mark, measure_memory
 from tests.semantics.training import same_bits
 
 FORWARD_DONE = "forward done"
