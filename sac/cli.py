@@ -118,6 +118,8 @@ def _comparison(arguments: argparse.Namespace) -> str:
         value = getattr(arguments, name)
         if value is not None:
             words += [f"--{name}", str(value)]
+    if arguments.device != "cpu" and not arguments.real:
+        words += ["--device", "cuda"]  # a CPU runs other ops, and refuses the policy
     path = arguments.out if os.path.isabs(arguments.out) else os.path.join(os.curdir, os.path.normpath(arguments.out))
     return shlex.join([*words, "--modes", f"none,full,selective,{path}"])
 

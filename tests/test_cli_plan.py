@@ -153,6 +153,13 @@ def test_the_memory_of_a_device_less_a_margin_is_a_budget(capsys: pytest.Capture
     assert planned(capsys, "stack", "--device", "h100", "--margin", "25%")["budget_bytes"] == int(memory * 0.75)
 
 
+def test_what_is_planned_for_a_gpu_is_compared_on_one(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = str(tmp_path / "p.yaml")
+    assert main(arguments("stack", "--device", "h100", "--out", out)) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.endswith(f"--seed 0 --device cuda --modes none,full,selective,{out}")
+
+
 def test_with_data_a_gpu_is_planned_for_by_the_ops_of_the_processor(capsys: pytest.CaptureFixture[str]) -> None:
     assert planned(capsys, "stack", "--device", "h100", "--real")["notes"] == [
         "no checkpointing is needed",

@@ -50,15 +50,17 @@ def baselines(planner: Planner) -> tuple[Point, ...]:
 def curve(planner: Planner, made: Plan, *, same_layers: bool = False) -> tuple[Point, ...]:
     """Return the fastest choices for budgets spread evenly from the least peak to that without checkpointing.
 
-    Each choice comes once. A budget that nothing fits into with the same choice on all layers is passed over.
+    Each choice comes once. For a budget that nothing fits into it is the choice with the least peak: with the same
+    choice on all layers that is higher, and a step that was run may have gone less high than was predicted.
     """
     found: dict[tuple[int, ...], Point] = {}
     for number in range(_CURVE_POINTS):
         share = number / (_CURVE_POINTS - 1)
+        budget = made.least + math.ceil(share * (made.most - made.least))
         try:
-            choice = planner.assign(made.least + math.ceil(share * (made.most - made.least)), same_layers=same_layers)
-        except BudgetTooSmallError:
-            continue
+            choice = planner.assign(budget, same_layers=same_layers)
+        except BudgetTooSmallError as error:
+            choice = planner.assign(error.least, same_layers=same_layers)
         found.setdefault(choice, planner.point(f"{share:.0%} of the range", choice))
     return tuple(found.values())
 

@@ -181,6 +181,14 @@ def test_the_curve_falls(small: Planner, made: Plan) -> None:
     assert points[-1].seconds == 0.0
 
 
+def test_the_curve_begins_with_the_least_peak_that_is_known_of(small: Planner, made: Plan) -> None:
+    first = curve(small, replace(made, least=made.least - 1))[0]
+    assert (first.label, first.choice) == ("0% of the range", small.least().choice)
+    alike = curve(small, made, same_layers=True)
+    assert all(len({*point.choice}) == 1 for point in alike)
+    assert alike[0].peak >= made.least
+
+
 # Models that are built without data
 
 
