@@ -25,7 +25,8 @@ NOTHING = -1  # stands for a maker that cannot run instead, or for a storage tha
 # that runs anyway would hold memory for nothing. (One case is left out: where a collective runs for what it writes or
 # draws, saving it as well would spare the wait for it.)
 #
-# Under rerun all runs again that is not saved, up to the last need. Only what those entries read is held.
+# Under rerun all runs again that is not saved, up to the last need. Only what those entries read is held. (It ends
+# earlier if all that backward needs of the end is saved. That is not foreseen: it holds less, in less time.)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ def recomputed(profile: RegionProfile, saved: Collection[int], engine: Engine) -
     chosen = {*saved, *(entry.number for entry in profile.entries if entry.must_save)}
     running = [entry for entry in profile.entries[: _last(profile)] if entry.number not in chosen]
     read = {need.value for need in profile.needs}.union(*(entry.reads for entry in running))
-    held = sorted(value for value in read if profile.maker.get(value) in chosen)
+    held = sorted({*profile.routed, *(value for value in read if profile.maker.get(value) in chosen)})
     storages = {profile.roots[value]: profile.bytes[value] for value in held}
     return Recompute(tuple(entry.number for entry in running), tuple(held), sum(storages.values()))
 
@@ -53,9 +54,8 @@ def demands_of(profile: RegionProfile, engine: Engine) -> frozenset[Demand]:
     """Return the demands of a region. Storages that are held in any case, or of no bytes, are left out of it."""
     ever = recomputed(profile, (), engine).entries
     rows = _of_replay(profile, ever) if engine == "replay" else _of_rerun(profile, ever)
-    free = {profile.roots[value] for value in profile.maker if not profile.bytes[value]}
-    if engine == "replay":
-        free |= {profile.roots[value] for entry in profile.entries if entry.must_save for value in entry.makes}
+    idle = [value for value in profile.maker if not profile.bytes[value]]
+    free = {profile.roots[value] for value in (*idle, *profile.routed)}
     return frozenset(row for row in rows if row.root == NOTHING or row.root not in free)
 
 

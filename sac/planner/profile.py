@@ -89,6 +89,11 @@ class RegionProfile:
         """The entries that a policy may choose to save."""
         return tuple(entry for entry in self.entries if entry.savable and not entry.must_save)
 
+    @property
+    def routed(self) -> tuple[int, ...]:
+        """The values that are held in any case: all that is made by entries that must be saved."""
+        return tuple(value for entry in self.entries if entry.must_save for value in entry.makes)
+
     def replayed(self, saved: Collection[int]) -> Recompute:
         """Return what the replay engine runs again and holds if the entries ``saved``, and no others, are saved."""
         chosen = {*saved, *(entry.number for entry in self.entries if entry.must_save)}
@@ -106,6 +111,6 @@ class RegionProfile:
         )
         wanted = [Wanted(handle, need.value, need.time) for handle, need in enumerate(self.needs)]
         plan = plan_replay(tape, wanted)  # type: ignore[arg-type]
-        held = sorted({*plan.kept, *(value for entry in self.entries if entry.must_save for value in entry.makes)})
+        held = sorted({*plan.kept, *self.routed})
         storages = {self.roots[value]: self.bytes[value] for value in held}
         return Recompute(tuple(step.number for step in plan.steps), tuple(held), sum(storages.values()))

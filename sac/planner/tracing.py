@@ -55,9 +55,10 @@ def profile_regions(
     """
     bound = bind_policy(_EVERYTHING)
     scope_modules([block.module for block in blocks])
-    table = bound.table(range(len(bound.rules)))
+    # What one region's inputs have gone into counts for the next of its table. Stacks may have rules of their own.
+    tables = {stack: bound.table(range(len(bound.rules))) for stack in {block.stack for block in blocks}}
     calls: list[str] = [] if order is None else order
-    watchers = [_Profiled(block, table, calls) for block in blocks]
+    watchers = [_Profiled(block, tables[block.stack], calls) for block in blocks]
     for block, watcher in zip(blocks, watchers, strict=True):
         set_forward(block.module, watcher)
     try:

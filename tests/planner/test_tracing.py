@@ -128,6 +128,18 @@ def test_several_stacks() -> None:
     assert stacks == {"encoder.block": 2, "decoder.block": 2}
 
 
+def test_what_is_made_of_constants_alone_cannot_be_saved_whatever_the_other_stack_does() -> None:
+    """As in the engine: T5's first decoder block makes its mask first; an encoder's first clone is of its input."""
+    model, inputs = model_named("T5")
+    found = {
+        profile.paths[0]: entry.savable
+        for profile in profiles_of(model, inputs)
+        for entry in profile.entries
+        if (entry.module, entry.op, entry.call) == ("layer.0.SelfAttention", "aten.clone.default", 0)
+    }
+    assert [found[path] for path in ("encoder.block.1", "decoder.block.0", "decoder.block.1")] == [True, False, True]
+
+
 def test_a_block_that_is_called_twice_has_one_profile_and_two_places() -> None:
     shared = Block()
 
