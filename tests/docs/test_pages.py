@@ -23,6 +23,7 @@ RUN_BY = {
     "docs/full-recompute.md": "tests/test_docs.py",
     "docs/quick-start.md": "tests/docs/quick_start.py",
     WRITING: "tests/docs/test_pages.py",
+    "docs/planning.md": "tests/docs/test_planning.py",
 }
 
 

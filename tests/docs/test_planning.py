@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import sac
 from sac.cli import main
 from tests.docs.pages import ROOT, rows, snippets
+from tests.planner.test_sharding import Model, inputs
 
 PAGE = "docs/planning.md"
 COMMANDS = [line[2:] for text in snippets(PAGE, "console") for line in text.splitlines() if line.startswith("$ ")]
@@ -33,6 +36,13 @@ def test_commands_run_and_print_what_the_page_shows(
     assert len(shown) == 14
     assert found == shown
     assert (tmp_path / "curve.svg").exists()
+
+
+def test_the_python_for_one_rank_of_two_gives_a_policy_that_loads() -> None:
+    names: dict[str, Any] = {"sac": sac, "model": Model(), "inputs": inputs()}
+    (snippet,) = snippets(PAGE, "python")
+    exec(compile(snippet, PAGE, "exec"), names)
+    assert sac.load_policy(names["policy"]).plan is not None
 
 
 def test_all_commands_are_of_sac_plan() -> None:
