@@ -115,6 +115,8 @@ class TapeRecorder:
                     continue
                 address = storage_address(part)
                 root = tape.by_storage.get(address)
+                if root is None and part is tensor and (value := tape.known(tensor)) is not None:
+                    root = tape.roots[value]  # the first value there is gone, and this is a view of it
                 if root is not None and plan.op._schema.name == "aten::set_":
                     tape.fail(f"{plan.op} lets a tensor lie elsewhere")
                 if root in tape.given_out:

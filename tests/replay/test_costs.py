@@ -42,6 +42,12 @@ def in_place(block: FunctionBlock, x: Tensor) -> Tensor:
     return (y.sin() @ block.b) * y.view(-1)[:64].sum()
 
 
+def in_place_on_a_view(block: FunctionBlock, x: Tensor) -> Tensor:
+    # Of three dimensions `linear` gives an unsafe view: nothing holds the product itself when it is written to.
+    h = F.linear(x[None], block.a).add_(1).relu_()
+    return F.linear(h, block.b).mul_(2).tanh()[0]
+
+
 def several_results(block: FunctionBlock, x: Tensor) -> Tensor:
     q, k, v = (x @ torch.cat([block.a, block.b, block.a], 1)).split(WIDTH, 1)
     scores = (q @ k.t()).softmax(-1)
@@ -62,7 +68,7 @@ def wide(block: FunctionBlock, x: Tensor) -> Tensor:
 
 
 Build = Callable[[], Stack]
-BODIES = (chain, random_in_between, in_place, several_results, dead_ops, wide)
+BODIES = (chain, random_in_between, in_place, in_place_on_a_view, several_results, dead_ops, wide)
 BUILDS: dict[str, tuple[Build, tuple[int, ...]]] = {
     body.__name__: (lambda body=body: Stack(*(FunctionBlock(body, WIDTH) for _ in range(2))), (WIDTH, WIDTH))
     for body in BODIES
