@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from sac.blocks.cache import kv_free_submodules, own_checkpointing, shares_kv, turn_off_cache
+from sac.blocks.cache import kv_free_submodules, own_checkpointing, shares_kv, takes_shared_kv, turn_off_cache
 from sac.blocks.chunks import find_chains, install_chunks
 from sac.blocks.find import Block, drop_frozen, find_blocks, submodules
 from sac.blocks.paths import parts_of
@@ -135,7 +135,7 @@ def _choose_blocks(model: nn.Module, config: Config, policy: Policy) -> tuple[tu
                 fix="choose layers that exist",
             )
         )
-    sharing = [block for block in chosen if block.tower == "language"] if shares_kv(model) else []
+    sharing = _apart_from_attention(model, chosen, config)
     divided = {id(block.module): kv_free_submodules(block) for block in sharing}
     if config.granularity == "submodule":
         divided = {id(block.module): submodules(block) for block in chosen} | divided
@@ -147,6 +147,15 @@ def _choose_blocks(model: nn.Module, config: Config, policy: Policy) -> tuple[tu
         raise ModelError(Problem(type(model).__name__, f"{_sharing(model)}, and the blocks hold nothing else"))
     note = f"{_sharing(model)}: in its blocks the regions are {count} other sub-modules"
     return tuple(parts.values()), (note,) if sharing else (), stage
+
+
+def _apart_from_attention(model: nn.Module, chosen: Sequence[Block], config: Config) -> list[Block]:
+    """Return the blocks whose attention cannot be run again; see Note [K/V cache]."""
+    if not shares_kv(model):
+        return []
+    language = [block for block in chosen if block.tower == "language"]
+    reentrant = config.options.use_reentrant is True
+    return [block for block in language if reentrant or not takes_shared_kv(block.module)]
 
 
 def _sharing(model: nn.Module) -> str:

@@ -8,8 +8,10 @@ generating stays as fast as it was (held by a test). A call that asks for a cach
 too (Note [Caches as arguments] in ``sac.region.states.caches``), but holds all keys and values until backward.
 
 Models whose layers read the keys and values of another layer (Gemma 3n, Gemma 4) hand these through a dictionary that
-attention writes into, and did through the cache itself in older releases. Recomputing that attention would write again,
-so there only the other sub-modules are regions, and the switch of such a config is left as it is.
+attention writes into: an argument of each block, which recomputation finds as the forward did (Note [Caches as
+arguments]), so that whole blocks can be regions. Older releases hand them through the cache, and in the reentrant mode
+gradients of what is read from the dictionary would be lost: there only the other sub-modules are regions. Where the
+cache is what layers share by, its switch is left as it is.
 """
 
 from __future__ import annotations
@@ -27,12 +29,21 @@ from sac.blocks.own import own_checkpointing
 from sac.blocks.paths import Node, root_node
 from sac.errors import ModelError, Problem
 
-__all__ = ["Restore", "cache_configs", "kv_free_submodules", "own_checkpointing", "shares_kv", "turn_off_cache"]
+__all__ = [
+    "Restore",
+    "cache_configs",
+    "kv_free_submodules",
+    "own_checkpointing",
+    "shares_kv",
+    "takes_shared_kv",
+    "turn_off_cache",
+]
 
 SHARED_LAYERS = "num_kv_shared_layers"  # on a config: how many layers read another's keys and values
 SHARING_MODES = "kv_sharing_modes"  # on a config: per layer None, "store", or a word that begins with "reuse"
 ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
-KV_ARGUMENTS = frozenset({"shared_kv_states", "past_key_values", "past_key_value", "layer_past"})
+SHARED_STATES = "shared_kv_states"  # the argument by which a dictionary of shared keys and values is handed on
+KV_ARGUMENTS = frozenset({SHARED_STATES, "past_key_values", "past_key_value", "layer_past"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +67,13 @@ def cache_configs(model: nn.Module) -> Iterator[Any]:
 def turn_off_cache(model: nn.Module) -> tuple[Restore, ...]:
     """Set ``use_cache`` to False on every config that has it on, and return what undoes that.
 
-    A config whose layers share keys and values keeps it; see Note [K/V cache]. Raises ``ModelError``, with nothing
+    A config whose layers share keys and values through it keeps it; see Note [K/V cache]. Raises ``ModelError``, with nothing
     changed, when a config cannot be written to.
     """
     done: list[Restore] = []
+    is_handed_on = takes_shared_kv(model)
     for config in cache_configs(model):
-        if any(_is_shared(part) for part in _with_parts(config)):
+        if not is_handed_on and any(_is_shared(part) for part in _with_parts(config)):
             continue
         try:
             config.use_cache = False
@@ -78,6 +90,11 @@ def shares_kv(model: nn.Module) -> bool:
     if any(_is_shared(config) for config in _configs(model)):
         return True
     return any(getattr(module, "is_kv_shared_layer", False) is True for module in model.modules())
+
+
+def takes_shared_kv(block: nn.Module) -> bool:
+    """Return whether attention in ``block`` is handed what layers share as an argument, and not through a cache."""
+    return any(SHARED_STATES in inspect.signature(type(part).forward).parameters for part in block.modules())
 
 
 def _is_shared(config: Any) -> bool:

@@ -10,7 +10,14 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper, offload_wrapper
 
-from sac.blocks.cache import cache_configs, kv_free_submodules, own_checkpointing, shares_kv, turn_off_cache
+from sac.blocks.cache import (
+    cache_configs,
+    kv_free_submodules,
+    own_checkpointing,
+    shares_kv,
+    takes_shared_kv,
+    turn_off_cache,
+)
 from sac.blocks.find import find_blocks
 from sac.errors import ModelError
 from tests.model_zoo import FAMILIES, tiny
@@ -23,7 +30,7 @@ SHARING = {"gemma3n", "gemma4"}
 # --- use_cache
 
 
-@pytest.mark.parametrize("family", sorted(set(FAMILIES) - SHARING))
+@pytest.mark.parametrize("family", FAMILIES)
 def test_no_cache_is_made_once_it_is_off(family: str) -> None:
     model, inputs = tiny(family)
     turned = turn_off_cache(model)
@@ -34,12 +41,17 @@ def test_no_cache_is_made_once_it_is_off(family: str) -> None:
     assert list(cache_configs(model)) == []
 
 
-@pytest.mark.parametrize("family", sorted(SHARING))
-def test_layers_that_share_keep_their_cache(family: str) -> None:
-    model, _ = tiny(family)
-    model.config = SimpleNamespace(model_type="outer", use_cache=True, text_config=model.config)
+def test_layers_that_share_through_the_cache_keep_it() -> None:
+    model = nn.Linear(1, 1)
+    inner = SimpleNamespace(model_type="inner", use_cache=True, num_kv_shared_layers=2)
+    model.config = SimpleNamespace(model_type="outer", use_cache=True, text_config=inner)
     assert turn_off_cache(model) == ()
     assert len(list(cache_configs(model))) == 2
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_who_hands_shared_keys_and_values_on_as_an_argument(family: str) -> None:
+    assert takes_shared_kv(tiny(family)[0]) == (family in SHARING)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -190,13 +190,20 @@ NOTE = (
 )
 
 
+@pytest.mark.parametrize("family", ["gemma3n", "gemma4"])
+def test_layers_that_share_keys_and_values_are_regions_as_a_whole(family: str) -> None:
+    model, _ = tiny(family)
+    assert warned(lambda: sac.apply(model, "full")) == []
+    assert paths(model) == [f"model.layers.{layer}" for layer in range(4)]
+    assert model.config.use_cache is False
+
+
 @pytest.mark.parametrize(("family", "parts"), [("gemma3n", ["mlp", "altup", "laurel"]), ("gemma4", ["mlp"])])
-def test_layers_that_share_keys_and_values(family: str, parts: list[str]) -> None:
+def test_their_attention_is_left_alone_in_the_reentrant_mode(family: str, parts: list[str]) -> None:
     model, inputs = tiny(family)
-    [note] = warned(lambda: sac.apply(model, "full"))
+    [note] = warned(lambda: sac.apply(model, {"mode": "full", "use_reentrant": True}))
     assert note == f"layers of {type(model).__name__} " + NOTE.format(4 * len(parts))
     assert paths(model) == [f"model.layers.{layer}.{part}" for layer in range(4) for part in parts]
-    assert model.config.use_cache is True
     assert model(**inputs).loss.isfinite()
     assert sac.report(model).notes == (note,)
 
@@ -212,7 +219,7 @@ class TwoTowers(nn.Module):
 
 @pytest.mark.filterwarnings("ignore::sac.errors.SacWarning")
 def test_only_language_blocks_are_divided_for_shared_keys_and_values() -> None:
-    model = sac.apply(TwoTowers(), "full")
+    model = sac.apply(TwoTowers(), {"mode": "full", "use_reentrant": True})
     vision = [path for path in paths(model) if path.startswith("vision")]
     assert vision == ["vision_tower.0", "vision_tower.1"]
     language = [path for path in paths(model) if path.startswith("language")]
@@ -222,7 +229,7 @@ def test_only_language_blocks_are_divided_for_shared_keys_and_values() -> None:
 @pytest.mark.filterwarnings("ignore::sac.errors.SacWarning")
 def test_scope_without_the_sharing_tower_is_not_divided() -> None:
     model = TwoTowers()
-    assert warned(lambda: sac.apply(model, {"mode": "full", "scope": "vision"})) == []
+    assert warned(lambda: sac.apply(model, {"mode": "full", "use_reentrant": True, "scope": "vision"})) == []
     assert paths(model) == ["vision_tower.0", "vision_tower.1"]
 
 
@@ -238,7 +245,7 @@ def test_cache_is_turned_off_and_given_back() -> None:
 
 def test_warning_made_an_error_leaves_the_model_as_it_was() -> None:
     model = tiny("gemma4")[0]
-    assert "share keys and values" in refusal_by_warning(model, "full")
+    assert "share keys and values" in refusal_by_warning(model, {"mode": "full", "use_reentrant": True})
     model = llama()
     value = with_rules(save("matmul", module="mlp"), save("matmul", module="nowhere"))
     assert "nowhere" in refusal_by_warning(model, value)

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from sac.region.identity import Identity
+
 # Note [Caches as arguments]
 #
 # A block writes its keys and values into the cache that it is given (`use_cache=True`, or a prefix that is trained).
@@ -23,20 +25,34 @@ from torch import nn
 #
 # What a cache holds is rebound, appended to or, for states of a fixed size, written in place. Of the first two the copy
 # knows nothing; the recorder sees the third (Note [What is kept, and what is not]). What ops a block runs depends on
-# what lies in the cache, so that no call with one is evidence for another.
+# what lies in the cache, so that no call with one is evidence for another. The dictionary by which layers hand keys and
+# values to each other is a cache too; of that all contents are known, and part of the sort of inputs.
 
+_SHARED = "KVSharingDict"  # of transformers
 _LEAVES = (torch.Tensor, nn.Module, type, str, bytes, int, float)
 
 
 @lru_cache(maxsize=1024)
 def _is_cache_class(kind: Any) -> bool:
     # By name: the classes are Hugging Face's (DynamicCache, EncoderDecoderCache, ...) and those of models' own files.
-    return any(one.__name__.endswith("Cache") for one in kind.__mro__)
+    return any(one.__name__.endswith(("Cache", _SHARED)) for one in kind.__mro__)
 
 
 def _is_cache(value: object) -> bool:
     kind: Hashable = type(value)  # type: ignore[assignment]  # mypy takes a class's __hash__ for that of its objects
     return _is_cache_class(kind)
+
+
+def sort_of_shared(caches: dict[int | str, Any]) -> tuple[Any, ...] | None:
+    """Return what lies in dictionaries of shared keys and values, as a part of the sort of inputs.
+
+    None if one of the caches is something else, or holds what cannot be known.
+    """
+    if any(type(one).__name__ != _SHARED for one in caches.values()):
+        return None
+    identity = Identity()
+    identity.look_at(*(dict(one) for one in caches.values()))
+    return tuple(identity.parts) if identity.is_known else None
 
 
 def caches_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int | str, Any]:

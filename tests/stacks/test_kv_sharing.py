@@ -1,0 +1,95 @@
+"""Models whose layers read the keys and values of another layer: whole blocks are regions, and nothing is lost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import sac
+from sac.blocks.wrap import regions_of
+from tests.model_zoo import tiny
+from tests.semantics.blocks import alternate, policy
+from tests.stacks.composition import Outcome, differences, forward_done, outcome
+
+transformers = pytest.importorskip("transformers", reason="tests/stacks needs transformers")
+
+ALTERNATE = policy(alternate("matmul"))
+MODES: dict[str, Any] = {
+    "full": "full",
+    "full, inputs on the host": {"mode": "full", "store": "host"},
+    "selective": "selective",
+    "rerun": {"mode": "selective", "policy": ALTERNATE, "engine": "rerun"},
+    "auto": {"mode": "selective", "policy": ALTERNATE},
+}
+FAMILIES = ("gemma3n", "gemma4")
+BOTH = pytest.mark.parametrize("family", FAMILIES)
+
+
+def trained(family: str, value: Any, **call: Any) -> Outcome:
+    """Two micro-batches in flight before the first backward, with dropout; layers 2 and 3 read what 0 and 1 wrote."""
+    model, batch = tiny(family, dropout=0.1)
+    sac.apply(model, value)
+
+    def step() -> Tensor:
+        losses = [model(**batch, **call).loss for _ in range(2)]
+        forward_done()
+        for loss in losses:
+            loss.backward()
+        return losses[0] + losses[1]
+
+    return outcome(step, model)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@BOTH
+def test_gradients_are_equal_and_attention_is_let_go(family: str, mode: str) -> None:
+    plain, ours = trained(family, "none"), trained(family, MODES[mode])
+    assert differences(ours, plain) == []
+    assert ours.flops > plain.flops
+    assert ours.kept_bytes < 0.5 * plain.kept_bytes
+
+
+@pytest.mark.filterwarnings("ignore:blocks|model:sac.errors.SacWarning")
+def test_replay() -> None:
+    plain, ours = trained("gemma4", "none"), trained("gemma4", {**MODES["auto"], "engine": "replay"})
+    assert differences(ours, plain) == []
+    assert ours.kept_bytes < 0.5 * plain.kept_bytes
+
+
+@BOTH
+def test_with_a_cache_that_the_call_asks_for(family: str) -> None:
+    plain, ours = (trained(family, value, use_cache=True) for value in ("none", "full"))
+    assert differences(ours, plain) == []
+
+
+def test_what_was_shared_is_afterwards_what_it_was() -> None:
+    model, batch = tiny("gemma4")
+    sac.apply(model, "full")
+    shared = transformers.cache_utils.KVSharingDict()
+    loss = model(**batch, shared_kv_states=shared).loss
+    before = {name: tuple(held) for name, held in shared.items()}
+    copies = [one.detach().clone() for held in before.values() for one in held]
+    loss.backward(retain_graph=True)
+    first = gradients(model)
+    model.zero_grad()
+    loss.backward()
+    assert before.keys() == shared.keys() == {"sliding_attention", "full_attention"}
+    after = [one for held in shared.values() for one in held]
+    assert all(one is other for one, other in zip(after, (x for held in before.values() for x in held), strict=True))
+    assert all(map(torch.equal, after, copies))
+    assert all(map(torch.equal, first, gradients(model)))
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+def test_later_steps_of_full_run_without_a_dispatch_mode() -> None:
+    model, batch = tiny("gemma4")
+    sac.apply(model, "full")
+    for _ in range(2):
+        model(**batch).loss.backward()
+    assert [one.region.stats.engine for one in regions_of(model)] == [""] * 4
