@@ -67,8 +67,8 @@ def cache_configs(model: nn.Module) -> Iterator[Any]:
 def turn_off_cache(model: nn.Module) -> tuple[Restore, ...]:
     """Set ``use_cache`` to False on every config that has it on, and return what undoes that.
 
-    A config whose layers share keys and values through it keeps it; see Note [K/V cache]. Raises ``ModelError``, with nothing
-    changed, when a config cannot be written to.
+    A config whose layers share keys and values through the cache keeps it; see Note [K/V cache]. Raises ``ModelError``,
+    with nothing changed, when a config cannot be written to.
     """
     done: list[Restore] = []
     is_handed_on = takes_shared_kv(model)

@@ -96,7 +96,8 @@ class Region:
         """Run one call; gradients are those of ``function(*args, **kwargs)``.
 
         ``owners`` are the function's modules. Calls with another ``mark``, which stands for what the function is made
-        of, share no evidence; those without one have none, nor have most calls with a cache (Note [Caches as arguments]).
+        of, share no evidence; those without one have none, nor have most calls with a cache (Note [Caches as
+        arguments]).
         """
         refuse_transforms(self.path)
         inputs = KeptInputs(args, kwargs)

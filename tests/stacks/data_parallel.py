@@ -141,7 +141,7 @@ def ddp(
     def around(last: bool) -> Any:
         return contextlib.nullcontext() if last else parallel.no_sync()
 
-    # A static graph has its buckets rebuilt in the third step, with a buffer that gloo's thread may be the last to hold.
+    # A static graph has its buckets rebuilt in the third step, by a buffer that gloo's thread may be the last to hold.
     steps = 3 if of_ddp.get("static_graph") else 2
     return trained(parallel, micro_batches=micro_batches, same_data=same_data, around_micro_batch=around, steps=steps)
 
