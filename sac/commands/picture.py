@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sac.commands.units import bytes_text
 from sac.extras import import_extra
 from sac.measuring.comparison import Comparison, ModeResult
+from sac.policy.sizes import bytes_text
 
 # Eight colours that stay apart for colour-blind readers and in grey (Okabe and Ito's order, black first for `none`).
 COLOURS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8A8A8A")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from sac.blocks.find import find_blocks
 from sac.commands.render import print_rows
-from sac.commands.units import bytes_text, flops_text
+from sac.commands.units import flops_text
 from sac.errors import PlanError, Problem
 from sac.measuring.built_model import BuiltModel, Inputs
 from sac.measuring.mode_run import inputs_on
@@ -30,6 +30,7 @@ from sac.planner.planner import Point, Progress, prepare
 from sac.planner.plans import Plan, make_plan
 from sac.planner.sharding import fake_ranks, fsdp_over
 from sac.planner.written import seconds_text, written
+from sac.policy.sizes import bytes_text
 
 COLUMNS = ("", "peak", "kept", "recomputed", "time", "of forward", "fits", "")
 _NUMBERS = ("peak", "kept", "recomputed", "time", "of forward")

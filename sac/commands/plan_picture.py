@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from sac.commands.picture import COLOURS
-from sac.commands.units import bytes_text
 from sac.extras import import_extra
 from sac.planner.planner import Point
 from sac.planner.plans import Plan
 from sac.planner.written import seconds_text
+from sac.policy.sizes import bytes_text
 
 _MIB = 2**20
 _BLACK, _RED, _BLUE, *_OTHERS = COLOURS
