@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import UserDict
 from collections.abc import Callable
 from functools import cache
 from types import SimpleNamespace
@@ -150,6 +151,12 @@ def test_a_loss_function_and_other_inputs() -> None:
     policy = sac.plan(model, {"x": INPUTS[0]}, "50%", loss_fn=lambda output: output["hidden"].sum())
     sac.apply(model, policy)
     model(*INPUTS)["hidden"].sum().backward()
+
+
+def test_inputs_in_another_mapping_than_a_dict() -> None:
+    """As Hugging Face's processors give them."""
+    model = Model()
+    assert sac.plan(model, UserDict(x=INPUTS[0]), "50%") == sac.plan(model, {"x": INPUTS[0]}, "50%")
 
 
 def test_real_tensors_where_the_model_looks_at_its_data() -> None:

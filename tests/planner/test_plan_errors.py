@@ -113,6 +113,14 @@ def test_a_device_that_is_not_known() -> None:
     assert "h100" in text
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("device", ["cuda", "cuda:3", torch.device("cuda")])
+def test_a_gpu_that_is_not_there(device: Any) -> None:
+    text = error_of(Model(), device=device)
+    assert text.startswith(f"device: torch cannot use {device} here: ")
+    assert text.endswith('\n    fix: name the GPU, such as "h100"')
+
+
 def test_an_engine_that_is_not_known() -> None:
     assert error_of(Model(), engine="reply", kind=sac.SacError) == (
         "activation_checkpointing.engine: 'reply' is no engine\n"
@@ -163,6 +171,15 @@ def test_a_model_that_cannot_be_copied() -> None:
         assert error_of(model, real=real) == (
             "Model: the model cannot be copied: TypeError: cannot pickle 'handle' object\n"
             "    fix: plan the model before it is sharded"
+        )
+
+
+def test_inputs_that_are_neither_a_tuple_nor_a_dict() -> None:
+    for inputs, kind in ((INPUTS[0], "Tensor"), (None, "NoneType")):
+        assert error_of(Model(), inputs=inputs) == (
+            f"inputs: a {kind} is not what a model is called with\n"
+            "    legal: a tuple or a dict of arguments\n"
+            "    fix: write (x,) for one argument"
         )
 
 
