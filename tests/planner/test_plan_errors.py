@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import sac
 from sac.errors import ModelError, PlanError
@@ -160,6 +160,22 @@ def test_blocks_that_are_not_called() -> None:
     )
 
 
+def test_blocks_that_are_left_out_at_random() -> None:
+    class Dropping(Model):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Any:
+            self.calls += 1
+            for block in [*self.blocks][: 1 + self.calls % 2]:
+                x = block(x)
+            return x.sum()
+
+    assert error_of(Dropping()) == (
+        "blocks: call 2 is of blocks.1 in one step and of no block in another\n"
+        "    fix: turn off what leaves layers out at random (layerdrop, stochastic depth) while the plan is made"
+    )
+
+
 def test_a_model_that_cannot_be_copied() -> None:
     class Handle:
         def __deepcopy__(self, memo: Any) -> Any:
@@ -172,6 +188,24 @@ def test_a_model_that_cannot_be_copied() -> None:
             "Model: the model cannot be copied: TypeError: cannot pickle 'handle' object\n"
             "    fix: plan the model before it is sharded"
         )
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.lstm = nn.LayerNorm(DIM), nn.LSTM(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.lstm(self.norm(x))[0]
+
+
+@pytest.mark.parametrize("real", [False, True])
+def test_an_op_that_tells_no_sizes(real: bool) -> None:
+    """Its backward on tensors without data would end the process."""
+    assert error_of(Model(Recurrent(), Recurrent()), real=real) == (
+        "aten.mkldnn_rnn_layer.default: how many bytes its kernel packs for backward is not known, so no peak can be "
+        "told\n    fix: use mode: full, or a policy by hand"
+    )
 
 
 def test_inputs_that_are_neither_a_tuple_nor_a_dict() -> None:
