@@ -165,6 +165,9 @@ def _made(
 def calibrate_model(built: BuiltModel, device: str) -> Calibration:
     """Time the first block of the model on a device of this machine, in one forward of the whole model."""
     _figures(device)
+    if device.partition(":")[0] not in ("cpu", "cuda"):
+        found = f"ops are timed where they run, and '{device}' does not say which device of this machine"
+        raise PlanError(Problem("--device", found, "cpu, cuda"))
     model = built.model.to(device)
     block = find_blocks(model)[0]
     seen: list[tuple[Any, Any]] = []
