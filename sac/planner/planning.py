@@ -39,8 +39,8 @@ def plan(
     checkpointing, ``"50%"``. The loss is ``loss_fn(output)``, else ``output.loss``, else a scalar output. ``device``
     tells whose figures price the ops (``"h100"``, …; default: where the parameters are); of a model on the CPU, or on
     the meta device, those ops are planned that this device would run, in a process of its own. ``engine``: which one
-    will run; with rerun all that is not kept runs again. The model and the random state are left as they are; no data
-    is looked at unless ``real=True``, which trains a copy of the model for some steps instead, where it is.
+    will run; with rerun all that is not kept runs again. The model and torch's random state are left as they are; no
+    data is looked at unless ``real=True``, which trains a copy of the model for some steps instead, where it is.
     ``parallelize`` is given the copy and shards it in place (``fully_shard``, ``parallelize_module``), over a process
     group that sends nothing: the budget is that of one rank then. ``accumulates``: gradients of earlier micro-batches
     are there from the start. ``in_flight``: micro-batches whose activations a pipeline stage holds at once.
@@ -72,8 +72,6 @@ def plan(
         )
         return make_plan(planner, budget)
 
-    state = torch.get_rng_state()
-    try:
+    gpus = {parameter.device for parameter in model.parameters() if real and parameter.device.type == "cuda"}
+    with torch.random.fork_rng(devices=gpus, device_type="cuda"):  # without data nothing is drawn on a GPU
         return planned(model, device, make, real=real).policy
-    finally:
-        torch.set_rng_state(state)

@@ -59,6 +59,15 @@ def test_the_model_is_left_as_it_was(config: dict[str, Any]) -> None:
     assert all(ours_on(module) is None for module in model.modules())
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("real", [False, True])
+def test_the_random_state_of_a_gpu_is_left_as_it_was(real: bool) -> None:
+    model, inputs = Model().cuda(), (INPUTS[0].cuda(),)
+    before = torch.cuda.get_rng_state()
+    sac.plan(model, inputs, "50%", real=real)
+    assert torch.equal(torch.cuda.get_rng_state(), before)
+
+
 def test_a_hugging_face_model_keeps_its_cache() -> None:
     model, inputs = tiny("gpt2", dropout=0.1)
     assert model.config.use_cache
