@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from sac.blocks.wrap import regions_of
+from sac.policy.sizes import bytes_text
 from sac.region.stores.placements import Keeping
 from sac.selective.kind import Kind, Region
 from sac.selective.stats import NO_RULE
@@ -251,28 +252,19 @@ def _kind_lines(kind: KindReport) -> list[str]:
 
 
 def _eager_lines(kind: KindReport) -> Iterable[str]:
-    on_host = f"; {_size(kind.input_host_bytes)} of inputs in host memory" if kind.input_host_bytes else ""
+    on_host = f"; {bytes_text(kind.input_host_bytes)} of inputs in host memory" if kind.input_host_bytes else ""
     yield (
-        f"{kind.regions}: keeps {_size(kind.kept_bytes)} per region "
-        f"({_size(kind.saved_bytes)} saved, {_size(kind.input_bytes)} of inputs{on_host})"
+        f"{kind.regions}: keeps {bytes_text(kind.kept_bytes)} per region "
+        f"({bytes_text(kind.saved_bytes)} saved, {bytes_text(kind.input_bytes)} of inputs{on_host})"
     )
     for use in kind.rules:
-        yield f"  rule {use.rule}: {use.hits} calls, {_size(use.saved_bytes)} saved"
+        yield f"  rule {use.rule}: {use.hits} calls, {bytes_text(use.saved_bytes)} saved"
     if kind.dead_bytes:
-        yield f"  let go, since backward never reads it: {_size(kind.dead_bytes)}"
+        yield f"  let go, since backward never reads it: {bytes_text(kind.dead_bytes)}"
     if kind.no_replay:
         yield f"  run again as Python, not replayed: {kind.no_replay}"
     if kind.compiled_graphs:
         yield f"  compiled graphs inside, each one piece that rules do not look into: {kind.compiled_graphs}"
     if kind.unmatched:
-        ops = ", ".join(f"{op.op} (x{op.calls}, {_size(op.bytes)})" for op in kind.unmatched)
+        ops = ", ".join(f"{op.op} (x{op.calls}, {bytes_text(op.bytes)})" for op in kind.unmatched)
         yield f"  recomputed by default, dearest first: {ops}"
-
-
-def _size(count: int) -> str:
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
-            return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    raise AssertionError

@@ -30,8 +30,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench_terminal import shown_progress
+from pages import write_between
 from sweep.checking import FAILS, NOT_TRAINABLE, PASSES, Row
-from sweep.table import page, print_table, write_page
+from sweep.table import page, print_table
 from sweep.workers import check_all, preload
 
 GIB = 2**30
@@ -86,7 +87,7 @@ def main() -> int:
     if given.write:
         command = shlex.join([".venv/bin/python", "scripts/hf_sweep.py", "--write", given.write])
         versions = f"transformers {transformers.__version__}, torch {torch.__version__}"
-        write_page(Path(given.write), page(ordered, command, versions))
+        write_between(Path(given.write), "hf-sweep", page(ordered, command, versions))
     return int(any(row.status == FAILS for row in ordered))
 
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -29,6 +28,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench_terminal import environment, shown_progress
+from pages import write_between
 
 from sac.commands.render import print_rows
 from sac.planner.planner import Planner, prepare
@@ -37,7 +37,6 @@ from tests.planner.truth import CONFIGS, EVERYTHING, MODELS, SHARES, Bytes, meas
 
 COLUMNS = ("model", "policy", "kept, predicted", "measured", "difference", "peak, predicted", "measured", "difference")
 COMPOSED_COLUMNS = ("model", "random choices", "exact", "most below", "most above", "range of peaks")
-START, END = "<!-- plan-accuracy -->", "<!-- /plan-accuracy -->"
 COMMAND = ".venv/bin/python scripts/plan_accuracy.py"
 
 
@@ -124,15 +123,6 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], text_columns: 
     return ["| " + " | ".join(cells) + " |" for cells in (columns, rule, *rows)]
 
 
-def write_page(path: Path, text: str) -> None:
-    """Put ``text`` between the markers of the file. Raises ``ValueError`` if it has none."""
-    old = path.read_text(encoding="utf-8")
-    pattern = re.compile(f"{START}\n.*?{END}", re.DOTALL)
-    if not pattern.search(old):
-        raise ValueError(f"{path} has no {START} … {END}")
-    path.write_text(pattern.sub(lambda _: f"{START}\n{text}\n{END}", old), encoding="utf-8")
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="+", metavar="NAME", choices=[*MODELS], default=[*MODELS], help="only these")
@@ -152,7 +142,7 @@ def main() -> int:
         print_rows(COLUMNS, [row.cells() for row in rows], right=COLUMNS[2:])
         print_rows(COMPOSED_COLUMNS, [row.cells() for row in composed_rows], right=COMPOSED_COLUMNS[1:])
     if given.write:
-        write_page(Path(given.write), page(rows, composed_rows, environment("plan_accuracy.py")))
+        write_between(Path(given.write), "plan-accuracy", page(rows, composed_rows, environment("plan_accuracy.py")))
     return 0 if all(row.is_exact for row in rows) else 1
 
 

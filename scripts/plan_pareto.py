@@ -25,7 +25,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -35,6 +34,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench_terminal import environment, shown_progress
+from pages import write_between
 from pareto_block import MIB, Met, Sizes, anchors, baselines, profiled
 from pareto_models import Pair, pairs_of
 from pareto_partitioner import BUDGETS, Partition, partitions
@@ -46,7 +46,6 @@ from tests.planner.truth import MODELS
 
 SLACK = 1 + 1e-9  # seconds are sums of floating-point numbers, in another order on either side
 QUICK_SIZES = Sizes(hidden=512, ffn=1792, heads=8, kv_heads=2, sequence=256)
-START, END = "<!-- plan-pareto -->", "<!-- /plan-pareto -->"
 ROPES = {"real": "rotary positions in real numbers of 32 bit", "complex": "rotary positions in complex numbers"}
 
 
@@ -182,13 +181,6 @@ def markdown(report: Report) -> str:
     return "\n\n".join([*parts, verdict, footer(report)])
 
 
-def write(path: Path, report: Report) -> None:
-    """Put the tables between the marks of a page."""
-    text = path.read_text(encoding="utf-8")
-    inside = f"{START}\n\n{markdown(report)}\n\n{END}"
-    path.write_text(re.sub(f"{START}.*{END}", lambda _: inside, text, flags=re.DOTALL), encoding="utf-8")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="+", choices=[*MODELS], default=[*MODELS])
@@ -222,7 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for violation in report.violations:
         print(f"slower than what stands beside it: {violation}", file=sys.stderr)
     if given.write:
-        write(given.write, report)
+        write_between(given.write, "plan-pareto", f"\n{markdown(report)}\n")
     return 1 if report.violations else 0
 
 

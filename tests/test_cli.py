@@ -10,8 +10,9 @@ import torch
 
 from sac.cli import main
 from sac.commands.check import limits_of
-from sac.commands.units import bytes_text, flops_text, parameters_text, time_text
+from sac.commands.units import flops_text, parameters_text, time_text
 from sac.policy.files import load_policy
+from sac.policy.sizes import bytes_text
 
 ROOT = Path(__file__).parent.parent
 LLAMA = ROOT / "examples" / "llama-3.2-1b.json"

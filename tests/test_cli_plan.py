@@ -250,6 +250,23 @@ def test_a_gpu_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert refusal(capsys, "stack", "--device", "cuda", "--calibrate", "--out", "x") == text
 
 
+def test_a_picture_that_cannot_be_saved(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path, told in (
+        (tmp_path / "curve.foo", "the picture cannot be saved: Format 'foo' is not supported (supported formats: "),
+        (tmp_path / "file" / "curve.svg", "the file cannot be written: "),
+    ):
+        assert main(arguments("stack", "--budget", "50%", "--picture", str(path))) == 1
+        assert capsys.readouterr().err.rpartition("\n\n")[2].strip("\n").startswith(f"{path}: {told}")
+
+
+def test_a_device_that_is_not_at_hand_is_not_timed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert refusal(capsys, "stack", "--device", "h100", "--calibrate", "--out", "x") == (
+        "--device: ops are timed where they run, and 'h100' does not say which device of this machine\n"
+        "    legal: cpu, cuda"
+    )
+
+
 def test_inputs_of_the_wrong_shape(capsys: pytest.CaptureFixture[str]) -> None:
     assert refusal(capsys, "wrong_width", "--budget", "50%") == (
         "Stack: its forward does not run with these inputs: RuntimeError: Given normalized_shape=[16], expected input "

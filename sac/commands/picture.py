@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sac.commands.units import bytes_text
+from sac.errors import ConfigError, Problem
 from sac.extras import import_extra
 from sac.measuring.comparison import Comparison, ModeResult
+from sac.policy.sizes import bytes_text
 
 # Eight colours that stay apart for colour-blind readers and in grey (Okabe and Ito's order, black first for `none`).
 COLOURS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8A8A8A")
@@ -23,10 +24,24 @@ def save_picture(comparison: Comparison, path: str | Path) -> Path:
     for index, row in enumerate(rows):
         _draw(axes, row, COLOURS[index % len(COLOURS)])
     _describe(axes, comparison)
+    return save_figure(figure, path)
+
+
+def save_figure(figure: Any, path: str | Path) -> Path:
+    """Save a figure by the ending of ``path``, whose folder is made, and close it.
+
+    Raises ``ConfigError`` where the ending is not known or the file cannot be written.
+    """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=150)
+    except ValueError as error:  # what matplotlib says of an ending
+        raise ConfigError(Problem(str(path), f"the picture cannot be saved: {error}")) from error
+    except OSError as error:
+        raise ConfigError(Problem(str(path), f"the file cannot be written: {error.strerror}")) from error
+    finally:
+        import_extra("matplotlib.pyplot", "tools").close(figure)
     return path
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from sac.blocks.find import find_blocks
 from sac.commands.render import print_rows
-from sac.commands.units import bytes_text, flops_text
+from sac.commands.units import flops_text
 from sac.errors import PlanError, Problem
 from sac.measuring.built_model import BuiltModel, Inputs
 from sac.measuring.mode_run import inputs_on
@@ -30,6 +30,7 @@ from sac.planner.planner import Point, Progress, prepare
 from sac.planner.plans import Plan, make_plan
 from sac.planner.sharding import fake_ranks, fsdp_over
 from sac.planner.written import seconds_text, written
+from sac.policy.sizes import bytes_text
 
 COLUMNS = ("", "peak", "kept", "recomputed", "time", "of forward", "fits", "")
 _NUMBERS = ("peak", "kept", "recomputed", "time", "of forward")
@@ -164,6 +165,9 @@ def _made(
 def calibrate_model(built: BuiltModel, device: str) -> Calibration:
     """Time the first block of the model on a device of this machine, in one forward of the whole model."""
     _figures(device)
+    if device.partition(":")[0] not in ("cpu", "cuda"):
+        found = f"ops are timed where they run, and '{device}' does not say which device of this machine"
+        raise PlanError(Problem("--device", found, "cpu, cuda"))
     model = built.model.to(device)
     block = find_blocks(model)[0]
     seen: list[tuple[Any, Any]] = []

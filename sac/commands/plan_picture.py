@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sac.commands.picture import COLOURS
-from sac.commands.units import bytes_text
+from sac.commands.picture import COLOURS, save_figure
 from sac.extras import import_extra
 from sac.planner.planner import Point
 from sac.planner.plans import Plan
 from sac.planner.written import seconds_text
+from sac.policy.sizes import bytes_text
 
 _MIB = 2**20
 _BLACK, _RED, _BLUE, *_OTHERS = COLOURS
@@ -33,11 +33,7 @@ def save_plan_picture(made: Plan, title: str, path: str | Path) -> Path:
     _mark(axes, made.point, "*", _RED, size=18)
     axes.axvline(made.budget / _MIB, color=_RED, linestyle="--", linewidth=1, label=f"budget {bytes_text(made.budget)}")
     _describe(axes, made, title)
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
-    return path
+    return save_figure(figure, path)
 
 
 def _mark(axes: Any, point: Point, marker: str, colour: str, *, size: int) -> None:

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from sac.commands.units import bytes_text, flops_text, parameters_text, time_text
+from sac.commands.units import flops_text, parameters_text, time_text
 from sac.extras import import_extra
 from sac.measuring.comparison import Comparison, ModeResult
+from sac.policy.sizes import bytes_text
 
 PROGRESS_AFTER_S = 2.0  # what is done sooner needs no bar
 _NUMBERS = ("kept", "kept per block", "peak", "recomputed", "step", "loss", "gradient difference")

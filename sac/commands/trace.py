@@ -9,9 +9,10 @@ from itertools import groupby
 
 import sac
 from sac.commands.render import print_rows
-from sac.commands.units import bytes_text, flops_text
+from sac.commands.units import flops_text
 from sac.measuring.built_model import BuiltModel
 from sac.measuring.mode_run import forward_backward, inputs_on
+from sac.policy.sizes import bytes_text
 from sac.trace import DecisionRow, decisions_of
 
 COLUMNS = ("module", "op", "call", "decision", "rule", "bytes", "FLOPs", "reason")

@@ -3,16 +3,6 @@
 from __future__ import annotations
 
 
-def bytes_text(count: int) -> str:
-    """Return a byte count in binary units: ``1.5 MiB``."""
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024:
-            return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
-
-
 def flops_text(count: int) -> str:
     """Return a count of floating-point operations in decimal units: ``3.2 GFLOP``."""
     size = float(count)

@@ -150,5 +150,10 @@ def device_at_hand(device: torch.device) -> Device:
     """Return the figures of a device of this machine, with tf32 if torch uses it; raises ``PlanError`` if unknown."""
     if device.type != "cuda":
         return device_named(device.type)
-    found = device_named(torch.cuda.get_device_name(device))
-    return found.with_tf32() if torch.backends.cuda.matmul.fp32_precision == "tf32" else found
+    try:
+        name = torch.cuda.get_device_name(device)
+    except (AssertionError, RuntimeError) as error:  # torch's own checks, of its build, the driver and the number
+        found = f"torch cannot use {device} here: {error}"
+        raise PlanError(Problem("device", found, fix='name the GPU, such as "h100"')) from error
+    figures = device_named(name)
+    return figures.with_tf32() if torch.backends.cuda.matmul.fp32_precision == "tf32" else figures

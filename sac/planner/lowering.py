@@ -110,6 +110,11 @@ class _Call:
         """The sizes of a head of query and value."""
         return self.query.shape[-1], self.value.shape[-1]
 
+    @property
+    def is_alike(self) -> bool:
+        """Whether query, key and value are of one batch and have equally many heads."""
+        return self.query.shape[:2] == self.key.shape[:2] == self.value.shape[:2]
+
 
 def _attention(
     device: str,
@@ -124,12 +129,12 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     call = _Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if query.dim() == key.dim() == value.dim() == 4:
+    if query.dim() == key.dim() == value.dim() == 4 and (call.is_alike or enable_gqa):
         if _cudnn_takes(call, device):
             return _by_cudnn(call)
         if _flash_takes(call):
             return _by_flash(call)
-        if _efficient_takes(call, device):
+        if _efficient_takes(call):
             return _by_efficient(call)
     out: Tensor = torch.ops.aten._scaled_dot_product_attention_math.default(
         query, key, value, _added(call), dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -155,10 +160,10 @@ def _flash_takes(call: _Call) -> bool:
     return call.heads[0] == call.heads[1] <= 256
 
 
-def _efficient_takes(call: _Call, device: str) -> bool:
+def _efficient_takes(call: _Call) -> bool:
     if call.query.dtype not in (*_HALF, torch.float32) or not torch.backends.cuda.mem_efficient_sdp_enabled():
         return False
-    if call.query.shape[1] != call.key.shape[1] and (not call.enable_gqa or device == "mi300x"):
+    if not call.is_alike:
         return False
     aligned = 8 if call.query.dtype in _HALF else 4
     return all(size % aligned == 0 for size in call.heads)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
+from sac.errors import PlanError, Problem
 from sac.planner.layers import Row, peak
 from sac.planner.step import BETWEEN, FORWARD, StepRecord
 
@@ -56,7 +58,11 @@ class StepModel:
     own: dict[tuple[int, int, bool], int] = field(default_factory=dict)  # kind, choice, in backward
 
     def learn(self, record: StepRecord, choices: Sequence[int]) -> None:
-        """Take what a step shows that was run with ``choices``, one per position."""
+        """Take what a step shows that was run with ``choices``, one per position.
+
+        Raises ``PlanError`` if not the same blocks were called as before.
+        """
+        self._refuse_other_calls(record)
         forwards = {window.position: window for window in record.windows if window.part == FORWARD}
         for place, choice in enumerate(choices):
             key = self.kinds[place], choice
@@ -91,6 +97,14 @@ class StepModel:
             bases = [max(pair) for pair in zip(bases, self.bases, strict=True)]
         self.moments, self.bases = moments, bases
         self.paths, self.static = record.paths, record.static
+
+    def _refuse_other_calls(self, record: StepRecord) -> None:
+        calls = zip_longest(self.paths or record.paths, record.paths, fillvalue="no block")
+        for number, (before, now) in enumerate(calls, start=1):
+            if before != now:
+                found = f"call {number} is of {before} in one step and of {now} in another"
+                fix = "turn off what leaves layers out at random (layerdrop, stochastic depth) while the plan is made"
+                raise PlanError(Problem("blocks", found, fix=fix))
 
     def peak(self, choices: Sequence[int]) -> tuple[int, int]:
         """Return the predicted peak under ``choices``, one per position, and the number of the row where it is."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from sac.errors import PlanError, Problem
 from sac.planner.child import planned
 from sac.planner.fakes import Inputs
-from sac.planner.planner import Progress, prepare
+from sac.planner.meta import is_on_meta, off_meta
+from sac.planner.planner import Progress, prepare, refuse_unfit
 from sac.planner.plans import Plan, make_plan
 from sac.policy.model import Policy
 
@@ -35,22 +37,29 @@ def plan(
     and backward of one step, with parameters and gradients, and the state of ``optimizer`` (a name or an optimizer)
     if one is given; an int, a text such as ``"40GiB"``, or a share of the way from the least peak to that without
     checkpointing, ``"50%"``. The loss is ``loss_fn(output)``, else ``output.loss``, else a scalar output. ``device``
-    tells whose figures price the ops (``"h100"``, …; default: where the parameters are); of a model on the CPU those
-    ops are planned that this device would run, in a process of its own. ``engine``: which one will run; with rerun all
-    that is not kept runs again. The model and the random state are left as they are; no data is looked at unless
-    ``real=True``, which trains a copy of the model for some steps instead, where it is. ``parallelize`` is given the
-    copy and shards it in place (``fully_shard``, ``parallelize_module``), over a process group that sends nothing: the
-    budget is that of one rank then. ``accumulates``: gradients of earlier micro-batches are there from the start.
-    ``in_flight``: micro-batches whose activations a pipeline stage holds at once.
+    tells whose figures price the ops (``"h100"``, …; default: where the parameters are); of a model on the CPU, or on
+    the meta device, those ops are planned that this device would run, in a process of its own. ``engine``: which one
+    will run; with rerun all that is not kept runs again. The model and torch's random state are left as they are; no
+    data is looked at unless ``real=True``, which trains a copy of the model for some steps instead, where it is.
+    ``parallelize`` is given the copy and shards it in place (``fully_shard``, ``parallelize_module``), over a process
+    group that sends nothing: the budget is that of one rank then. ``accumulates``: gradients of earlier micro-batches
+    are there from the start. ``in_flight``: micro-batches whose activations a pipeline stage holds at once.
 
-    Raises ``PlanError``: a budget below the least peak, a loss or a device that is not known, a forward that needs
-    data; ``ModelError`` for a model that sac is on, or that has no blocks.
+    Raises ``PlanError``: a budget below the least peak, a loss or a device that is not known, inputs that are neither a
+    tuple nor a dict, a forward that needs data; ``ModelError`` for a model that sac is on, or that has no blocks.
     """
+    refuse_unfit(model)
+    if not isinstance(inputs, (tuple, list, Mapping)):
+        found = f"a {type(inputs).__name__} is not what a model is called with"
+        raise PlanError(Problem("inputs", found, "a tuple or a dict of arguments", fix="write (x,) for one argument"))
+    given: Inputs = dict(inputs) if isinstance(inputs, Mapping) else tuple(inputs)  # of any mapping tensors are seen
+    if is_on_meta(model):
+        model, given = off_meta(model, given, device, real=real)
 
     def make(progress: Progress) -> Plan:
         planner = prepare(
             model,
-            inputs,
+            given,
             loss_fn=loss_fn,
             device=device,
             engine=engine,
@@ -63,8 +72,6 @@ def plan(
         )
         return make_plan(planner, budget)
 
-    state = torch.get_rng_state()
-    try:
+    gpus = {parameter.device for parameter in model.parameters() if real and parameter.device.type == "cuda"}
+    with torch.random.fork_rng(devices=gpus, device_type="cuda"):  # without data nothing is drawn on a GPU
         return planned(model, device, make, real=real).policy
-    finally:
-        torch.set_rng_state(state)

@@ -14,6 +14,7 @@ from sac.planner.memory import Moment
 from sac.planner.planner import Planner, Point
 from sac.planner.profile import RegionProfile
 from sac.policy.model import Policy
+from sac.policy.sizes import bytes_text
 
 _ROUNDS = 12
 
@@ -98,10 +99,10 @@ def _too_small(planner: Planner, budget: int, least: Point) -> PlanError:
     moment = planner.step.moments[row]
     static = planner.step.static + planner.step.extra
     where = _where(moment, len(planner.kinds))
-    found = f"{size_text(budget)} is below the least peak of this model and these inputs, {size_text(least.peak)}"
+    found = f"{bytes_text(budget)} is below the least peak of this model and these inputs, {bytes_text(least.peak)}"
     why = (
-        f"{size_text(static)} are parameters, buffers, inputs and optimizer state; the peak is {where}"
-        f", where checkpointing holds {size_text(least.kept)}"
+        f"{bytes_text(static)} are parameters, buffers, inputs and optimizer state; the peak is {where}"
+        f", where checkpointing holds {bytes_text(least.kept)}"
     )
     return PlanError(Problem("budget", f"{found}: {why}", f"{least.peak} bytes or more", fix=_FIXES))
 
@@ -115,13 +116,3 @@ def _where(moment: Moment, regions: int) -> str:
     if moment.position == regions:
         return "in the head and the loss, after the last block"
     return f"between blocks, at place {moment.position}"
-
-
-def size_text(count: int) -> str:
-    """Return a byte count in binary units: ``1.5 MiB``, ``1.50 GiB``."""
-    size = float(count)
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.2f} GiB"

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from sac.errors import PlanError, Problem
 from sac.memory_timeline import mark, measure_memory
+from sac.ops.names import op_name
 
 _log = logging.getLogger(__name__)
 
@@ -21,6 +23,11 @@ _log = logging.getLogger(__name__)
 # The memory that a kernel takes and gives back is known to nobody but itself. On the CPU the op is run, once per op and
 # sizes, on zeros, and the profiler says how far the memory went up meanwhile. That is asked for after the step, for the
 # moment in each of its parts at which most was alive when the op began.
+#
+# oneDNN's kernel for LSTMs packs what its backward needs into bytes whose number only it knows: a tensor without data
+# has none of them. Its backward, run on those, takes the process with it (torch 2.13). So the op is refused.
+
+_PACKS_BYTES = "aten::mkldnn_rnn_layer"
 
 
 class Scratch:
@@ -32,9 +39,12 @@ class Scratch:
         self._levels: dict[Hashable, int] = {}  # of the part of the step that is going on
 
     def saw(self, func: Any, args: Any, kwargs: Any, before: int) -> None:
-        """An op has run; ``before`` bytes were alive when it began."""
+        """An op has run; ``before`` bytes were alive when it began. ``PlanError`` for one that tells no sizes."""
         if func.is_view:
             return
+        if func.name() == _PACKS_BYTES:
+            found = "how many bytes its kernel packs for backward is not known, so no peak can be told"
+            raise PlanError(Problem(op_name(func), found, fix="use mode: full, or a policy by hand"))
         metas = tree_map_only(Tensor, _meta, (args, kwargs))
         key = func, str(metas)
         if key not in self._ops:

@@ -16,10 +16,11 @@ from sac.planner.choices import Choice, layers_of
 from sac.planner.demands import recomputed
 from sac.planner.keep_sets import priced
 from sac.planner.planner import pricing_engine
-from sac.planner.plans import Plan, size_text
+from sac.planner.plans import Plan
 from sac.planner.profile import RegionProfile
 from sac.policy.dump import dump_policy
 from sac.policy.model import Rule
+from sac.policy.sizes import bytes_text
 
 _WIDTH = 100
 _NOTHING: Mapping[str, str] = MappingProxyType({})
@@ -59,10 +60,10 @@ def _header(made: Plan, about: Mapping[str, str]) -> Iterator[str]:
         yield f"{name}: {value}"
     yield f"device: {made.device.name} ({made.device.title})"
     yield f"engine: {made.engine}"
-    yield f"budget: {made.budget} bytes ({size_text(made.budget)})"
-    yield f"peak: {point.peak} bytes ({size_text(point.peak)}), {how}"
-    static = f"of it parameters, buffers and inputs: {size_text(made.static)}"
-    yield f"{static}, state of the optimizer: {size_text(made.extra)}"
+    yield f"budget: {made.budget} bytes ({bytes_text(made.budget)})"
+    yield f"peak: {point.peak} bytes ({bytes_text(point.peak)}), {how}"
+    static = f"of it parameters, buffers and inputs: {bytes_text(made.static)}"
+    yield f"{static}, state of the optimizer: {bytes_text(made.extra)}"
     yield f"recomputed: {point.flops / 1e9:.4g} GFLOP in {seconds_text(point.seconds)} per step (predicted{share})"
     for note in made.notes:
         yield f"note: {note}"
@@ -93,7 +94,7 @@ def _what(choice: Choice) -> str:
     again = f"{seconds_text(choice.seconds)} run again per layer"
     if not choice.keep.saved:
         return f"saves nothing; {again}"
-    return f"saves what {len(choice.keep.saved)} calls give, {size_text(choice.bytes)}; {again}"
+    return f"saves what {len(choice.keep.saved)} calls give, {bytes_text(choice.bytes)}; {again}"
 
 
 def _of_rule(made: Plan, rule: Rule) -> str:
@@ -107,7 +108,7 @@ def _of_rule(made: Plan, rule: Rule) -> str:
             if profile.maker[value] in mine}  # fmt: skip
     less = priced(profile, made.times[kind], choice.keep.saved - mine, run_by)
     spared = seconds_text(less.seconds - choice.seconds)
-    return f"{size_text(sum(held.values()))} per layer; without it {spared} more run again"
+    return f"{bytes_text(sum(held.values()))} per layer; without it {spared} more run again"
 
 
 def _meant(made: Plan, rule: Rule) -> tuple[int, int]:

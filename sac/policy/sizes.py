@@ -1,4 +1,4 @@
-"""Sizes in bytes as people write them."""
+"""Sizes in bytes as people write and read them."""
 
 from __future__ import annotations
 
@@ -32,3 +32,13 @@ def parse_bytes(text: str) -> int:
     if size != int(size):
         raise ValueError("it is not a whole number of bytes")
     return int(size)
+
+
+def bytes_text(count: int) -> str:
+    """Return a byte count in binary units: ``1.5 MiB``."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 from .checking import CANNOT_BUILD, FAILS, NOT_TRAINABLE, PASSES, Row
 
 COLUMNS = ("family", "model", "blocks", "kept: full", "selective", "FLOPs: full", "selective", "result")
 ORDER = (PASSES, FAILS, NOT_TRAINABLE, CANNOT_BUILD)
-START, END = "<!-- hf-sweep -->", "<!-- /hf-sweep -->"
 LONGEST = 220
 
 
@@ -64,12 +61,3 @@ def page(rows: Sequence[Row], command: str, versions: str) -> str:
 
 def _line(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cells) + " |"
-
-
-def write_page(path: Path, text: str) -> None:
-    """Put ``text`` between the markers of the file. Raises ``ValueError`` if it has none."""
-    old = path.read_text(encoding="utf-8")
-    pattern = re.compile(f"{START}\n.*?{END}", re.DOTALL)
-    if not pattern.search(old):
-        raise ValueError(f"{path} has no {START} … {END}")
-    path.write_text(pattern.sub(lambda _: f"{START}\n{text}\n{END}", old), encoding="utf-8")

@@ -5,16 +5,14 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as of_torch
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
@@ -22,126 +20,26 @@ from torch.utils.checkpoint import noop_context_fn
 import sac
 from sac.blocks.wrap import regions_of
 from sac.compat import fsdp as ours
-from sac.errors import ConfigError, ModelError
+from sac.errors import ModelError
 from sac.full.full_config import FullConfig
+from tests.compat.wrapping import (
+    PUTS,
+    Put,
+    by_function,
+    by_partial,
+    inner_first,
+    inside_one_another,
+    is_layer,
+    model,
+    on_layers,
+    one_by_one,
+    outer_first,
+    region_paths,
+    train,
+)
 from tests.full.layers import PreNormLayer
 from tests.full.ranks import run_ranks
 from tests.semantics.recording import Recorder
-
-Put = Callable[[Any, nn.Module], Any]  # a face (torch's or ours) and the model
-
-
-class Model(nn.Module):
-    def __init__(self, layers: int = 3) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(16, 32)
-        self.layers = nn.ModuleList(PreNormLayer() for _ in range(layers))
-        self.dropout = nn.Dropout(0.2)
-        self.head = nn.Linear(32, 16)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        h = self.embed(ids)
-        for layer in self.layers:
-            h = self.dropout(layer(h))
-        return self.head(h)
-
-
-def model(layers: int = 3) -> Model:
-    torch.manual_seed(0)
-    return Model(layers)
-
-
-def train(network: nn.Module, steps: int = 3) -> list[Tensor]:
-    """Losses, gradients, weights and the random state after some steps."""
-    torch.manual_seed(1)
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
-    seen = []
-    for _ in range(steps):
-        ids = torch.randint(16, (2, 8))
-        loss = network(ids).square().mean()
-        loss.backward()
-        seen += [loss.detach(), *(local(one.grad).clone() for one in network.parameters())]
-        optimizer.step()
-        optimizer.zero_grad()
-    return [*seen, *(local(one.detach()) for one in network.parameters()), torch.get_rng_state()]
-
-
-def local(tensor: Any) -> Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # type: ignore[no-any-return]
-
-
-def is_layer(module: nn.Module) -> bool:
-    return isinstance(module, PreNormLayer)
-
-
-def on_layers(face: Any, network: nn.Module) -> None:
-    face.apply_activation_checkpointing(network, check_fn=is_layer)
-
-
-def by_partial(face: Any, network: nn.Module) -> None:
-    wrap = functools.partial(face.checkpoint_wrapper, checkpoint_impl=face.CheckpointImpl.NO_REENTRANT)
-    face.apply_activation_checkpointing(network, checkpoint_wrapper_fn=wrap, check_fn=is_layer)
-
-
-def reentrant(face: Any, network: nn.Module) -> None:
-    wrap = functools.partial(face.checkpoint_wrapper, checkpoint_impl=face.CheckpointImpl.REENTRANT)
-    face.apply_activation_checkpointing(network, wrap, is_layer)
-
-
-def by_partial_of_partial(face: Any, network: nn.Module) -> None:
-    wrap = functools.partial(face.checkpoint_wrapper, preserve_rng_state=False)
-    wrap = functools.partial(wrap, preserve_rng_state=True, early_stop=False, determinism_check="none")
-    face.apply_activation_checkpointing(network, wrap, is_layer)
-
-
-def by_function(face: Any, network: nn.Module) -> None:
-    face.apply_activation_checkpointing(network, lambda one: face.checkpoint_wrapper(one), is_layer)
-
-
-def by_policy_object(face: Any, network: nn.Module) -> None:
-    face.apply_activation_checkpointing(network, auto_wrap_policy=ModuleWrapPolicy({PreNormLayer}))
-
-
-def by_policy_with_arguments(face: Any, network: nn.Module) -> None:
-    policy = CustomPolicy(lambda one: {"preserve_rng_state": True} if is_layer(one) else isinstance(one, nn.Linear))
-    face.apply_activation_checkpointing(network, auto_wrap_policy=policy)
-
-
-def by_policy_function(face: Any, network: nn.Module) -> None:
-    policy = functools.partial(size_based_auto_wrap_policy, min_num_params=5000)
-    face.apply_activation_checkpointing(network, auto_wrap_policy=policy)
-
-
-def one_by_one(face: Any, network: nn.Module) -> None:
-    for place, layer in enumerate(network.layers):
-        network.layers[place] = face.checkpoint_wrapper(layer, preserve_rng_state=True)
-
-
-def inside_one_another(face: Any, network: nn.Module) -> None:
-    face.apply_activation_checkpointing(network, check_fn=lambda one: isinstance(one, (PreNormLayer, nn.Linear)))
-
-
-def inner_first(face: Any, network: nn.Module) -> None:
-    for place, layer in enumerate(network.layers):
-        layer.up = face.checkpoint_wrapper(layer.up)
-        network.layers[place] = face.checkpoint_wrapper(layer)
-
-
-def outer_first(face: Any, network: nn.Module) -> None:
-    for layer in network.layers:
-        wrapped = face.checkpoint_wrapper(layer)
-        inner = getattr(wrapped, "_checkpoint_wrapped_module", wrapped)
-        inner.up = face.checkpoint_wrapper(inner.up)
-
-
-PUTS: list[Put] = [
-    on_layers, by_partial, reentrant, by_partial_of_partial, by_function, by_policy_object, by_policy_with_arguments,
-    by_policy_function, one_by_one, inside_one_another, inner_first, outer_first,
-]  # fmt: skip
-
-
-def region_paths(network: nn.Module) -> list[str]:
-    return [installed.region.path for installed in regions_of(network)]
 
 
 def wrapped_paths(network: nn.Module) -> list[str]:
@@ -348,127 +246,3 @@ def sharded(put_first: bool, at: str) -> bool:
 @pytest.mark.parametrize("at", ["fully_shard", "ddp"])
 def test_training_over_ranks_is_that_without(put_first: bool, at: str) -> None:
     assert run_ranks(2, sharded, put_first, at) == [True, True]
-
-
-# What a region cannot do
-
-UNSUPPORTED = {
-    "checkpoint_impl": (
-        {"checkpoint_impl": "reentrant"},
-        "checkpoint_wrapper.checkpoint_impl: 'reentrant' is no implementation\n"
-        "    legal: CheckpointImpl.REENTRANT, CheckpointImpl.NO_REENTRANT",
-    ),
-    "checkpoint_fn": (
-        {"checkpoint_fn": len},
-        "checkpoint_wrapper.checkpoint_fn: <built-in function len> cannot be made a region\n"
-        "    legal: sac.checkpoint, torch's checkpoint\n"
-        "    fix: leave it out, or call the function in the module's own forward",
-    ),
-    "context_fn": (
-        {"context_fn": int},
-        "checkpoint_wrapper.context_fn: contexts of the caller's around forward and recomputation are not entered\n"
-        "    fix: choose per op with context_fn=sac.context_fn(policy), or put state back with FullConfig(state=...)",
-    ),
-    "reentrant context_fn": (
-        {"context_fn": sac.context_fn("general"), "checkpoint_impl": ours.CheckpointImpl.REENTRANT},
-        "checkpoint_wrapper.context_fn: per-op decisions need the non-reentrant mode\n"
-        "    fix: use CheckpointImpl.NO_REENTRANT",
-    ),
-    "debug": (
-        {"debug": True},
-        "checkpoint_wrapper.debug: True is not supported: errors of recomputation name the saved tensor without it\n"
-        "    legal: false",
-    ),
-    "offload_to_cpu": (
-        {"offload_to_cpu": 1},
-        "checkpoint_wrapper.offload_to_cpu: 1 is not true or false\n    legal: true, false",
-    ),
-    "config": (
-        {"config": {"store": "host"}},
-        "checkpoint_wrapper.config: {'store': 'host'} is no FullConfig\n    legal: a sac.full.FullConfig",
-    ),
-    "both stores": (
-        {"config": FullConfig(store="host"), "offload_to_cpu": True},
-        "checkpoint_wrapper.offload_to_cpu: config keeps inputs elsewhere (store 'host')\n"
-        "    fix: leave one of the two out",
-    ),
-    "unknown": (
-        {"preserve_rng": True},
-        "checkpoint_wrapper.preserve_rng: it is not known\n"
-        "    did you mean: preserve_rng_state\n"
-        "    legal: use_reentrant, distribute_saved_activations, tp_group, get_rng_state_tracker, preserve_rng_state, "
-        "early_stop, determinism_check, config, context_fn, debug",
-    ),
-    "determinism_check": (
-        {"determinism_check": "all"},
-        "checkpoint_wrapper.determinism_check: 'all' is no check\n    legal: default, none",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", UNSUPPORTED)
-@pytest.mark.parametrize("entry", ["wrapper", "apply", "function"])
-def test_what_cannot_be_done_is_an_error_and_changes_nothing(name: str, entry: str) -> None:
-    given, text = UNSUPPORTED[name]
-    mine = model()
-    wrap = functools.partial(ours.checkpoint_wrapper, **given)
-    put = {
-        "wrapper": lambda: wrap(mine.layers[0]),
-        "apply": lambda: ours.apply_activation_checkpointing(mine, wrap, is_layer),
-        "function": lambda: ours.apply_activation_checkpointing(mine, lambda one: wrap(one), is_layer),
-    }[entry]
-    with pytest.raises(ConfigError) as error:
-        put()
-    assert str(error.value) == text
-    assert all("forward" not in one.__dict__ for one in mine.modules())
-    assert region_paths(mine) == []
-
-
-def test_a_second_region_is_an_error() -> None:
-    mine = model()
-    on_layers(ours, mine)
-    for again in (lambda: on_layers(ours, mine), lambda: by_function(ours, mine)):
-        with pytest.raises(ModelError) as error:
-            again()
-        assert str(error.value).split("\n")[:2] == [
-            "layers.0: this module is a region of sac already",
-            "    fix: call sac.remove(model) first",
-        ]
-        assert len(region_paths(mine)) == 3
-
-
-def test_a_function_that_fails_half_way_leaves_nothing() -> None:
-    mine, count = model(), [0]
-
-    def wrap(module: nn.Module) -> nn.Module:
-        count[0] += 1
-        if count[0] == 2:
-            raise KeyError("half way")
-        return ours.checkpoint_wrapper(module)
-
-    with pytest.raises(KeyError):
-        ours.apply_activation_checkpointing(mine, wrap, is_layer)
-    assert all("forward" not in one.__dict__ for one in mine.modules())
-
-
-def test_torchs_own_wrapper_is_not_mixed_in() -> None:
-    mine = model()
-    with pytest.raises(ConfigError) as error:
-        ours.apply_activation_checkpointing(mine, of_torch.checkpoint_wrapper, is_layer)
-    assert str(error.value) == (
-        "apply_activation_checkpointing.checkpoint_wrapper_fn: it returned CheckpointWrapper around PreNormLayer, "
-        "not the module itself\n"
-        "    fix: let it call checkpoint_wrapper of sac.compat.fsdp"
-    )
-    of_torch.apply_activation_checkpointing(mine, check_fn=is_layer)
-    with pytest.raises(ModelError) as refused:
-        ours.checkpoint_wrapper(mine)
-    assert str(refused.value).startswith("Model: the model's own checkpointing is on: checkpoint_wrapper is around ")
-
-
-def test_sac_apply_on_top_is_refused() -> None:
-    mine = model()
-    on_layers(ours, mine)
-    with pytest.raises(ModelError) as error:
-        sac.apply(mine, "full")
-    assert str(error.value).startswith("layers.0: sac.apply has been called on this model before")

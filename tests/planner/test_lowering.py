@@ -104,6 +104,25 @@ def test_attention_on_ampere_is_flash():
     assert results(seen, f"{FLASH}_backward") == [*GROUPED]
 
 
+@pytest.mark.parametrize("device", [H100, A100])
+def test_grouped_heads_in_full_precision_are_for_no_kernel(device):
+    """The one that takes float32 takes as many heads of key and value as of query (torch 2.11 to 2.13)."""
+
+    def in_float32(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(is_causal=True, enable_gqa=True)(q.float(), k.float(), v.float())
+
+    seen = lowered(lambda _: ops_of(in_float32, *GROUPED), device)
+    assert kernels(seen) == []
+    assert "aten._safe_softmax" in dict(seen)
+
+
+@pytest.mark.parametrize("device", [H100, A100])
+def test_one_head_for_all_is_for_no_kernel_unless_it_is_said(device):
+    one = (2, 1, 64, 32)
+    assert kernels(lowered(lambda _: ops_of(attention(), ALIKE[0], one, one), device)) == []
+    assert kernels(lowered(lambda _: ops_of(attention(enable_gqa=True), ALIKE[0], one, one), device))
+
+
 def test_a_user_may_ask_for_flash_instead(monkeypatch):
     monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
     assert kernels(lowered(lambda _: ops_of(attention(), *ALIKE), H100)) == [FLASH, f"{FLASH}_backward"]

@@ -17,6 +17,7 @@ from sac.planner.fakes import call, fake_copy, fake_inputs, fake_mode
 from sac.planner.ledger import Ledger
 from sac.planner.profile import RegionProfile
 from sac.planner.tracing import CannotProfile, profile_regions
+from sac.selective.rows import OpRow
 from sac.trace import regions_by_kind
 from tests.model_zoo import tiny
 from tests.planner.truth import MODELS, model_named, put_on
@@ -59,6 +60,19 @@ def alike(between: Callable[[Tensor], Tensor]) -> RegionProfile:
     return profile
 
 
+def rows_of(model: nn.Module, inputs: Any) -> dict[str, dict[tuple[str, str, int], OpRow]]:
+    """Return the rows of a trace by the path of a region, and by what they are called."""
+    sac.apply(model, put_on({"schema": "sac/v1", "name": "x", "rules": []}, "replay"))
+    call(model, inputs)
+    found = {
+        region.path: {(row.module, row.op, row.call): row for row in kind.rows}
+        for kind, regions in regions_by_kind(model)
+        for region in regions
+    }
+    sac.remove(model)
+    return found
+
+
 def ops_of(profile: RegionProfile) -> list[str]:
     return [entry.op for entry in profile.entries]
 
@@ -67,33 +81,22 @@ def ops_of(profile: RegionProfile) -> list[str]:
 def test_ops_are_named_as_a_trace_names_them(name: str) -> None:
     """What a policy says of a module, an op and a call is thereby said of the same one."""
     model, inputs = model_named(name)
-    profiles = profiles_of(model, inputs)
-    sac.apply(model, put_on({"schema": "sac/v1", "name": "x", "rules": []}, "replay"))
-    call(model, inputs)
-    rows = {
-        region.path: [(row.module, row.op, row.call) for row in kind.rows]
-        for kind, regions in regions_by_kind(model)
-        for region in regions
-    }
-    sac.remove(model)
+    profiles, rows = profiles_of(model, inputs), rows_of(model, inputs)
     for profile in profiles:
         named = [(entry.module, entry.op, entry.call) for entry in profile.entries if entry.savable or entry.must_save]
         for path in profile.paths:
-            assert set(named) <= set(rows[path])
+            assert set(named) <= rows[path].keys()
         assert len(set(named)) == len(named)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_sizes_and_flops_are_those_of_a_trace(name: str) -> None:
     model, inputs = model_named(name)
-    profiles = profiles_of(model, inputs)
-    sac.apply(model, put_on({"schema": "sac/v1", "name": "x", "rules": []}, "replay"))
-    call(model, inputs)
-    for kind, regions in regions_by_kind(model):
-        rows = {(row.module, row.op, row.call): row for row in kind.rows}
-        for profile in (one for one in profiles if regions[0].path in one.paths):
-            for entry in profile.entries:
-                row = rows.get((entry.module, entry.op, entry.call))
+    profiles, rows = profiles_of(model, inputs), rows_of(model, inputs)
+    for profile in profiles:
+        for entry in profile.entries:
+            for path in profile.paths:
+                row = rows[path].get((entry.module, entry.op, entry.call))
                 if entry.savable and row is not None:
                     assert (entry.flops, entry.shape, entry.dtype) == (row.flops, row.shape, row.dtype)
 

@@ -16,6 +16,7 @@ from sac.planner.choices import policy_for
 from sac.planner.planner import Planner, prepare
 from sac.planner.plans import make_plan
 from tests.docs.pages import text_of
+from tests.planner.small_model import DIM, INPUTS, Block, Model
 from tests.planner.truth import CONFIGS, EVERYTHING, MODELS, Bytes, measured, model_named, predicted, put_on, saving
 from tests.script_runs import run_script
 
@@ -97,6 +98,32 @@ def test_a_loss_function_and_a_padding_mask() -> None:
         return output.logits.float().logsumexp(-1).mean()
 
     assert_true(model, inputs, CONFIGS["general"], loss_fn=loss_fn)
+
+
+class Counting(Block):
+    """A block that writes to two buffers: a counter, and the average of what its first product gives."""
+
+    def __init__(self) -> None:
+        super().__init__(self.averaged)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("average", torch.zeros(4 * DIM))
+
+    def averaged(self, x: Tensor) -> Tensor:
+        self.count += 1
+        self.average.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return x - self.average
+
+
+@pytest.mark.parametrize("policy", ["none", "full", "selective"])
+def test_copies_of_buffers_that_blocks_write_to_count(policy: str) -> None:
+    assert_true(Model(*(Counting() for _ in range(3))), INPUTS, CONFIGS[policy])
+
+
+def test_a_plan_has_room_for_copies_of_buffers() -> None:
+    model = Model(*(Counting() for _ in range(3)))
+    for budget in ("0%", "40%", "80%"):
+        made = make_plan(prepare(model, INPUTS), budget)
+        assert measured(model, INPUTS, put_on(made.policy)).peak + made.static <= made.point.peak <= made.budget
 
 
 def test_a_frozen_first_layer_and_a_frozen_embedding() -> None:

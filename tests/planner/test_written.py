@@ -17,10 +17,11 @@ from sac.planner.baselines import ATTENTION_MATMULS, baselines, curve, forward_s
 from sac.planner.choices import policy_for
 from sac.planner.fakes import fake_build, fake_copy, fake_inputs, fake_mode
 from sac.planner.planner import Planner, prepare
-from sac.planner.plans import Plan, make_plan, size_text
+from sac.planner.plans import Plan, make_plan
 from sac.planner.written import seconds_text, written
 from sac.policy.files import load_policy
 from sac.policy.model import Policy, Rule
+from sac.policy.sizes import bytes_text
 from tests.model_zoo import tiny
 from tests.planner.plan_models import stack
 
@@ -78,8 +79,8 @@ def test_the_whole_text_of_a_small_plan(made: Plan) -> None:
         "# made by: a test",
         "# device: cpu (a processor, rough figures)",
         "# engine: auto",
-        f"# budget: {made.budget} bytes ({size_text(made.budget)})",
-        f"# peak: {made.point.peak} bytes ({size_text(made.point.peak)}), checked by a step",
+        f"# budget: {made.budget} bytes ({bytes_text(made.budget)})",
+        f"# peak: {made.point.peak} bytes ({bytes_text(made.point.peak)}), checked by a step",
     ]
     assert f"made_for: 'a stack, cpu: peak {made.point.peak} bytes of {made.budget}'" in policy
     assert signature in policy
@@ -101,7 +102,7 @@ def test_the_comment_of_a_rule_tells_the_bytes_and_the_time_that_it_spares(small
         layer = min(rule.layers.select(3)) if rule.layers is not None else 0
         choice = small.choices[0][made.point.choice[layer]]
         saved = choice.keep.saved  # type: ignore[union-attr]
-        assert f"# {size_text(held(small, rule))} per layer; without it " in comment
+        assert f"# {bytes_text(held(small, rule))} per layer; without it " in comment
         assert choice.seconds <= small.choices[0][0].seconds
         assert saved
 
