@@ -282,6 +282,34 @@ def test_data_is_still_refused() -> None:
         y[0].item()
 
 
+def test_a_view_of_a_conjugate_is_one_after_a_view_of_the_same_geometry_that_is_none() -> None:
+    x = MODE.from_tensor(torch.zeros(4, 6, dtype=torch.complex64))
+    with Quick():
+        for _ in range(2):
+            assert not x.view(6, 4).is_conj()
+            assert x.conj().view(6, 4).is_conj()
+            assert torch._neg_view(x).view(6, 4).is_neg()
+
+
+def test_a_view_leaves_a_storage_that_was_emptied_as_it_is() -> None:
+    x = MODE.from_tensor(torch.zeros(4, 6))
+    with Quick():
+        x.t(), x.t()
+        x.untyped_storage().resize_(0)
+        y = x.t()
+    assert y.shape == (6, 4)
+    assert y.untyped_storage()._cdata == x.untyped_storage()._cdata
+    assert x.untyped_storage().nbytes() == 0
+
+
+def test_a_view_is_not_learnt_from_one_of_another_argument() -> None:
+    x, y = (MODE.from_tensor(torch.zeros(4, 6)) for _ in range(2))
+    with Quick():
+        for _ in range(2):
+            assert storages(x[1:], x, y) == [0]
+            assert storages(y[1:], x, y) == [1]
+
+
 def test_a_ledger_may_share_results_with_the_next() -> None:
     fakes = QuickFakes()
     x = MODE.from_tensor(torch.zeros(10))
