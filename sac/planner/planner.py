@@ -17,7 +17,7 @@ from sac.blocks.attach import apply, refuse_own_checkpointing
 from sac.blocks.cache import turn_off_cache
 from sac.blocks.find import Block, drop_frozen, find_blocks
 from sac.blocks.paths import parts_of
-from sac.blocks.wrap import ours_on, remove, take_off
+from sac.blocks.wrap import ours_on, regions_of, remove, take_off
 from sac.errors import ModelError, PlanError, Problem, SacWarning
 from sac.planner.budget import optimizer_bytes
 from sac.planner.calibration import Calibration
@@ -109,6 +109,8 @@ class Planner:
                     if block.path in plain:  # its first call would be watched; all later ones run as without sac
                         for _, module in parts_of(block.module):
                             take_off(module)
+                for installed in regions_of(self.model):
+                    installed.region.kind.lists_ops = False
                 places = [(block.path, block.module) for block in self.blocks]
                 record = run_step(
                     self.model, self.inputs, places, self.ledger(), self.loss_fn, accumulates=self.accumulates
