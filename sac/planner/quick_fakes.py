@@ -10,16 +10,20 @@ import torch
 from torch import Tensor
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn import Parameter
+
+from sac.selective.tensors import metadata
 
 # Note [Quick fakes]
 #
 # A step of a large model is thousands of calls of few ops on few sizes, and what torch does for a fake one takes
 # longer than all else here. So the result of a call is made from that of an earlier one: a new tensor of the same
 # geometry, or, where the op gave a view, a tensor of that geometry in the storage of its first argument. The attributes
-# of a fake tensor are copied from one that torch has made. Ops that write, that read tensors with data, or whose
-# results lie in memory otherwise than their geometry says, always go torch's way. A view that is none by its schema, of
-# a conjugate, or of a storage that is too small now (FSDP2 empties them), is made by the kernel for tensors without
-# data.
+# of a fake tensor are copied from one that torch has made. Ops that write, that read no fake tensor, or whose results
+# lie in memory otherwise than their geometry says, always go torch's way. A tensor with data beside fake ones (FSDP2
+# gathers parameters into such) counts by its geometry, since torch makes a fake one of it before it looks at the op,
+# but not a single number, which may be one of Python's. A view that is none by its schema, of a conjugate, or of a
+# storage that is too small now (FSDP2 empties them), is made by the kernel for tensors without data.
 
 _in_kernel: Any = getattr(fake_tensor, "in_kernel_invocation_manager", None)
 _refuse_data: Any = getattr(torch._C, "_set_throw_on_mutable_data_ptr", None)
@@ -96,7 +100,9 @@ class QuickFakes:
             if kwargs:
                 key = (*key, *((name, _key(value)) for name, value in kwargs.items()))
         except _Unfit:
-            return func(*args, **kwargs)
+            key = _key_beside_data(args, kwargs)
+            if key is None:
+                return func(*args, **kwargs)
         known = calls.get(key, _Unfit)
         kind = type(known)
         if kind is _New:
@@ -128,6 +134,22 @@ def _key(value: Any) -> Any:
     raise _Unfit
 
 
+def _key_beside_data(args: Any, kwargs: Any) -> Any:
+    """Return the key of a call that reads tensors with data beside fake ones, None if there is none."""
+    if not any(type(one) is FakeTensor for one in _flat((*args, *kwargs.values()))):
+        return None
+    try:
+        return (*map(_any_key, args), *((name, _any_key(value)) for name, value in kwargs.items()))
+    except _Unfit:
+        return None
+
+
+def _any_key(value: Any) -> Any:
+    if type(value) in (Tensor, Parameter) and value.dim() and value.layout is torch.strided:
+        return "data", metadata(value), value.device, value.is_conj(), value.is_neg()
+    return tuple(map(_any_key, value)) if isinstance(value, (list, tuple)) else _key(value)
+
+
 def _learn(func: Any, out: Any, args: Any, kwargs: Any) -> Any:
     """Return what is to be known of a call, None if nothing is."""
     given = [one for one in _flat((*args, *kwargs.values())) if isinstance(one, Tensor)]
@@ -140,7 +162,7 @@ def _learn(func: Any, out: Any, args: Any, kwargs: Any) -> Any:
         return None
     storages = {one.untyped_storage()._cdata for one in given}
     if isinstance(out, Tensor) and fakes[0].untyped_storage()._cdata in storages:
-        return _learn_view(func, fakes[0], args, state)
+        return _learn_view(func, fakes[0], args, state) if all(type(one) is FakeTensor for one in given) else None
     results: list[Any] = []
     own: set[int] = set()
     for one in parts:
