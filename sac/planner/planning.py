@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from sac.planner.child import planned
 from sac.planner.fakes import Inputs
-from sac.planner.planner import Progress, prepare
+from sac.planner.planner import Progress
 from sac.planner.plans import Plan, make_plan
+from sac.planner.prepare import prepare
 from sac.policy.model import Policy
 
 

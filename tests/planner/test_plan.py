@@ -17,8 +17,9 @@ import sac
 from sac.blocks.wrap import ours_on
 from sac.errors import ModelError, PlanError, RegionError
 from sac.planner.budget import optimizer_bytes, read_budget
-from sac.planner.planner import Planner, prepare
+from sac.planner.planner import Planner
 from sac.planner.plans import make_plan
+from sac.planner.prepare import prepare
 from sac.policy.model import Policy
 from sac.policy.sizes import LEGAL_BYTES
 from sac.selective.rows import Rows
