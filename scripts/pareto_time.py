@@ -16,8 +16,8 @@ from torch import nn
 from sac.planner.child import lowered
 from sac.planner.devices import device_named
 from sac.planner.fakes import fake_mode
-from sac.planner.planner import prepare
 from sac.planner.plans import make_plan
+from sac.planner.prepare import prepare
 
 SEQUENCE = 8192
 GIB = 2**30

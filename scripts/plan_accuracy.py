@@ -31,8 +31,9 @@ from bench_terminal import environment, shown_progress
 from pages import write_between
 
 from sac.commands.render import print_rows
-from sac.planner.planner import Planner, prepare
+from sac.planner.planner import Planner
 from sac.planner.plans import make_plan
+from sac.planner.prepare import prepare
 from tests.planner.truth import CONFIGS, EVERYTHING, MODELS, SHARES, Bytes, measured, model_named, predicted, put_on
 
 COLUMNS = ("model", "policy", "kept, predicted", "measured", "difference", "peak, predicted", "measured", "difference")

@@ -50,6 +50,8 @@ def class_names(module: nn.Module) -> tuple[str, ...]:
 
 def wrapped_name(module: nn.Module) -> str:
     """Return under which name ``module`` holds the one it wraps, or ``""`` when it is no wrapper."""
+    if not module._modules:
+        return ""
     for name in WRAPPED_NAMES:
         if name in module._modules:
             return name

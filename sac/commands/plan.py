@@ -26,8 +26,9 @@ from sac.planner.child import needs_lowering, planned
 from sac.planner.devices import Device, device_at_hand, device_named
 from sac.planner.fakes import Build, call, fake_build, fake_inputs, fake_mode
 from sac.planner.op_classes import unpriced_ops
-from sac.planner.planner import Point, Progress, prepare
+from sac.planner.planner import Point, Progress
 from sac.planner.plans import Plan, make_plan
+from sac.planner.prepare import prepare
 from sac.planner.sharding import fake_ranks, fsdp_over
 from sac.planner.written import seconds_text, written
 from sac.policy.sizes import bytes_text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -28,6 +29,7 @@ def has_formula(op: Any) -> bool:
     return packet in flop_registry or packet in added_formulas()
 
 
+@cache
 def added_formulas() -> dict[Any, Any]:
     """Return formulas over shapes, by packet, for ops of this build that torch's counter does not know.
 

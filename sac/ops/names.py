@@ -78,15 +78,19 @@ class OpMatcher:
 
 
 def resolve_ops(
-    names: Sequence[str], extra_sets: Mapping[str, Sequence[str]] = _NO_SETS, *, for_saving: bool = True
+    names: Sequence[str],
+    extra_sets: Mapping[str, Sequence[str]] = _NO_SETS,
+    *,
+    for_saving: bool = True,
+    registry: Registry | None = None,
 ) -> OpMatcher:
     """Return what ``names`` mean: save-sets, packets, overloads, higher-order ops and globs.
 
     ``extra_sets`` are a policy's own ``sets``: they add to a save-set or define one, and may name other sets. With
     ``for_saving=False`` (the names of a rule that recomputes) an op that cannot be saved may be named. Raises nothing:
-    see ``OpMatcher.problems``, whose ``index`` counts in ``names``.
+    see ``OpMatcher.problems``, whose ``index`` counts in ``names``. ``registry``: read just now, for several lists.
     """
-    registry = read_registry()
+    registry = registry or read_registry()
     entries: list[MatcherEntry] = []
     missing: list[str] = []
     problems: list[NameProblem] = []
@@ -155,6 +159,7 @@ def _must_save_matcher() -> OpMatcher:
     return resolve_ops(("nondeterministic",))
 
 
+@cache  # it is asked of each op in each module of each table
 def is_must_save(op: Any) -> tuple[bool, str]:
     """Return whether ``op`` is saved in every mode (promise 10), and the condition that a call has to meet for it."""
     matcher = _must_save_matcher()

@@ -12,8 +12,9 @@ from sac.ops.registry import find_op
 from sac.planner.choices import NONE
 from sac.planner.keep_sets import priced
 from sac.planner.layers import BudgetTooSmallError
-from sac.planner.planner import Planner, Point, choice_of, pricing_engine
+from sac.planner.planner import Planner, Point
 from sac.planner.plans import Plan
+from sac.planner.prepare import choice_of, pricing_engine
 from sac.planner.profile import RegionProfile
 
 EVERY_SECOND_LAYER = "every 2nd layer full"

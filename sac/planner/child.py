@@ -18,8 +18,9 @@ from torch import nn
 from sac.errors import PlanError, Problem, SacError
 from sac.planner.devices import Device
 from sac.planner.lowering import lowered_to, not_lowered
-from sac.planner.planner import Progress, figures_of, refuse_unfit
+from sac.planner.planner import Progress
 from sac.planner.plans import Plan
+from sac.planner.prepare import figures_of, refuse_unfit
 
 T = TypeVar("T")
 

@@ -133,15 +133,18 @@ class Search:
         steps: list[_Open] = []
         left, ticks = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
         for position, (sizes, times) in enumerate(zip(self._held, self._ticks, strict=True)):
-            parent, picked = np.nonzero(left[:, None] <= self._room[position][None, :])
-            left, ticks = left[parent] + sizes[picked], ticks[parent] + times[picked]
-            bound = ticks + self._slope[position + 1] * left + self._rest[position + 1]
-            keep = np.flatnonzero(bound <= limit + 1e-9 * TICKS)
-            keep = keep[np.lexsort((picked[keep], ticks[keep], left[keep]))]
-            if not len(keep):
+            # One row per choice. What is ahead comes in order of what it leaves behind, so rows are sorted already.
+            lefts, all_ticks = left + sizes[:, None], ticks + times[:, None]
+            bound = all_ticks + self._slope[position + 1] * lefts + self._rest[position + 1]
+            fits = (left <= self._room[position][:, None]) & (bound <= limit + 1e-9 * TICKS)
+            picked, parent = np.nonzero(fits)
+            if not len(picked):
                 return None
+            left, ticks, bound = lefts[fits], all_ticks[fits], bound[fits]
+            keep = np.argsort(left, kind="stable")  # merges the rows
             fastest = np.minimum.accumulate(ticks[keep])
             keep = keep[np.append(True, fastest[1:] < fastest[:-1])]
+            keep = keep[np.append(left[keep[1:]] > left[keep[:-1]], True)]  # of those that leave the same, the fastest
             if len(keep) > most:
                 keep = keep[np.sort(np.argsort(bound[keep], kind="stable")[:most])]
             left, ticks = left[keep], ticks[keep]

@@ -82,9 +82,10 @@ def _smallest(rows: Sequence[Row], held: Sequence[Sequence[int]]) -> tuple[int, 
     """Return the choice with the lowest peak. Whether a budget can be met is seen by leaving as little as possible."""
     low, high = 0, peak(rows, held, [0] * len(held))[0]
     found = (0,) * len(held)
+    tops = _tops(rows, held)
     while low < high:
         middle = (low + high) // 2
-        choice = _least_left(rows, held, middle)
+        choice = _least_left(tops, held, middle)
         if choice is None:
             low = middle + 1
         else:
@@ -92,20 +93,37 @@ def _smallest(rows: Sequence[Row], held: Sequence[Sequence[int]]) -> tuple[int, 
     return found
 
 
-def _least_left(rows: Sequence[Row], held: Sequence[Sequence[int]], budget: int) -> tuple[int, ...] | None:
-    """Return the choice that leaves the fewest bytes behind at each position, or None if the budget cannot be met."""
-    left, choice = 0, []
+def _tops(rows: Sequence[Row], held: Sequence[Sequence[int]]) -> list[tuple[float, tuple[float, ...]]]:
+    """Return of each position, and of the end, the highest row whatever is chosen there, and the highest per choice.
+
+    Both without what is left behind before; minus infinity where there is no row.
+    """
+    tops = []
     for position in range(len(held) + 1):
         here = [row for row in rows if row.upto == position]
-        if any(row.own is None and row.base + left > budget for row in here):
+        of_choice = [(row.base, row.own) for row in here if row.own is not None]
+        whatever = max((row.base for row in here if row.own is None), default=-math.inf)
+        count = len(held[position]) if position < len(held) else 0
+        tops.append(
+            (whatever, tuple(max((b + own[c] for b, own in of_choice), default=-math.inf) for c in range(count)))
+        )
+    return tops
+
+
+def _least_left(
+    tops: Sequence[tuple[float, tuple[float, ...]]], held: Sequence[Sequence[int]], budget: int
+) -> tuple[int, ...] | None:
+    """Return the choice that leaves the fewest bytes behind at each position, or None if the budget cannot be met.
+
+    ``tops``: see `_tops`.
+    """
+    left, choice = 0, []
+    for position, (whatever, of_choice) in enumerate(tops):
+        if whatever + left > budget:
             return None
         if position == len(held):
             break
-        fits = [
-            (size, picked)
-            for picked, size in enumerate(held[position])
-            if all(row.base + left + row.own[picked] <= budget for row in here if row.own is not None)
-        ]
+        fits = [(size, picked) for picked, size in enumerate(held[position]) if of_choice[picked] + left <= budget]
         if not fits:
             return None
         size, picked = min(fits)

@@ -127,6 +127,8 @@ class Ledger(BareMode):
         return self._fakes.run(func, args, kwargs)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and type(args[0]) is FakeTensor and not args[0].fake_mode.in_kernel_invocation:
+            return args[0].fake_device  # as torch answers; autograd asks for more devices than there are ops
         if func.namespace == "prim":
             return func(*args, **(kwargs or {}))
         before = self.live
@@ -134,8 +136,8 @@ class Ledger(BareMode):
             func, args = _INDEX_PUT_INTO, (*args, False)
         out = self._run(func, args, kwargs or {})
         self._zeros = storage_address(out) if func in _ZEROS else 0
-        if isinstance(out, Tensor):
-            self.note(out)
+        if type(out) is FakeTensor and out.layout is _STRIDED:
+            self._note_storage(out.untyped_storage())
         else:
             for tensor in tensors_of(out):
                 self.note(tensor)
@@ -145,6 +147,8 @@ class Ledger(BareMode):
             torch.empty(1).uniform_()  # without data nothing is drawn; what looks at generators is to see that it was
         return out
 
+
+_DEVICE, _STRIDED = torch.ops.prim.device.default, torch.strided
 
 # Of what was indexed the gradient is zeros with the incoming gradient added at some places. While a mode is on,
 # autograd makes a copy of the zeros for that, and without one it writes to them.

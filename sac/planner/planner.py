@@ -1,42 +1,29 @@
-"""What plans of one model are made with: profiles, prices, and steps of a copy without data."""
+"""What plans of one model are made with: steps of a copy without data, and what they show of each choice."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
-from sac.blocks.attach import apply, refuse_own_checkpointing
-from sac.blocks.cache import turn_off_cache
-from sac.blocks.find import Block, drop_frozen, find_blocks
+from sac.blocks.attach import apply
+from sac.blocks.find import Block
 from sac.blocks.paths import parts_of
-from sac.blocks.wrap import ours_on, remove, take_off
-from sac.errors import ModelError, PlanError, Problem, SacWarning
-from sac.planner.budget import optimizer_bytes
-from sac.planner.calibration import Calibration
-from sac.planner.choices import NONE, Choice, policy_for
-from sac.planner.cost import entry_times
-from sac.planner.demands import Engine, recomputed
-from sac.planner.devices import Device, device_at_hand, device_named
-from sac.planner.fakes import Inputs, call, fake_copy, fake_inputs, fake_mode, real_copy
-from sac.planner.keep_sets import KeepSet, pareto
+from sac.blocks.wrap import regions_of, remove, take_off
+from sac.errors import SacWarning
+from sac.planner.choices import Choice, policy_for
+from sac.planner.devices import Device
+from sac.planner.fakes import Inputs
 from sac.planner.layers import BudgetTooSmallError, assign, assign_alike
 from sac.planner.ledger import Ledger
 from sac.planner.memory import StepModel
 from sac.planner.profile import RegionProfile
-from sac.planner.quick_fakes import QuickFakes
-from sac.planner.scratch import Scratch
-from sac.planner.sharding import shard_again
 from sac.planner.step import StepRecord, run_step
-from sac.planner.tracing import CannotProfile, profile_regions
-from sac.region.settings import NEVER, RERUN
+from sac.region.settings import NEVER
 
 # Note [The walk of a plan]
 #
@@ -45,7 +32,7 @@ from sac.region.settings import NEVER, RERUN
 # with as many of them as there are layers, which tells what each holds and how high the step goes with it (step.py,
 # memory.py) -> the choice per layer that takes least time within the budget (layers.py) -> a step with that choice. If
 # it goes as high as predicted, or at least not above the budget, the choice becomes a policy (choices.py); otherwise
-# what was learnt from it is solved for again.
+# what was learnt from it is solved for again. All before the first step is in prepare.py, all after in plans.py.
 
 _HALVINGS = 16
 _MOST_MEASURED = 300  # regions, in all steps that are run before anything is asked for
@@ -102,13 +89,15 @@ class Planner:
             for path, kind, one in zip(self.step.paths, self.kinds, choice, strict=True)
             if self.choices[kind][one].keep is None
         }
-        with _quiet():
+        with quiet():
             apply(self.model, {"mode": "selective", "policy": policy, "engine": self.engine, "verify": NEVER})
             try:
                 for block in self.blocks:
                     if block.path in plain:  # its first call would be watched; all later ones run as without sac
                         for _, module in parts_of(block.module):
                             take_off(module)
+                for installed in regions_of(self.model):
+                    installed.region.kind.lists_ops = False
                 places = [(block.path, block.module) for block in self.blocks]
                 record = run_step(
                     self.model, self.inputs, places, self.ledger(), self.loss_fn, accumulates=self.accumulates
@@ -200,133 +189,8 @@ class Planner:
         return tuple(pick(kind) for kind in self.kinds)
 
 
-def prepare(
-    model: nn.Module,
-    inputs: Inputs,
-    *,
-    loss_fn: Callable[[Any], Tensor] | None = None,
-    device: str | torch.device | None = None,
-    engine: str = "auto",
-    optimizer: Any = None,
-    real: bool = False,
-    calibration: Calibration | None = None,
-    parallelize: Callable[[nn.Module], Any] | None = None,
-    accumulates: bool = False,
-    in_flight: int = 1,
-    progress: Progress | None = None,
-) -> Planner:
-    """Return what plans are made with: profiles, prices, and what steps with each choice take.
-
-    ``parallelize`` is given the copy, and shards it in place: ``fully_shard``, ``parallelize_module``. ``accumulates``:
-    the gradients of earlier micro-batches are there from the start. ``in_flight``: micro-batches whose activations a
-    pipeline stage holds at once, this one included. The model is left as it is. For the rest, see ``sac.plan``.
-    """
-    refuse_unfit(model)
-    if isinstance(in_flight, bool) or not isinstance(in_flight, int) or in_flight < 1:
-        raise PlanError(Problem("in_flight", f"{in_flight!r} micro-batches", "1, 2, 3, …"))
-    figures = figures_of(model, device)
-    told = progress or (lambda done, total, label: None)
-    on_cpu = figures.name == "cpu"
-    ledger = partial(Ledger, 1 if on_cpu else _CUDA_BLOCK, Scratch() if on_cpu else None, QuickFakes(), on_host=on_cpu)
-    told(0, 4, "copying the model")
-    mode = fake_mode()
-    copied = real_copy(model) if real else fake_copy(model, mode)
-    if parallelize is not None:
-        parallelize(copied)
-    extra = optimizer_bytes(optimizer, copied.parameters())
-    turn_off_cache(copied)
-    given = inputs if real else fake_inputs(inputs, mode)
-    blocks, _ = drop_frozen(find_blocks(copied), copied)
-    tensors = [*copied.parameters(), *(one for one in tree_leaves(given) if isinstance(one, Tensor))]
-    if not blocks or not any(tensor.requires_grad for tensor in tensors):
-        raise ModelError(Problem(type(model).__name__, "every block of this model is frozen: there is nothing to plan"))
-    told(1, 4, "profiling the blocks")
-    order: list[str] = []
-    with _quiet(), ledger():
-        try:
-            profiles = profile_regions(blocks, lambda: call(copied, given), order)
-        except CannotProfile as error:
-            found = f"its blocks cannot be planned op by op: {error}"
-            raise PlanError(Problem(type(model).__name__, found, fix="use mode: full, or a policy by hand")) from None
-    if not profiles:
-        found = "no block of this model is called with gradients: there is nothing to plan"
-        raise ModelError(Problem(type(model).__name__, found))
-    shard_again(copied)
-    told(2, 4, "choosing what to keep")
-    of_path = {path: kind for kind, profile in enumerate(profiles) for path in profile.paths}
-    times = tuple(entry_times(profile, figures, calibration) for profile in profiles)
-    run_by = pricing_engine(engine)
-    choices = tuple(_choices(profile, of_kind, run_by) for profile, of_kind in zip(profiles, times, strict=True))
-    step = StepModel(
-        kinds=tuple(of_path[path] for path in order),
-        bytes=[[choice.bytes for choice in of_kind] for of_kind in choices],
-        paths=tuple(order),
-        extra=extra,
-        in_flight=in_flight,
-    )
-    planner = Planner(
-        copied,
-        given,
-        tuple(block for block in blocks if block.path in of_path),
-        figures,
-        engine,
-        loss_fn,
-        profiles,
-        times,
-        choices,
-        step,
-        ledger,
-        accumulates,
-        told,
-    )
-    planner.measure()
-    return planner
-
-
-_CUDA_BLOCK = 512  # torch's caching allocator rounds sizes up to it
-
-
-def pricing_engine(engine: str) -> Engine:
-    """Return the engine whose recomputation is priced: ``auto`` runs replay."""
-    return "rerun" if engine == RERUN else "replay"
-
-
-def choice_of(profile: RegionProfile, keep: KeepSet, label: str, run_by: Engine) -> Choice:
-    """Return the choice of saving the entries of ``keep`` in regions of a kind."""
-    flops = sum(profile.entries[number].flops for number in recomputed(profile, keep.saved, run_by).entries)
-    return Choice(label, keep, keep.bytes, keep.seconds, flops)
-
-
-def _choices(profile: RegionProfile, times: Sequence[float], run_by: Engine) -> tuple[Choice, ...]:
-    """Return what may be done with regions of a kind: its keep-sets from the smallest on, and no checkpointing."""
-    found = [
-        choice_of(profile, keep, f"{len(keep.saved)} ops" if keep.saved else "full", run_by)
-        for keep in pareto(profile, times, run_by)
-    ]
-    return (*found, Choice(NONE, None, max((one.bytes for one in found), default=0)))
-
-
-def refuse_unfit(model: nn.Module) -> None:
-    """Raise ``ModelError`` for a model that sac is on already, or that checkpoints by itself."""
-    if not isinstance(model, nn.Module):
-        raise ModelError(Problem("model", f"a {type(model).__name__} is no torch.nn.Module"))
-    if any(ours_on(module) is not None for module in model.modules()):
-        raise ModelError(Problem(type(model).__name__, "sac is on this model", fix="call sac.remove(model) first"))
-    refuse_own_checkpointing(model)
-
-
-def figures_of(model: nn.Module, device: str | torch.device | None) -> Device:
-    """Return the figures of the device that is named, or of the one that the parameters are on."""
-    if isinstance(device, str) and device.partition(":")[0] not in ("cpu", "cuda"):
-        return device_named(device)
-    if device is not None:
-        return device_at_hand(torch.device(device))
-    found = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    return device_at_hand(found)
-
-
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """What sac says of a copy of the model is nothing to its user."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SacWarning)

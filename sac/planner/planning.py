@@ -12,8 +12,9 @@ from sac.errors import PlanError, Problem
 from sac.planner.child import planned
 from sac.planner.fakes import Inputs
 from sac.planner.meta import is_on_meta, off_meta
-from sac.planner.planner import Progress, prepare, refuse_unfit
+from sac.planner.planner import Progress
 from sac.planner.plans import Plan, make_plan
+from sac.planner.prepare import prepare, refuse_unfit
 from sac.policy.model import Policy
 
 

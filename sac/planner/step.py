@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import ExitStack
+import gc
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -122,6 +123,21 @@ class _Marks:
             self.cut(BETWEEN, position)
 
 
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Run without the collector of garbage: it would look again and again at the many objects of a step's graph.
+
+    What it frees, it frees at moments that hang on what ran before; so what is in a cycle counts to the end of a step.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
 def run_step(
     model: nn.Module,
     inputs: Inputs,
@@ -139,6 +155,7 @@ def run_step(
     ``accumulates``: gradients of an earlier step are there, and count as static.
     """
     with ExitStack() as stack:
+        stack.enter_context(_collector_paused())
         stack.enter_context(ledger)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if accumulates:

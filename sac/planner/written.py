@@ -15,8 +15,8 @@ from sac.planner.baselines import forward_seconds
 from sac.planner.choices import Choice, layers_of
 from sac.planner.demands import recomputed
 from sac.planner.keep_sets import priced
-from sac.planner.planner import pricing_engine
 from sac.planner.plans import Plan
+from sac.planner.prepare import pricing_engine
 from sac.planner.profile import RegionProfile
 from sac.policy.dump import dump_policy
 from sac.policy.model import Rule

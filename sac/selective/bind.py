@@ -8,6 +8,7 @@ from functools import cache
 
 from sac.errors import PolicyError, Problem
 from sac.ops.names import NameProblem, OpMatcher, check_sets, resolve_ops
+from sac.ops.registry import read_registry
 from sac.policy.model import Decision, Policy, Rule
 from sac.selective.table import BoundRule, Table
 
@@ -43,8 +44,9 @@ def bind_policy(policy: Policy) -> BoundPolicy:
     rules: list[BoundRule] = []
     missing: dict[str, tuple[str, ...]] = {}
     problems: list[Problem] = []
-    # A planned policy has many rules for few ops, and each time that names are resolved torch's registry is read.
-    resolve = cache(lambda ops, for_saving: resolve_ops(ops, policy.sets, for_saving=for_saving))
+    # A planned policy has many rules for few ops, and to read torch's registry takes milliseconds.
+    registry = read_registry()
+    resolve = cache(lambda ops, saves: resolve_ops(ops, policy.sets, for_saving=saves, registry=registry))
     for name, found in check_sets(policy.sets).items():
         place = str(policy.set_marks.get(name, policy.where("sets")))
         problems.extend(_told(place, problem) for problem in found)

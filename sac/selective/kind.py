@@ -51,6 +51,7 @@ class Kind:
         self.name = name
         self.planned = None if table.speaks_of_modules else planned  # a module saved as a whole hides its ops
         self.rows: tuple[OpRow, ...] = ()
+        self.lists_ops = True  # whether its first call makes `rows`, which takes longer than ops without data do
         self.programs: dict[Any, Program] = {}  # of each sort of inputs
         self.no_replay = ""  # why regions of this kind are not replayed
 
@@ -125,7 +126,7 @@ class Region:
         frame: Frame | ReentrantFrame
         if records and self._is_replayed(settings):
             verifies = settings.verify == ALWAYS or (settings.verify == FIRST and sort not in self._verified)
-            rows = None if self.kind.rows else Rows()
+            rows = self._new_rows()
             recorder = ReplayRecorder(
                 self.kind.table,
                 self.path,
@@ -183,6 +184,9 @@ class Region:
             return True
         return bool(table.rules) and not table.saves_everything and surrounding_hooks() is None  # see Note [Auto]
 
+    def _new_rows(self) -> Rows | None:
+        return Rows() if self.kind.lists_ops and not self.kind.rows else None
+
     def _note_verified(self, sort: Any) -> None:
         if len(self._verified) >= SORTS:
             self._verified.clear()
@@ -220,7 +224,7 @@ class Region:
             apart = modules.learnt.apart
             if not sees_ops:
                 return ModuleRecorder(modules, apart)
-        rows = Rows() if not self.kind.rows else None
+        rows = self._new_rows()
         freeze = settings.freeze_buffers
         return RerunRecorder(table, self.path, owners, rows, freeze_buffers=freeze, modules=modules, apart=apart)
 

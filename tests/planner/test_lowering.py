@@ -22,8 +22,8 @@ from sac.planner.child import lowered, needs_lowering, planned
 from sac.planner.devices import device_named
 from sac.planner.fakes import fake_mode
 from sac.planner.lowering import lowered_to, not_lowered
-from sac.planner.planner import prepare
 from sac.planner.plans import make_plan
+from sac.planner.prepare import prepare
 from sac.policy.files import dump_policy, load_policy
 from tests.model_zoo import tiny
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,9 +18,11 @@ import sac
 from sac.blocks.wrap import ours_on
 from sac.errors import RegionError
 from sac.planner.budget import optimizer_bytes
-from sac.planner.planner import Planner, prepare
+from sac.planner.planner import Planner
 from sac.planner.plans import make_plan
+from sac.planner.prepare import prepare
 from sac.policy.model import Policy
+from sac.selective.rows import Rows
 from tests.model_zoo import tiny
 from tests.planner.small_model import INPUTS, Block, Model, stops
 from tests.planner.truth import MODELS, measured, model_named, put_on
@@ -179,6 +182,15 @@ def test_other_ops_than_those_planned_for_are_refused() -> None:
     other = sac.apply(Model(*(Block(torch.sigmoid) for _ in range(3))), policy)
     with pytest.raises(RegionError, match=r"blocks\.0 runs \d+ ops that are not those which the plan was made for"):
         other(*INPUTS)
+
+
+def test_regions_list_no_ops_in_the_steps_of_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = Mock(side_effect=Rows)
+    monkeypatch.setattr("sac.selective.kind.Rows", counted)
+    policy = sac.plan(Model(), INPUTS, "50%")
+    assert not counted.called
+    sac.apply(Model(), policy)(*INPUTS)
+    assert counted.called
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

@@ -10,8 +10,13 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.utils._pytree import tree_leaves
 
 from sac.planner.fakes import fake_mode
@@ -280,6 +285,67 @@ def test_data_is_still_refused() -> None:
         y.data_ptr()
     with pytest.raises(DataDependentOutputException):
         y[0].item()
+
+
+def test_a_view_of_a_conjugate_is_one_after_a_view_of_the_same_geometry_that_is_none() -> None:
+    x = MODE.from_tensor(torch.zeros(4, 6, dtype=torch.complex64))
+    with Quick():
+        for _ in range(2):
+            assert not x.view(6, 4).is_conj()
+            assert x.conj().view(6, 4).is_conj()
+            assert torch._neg_view(x).view(6, 4).is_neg()
+
+
+def test_a_view_leaves_a_storage_that_was_emptied_as_it_is() -> None:
+    x = MODE.from_tensor(torch.zeros(4, 6))
+    with Quick():
+        x.t(), x.t()
+        x.untyped_storage().resize_(0)
+        y = x.t()
+    assert y.shape == (6, 4)
+    assert y.untyped_storage()._cdata == x.untyped_storage()._cdata
+    assert x.untyped_storage().nbytes() == 0
+
+
+def test_a_view_is_not_learnt_from_one_of_another_argument() -> None:
+    x, y = (MODE.from_tensor(torch.zeros(4, 6)) for _ in range(2))
+    with Quick():
+        for _ in range(2):
+            assert storages(x[1:], x, y) == [0]
+            assert storages(y[1:], x, y) == [1]
+
+
+@pytest.mark.skipif(not IS_QUICK, reason="this torch lacks what quick results are made with")
+@pytest.mark.parametrize("wrap", [lambda one: one, nn.Parameter])
+def test_tensors_with_data_beside_fake_ones_count_by_their_geometry(wrap: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = MODE.from_tensor(torch.zeros(4, 6))
+    with Quick():
+        expected = facts(torch.mm(x, wrap(torch.zeros(6, 2))).detach())
+        calls = asked(monkeypatch)
+        for weight in (torch.zeros(6, 2), torch.ones(6, 2)):
+            assert facts(torch.mm(x, wrap(weight)).detach()) == expected
+        assert torch.ops.aten.mm.default not in calls
+        assert torch.mm(x, wrap(torch.zeros(6, 3))).shape == (4, 3)
+        assert torch.mm(x, MODE.from_tensor(torch.zeros(6, 2))).shape == (4, 2)
+    assert calls.count(torch.ops.aten.mm.default) == 2
+
+
+def test_a_single_number_with_data_goes_torchs_way() -> None:
+    x = MODE.from_tensor(torch.zeros(4, dtype=torch.int64))
+    with Quick():
+        for _ in range(2):
+            assert (x + torch.tensor(1)).dtype is torch.int64
+            assert (x + torch.tensor(1.0)).dtype is torch.float32
+            assert (x + torch.ones(1)).dtype is torch.float32
+
+
+@pytest.mark.parametrize("index", [torch.tensor([True, False, True, False]), torch.tensor([True] * 4)])
+def test_data_that_decides_on_the_shape_is_still_asked_for(index: Tensor) -> None:
+    x = MODE.from_tensor(torch.zeros(4))
+    with Quick():
+        for _ in range(2):
+            with pytest.raises(DynamicOutputShapeException):
+                x[index]
 
 
 def test_a_ledger_may_share_results_with_the_next() -> None:

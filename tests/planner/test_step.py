@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -212,3 +214,19 @@ def test_what_a_loss_function_may_not_return(returned: Any, found: str) -> None:
     with pytest.raises(PlanError) as error:
         scalar_loss(None, lambda output: returned)
     assert str(error.value) == f"loss: loss_fn returns {found}{LEGAL}"
+
+
+@pytest.mark.parametrize("was_on", [True, False])
+@pytest.mark.parametrize("loss_fn", [torch.sum, None])  # without one it is an error
+def test_the_collector_waits_for_the_end_of_a_step(was_on: bool, loss_fn: Any) -> None:
+    seen: list[bool] = []
+    model = nn.Sequential(nn.Linear(DIM, DIM))
+    model.register_forward_hook(lambda *_: seen.append(gc.isenabled()))
+    try:
+        if not was_on:
+            gc.disable()
+        with nullcontext() if loss_fn is not None else pytest.raises(PlanError):
+            run_step(model, (torch.ones(4, DIM),), [], Ledger(), loss_fn)
+        assert (seen, gc.isenabled()) == ([False], was_on)
+    finally:
+        gc.enable()

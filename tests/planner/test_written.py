@@ -16,8 +16,9 @@ import sac
 from sac.planner.baselines import ATTENTION_MATMULS, baselines, curve, forward_seconds, with_alternatives
 from sac.planner.choices import policy_for
 from sac.planner.fakes import fake_build, fake_copy, fake_inputs, fake_mode
-from sac.planner.planner import Planner, prepare
+from sac.planner.planner import Planner
 from sac.planner.plans import Plan, make_plan
+from sac.planner.prepare import prepare
 from sac.planner.written import seconds_text, written
 from sac.policy.files import load_policy
 from sac.policy.model import Policy, Rule

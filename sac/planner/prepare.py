@@ -1,0 +1,159 @@
+"""From a model to its planner: a copy without data, its profiles and the choices that they leave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from sac.blocks.attach import refuse_own_checkpointing
+from sac.blocks.cache import turn_off_cache
+from sac.blocks.find import drop_frozen, find_blocks
+from sac.blocks.wrap import ours_on
+from sac.errors import ModelError, PlanError, Problem
+from sac.planner.budget import optimizer_bytes
+from sac.planner.calibration import Calibration
+from sac.planner.choices import NONE, Choice
+from sac.planner.cost import entry_times
+from sac.planner.demands import Engine, recomputed
+from sac.planner.devices import Device, device_at_hand, device_named
+from sac.planner.fakes import Inputs, call, fake_copy, fake_inputs, fake_mode, real_copy
+from sac.planner.keep_sets import KeepSet, pareto
+from sac.planner.ledger import Ledger
+from sac.planner.memory import StepModel
+from sac.planner.planner import Planner, Progress, quiet
+from sac.planner.profile import RegionProfile
+from sac.planner.quick_fakes import QuickFakes
+from sac.planner.scratch import Scratch
+from sac.planner.sharding import shard_again
+from sac.planner.tracing import CannotProfile, profile_regions
+from sac.region.settings import RERUN
+
+
+def prepare(
+    model: nn.Module,
+    inputs: Inputs,
+    *,
+    loss_fn: Callable[[Any], Tensor] | None = None,
+    device: str | torch.device | None = None,
+    engine: str = "auto",
+    optimizer: Any = None,
+    real: bool = False,
+    calibration: Calibration | None = None,
+    parallelize: Callable[[nn.Module], Any] | None = None,
+    accumulates: bool = False,
+    in_flight: int = 1,
+    progress: Progress | None = None,
+) -> Planner:
+    """Return what plans are made with: profiles, prices, and what steps with each choice take.
+
+    ``parallelize`` is given the copy, and shards it in place: ``fully_shard``, ``parallelize_module``. ``accumulates``:
+    the gradients of earlier micro-batches are there from the start. ``in_flight``: micro-batches whose activations a
+    pipeline stage holds at once, this one included. The model is left as it is. For the rest, see ``sac.plan``.
+    """
+    refuse_unfit(model)
+    if isinstance(in_flight, bool) or not isinstance(in_flight, int) or in_flight < 1:
+        raise PlanError(Problem("in_flight", f"{in_flight!r} micro-batches", "1, 2, 3, …"))
+    figures = figures_of(model, device)
+    told = progress or (lambda done, total, label: None)
+    on_cpu = figures.name == "cpu"
+    ledger = partial(Ledger, 1 if on_cpu else _CUDA_BLOCK, Scratch() if on_cpu else None, QuickFakes(), on_host=on_cpu)
+    told(0, 4, "copying the model")
+    mode = fake_mode()
+    copied = real_copy(model) if real else fake_copy(model, mode)
+    if parallelize is not None:
+        parallelize(copied)
+    extra = optimizer_bytes(optimizer, copied.parameters())
+    turn_off_cache(copied)
+    given = inputs if real else fake_inputs(inputs, mode)
+    blocks, _ = drop_frozen(find_blocks(copied), copied)
+    tensors = [*copied.parameters(), *(one for one in tree_leaves(given) if isinstance(one, Tensor))]
+    if not blocks or not any(tensor.requires_grad for tensor in tensors):
+        raise ModelError(Problem(type(model).__name__, "every block of this model is frozen: there is nothing to plan"))
+    told(1, 4, "profiling the blocks")
+    order: list[str] = []
+    with quiet(), ledger():
+        try:
+            profiles = profile_regions(blocks, lambda: call(copied, given), order)
+        except CannotProfile as error:
+            found = f"its blocks cannot be planned op by op: {error}"
+            raise PlanError(Problem(type(model).__name__, found, fix="use mode: full, or a policy by hand")) from None
+    if not profiles:
+        found = "no block of this model is called with gradients: there is nothing to plan"
+        raise ModelError(Problem(type(model).__name__, found))
+    shard_again(copied)
+    told(2, 4, "choosing what to keep")
+    of_path = {path: kind for kind, profile in enumerate(profiles) for path in profile.paths}
+    times = tuple(entry_times(profile, figures, calibration) for profile in profiles)
+    run_by = pricing_engine(engine)
+    choices = tuple(_choices(profile, of_kind, run_by) for profile, of_kind in zip(profiles, times, strict=True))
+    step = StepModel(
+        kinds=tuple(of_path[path] for path in order),
+        bytes=[[choice.bytes for choice in of_kind] for of_kind in choices],
+        paths=tuple(order),
+        extra=extra,
+        in_flight=in_flight,
+    )
+    planner = Planner(
+        copied,
+        given,
+        tuple(block for block in blocks if block.path in of_path),
+        figures,
+        engine,
+        loss_fn,
+        profiles,
+        times,
+        choices,
+        step,
+        ledger,
+        accumulates,
+        told,
+    )
+    planner.measure()
+    return planner
+
+
+_CUDA_BLOCK = 512  # torch's caching allocator rounds sizes up to it
+
+
+def pricing_engine(engine: str) -> Engine:
+    """Return the engine whose recomputation is priced: ``auto`` runs replay."""
+    return "rerun" if engine == RERUN else "replay"
+
+
+def choice_of(profile: RegionProfile, keep: KeepSet, label: str, run_by: Engine) -> Choice:
+    """Return the choice of saving the entries of ``keep`` in regions of a kind."""
+    flops = sum(profile.entries[number].flops for number in recomputed(profile, keep.saved, run_by).entries)
+    return Choice(label, keep, keep.bytes, keep.seconds, flops)
+
+
+def _choices(profile: RegionProfile, times: Sequence[float], run_by: Engine) -> tuple[Choice, ...]:
+    """Return what may be done with regions of a kind: its keep-sets from the smallest on, and no checkpointing."""
+    found = [
+        choice_of(profile, keep, f"{len(keep.saved)} ops" if keep.saved else "full", run_by)
+        for keep in pareto(profile, times, run_by)
+    ]
+    return (*found, Choice(NONE, None, max((one.bytes for one in found), default=0)))
+
+
+def refuse_unfit(model: nn.Module) -> None:
+    """Raise ``ModelError`` for a model that sac is on already, or that checkpoints by itself."""
+    if not isinstance(model, nn.Module):
+        raise ModelError(Problem("model", f"a {type(model).__name__} is no torch.nn.Module"))
+    if any(ours_on(module) is not None for module in model.modules()):
+        raise ModelError(Problem(type(model).__name__, "sac is on this model", fix="call sac.remove(model) first"))
+    refuse_own_checkpointing(model)
+
+
+def figures_of(model: nn.Module, device: str | torch.device | None) -> Device:
+    """Return the figures of the device that is named, or of the one that the parameters are on."""
+    if isinstance(device, str) and device.partition(":")[0] not in ("cpu", "cuda"):
+        return device_named(device)
+    if device is not None:
+        return device_at_hand(torch.device(device))
+    found = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    return device_at_hand(found)
