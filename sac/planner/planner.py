@@ -79,6 +79,11 @@ class Planner:
         """The kind of each position."""
         return self.step.kinds
 
+    @property
+    def repeats(self) -> bool:
+        """Whether a block is called more than once in a step: all its calls are one region, with one choice."""
+        return len({*self.step.paths}) < len(self.step.paths)
+
     def run(self, choice: tuple[int, ...]) -> StepRecord:
         """Run a step with this choice per position, and learn from it."""
         if choice in self.records:
@@ -113,9 +118,14 @@ class Planner:
 
         Where a kind has few of many layers that takes too many steps: the rest is estimated, and checked if it is used.
         """
-        rounds = max(2, *(-(-len(self.choices[kind]) // self.kinds.count(kind)) for kind in {*self.kinds}))
+        each = {kind: 1 if self.repeats else self.kinds.count(kind) for kind in {*self.kinds}}
+        rounds = max(2, *(-(-len(self.choices[kind]) // count) for kind, count in each.items()))
         rounds = min(rounds, max(2, _MOST_MEASURED // len(self.kinds)))
         for one in range(rounds):
+            if self.repeats:
+                self.progress(one, rounds + 1, "running steps")
+                self.run(self.everywhere(lambda kind: _spread(one, rounds, len(self.choices[kind]))))
+                continue
             self.progress(one, rounds + 1, "running steps")
             taken = [one * self.kinds.count(kind) for kind in range(len(self.choices))]
             found = []
@@ -154,7 +164,7 @@ class Planner:
     def _assign(self, budget: int, *, same_layers: bool) -> tuple[int, ...]:
         held = [self.step.held_by(kind) for kind in self.kinds]
         seconds = [tuple(choice.seconds for choice in self.choices[kind]) for kind in self.kinds]
-        if same_layers:
+        if same_layers or self.repeats:
             return assign_alike(self.step.rows(), held, seconds, budget, self.kinds)
         return assign(self.step.rows(), held, seconds, budget)
 
@@ -187,6 +197,11 @@ class Planner:
     def everywhere(self, pick: Callable[[int], int]) -> tuple[int, ...]:
         """Return the choice that gives each region what ``pick`` returns for its kind."""
         return tuple(pick(kind) for kind in self.kinds)
+
+
+def _spread(one: int, rounds: int, count: int) -> int:
+    """Return which of ``count`` choices is run in a round, so that the last is, and the rest are evenly apart."""
+    return min(count - 1, (one + 1) * count // rounds - 1) if count > rounds else one % count
 
 
 @contextmanager

@@ -58,6 +58,8 @@ def prepare(
     refuse_unfit(model)
     if isinstance(in_flight, bool) or not isinstance(in_flight, int) or in_flight < 1:
         raise PlanError(Problem("in_flight", f"{in_flight!r} micro-batches", "1, 2, 3, …"))
+    if loss_fn is not None and not callable(loss_fn):
+        raise PlanError(Problem("loss_fn", f"a {type(loss_fn).__name__} cannot be called", "a function of the output"))
     figures = figures_of(model, device)
     told = progress or (lambda done, total, label: None)
     on_cpu = figures.name == "cpu"
@@ -153,6 +155,8 @@ def figures_of(model: nn.Module, device: str | torch.device | None) -> Device:
     """Return the figures of the device that is named, or of the one that the parameters are on."""
     if isinstance(device, str) and device.partition(":")[0] not in ("cpu", "cuda"):
         return device_named(device)
+    if not isinstance(device, str | torch.device | None):
+        raise PlanError(Problem("device", f"{device!r} names no device", "a name such as h100, or a torch.device"))
     if device is not None:
         return device_at_hand(torch.device(device))
     found = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))

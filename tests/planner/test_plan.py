@@ -136,6 +136,26 @@ def test_planned_policies_of_known_models_change_no_gradient(name: str, budget: 
     assert_same_gradients(model, inputs, make_plan(planner_of(name), budget).policy)
 
 
+class Twice(Model):
+    """Each block is called twice in a step, and is one region with one choice."""
+
+    def forward(self, x: Tensor) -> Any:
+        for block in self.blocks:
+            x = block(block(x))
+        return self.returns(x)
+
+
+@pytest.mark.parametrize("model", [Twice(), Model(*[Block()] * 3)], ids=["twice", "shared"])
+def test_blocks_that_are_called_several_times(model: nn.Module) -> None:
+    planner, seen = prepare(model, INPUTS), set()
+    for share in ("0%", "30%", "50%", "90%", "100%"):
+        made = make_plan(planner, share)
+        real = measured(model, INPUTS, put_on(made.policy))
+        assert real.peak + made.static == made.point.peak <= made.budget
+        seen.add(made.point.peak)
+    assert len(seen) >= 3
+
+
 def test_bytes_of_a_real_step_are_within_every_budget_down_to_the_least() -> None:
     model, seen = Model(*(Block() for _ in range(4))), []
     planner = prepare(model, INPUTS)

@@ -236,3 +236,10 @@ def test_a_block_that_cannot_be_replayed() -> None:
         "Model: its blocks cannot be planned op by op: aten.mul_.Tensor writes to a tensor without strides\n"
         "    fix: use mode: full, or a policy by hand"
     )
+
+
+def test_arguments_of_other_kinds() -> None:
+    assert error_of(Model(), loss_fn=3) == "loss_fn: a int cannot be called\n    legal: a function of the output"
+    assert error_of(Model(), device=3) == (
+        "device: 3 names no device\n    legal: a name such as h100, or a torch.device"
+    )
