@@ -71,6 +71,7 @@ def apply(
         warnings.warn("every block of this model is frozen: sac.apply had nothing to do", SacWarning, stacklevel=2)
         return model
     _check_static(bound, blocks, strict=config.strict, stage=stage)
+    notes += _unplanned(policy, blocks)
     chains = find_chains(model, blocks, config.layers) if isinstance(config.layers, Chunks) else ()
     pairs = [] if chains else kinds_of(bound, blocks, config.mode)
     rules = rules_here(policy.rules, blocks) if stage else policy.rules
@@ -185,6 +186,19 @@ def _check_static(bound: BoundPolicy, blocks: Sequence[Block], *, strict: bool, 
         raise PolicyError(problems)
     for problem in problems:
         warnings.warn(str(problem), SacWarning, stacklevel=3)
+
+
+def _unplanned(policy: Policy, blocks: Sequence[Block]) -> tuple[str, ...]:
+    """Return what there is to say of blocks that a planned policy was not planned for."""
+    plan = policy.plan
+    if plan is None:
+        return ()
+    left = [one.path for one in blocks if plan.region_at(one.path, one.layer, one.stack_size) is None]
+    if not left:
+        return ()
+    more = f" and {len(left) - 1} more blocks are" if len(left) > 1 else " is"
+    found = f"{left[0]}{more} not in the plan of this policy: what no rule matches is recomputed there"
+    return (str(Problem(policy.name, found, fix="plan again for this model: `sac plan …`")),)
 
 
 def _has_place(rule: Rule, blocks: Sequence[Block]) -> bool:

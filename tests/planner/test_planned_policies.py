@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
+import warnings
 import weakref
 from pathlib import Path
 from typing import Any
@@ -174,6 +175,27 @@ def test_the_first_entry_that_holds_a_region_is_the_one_that_is_compared() -> No
             continue
         with pytest.raises(RegionError, match=rf"regions\[\d\]: {refused} runs"):
             model(*tokens())
+
+
+@pytest.mark.parametrize(
+    ("entries", "left"),
+    [
+        ([{"blocks": "blocks.*", "layers": {"first": 1}}], "blocks.1 is"),
+        ([{"blocks": "elsewhere.*"}], "blocks.0 and 1 more blocks are"),
+        ([{"blocks": "blocks.*"}], ""),
+    ],
+)
+def test_blocks_that_were_not_planned_for_are_told_of(entries: list[dict[str, Any]], left: str) -> None:
+    own = own_signature()
+    value = selective(planned(*({**one, "signature": own} for one in entries)))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = sac.apply(built(llama_stack), value)
+    found = f"{left} not in the plan of this policy: what no rule matches is recomputed there"
+    said = [str(one.message) for one in caught]
+    name = value["policy"]["name"]
+    assert said == ([f"{name}: {found}\n    fix: plan again for this model: `sac plan …`"] if left else [])
+    assert sac.report(model).notes == tuple(said)
 
 
 def test_regions_of_one_kind_are_compared_once() -> None:
