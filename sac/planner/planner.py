@@ -122,11 +122,10 @@ class Planner:
         rounds = max(2, *(-(-len(self.choices[kind]) // count) for kind, count in each.items()))
         rounds = min(rounds, max(2, _MOST_MEASURED // len(self.kinds)))
         for one in range(rounds):
-            if self.repeats:
-                self.progress(one, rounds + 1, "running steps")
-                self.run(self.everywhere(lambda kind: _spread(one, rounds, len(self.choices[kind]))))
-                continue
             self.progress(one, rounds + 1, "running steps")
+            if self.repeats:
+                self.run(tuple(_spread(one, rounds, len(self.choices[kind])) for kind in self.kinds))
+                continue
             taken = [one * self.kinds.count(kind) for kind in range(len(self.choices))]
             found = []
             for kind in self.kinds:
