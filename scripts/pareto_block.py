@@ -18,7 +18,7 @@ from sac.planner.devices import device_named
 from sac.planner.fakes import fake_mode
 from sac.planner.keep_sets import KeepSet, pareto, priced
 from sac.planner.ledger import Ledger
-from sac.planner.op_classes import ATTENTION, op_class
+from sac.planner.op_classes import ATTENTIONS, op_class
 from sac.planner.profile import RegionProfile
 from sac.planner.tracing import profile_regions
 
@@ -153,7 +153,7 @@ class Baseline:
 
 def baselines(profile: RegionProfile, times: Sequence[float]) -> list[Baseline]:
     products = [entry.number for entry in profile.entries if entry.op.startswith("aten.mm.")]
-    attention = [entry.number for entry in profile.entries if op_class(entry) == ATTENTION]
+    attention = [entry.number for entry in profile.entries if op_class(entry) in ATTENTIONS]
     ways = {
         "full": [],
         "attention": attention,

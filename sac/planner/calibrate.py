@@ -24,7 +24,7 @@ from sac.ops.traits import traits_of
 from sac.planner.calibration import Calibration, call_key
 from sac.planner.cost import computing_s, moving_s
 from sac.planner.devices import Device, device_at_hand
-from sac.planner.op_classes import ATTENTION, COLLECTIVE, FREE, MATMUL, MEMORY, op_class
+from sac.planner.op_classes import ATTENTIONS, COLLECTIVE, FREE, MATMUL, MEMORY, is_causal, op_class
 from sac.planner.profile import Entry
 from sac.planner.traffic import moved_bytes
 from sac.selective.bare_mode import BareMode
@@ -68,7 +68,7 @@ def fit_efficiencies(measured: Sequence[tuple[Entry, float]], device: Device) ->
         kind = op_class(entry)
         moving = moving_s(entry, device)
         ideal = moving if kind == MEMORY else computing_s(entry, device)
-        is_bound = kind == MEMORY or (kind in (MATMUL, ATTENTION) and ideal > moving)
+        is_bound = kind == MEMORY or (kind in (MATMUL, *ATTENTIONS) and ideal > moving)
         if is_bound and min(ideal, seconds) > device.launch_s:
             logarithms.setdefault(kind, []).append(log(ideal / (seconds - device.launch_s)))
     return {kind: exp(fmean(found)) for kind, found in logarithms.items()}
@@ -160,6 +160,7 @@ def _entry(op: Any, args: Any, kwargs: Any, out: Any) -> Entry:
         makes=(),
         is_collective=traits.is_collective,
         is_view=traits.is_view,
+        is_causal=is_causal(op, args, kwargs),
         flops=flops_of(op, args, kwargs, out),
         moved_bytes=moved_bytes(args, kwargs, out),
         shape=tuple(made[0].shape) if made else (),

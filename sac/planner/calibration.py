@@ -41,7 +41,8 @@ def call_key(entry: Entry) -> str:
     An entry does not hold the shapes of an op's arguments. Its FLOPs and bytes stand for them: two products with equal
     results and FLOPs have equal operands.
     """
-    return f"{entry.op} {entry.dtype}{[*entry.shape]} {entry.flops} FLOP {entry.moved_bytes} B"
+    causal = " causal" if entry.is_causal else ""
+    return f"{entry.op} {entry.dtype}{[*entry.shape]} {entry.flops} FLOP {entry.moved_bytes} B{causal}"
 
 
 def save_calibration(calibration: Calibration, path: str | os.PathLike[str]) -> None:

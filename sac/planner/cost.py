@@ -8,7 +8,16 @@ from types import MappingProxyType
 from sac.errors import PlanError, Problem
 from sac.planner.calibration import Calibration, call_key
 from sac.planner.devices import Device
-from sac.planner.op_classes import ATTENTION, COLLECTIVE, FREE, MATMUL, MEMORY, is_low_precision, op_class
+from sac.planner.op_classes import (
+    ATTENTION,
+    COLLECTIVE,
+    CUDNN_ATTENTION,
+    FREE,
+    MATMUL,
+    MEMORY,
+    is_low_precision,
+    op_class,
+)
 from sac.planner.profile import Entry, RegionProfile
 
 # Note [The time of an op]
@@ -17,8 +26,8 @@ from sac.planner.profile import Entry, RegionProfile
 # Waterman and Patterson (2009), with the share of each roof that kernels of the op's class reach in practice. Bytes are
 # those of the tensors that it reads and makes, each moved once. Ops without FLOPs have only the second roof.
 #
-# - Whether attention is causal is not known here: FLOPs are those of torch's formula, which counts masked scores too.
-#   A kernel that skips them takes about half the time told.
+# - Causal attention takes half of the FLOPs of torch's formula, which counts masked scores too: kernels pass over them,
+#   and what is said of their efficiency counts so.
 # - An op that multiplies but for which there is no formula is priced by its bytes alone, too low: `unpriced_ops`.
 # - A collective sends its argument and its result over the link once. For a ring over many ranks that is right for an
 #   all-reduce, up to an nth more than an all-gather or a reduce-scatter sends, and twice what an all-to-all sends.
@@ -27,7 +36,8 @@ from sac.planner.profile import Entry, RegionProfile
 PRIORS: Mapping[str, float] = MappingProxyType(
     {
         MATMUL: 0.70,  # engineering prior: large products in 16 bit reach 0.65 to 0.75 of what a data sheet promises
-        ATTENTION: 0.40,  # engineering prior: FlashAttention-2 on H100, forward; FlashAttention-3 reaches 0.6
+        ATTENTION: 0.40,  # engineering prior: FlashAttention-2 on H100, forward
+        CUDNN_ATTENTION: 0.60,  # engineering prior: long sequences on H100, forward, as FlashAttention-3
         MEMORY: 0.85,  # engineering prior: streaming kernels against the peak bandwidth
         COLLECTIVE: 0.80,  # engineering prior: large messages inside a node
     }
@@ -70,7 +80,8 @@ def roofline(entry: Entry, device: Device, efficiencies: Mapping[str, float]) ->
 def computing_s(entry: Entry, device: Device) -> float:
     """Return the seconds that the FLOPs of ``entry`` take at the device's peak."""
     narrow = is_low_precision(entry) and "float8" in device.flops_per_s
-    return entry.flops / device.peak("float8" if narrow else entry.dtype)
+    flops = entry.flops / 2 if entry.is_causal else entry.flops
+    return flops / device.peak("float8" if narrow else entry.dtype)
 
 
 def moving_s(entry: Entry, device: Device) -> float:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
+from typing import Any
 
 from sac.ops.registry import NamePattern
 from sac.ops.sets import BACKWARD_MARKS, SAVE_SETS
@@ -11,9 +12,12 @@ from sac.ops.traits import INFRASTRUCTURE
 from sac.planner.profile import Entry, RegionProfile
 
 MATMUL, ATTENTION, MEMORY, COLLECTIVE, FREE = "matmul", "attention", "memory", "collective", "free"
-CLASSES = (MATMUL, ATTENTION, MEMORY, COLLECTIVE)
-"""What an op is bound by: the matrix units (two kinds of kernels that use them unlike well), memory, a link."""
+CUDNN_ATTENTION = "cudnn attention"
+ATTENTIONS = (ATTENTION, CUDNN_ATTENTION)
+CLASSES = (MATMUL, *ATTENTIONS, MEMORY, COLLECTIVE)
+"""What an op is bound by: the matrix units (three kinds of kernels that use them unlike well), memory, a link."""
 
+_CAUSAL = "is_causal"
 _PRODUCTS = ("matmul", "grouped_matmul", "low_precision_matmul", "convolution")
 _UNINITIALISED = (NamePattern("aten.empty*"), NamePattern("aten.new_empty*"))
 
@@ -25,8 +29,21 @@ def op_class(entry: Entry) -> str:
     if entry.is_collective:
         return COLLECTIVE
     if _is_of(entry.op, "attention"):
-        return ATTENTION
+        return CUDNN_ATTENTION if "cudnn" in entry.op else ATTENTION
     return MATMUL if entry.flops or any(_is_of(entry.op, name) for name in _PRODUCTS) else MEMORY
+
+
+def is_causal(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether this call of an attention is told to be causal."""
+    place = _causal_place(op)
+    return place is not None and (kwargs.get(_CAUSAL, False) if place >= len(args) else args[place]) is True
+
+
+@cache
+def _causal_place(op: Any) -> int | None:
+    schema = getattr(op, "_schema", None)
+    names = [argument.name for argument in schema.arguments] if schema is not None else []
+    return names.index(_CAUSAL) if _CAUSAL in names else None
 
 
 def is_low_precision(entry: Entry) -> bool:
@@ -46,7 +63,7 @@ def unpriced_ops(profile: RegionProfile) -> tuple[str, ...]:
 def _may_multiply(entry: Entry) -> bool:
     kind = op_class(entry)
     namespace = entry.op.partition(".")[0]
-    return kind in (MATMUL, ATTENTION) or (kind == MEMORY and namespace not in {"aten", "prims", *INFRASTRUCTURE})
+    return kind in (MATMUL, *ATTENTIONS) or (kind == MEMORY and namespace not in {"aten", "prims", *INFRASTRUCTURE})
 
 
 @cache

@@ -39,6 +39,7 @@ class Entry:
     must_save: bool = False  # it is saved whatever the policy says
     is_collective: bool = False
     is_view: bool = False
+    is_causal: bool = False  # attention whose kernel passes over what lies behind each query
     flops: int = 0
     moved_bytes: int = 0
     shape: tuple[int, ...] = ()

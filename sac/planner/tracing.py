@@ -13,6 +13,7 @@ from sac.blocks.find import Block
 from sac.blocks.paths import parts_of
 from sac.blocks.wrap import InstalledForward, scope_modules, set_forward, take_off
 from sac.ops.names import op_name
+from sac.planner.op_classes import is_causal
 from sac.planner.profile import Entry, Need, RegionProfile
 from sac.planner.traffic import moved_bytes
 from sac.policy.model import Decision, Policy, Rule
@@ -123,6 +124,7 @@ class _Sizes:
     results: tuple[int, ...]
     shape: tuple[int, ...]
     dtype: str
+    is_causal: bool
 
 
 class _ProfileRows(Rows):
@@ -146,7 +148,8 @@ class _ProfileRows(Rows):
         row = self.rows[-1]
         results = tuple(storage_bytes(tensor) for tensor in new_tensors(out))
         moved = 0 if plan.is_view else moved_bytes(args, kwargs, out)
-        self.sizes[entry] = _Sizes(row.call, row.flops, moved, results, row.shape, row.dtype)
+        causal = is_causal(plan.op, args, kwargs)
+        self.sizes[entry] = _Sizes(row.call, row.flops, moved, results, row.shape, row.dtype, causal)
 
 
 class _ProfilingRecorder(ReplayRecorder):
@@ -208,6 +211,7 @@ class _ProfilingRecorder(ReplayRecorder):
                     must_save=is_op and plan.must_save and any(value in saved for value in makes),
                     is_collective=is_op and plan.is_collective,
                     is_view=is_op and plan.is_view,
+                    is_causal=size is not None and size.is_causal,
                     flops=size.flops if size is not None else 0,
                     moved_bytes=size.moved_bytes if size is not None else 0,
                     shape=size.shape if size is not None else (),

@@ -99,7 +99,7 @@ def test_all_that_is_wrong_is_told_at_once(tmp_path):
         "efficiencies": {"matmull": 0.5, "memory": 0, "attention": True, "collective": float("nan")},
         "ops": {"aten.mm.default": "fast", "aten.bmm.default": -1e-6},
     }
-    classes = "    legal: matmul, attention, memory, collective"
+    classes = "    legal: matmul, attention, cudnn attention, memory, collective"
     number = "    legal: a number above 0"
     assert told(tmp_path / "file", raw).splitlines() == [
         'FILE: "device" is 7',

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,7 +11,7 @@ from sac.errors import PlanError
 from sac.planner.calibration import Calibration, call_key
 from sac.planner.cost import PRIORS, entry_times, seconds
 from sac.planner.devices import DEVICES
-from sac.planner.op_classes import CLASSES, op_class, unpriced_ops
+from sac.planner.op_classes import CLASSES, is_causal, op_class, unpriced_ops
 from sac.planner.profile import Entry, RegionProfile
 
 H100, A100 = DEVICES["h100"], DEVICES["a100"]
@@ -103,7 +104,7 @@ def test_a_scaled_product_runs_by_the_dtype_of_its_operands():
         ("aten.convolution.default", 1, "matmul"),
         ("my_lib.priced.default", 1, "matmul"),
         ("aten._scaled_dot_product_flash_attention_for_cpu.default", 1, "attention"),
-        ("aten._scaled_dot_product_cudnn_attention.default", 1, "attention"),
+        ("aten._scaled_dot_product_cudnn_attention.default", 1, "cudnn attention"),
         ("higher_order.flex_attention", 0, "attention"),
         ("flash_attn._flash_attn_forward.default", 0, "attention"),
         ("aten.silu.default", 0, "memory"),
@@ -115,6 +116,24 @@ def test_a_scaled_product_runs_by_the_dtype_of_its_operands():
 )
 def test_classes(op, flops, kind):
     assert op_class(entry(op, flops=flops)) == kind
+
+
+def test_causal_attention_takes_half_of_the_flops_that_are_counted():
+    whole = entry("aten._flash_attention_forward.default", flops=10**13, moved_bytes=1, shape=(1,))
+    causal = replace(whole, is_causal=True)
+    assert seconds(causal, H100) - H100.launch_s == pytest.approx((seconds(whole, H100) - H100.launch_s) / 2)
+    assert call_key(causal) != call_key(whole)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "expected"),
+    [((0.0, True), {}, True), ((0.0, False), {}, False), ((), {"is_causal": True}, True), ((), {}, False)],
+)
+def test_a_call_that_is_told_to_be_causal(args, kwargs, expected):
+    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    qkv = [torch.zeros(1, 1, 2, 2)] * 3
+    assert is_causal(op, (*qkv, *args), kwargs) is expected
+    assert not is_causal(torch.ops.aten.mm.default, (*qkv, True), {"is_causal": True})
 
 
 def test_ops_that_multiply_without_a_formula_are_named_once_and_in_order():

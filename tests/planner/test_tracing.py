@@ -198,6 +198,16 @@ def test_several_results() -> None:
     assert [profile.bytes[value] for value in entry.makes] == [4 * DIM * 4, 4 * 4, 4 * 4]
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_that_is_causal_is_known(causal: bool) -> None:
+    def attends(x: Tensor) -> Tensor:
+        heads = x.view(1, 2, x.shape[0] // 2, -1)
+        return torch.nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=causal).view(x.shape)
+
+    found = [entry.is_causal for entry in alike(attends).entries if "scaled_dot_product" in entry.op]
+    assert found == [causal]
+
+
 def test_a_random_op_can_be_saved_and_run_again() -> None:
     profile = alike(lambda x: torch.native_dropout(x, 0.5, True)[0])
     [entry] = [entry for entry in profile.entries if entry.op == "aten.native_dropout.default"]
