@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sac.blocks.cache import turn_off_cache
 from sac.errors import ConfigError, Problem, listing, nearest
 from sac.extras import import_extra
 from sac.measuring.batches import batches_of
@@ -44,7 +45,7 @@ def build_from_config(
     config = transformers.AutoConfig.for_model(model_type, **raw)
     made_by = _model_class(transformers, architectures, config, path)
     model = build(partial(made_by, config), DTYPES[scale.dtype]).train()
-    _turn_cache_off(config)
+    turn_off_cache(model)  # training does not read it: no mode is to pay for it
     inputs_of_step = batches_of(model, scale, text_path=text_path, seed=seed)
     return BuiltModel(model, inputs_of_step, f"{type(model).__name__} ({Path(path).name})")
 
@@ -99,16 +100,3 @@ def _model_class(transformers: Any, architectures: list[str], config: Any, path:
         legal = [name for name in dir(transformers) if name.startswith(type(config).__name__.removesuffix("Config"))]
         raise ConfigError(Problem(_TOP, problem, listing(legal), nearest(architectures[0], legal)))
     return found
-
-
-def _turn_cache_off(config: Any) -> None:
-    """Leave out the key-value cache, which training does not read, so that no mode pays for it.
-
-    Models that share keys and values between layers read them from the cache, and keep it.
-    """
-    text = config.get_text_config()
-    if getattr(text, "num_kv_shared_layers", 0):
-        return
-    for each in (config, text):
-        if hasattr(each, "use_cache"):
-            each.use_cache = False
