@@ -52,7 +52,8 @@ def make_plan(
     if wanted.bytes is None:  # a share of what there is: both ends have to be true
         for end in (least, most):
             planner.run(end.choice)
-        least, most = planner.point("least", least.choice), planner.point(NONE, most.choice)
+        least, most = planner.point(least.label, least.choice), planner.point(NONE, most.choice)
+    least = min([least, *_steps(planner, same_layers=same_layers)], key=lambda one: (one.peak, one.seconds))
     allowed = wanted.within(least.peak, most.peak)
     chosen = most.choice
     if allowed < most.peak or planner.step.peak_of(planner.run(chosen)) > allowed:
@@ -87,10 +88,21 @@ def _fitting(planner: Planner, budget: int, least: Point, *, same_layers: bool) 
             return choice
         aim = min(aim - 1, aim - (high - budget))
     planner.run(least.choice)
-    least = planner.point("least", least.choice)
-    if least.peak <= budget:
-        return least.choice
-    raise _too_small(planner, budget, least)
+    steps = _steps(planner, same_layers=same_layers)
+    fit = [one for one in steps if one.peak <= budget]
+    if fit:
+        return min(fit, key=lambda one: one.seconds).choice
+    raise _too_small(planner, budget, min(steps, key=lambda one: one.peak))
+
+
+def _steps(planner: Planner, *, same_layers: bool) -> list[Point]:
+    """Return what the choices take that a step was run with; where layers hang together, not all is as predicted."""
+    alike = [
+        choice
+        for choice in planner.records
+        if not same_layers or len({*zip(planner.kinds, choice, strict=True)}) == len({*planner.kinds})
+    ]
+    return [planner.point("least", choice) for choice in alike]
 
 
 def _too_small(planner: Planner, budget: int, least: Point) -> PlanError:

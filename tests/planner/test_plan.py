@@ -156,6 +156,19 @@ def test_blocks_that_are_called_several_times(model: nn.Module) -> None:
     assert len(seen) >= 3
 
 
+def test_layers_that_share_keys_and_values() -> None:
+    """What one layer holds depends on others there: the least peak is the least of all steps that were run."""
+    model, inputs = tiny("gemma4")
+    planner, peaks = prepare(model, inputs), []
+    for share in ("0%", "20%", "50%", "100%"):
+        made = make_plan(planner, share)
+        real = measured(model, inputs, put_on(made.policy))
+        assert real.peak + made.static == made.point.peak <= made.budget
+        peaks.append(made.point.peak)
+    assert peaks[0] == min(planner.step.peak_of(record) for record in planner.records.values())
+    assert peaks == sorted(peaks)
+
+
 def test_bytes_of_a_real_step_are_within_every_budget_down_to_the_least() -> None:
     model, seen = Model(*(Block() for _ in range(4))), []
     planner = prepare(model, INPUTS)
