@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,9 +71,8 @@ def turn_off_cache(model: nn.Module) -> tuple[Restore, ...]:
     with nothing changed, when a config cannot be written to.
     """
     done: list[Restore] = []
-    is_handed_on = takes_shared_kv(model)
     for config in cache_configs(model):
-        if not is_handed_on and any(_is_shared(part) for part in _with_parts(config)):
+        if any(_is_shared(part) for part in _with_parts(config)) and not takes_shared_kv(model):
             continue
         try:
             config.use_cache = False
@@ -94,7 +93,15 @@ def shares_kv(model: nn.Module) -> bool:
 
 def takes_shared_kv(block: nn.Module) -> bool:
     """Return whether attention in ``block`` is handed what layers share as an argument, and not through a cache."""
-    return any(SHARED_STATES in inspect.signature(type(part).forward).parameters for part in block.modules())
+    return any(SHARED_STATES in _parameters_of(part) for part in block.modules())
+
+
+def _parameters_of(module: nn.Module) -> Iterable[str]:
+    """Return the names of what a module's forward takes; a scripted one does not tell."""
+    try:
+        return inspect.signature(type(module).forward).parameters
+    except (AttributeError, TypeError, ValueError):
+        return ()
 
 
 def _is_shared(config: Any) -> bool:
@@ -123,7 +130,7 @@ def is_attention(path: str, module: nn.Module) -> bool:
         return True
     if ATTENTION.search(type(module).__name__):
         return True
-    return not KV_ARGUMENTS.isdisjoint(inspect.signature(type(module).forward).parameters)
+    return not KV_ARGUMENTS.isdisjoint(_parameters_of(module))
 
 
 def _configs(model: nn.Module) -> Iterator[Any]:
