@@ -28,6 +28,7 @@ from sac.blocks.find import Block, part_of, substantial_children
 from sac.blocks.own import own_checkpointing
 from sac.blocks.paths import Node, root_node
 from sac.errors import ModelError, Problem
+from sac.region.states.caches import SHARED_STATES
 
 __all__ = [
     "Restore",
@@ -42,7 +43,6 @@ __all__ = [
 SHARED_LAYERS = "num_kv_shared_layers"  # on a config: how many layers read another's keys and values
 SHARING_MODES = "kv_sharing_modes"  # on a config: per layer None, "store", or a word that begins with "reuse"
 ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
-SHARED_STATES = "shared_kv_states"  # the argument by which a dictionary of shared keys and values is handed on
 KV_ARGUMENTS = frozenset({SHARED_STATES, "past_key_values", "past_key_value", "layer_past"})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from typing import Any
 
 import pytest
@@ -93,3 +94,65 @@ def test_later_steps_of_full_run_without_a_dispatch_mode() -> None:
     for _ in range(2):
         model(**batch).loss.backward()
     assert [one.region.stats.engine for one in regions_of(model)] == [""] * 4
+
+
+class OwnDict(dict[str, Tensor]):
+    pass
+
+
+class OwnUserDict(UserDict[str, Tensor]):
+    pass
+
+
+class Bag:
+    def __init__(self) -> None:
+        self.held: dict[str, Tensor] = {}
+
+    def get(self, name: str) -> Tensor | None:
+        return self.held.get(name)
+
+    def __setitem__(self, name: str, value: Tensor) -> None:
+        self.held[name] = value
+
+
+class Adding(nn.Module):
+    """A layer that adds to the keys it is handed: read after the forward, they are another layer's."""
+
+    is_kv_shared_layer = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys, self.out = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, shared_kv_states: Any) -> Tensor:
+        keys, before = self.keys(x), shared_kv_states.get("keys")
+        shared_kv_states["keys"] = keys = keys if before is None else keys + before
+        return x + self.out(torch.tanh(x * keys))
+
+
+class Stack(nn.Module):
+    def __init__(self, shared: type) -> None:
+        super().__init__()
+        self.layers, self.shared = nn.ModuleList(Adding() for _ in range(3)), shared
+
+    def forward(self, x: Tensor) -> Tensor:
+        shared = self.shared()
+        for layer in self.layers:
+            x = layer(x, shared_kv_states=shared)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("mode", ["full", "rerun", "auto"])
+@pytest.mark.parametrize("shared", [dict, OwnDict, OwnUserDict, Bag])
+def test_what_is_shared_may_be_of_any_class(shared: type, mode: str) -> None:
+    x, found = torch.linspace(-1, 1, 32).reshape(4, 8), []
+    for value in ("none", MODES[mode]):
+        torch.manual_seed(0)
+        model = Stack(shared)
+        sac.apply(model, value)
+        for _ in range(2):
+            model.zero_grad()
+            model(x).backward()
+        found.append(gradients(model))
+    assert len(found[0]) == 12
+    assert all(map(torch.equal, *found))

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_is_leaf
 
 from sac.region.identity import Identity
 
@@ -25,9 +26,11 @@ from sac.region.identity import Identity
 #
 # What a cache holds is rebound, appended to or, for states of a fixed size, written in place. Of the first two the copy
 # knows nothing; the recorder sees the third (Note [What is kept, and what is not]). What ops a block runs depends on
-# what lies in the cache, so that no call with one is evidence for another. The dictionary by which layers hand keys and
-# values to each other is a cache too; of that all contents are known, and part of the sort of inputs.
+# what lies in the cache, so that no call with one is evidence for another. What layers hand keys and values to each
+# other by is a cache too: a plain dictionary is an input like others, what cannot be taken apart is known by the name
+# of the argument. Of that of transformers all contents are known, and part of the sort of inputs.
 
+SHARED_STATES = "shared_kv_states"  # the argument by which shared keys and values are handed on
 _SHARED = "KVSharingDict"  # of transformers
 _LEAVES = (torch.Tensor, nn.Module, type, str, bytes, int, float)
 
@@ -41,6 +44,10 @@ def _is_cache_class(kind: Any) -> bool:
 def _is_cache(value: object) -> bool:
     kind: Hashable = type(value)  # type: ignore[assignment]  # mypy takes a class's __hash__ for that of its objects
     return _is_cache_class(kind)
+
+
+def _is_handed_on(name: str, value: object) -> bool:
+    return name == SHARED_STATES and value is not None and not isinstance(value, _LEAVES) and tree_is_leaf(value)
 
 
 def sort_of_shared(caches: dict[int | str, Any]) -> tuple[Any, ...] | None:
@@ -58,7 +65,7 @@ def sort_of_shared(caches: dict[int | str, Any]) -> tuple[Any, ...] | None:
 def caches_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int | str, Any]:
     """Return the caches among the arguments of a call, by position or name."""
     found: dict[int | str, Any] = {place: one for place, one in enumerate(args) if _is_cache(one)}
-    found.update({name: one for name, one in kwargs.items() if _is_cache(one)})
+    found.update({name: one for name, one in kwargs.items() if _is_cache(one) or _is_handed_on(name, one)})
     return found
 
 
