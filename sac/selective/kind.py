@@ -102,7 +102,7 @@ class Region:
         """
         refuse_transforms(self.path)
         inputs = KeptInputs(args, kwargs)
-        if not inputs.are_plain and (caches := caches_in(args, kwargs)):
+        if not inputs.are_plain and (caches := caches_in(args, kwargs, owners)):
             shared = sort_of_shared(caches)
             function = OnCaches(function, caches)
             args, kwargs = without(caches, args, kwargs)

@@ -131,24 +131,25 @@ class Adding(nn.Module):
 
 
 class Stack(nn.Module):
-    def __init__(self, shared: type) -> None:
+    def __init__(self, shared: type, by_name: bool) -> None:
         super().__init__()
-        self.layers, self.shared = nn.ModuleList(Adding() for _ in range(3)), shared
+        self.layers, self.shared, self.by_name = nn.ModuleList(Adding() for _ in range(3)), shared, by_name
 
     def forward(self, x: Tensor) -> Tensor:
         shared = self.shared()
         for layer in self.layers:
-            x = layer(x, shared_kv_states=shared)
+            x = layer(x, shared_kv_states=shared) if self.by_name else layer(x, shared)
         return x.square().mean()
 
 
 @pytest.mark.parametrize("mode", ["full", "rerun", "auto"])
+@pytest.mark.parametrize("by_name", [True, False])
 @pytest.mark.parametrize("shared", [dict, OwnDict, OwnUserDict, Bag])
-def test_what_is_shared_may_be_of_any_class(shared: type, mode: str) -> None:
+def test_what_is_shared_may_be_of_any_class(shared: type, by_name: bool, mode: str) -> None:
     x, found = torch.linspace(-1, 1, 32).reshape(4, 8), []
     for value in ("none", MODES[mode]):
         torch.manual_seed(0)
-        model = Stack(shared)
+        model = Stack(shared, by_name)
         sac.apply(model, value)
         for _ in range(2):
             model.zero_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from functools import lru_cache
@@ -46,6 +47,14 @@ def _is_cache(value: object) -> bool:
     return _is_cache_class(kind)
 
 
+@lru_cache(maxsize=1024)
+def _names_of_arguments(kind: Any) -> tuple[str, ...]:
+    try:
+        return tuple(inspect.signature(kind.forward).parameters)[1:]  # without self
+    except (AttributeError, TypeError, ValueError):  # a scripted module does not tell
+        return ()
+
+
 def _is_handed_on(name: str, value: object) -> bool:
     return name == SHARED_STATES and value is not None and not isinstance(value, _LEAVES) and tree_is_leaf(value)
 
@@ -62,9 +71,17 @@ def sort_of_shared(caches: dict[int | str, Any]) -> tuple[Any, ...] | None:
     return tuple(identity.parts) if identity.is_known else None
 
 
-def caches_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int | str, Any]:
-    """Return the caches among the arguments of a call, by position or name."""
-    found: dict[int | str, Any] = {place: one for place, one in enumerate(args) if _is_cache(one)}
+def caches_in(
+    args: tuple[Any, ...], kwargs: dict[str, Any], owners: tuple[nn.Module, ...] = ()
+) -> dict[int | str, Any]:
+    """Return the caches among the arguments of a call of the first of ``owners``, by position or name."""
+    called: Hashable = type(owners[0]) if owners else None  # type: ignore[assignment]  # as above
+    names = _names_of_arguments(called)
+    found: dict[int | str, Any] = {
+        place: one
+        for place, one in enumerate(args)
+        if _is_cache(one) or (place < len(names) and _is_handed_on(names[place], one))
+    }
     found.update({name: one for name, one in kwargs.items() if _is_cache(one) or _is_handed_on(name, one)})
     return found
 
