@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,7 +72,7 @@ def turn_off_cache(model: nn.Module) -> tuple[Restore, ...]:
     """
     done: list[Restore] = []
     for config in cache_configs(model):
-        if any(_is_shared(part) for part in _with_parts(config)) and not takes_shared_kv(model):
+        if any(_is_shared(part) for part in _with_parts(config)) and not _attention_takes_shared_kv(model):
             continue
         try:
             config.use_cache = False
@@ -92,16 +92,22 @@ def shares_kv(model: nn.Module) -> bool:
 
 
 def takes_shared_kv(block: nn.Module) -> bool:
-    """Return whether attention in ``block`` is handed what layers share as an argument, and not through a cache."""
-    return any(SHARED_STATES in _parameters_of(part) for part in block.modules())
+    """Return whether ``block`` is handed what layers share as an argument, which attention in it takes."""
+    own = _parameters_of(block)
+    passes_on = SHARED_STATES in own or any(one.kind is one.VAR_KEYWORD for one in own.values())
+    return passes_on and _attention_takes_shared_kv(block)
 
 
-def _parameters_of(module: nn.Module) -> Iterable[str]:
-    """Return the names of what a module's forward takes; a scripted one does not tell."""
+def _attention_takes_shared_kv(module: nn.Module) -> bool:
+    return any(SHARED_STATES in _parameters_of(part) for part in module.modules())
+
+
+def _parameters_of(module: nn.Module) -> Mapping[str, inspect.Parameter]:
+    """Return what a module's forward takes; a scripted one does not tell."""
     try:
         return inspect.signature(type(module).forward).parameters
     except (AttributeError, TypeError, ValueError):
-        return ()
+        return {}
 
 
 def _is_shared(config: Any) -> bool:

@@ -51,7 +51,32 @@ def test_layers_that_share_through_the_cache_keep_it() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_who_hands_shared_keys_and_values_on_as_an_argument(family: str) -> None:
-    assert takes_shared_kv(tiny(family)[0]) == (family in SHARING)
+    blocks = find_blocks(tiny(family)[0])
+    assert {takes_shared_kv(block.module) for block in blocks} == {family in SHARING}
+
+
+def test_what_a_block_is_not_handed_itself_it_does_not_take() -> None:
+    class Attention(nn.Module):
+        def forward(self, x, shared_kv_states):
+            return x
+
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.self_attn = Attention()
+
+        def forward(self, x, shared_kv_states):
+            return self.self_attn(x, shared_kv_states)
+
+    class PassingOn(Named):
+        def forward(self, x, **kwargs):
+            return self.self_attn(x, **kwargs)
+
+    class FromElsewhere(Named):
+        def forward(self, x):
+            return self.self_attn(x, self.shared)
+
+    assert [takes_shared_kv(kind()) for kind in (Named, PassingOn, FromElsewhere)] == [True, True, False]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
