@@ -39,11 +39,16 @@ def assert_composes(stack: str, mode: str, **options: Any) -> None:
     assert_full_figures(stack, mode, **options) if mode == "full" else assert_figures_between(stack, mode, **options)
 
 
+def least_kept(of_ranks: list[Outcome]) -> int:
+    """The bytes that ranks with equal parts keep. What gloo's thread is the last to let go of, nobody sees freed."""
+    return min(one.kept_bytes for one in of_ranks)
+
+
 def assert_full_figures(stack: str, mode: str, **options: Any) -> None:
     """A mode that recomputes everything runs and sends what torch's full checkpoint does, and keeps no more."""
     of_torch, ours = outcomes(stack, "torch full", **options)[0], outcomes(stack, mode, **options)[0]
     assert ours.flops == of_torch.flops > outcomes(stack, "none", **options)[0].flops
-    assert ours.kept_bytes <= of_torch.kept_bytes
+    assert least_kept(outcomes(stack, mode, **options)) <= least_kept(outcomes(stack, "torch full", **options))
     assert ours.collectives == of_torch.collectives
 
 
@@ -52,7 +57,9 @@ def assert_figures_between(stack: str, mode: str, **options: Any) -> None:
     plain, of_torch = outcomes(stack, "none", **options)[0], outcomes(stack, "torch full", **options)[0]
     ours = outcomes(stack, mode, **options)[0]
     assert plain.flops < ours.flops < of_torch.flops
-    assert of_torch.kept_bytes < ours.kept_bytes < plain.kept_bytes
+    modes = ("torch full", mode, "none")
+    full, selective, nothing = (least_kept(outcomes(stack, one, **options)) for one in modes)
+    assert full < selective < nothing
     assert all(count <= of_torch.collectives.get(name, 0) for name, count in ours.collectives.items())
 
 
@@ -60,5 +67,5 @@ def assert_everything_figures(stack: str, mode: str, **options: Any) -> None:
     """A policy that saves all runs, keeps and sends what there is without checkpointing: nothing is gathered again."""
     plain, ours = outcomes(stack, "none", **options)[0], outcomes(stack, mode, **options)[0]
     assert ours.flops == plain.flops
-    assert ours.kept_bytes <= plain.kept_bytes
+    assert least_kept(outcomes(stack, mode, **options)) <= least_kept(outcomes(stack, "none", **options))
     assert ours.collectives == plain.collectives
