@@ -18,7 +18,6 @@ from sac.region.parking import surrounding_hooks
 from sac.region.reentrant import ReentrantFrame
 from sac.region.settings import ALWAYS, FIRST, REPLAY, RERUN, Settings
 from sac.region.states.bindings import UnseenWriteError
-from sac.region.states.caches import OnCaches, caches_in, sort_of_shared, without
 from sac.region.transforms import refuse_transforms
 from sac.selective.announce import announce
 from sac.selective.bind import rebuild_table
@@ -114,17 +113,10 @@ class Region:
         """Run one call; gradients are those of ``function(*args, **kwargs)``.
 
         ``owners`` are the function's modules. Calls with another ``mark``, which stands for what the function is made
-        of, share no evidence; those without one have none, nor have most calls with a cache (Note [Caches as
-        arguments]).
+        of, share no evidence; those without one have none.
         """
         refuse_transforms(self.path)
         inputs = KeptInputs(args, kwargs)
-        if not inputs.are_plain and (caches := caches_in(args, kwargs, owners)):
-            shared = sort_of_shared(caches)
-            function = OnCaches(function, caches)
-            args, kwargs = without(caches, args, kwargs)
-            inputs = KeptInputs(args, kwargs)
-            inputs.kind = None if inputs.kind is None or shared is None else inputs.kind + shared
         if inputs.owners:
             owners += inputs.owners
         sort = None

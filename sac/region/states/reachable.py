@@ -397,13 +397,32 @@ def _made(held: Any, now: Any) -> Any:
     return now if held.original() is now else held.made()
 
 
+def holds_state(value: Any) -> bool:
+    """Return whether an object may hold state of the user's: a container, or of a class that is open."""
+    return isinstance(value, (list, dict, set, deque)) or (
+        not isinstance(value, (*_IGNORED, *_FUNCTIONS)) and _is_open(type(value))
+    )
+
+
+def attributes_in(value: Any) -> dict[str, Any]:
+    """Return what an object holds under names: in its dict and in ``__slots__``."""
+    held = getattr(value, "__dict__", None)
+    found = dict(held) if type(held) is dict else {}
+    for name, slot in slots_of(type(value)).items():
+        try:
+            found[name] = slot.__get__(value)
+        except AttributeError:  # not set
+            continue
+    return found
+
+
 @lru_cache(maxsize=1024)
 def slots_of(kind: type) -> dict[str, Any]:
     """Return the descriptors of the attributes that objects of a class keep in ``__slots__``, by name."""
     found: dict[str, Any] = {}
     for base in kind.__mro__:
         for name, descriptor in vars(base).items():
-            if isinstance(descriptor, types.MemberDescriptorType):
+            if isinstance(descriptor, types.MemberDescriptorType) and name not in ("__dict__", "__weakref__"):
                 found.setdefault(name, descriptor)
     return found
 
