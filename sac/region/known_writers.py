@@ -24,6 +24,7 @@ _NAMES = frozenset(
         # As the save-set `nondeterministic`, but for `mode`, which is the name of too much else.
         *("topk", "sort", "msort", "argsort", "multinomial", "kthvalue", "median", "nanmedian", "argmax", "argmin"),
         *("bincount", "histc", "nonzero", "unique", "unique_consecutive"),
+        "data",  # what is written through it moves no version
         *("rrelu", "rrelu_", "rrelu_with_noise", "RReLU"),
     }
 )

@@ -24,12 +24,6 @@ class Image:
     storage: torch.UntypedStorage
     copy: torch.UntypedStorage
     watch: torch.Tensor
-    version: int
-
-    @property
-    def is_written(self) -> bool:
-        """Whether somebody has written there in a way that autograd was to notice, since this was made."""
-        return self.watch._version != self.version
 
 
 Images = dict[int, Image]
@@ -39,7 +33,7 @@ Generators = dict[int, tuple[torch.Generator, torch.Tensor]]
 def image_of(tensor: torch.Tensor) -> Image:
     """Return an image of the storage of a strided tensor that is about to be written to."""
     storage = tensor.untyped_storage()
-    return Image(storage, copy_of(storage), version_watch(tensor), tensor._version)
+    return Image(storage, copy_of(storage), version_watch(tensor))
 
 
 def note_generator(generators: Generators, generator: torch.Generator) -> None:
