@@ -12,8 +12,8 @@ from sac.region.detach import copy_of, overwrite, version_watch
 from sac.region.states.rng import default_generator
 from sac.region.states.rng_trackers import state_of, states_of
 
-# Private to torch (2.1 to 2.13; FSDP2 uses it). Without it a recomputation that writes to a parameter moves its version,
-# and whoever has saved the parameter raises in backward. See test_a_written_parameter_keeps_its_version.
+# Private to torch (2.1 to 2.13; FSDP2 uses it). Without it a recomputation that writes to a parameter moves its
+# version, and whoever has saved the parameter raises in backward. See test_a_written_parameter_keeps_its_version.
 _set_versions: Any = getattr(torch._C._autograd, "_unsafe_set_version_counter", None)
 
 

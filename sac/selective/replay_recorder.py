@@ -93,7 +93,11 @@ class ReplayRecorder(TapeRecorder):
             value = found[1]
             if version != tape.versions[value]:
                 value = tape.look_at_version(tensor, value)
-        elif tape.is_known(tensor) or cast_of(tensor) is not None:
+        elif (
+            tape.is_known(tensor)
+            or cast_of(tensor) is not None
+            or (tensor.grad_fn is not None and id(tensor) in tape.outside)
+        ):
             value = tape.find(tensor, "autograd")
         else:
             self._pack_from_outside(tensor, handle)
