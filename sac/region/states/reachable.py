@@ -7,10 +7,11 @@ import sys
 import types
 import weakref
 from collections import OrderedDict, UserDict, UserList, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import lru_cache, partial
 from itertools import islice
+from operator import is_
 from typing import Any
 
 import torch
@@ -42,7 +43,9 @@ from sac.region.states.host_rng import is_random_source
 
 _MOST = 1024  # objects and containers that are looked into
 _LONGEST = 4096  # entries of a container that is noted
-_STANDARD = frozenset(vars(nn.Module()))  # what nn.Module itself puts into a module's dict: noted elsewhere, or not ours
+_STANDARD = frozenset(
+    vars(nn.Module())
+)  # what nn.Module itself puts into a module's dict: noted elsewhere, or not ours
 _STANDARD_COUNT = len(_STANDARD)
 _MISSING = object()
 _OURS_AND_TORCH = frozenset({"torch", "sac"})
@@ -117,11 +120,17 @@ class ReachableState:
             self._add(_DictPlace(children))
         if len(held) <= _STANDARD_COUNT or not _is_open(type(module)):
             return
-        self._add(_DictPlace(held, _STANDARD))
         # The standard entries come first, except where something was set before nn.Module.__init__ ran.
-        late = next(iter(held)) == "training"
-        for value in islice(held.values(), _STANDARD_COUNT, None) if late else tuple(held.values()):
+        if next(iter(held)) != "training":
+            self._add(_DictPlace(held, _STANDARD))
+            own = [*held.items()]
+        else:
+            own = [*islice(held.items(), _STANDARD_COUNT, None)]
+            self._add(_OwnAttributesPlace(held, own))
+        for name, value in own:
             if type(value) not in PLAIN:
+                if name == "forward" and _is_library(type(getattr(value, "__self__", None)).__module__):
+                    value = getattr(value.__self__, "before", None)  # what sac has put there is not the user's state
                 self._reach(value)
 
     def _add(self, place: _Place) -> None:
@@ -240,7 +249,9 @@ class _DictPlace(_Place):
 
     def differs(self, now: dict[Any, Any]) -> bool:
         held, apart = self._held, self._apart
-        if len(now) != len(held) or now.keys() != held.keys():
+        if len(now) == len(held) and all(map(is_, now, held)) and all(map(is_, now.values(), held.values())):
+            return False  # as a rule; the rest is for leaves, and for names that are equal and not one object
+        if [*now] != [*held]:
             return True
         return any(not _is_same(value, now[key]) and key not in apart for key, value in held.items())
 
@@ -259,6 +270,26 @@ class _DictPlace(_Place):
             kind.__setitem__(target, key, kept.pop(key) if key in kept else value)
         for key, value in kept.items():
             kind.__setitem__(target, key, value)
+
+
+class _OwnAttributesPlace(_DictPlace):
+    """The entries of a module's dict after the standard ones."""
+
+    __slots__ = ()
+
+    def __init__(self, target: dict[str, Any], own: list[tuple[str, Any]]) -> None:
+        self._target = target
+        self._apart = _STANDARD
+        self._held = _without_graphs(dict(own))
+
+    def now(self) -> dict[str, Any]:
+        return dict(islice(self._target.items(), _STANDARD_COUNT, None))
+
+    def put(self, wanted: dict[str, Any]) -> None:
+        target = self._target
+        for name in [name for name in self.now() if name not in wanted]:
+            del target[name]
+        target.update(wanted)
 
 
 class _SequencePlace(_Place):
@@ -377,7 +408,7 @@ class _SlotsPlace(_Place):
 
 def _without_graphs(held: dict[Any, Any]) -> dict[Any, Any]:
     for key, value in held.items():
-        if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+        if type(value) not in PLAIN and isinstance(value, torch.Tensor) and value.grad_fn is not None:
             held[key] = _Leaf(value)
     return held
 
@@ -416,8 +447,7 @@ def attributes_in(value: Any) -> dict[str, Any]:
     return found
 
 
-@lru_cache(maxsize=1024)
-def slots_of(kind: type) -> dict[str, Any]:
+def _slots_of(kind: Any) -> dict[str, Any]:
     """Return the descriptors of the attributes that objects of a class keep in ``__slots__``, by name."""
     found: dict[str, Any] = {}
     for base in kind.__mro__:
@@ -427,8 +457,7 @@ def slots_of(kind: type) -> dict[str, Any]:
     return found
 
 
-@lru_cache(maxsize=1024)
-def _is_open(kind: type) -> bool:
+def _is_open_class(kind: Any) -> bool:
     """Return whether objects of a class hold the user's state: not those of torch, of sac and the standard library.
 
     Layers of ``torch.nn`` do: anybody may put attributes on them.
@@ -442,3 +471,7 @@ def _is_open(kind: type) -> bool:
 
 def _is_library(module: Any) -> bool:
     return str(module).partition(".")[0] in _OURS_AND_TORCH
+
+
+slots_of: Callable[[Any], dict[str, Any]] = lru_cache(maxsize=1024)(_slots_of)
+_is_open: Callable[[Any], bool] = lru_cache(maxsize=1024)(_is_open_class)
