@@ -143,8 +143,6 @@ class ReplayFrame(Frame):
     def _replay(self, waiting: dict[int, Handle]) -> None:
         recorder = self.recorder
         bindings = self.surroundings.bindings
-        if self.settings.checks_metadata and (problem := bindings.changed_parameter(self.path)) is not None:
-            raise RegionError(problem)
         before = bindings.copies()
         if before is None:
             raise CannotReplay("a buffer's data is elsewhere now")
@@ -153,6 +151,10 @@ class ReplayFrame(Frame):
         asked = frozenset(waiting) - recorder.spoilt.keys()
         if plan is None or plan.handles != asked:
             plan = plan_replay(recorder.tape, recorder.wanted(sorted(asked)))
+        if self.settings.checks_metadata:
+            read = frozenset(id(recorder.tape.leaves[value].tensor()) for value in plan.leaves)
+            if (problem := bindings.changed_parameter(self.path, read)) is not None:
+                raise RegionError(problem)
         filled: list[int] = []
 
         def fill(index: int, tensor: Tensor) -> None:

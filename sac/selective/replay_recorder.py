@@ -111,8 +111,8 @@ class ReplayRecorder(TapeRecorder):
             self.recent.append((handle.index, tensor, root))
             return
         if root in self._lasting and (root not in tape.writers or tape.leaves[root].position < 0):
-            # As it is: it is one of the ancestors that autograd holds anyway. A parameter that the region has written to
-            # too: if it is written to once more, backward sees that as it would without us.
+            # As it is: it is one of the ancestors that autograd holds anyway. So is a parameter that the region has
+            # written to: if somebody writes to it once more, backward sees that as it would without us.
             handle.kept = handle.borrowed = True
             handle.version = version
             handle.value = handle.watched = tensor
