@@ -96,7 +96,8 @@ class SavingPass:
             self.watcher.returned(call, forward, out)
         if modules.is_watched:
             modules.watch_gradients(call, out)
-        modules.add(call)
+        with mode_off(self.watcher):  # a copy that is made of a result is not an op of the region
+            modules.add(call)
         return out
 
     def _run(self, call: SavedCall, forward: ScopedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -138,7 +139,8 @@ class ServingPass:
             return self._run_again(forward, args, kwargs)
         if call.result.serves(given):
             call.states.put_back()
-            return call.result.build(Serving(given, self._name_again))
+            with mode_off(self._mode):
+                return call.result.build(Serving(given, self._name_again))
         if call.result.was_changed:
             self.modules.learnt.copies.add(place)
         before = versions_of(given)
