@@ -21,12 +21,13 @@ from sac.selective.tensors import storage_address
 class Serving:
     """One recomputation's call of a saved module.
 
-    ``given``: the leaves of its arguments. ``name`` is told which tensor now holds each kept value. ``storages``: the
-    copies made for it so far.
+    ``given``: the leaves of its arguments. ``name`` is told which tensor now holds each kept value. ``fetched``: values
+    that are at hand, by the id of the leaf. ``storages``: the copies made for it so far.
     """
 
     given: list[Any]
     name: Callable[[KeptLeaf, torch.Tensor], None]
+    fetched: dict[int, torch.Tensor]
     storages: dict[int, torch.UntypedStorage] = field(default_factory=dict)
 
 
@@ -84,27 +85,30 @@ class KeptLeaf:
 
     def made(self, serving: Serving) -> torch.Tensor:
         """Return the tensor for one recomputation."""
-        tensor = self._tensor(serving.storages)
+        tensor = self._tensor(serving)
         serving.name(self, tensor)
         return tensor
 
-    def _tensor(self, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:
+    def _value(self, serving: Serving) -> torch.Tensor:
         assert self.data is not None, "a result was given out after it had been let go"
-        data = fetch(self.data)
+        found = serving.fetched.pop(id(self), None)
+        return fetch(self.data) if found is None else found
+
+    def _tensor(self, serving: Serving) -> torch.Tensor:
+        data = self._value(serving)
         if self.is_borrowed:
             return data
         if self._layout is not None and not _lies_as(data, self._layout):
             data = laid_out(data, self._layout)  # kernels choose their order of sums by it
-        fresh = copied(data, storages) if self.copied else detached(data)
+        fresh = copied(data, serving.storages) if self.copied else detached(data)
         if not self._needs_grad:
             return fresh.detach() if fresh.requires_grad else fresh
         fresh.requires_grad_()
         return Alias.apply(fresh) if self.copied else fresh  # type: ignore[no-untyped-call]
 
-    def write_to(self, target: torch.Tensor) -> None:
+    def write_to(self, target: torch.Tensor, serving: Serving) -> None:
         """Let ``target`` hold this value, as an op in place would have left it."""
-        assert self.data is not None
-        value = fetch(self.data)
+        value = self._value(serving)
         if storage_address(value) != storage_address(target):
             write_onto(target, value)
         if self._needs_grad and not target.requires_grad:

@@ -211,6 +211,8 @@ class RecomputeMode(RegionMode):
         self._fetched: dict[int, torch.Tensor] = {}
         for value in self.record.saved:
             map_tensors(value.outputs, self._fetch)
+        modules = self.record.modules
+        self._results = modules.fetch_recomputed() if modules is not None else {}
         self.twins: defaultdict[int, int] = defaultdict(int)
         self.calls: defaultdict[Plan, int] = defaultdict(int)
         served = (g for value in self.record.saved for g, _ in value.rng_after)  # serving moves these
@@ -222,7 +224,10 @@ class RecomputeMode(RegionMode):
     def whole_modules(self) -> ServingPass | None:
         """Return what serves them."""
         modules = self.record.modules
-        return ServingPass(modules, self, self.labels) if modules is not None else None
+        if modules is None:
+            return None
+        fetched, self._results = self._results, {}
+        return ServingPass(modules, fetched, self, self.labels)
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)

@@ -113,11 +113,14 @@ class SavingPass:
 class ServingPass:
     """What a recomputation makes active: gives out what saved modules left behind, and does not run them.
 
-    ``mode`` is the one that is on, ``labels`` are its labels.
+    ``fetched``: what ``fetch_recomputed`` has returned. ``mode`` is the one that is on, ``labels`` are its labels.
     """
 
-    def __init__(self, modules: SavedModules, mode: Any = None, labels: Labels | None = None) -> None:
+    def __init__(
+        self, modules: SavedModules, fetched: dict[int, torch.Tensor], mode: Any = None, labels: Labels | None = None
+    ) -> None:
         self.modules = modules
+        self._fetched = fetched
         self._mode = mode
         self._labels = labels
         self._counts: defaultdict[str, int] = defaultdict(int)
@@ -140,7 +143,7 @@ class ServingPass:
         if call.result.serves(given):
             call.states.put_back()
             with mode_off(self._mode):
-                return call.result.build(Serving(given, self._name_again))
+                return call.result.build(Serving(given, self._name_again, self._fetched))
         if call.result.was_changed:
             self.modules.learnt.copies.add(place)
         before = versions_of(given)
