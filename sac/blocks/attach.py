@@ -75,7 +75,7 @@ def apply(
     chains = find_chains(model, blocks, config.layers) if isinstance(config.layers, Chunks) else ()
     pairs = [] if chains else kinds_of(bound, blocks, config.mode)
     rules = rules_here(policy.rules, blocks) if stage else policy.rules
-    watch = HitWatch((block.path for block, _ in pairs), rules, strict=config.strict, stage=stage)
+    watch = HitWatch((block.path for block, _ in pairs), rules, strict=config.strict)
     applied = Applied(config.mode, (), watch, tuple(block.path for block in left_alone), notes, settings)
     for note in notes:  # now: a warning may be made an error, and the model is to be as it was then
         warnings.warn(note, SacWarning, stacklevel=2)

@@ -20,7 +20,14 @@ from sac.selective.compact import compact_views
 from sac.selective.forward_state import Images, image_of, note_generator
 from sac.selective.labels import Description, Labels
 from sac.selective.table import BoundRule, Plan, Table, plan_name
-from sac.selective.tensors import map_tensors, storage_address, storage_bytes, tensor_parts, tensors_of
+from sac.selective.tensors import (
+    map_tensors,
+    storage_address,
+    storage_bytes,
+    tensor_parts,
+    tensors_of,
+    written_parts,
+)
 from sac.selective.whole_modules import SavedCall, SavedModules
 
 # Note [What is kept, and what is not]
@@ -204,7 +211,7 @@ class CallRecord:
     def before_write(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """An op is about to write to some of its arguments: copy or image what lies there, if it is wanted as it is."""
         for tensor in written_tensors(plan, args, kwargs):
-            for part in tensor_parts(tensor):
+            for part in written_parts(tensor):
                 address = storage_address(part)
                 if self.modules is not None:
                     self.modules.before_write(address)

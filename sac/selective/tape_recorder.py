@@ -23,7 +23,7 @@ from sac.selective.table import BoundRule, Plan, Table, run_op
 from sac.selective.tape import Tape
 from sac.selective.tape_entries import HOLE
 from sac.selective.tape_mode import TapeMode, generators_of, new_tensors
-from sac.selective.tensors import storage_address, tensor_parts, tensors_of
+from sac.selective.tensors import storage_address, tensor_parts, tensors_of, written_parts
 from sac.selective.weights import NOT_PARAMETERS, is_large
 
 _LIFT_FRESH = torch.ops.aten.lift_fresh.default
@@ -111,7 +111,7 @@ class TapeRecorder:
         tape.sync()
         roots = []
         for tensor in written_tensors(plan, args, kwargs):
-            for part in tensor_parts(tensor):
+            for part in written_parts(tensor):
                 if part.layout is not torch.strided:
                     tape.fail(f"{plan.op} writes to a tensor without strides")
                     continue
