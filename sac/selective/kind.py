@@ -13,7 +13,7 @@ from sac.region.frame import Frame
 from sac.region.inputs import KeptInputs
 from sac.region.parking import surrounding_hooks
 from sac.region.reentrant import ReentrantFrame
-from sac.region.settings import ALWAYS, FIRST, REPLAY, RERUN, Settings
+from sac.region.settings import ALWAYS, FIRST, REPLAY, RERUN, Settings, as_torch_says
 from sac.region.states.bindings import UnseenWriteError
 from sac.region.states.caches import OnCaches, caches_in, sort_of_shared, without
 from sac.region.transforms import refuse_transforms
@@ -101,6 +101,7 @@ class Region:
         arguments]).
         """
         refuse_transforms(self.path)
+        settings = as_torch_says(settings)
         inputs = KeptInputs(args, kwargs)
         if not inputs.are_plain and (caches := caches_in(args, kwargs, owners)):
             shared = sort_of_shared(caches)
