@@ -191,7 +191,7 @@ def _chosen(modules: tuple[nn.Module, ...], given: Mapping[str, Any]) -> Chosen:
     problems = [problem for key in tuple(given) for problem in _refused(key, given[key])]
     impl, context_fn = given.get("checkpoint_impl", CheckpointImpl.NO_REENTRANT), given.get("context_fn")
     is_reentrant = given.get("use_reentrant", getattr(impl, "name", None) == CheckpointImpl.REENTRANT.name)
-    policy = _policy_of(context_fn)
+    policy = policy_of_contexts(context_fn)
     if is_reentrant and policy is not None:
         found = "per-op decisions need the non-reentrant mode"
         problems.append(Problem(f"{_NAME}.context_fn", found, fix="use CheckpointImpl.NO_REENTRANT"))
@@ -210,7 +210,7 @@ def _chosen(modules: tuple[nn.Module, ...], given: Mapping[str, Any]) -> Chosen:
 _ON_HOST = FullConfig(store="host", keep="all")
 
 
-def _policy_of(context_fn: Any) -> Policy | None:
+def policy_of_contexts(context_fn: Any) -> Policy | None:
     """Return the policy that ``sac.context_fn`` made a context function of; None for all else."""
     if isinstance(context_fn, partial) and context_fn.func is checkpoint_contexts:
         policy: Policy = context_fn.args[0].policy
@@ -233,7 +233,7 @@ def _refused(key: str, value: Any) -> list[Problem]:
         if not isinstance(value, bool):
             return [Problem(where, f"{value!r} is not true or false", expected="true, false")]
     elif key == "context_fn":
-        if value not in (None, noop_context_fn) and _policy_of(value) is None:
+        if value not in (None, noop_context_fn) and policy_of_contexts(value) is None:
             found = "contexts of the caller's around forward and recomputation are not entered"
             fix = "choose per op with context_fn=sac.context_fn(policy), or put state back with FullConfig(state=...)"
             return [Problem(where, found, fix=fix)]
