@@ -17,6 +17,7 @@ from sac.region.inputs import KeptInputs
 from sac.region.parking import fetch
 from sac.region.states.ambient import subclasses_on
 from sac.region.storages import describe, metadata
+from sac.region.transforms import outside_transforms
 
 # Note [The walk of a region]
 #
@@ -95,7 +96,8 @@ class Frame(RegionCall):
         retains = task == -1 or graph_is_retained()
         with self._lock:
             if handle.value is None:
-                self._recompute(handle, task, last=not retains)
+                with outside_transforms():
+                    self._recompute(handle, task, last=not retains)
             value = handle.value
             if value is None:
                 raise RegionError(self._unfilled(handle))

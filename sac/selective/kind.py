@@ -16,6 +16,8 @@ from sac.region.reentrant import ReentrantFrame
 from sac.region.settings import ALWAYS, FIRST, REPLAY, RERUN, Settings, as_torch_says
 from sac.region.states.bindings import UnseenWriteError
 from sac.region.states.caches import OnCaches, caches_in, sort_of_shared, without
+from sac.region.states.uninitialized import has_uninitialized
+from sac.region.tangents import OnTangents, dual_level_is_on, refuse_reentrant
 from sac.region.transforms import refuse_transforms
 from sac.selective.announce import announce
 from sac.selective.bind import rebuild_table
@@ -102,6 +104,18 @@ class Region:
         """
         refuse_transforms(self.path)
         settings = as_torch_says(settings)
+        if not self.stats.calls and has_uninitialized(owners):
+            return function(*args, **kwargs)  # see Note [Lazy modules]
+        in_dual_level = dual_level_is_on()
+        if in_dual_level:  # see Note [Tangents]
+            on_tangents = OnTangents(function, owners, self.path)
+            primals = on_tangents.taken_from(args, kwargs)
+            if on_tangents.is_needed:
+                if settings.use_reentrant:
+                    refuse_reentrant(self.path)
+                if self.kind.table.speaks_of_modules:
+                    return function(*args, **kwargs)  # the result that is kept of a module has no tangents
+                function, (args, kwargs) = on_tangents, primals
         inputs = KeptInputs(args, kwargs)
         if not inputs.are_plain and (caches := caches_in(args, kwargs, owners)):
             shared = sort_of_shared(caches)
@@ -112,6 +126,8 @@ class Region:
         if inputs.owners:
             owners += inputs.owners
         sort = None
+        if in_dual_level:
+            inputs.kind = None
         if mark is not None and inputs.kind is not None:
             sort = (mark, settings.freeze_buffers, settings.use_reentrant, inputs.kind)
         everything = self.kind.table.saves_everything
