@@ -17,7 +17,7 @@ from sac.region.states.bindings import UnseenWriteError
 from sac.region.states.rng import default_generator
 from sac.region.storages import describe, version_of
 from sac.selective.compact import compact_views
-from sac.selective.forward_state import Images, image_of, note_generator
+from sac.selective.forward_state import Images, forget_freed, image_of, note_generator
 from sac.selective.labels import Description, Labels
 from sac.selective.table import BoundRule, Plan, Table
 from sac.selective.tensors import map_tensors, storage_address, storage_bytes, tensor_parts, tensors_of
@@ -249,6 +249,7 @@ class CallRecord:
             if not plan.traits.is_infrastructure and not tensor.is_inference():
                 self.images[address] = image_of(tensor)
         elif self.freeze_buffers and origin in ("foreign", "input"):
+            forget_freed(self.images)
             self.images[address] = image_of(tensor)
 
     def note_generator(self, generator: torch.Generator) -> None:
@@ -278,6 +279,7 @@ class CallRecord:
         self.decided, self.saved = self.saved, alive
         self.held_addresses = addresses_of(value for value in alive if not value.written)
         self.by_storage.clear()
+        forget_freed(self.images)
         for address in self.labels.parameter_addresses:  # FSDP gathers a parameter into a storage by an out= op
             if address in self.images and not self.images[address].is_written:
                 del self.images[address]

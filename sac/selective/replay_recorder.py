@@ -18,6 +18,7 @@ from sac.region.storages import describe, version_of
 from sac.selective.checksum import checksum
 from sac.selective.compact import compact_views
 from sac.selective.fallback import FallbackMode, Routed
+from sac.selective.forward_state import forget_freed
 from sac.selective.program import Program
 from sac.selective.replay_plan import ReplayPlan, Wanted, plan_replay
 from sac.selective.rows import Rows
@@ -174,6 +175,7 @@ class ReplayRecorder(TapeRecorder):
             self._compare_kept(value)
         self.settle_suspects()
         self.recent = []
+        forget_freed(self.images)
         self.needs_mode = self.may_save or bool(
             self.images or self._generators or self._wrote_late or self._wrote_inputs
         )

@@ -14,7 +14,7 @@ from sac.region.inputs import KeptInputs
 from sac.region.settings import Settings
 from sac.selective.checksum import Sums, checksum, same
 from sac.selective.draws import Draws
-from sac.selective.forward_state import Generators, Images, image_of, note_generator
+from sac.selective.forward_state import Generators, Images, forget_freed, image_of, note_generator
 from sac.selective.made_of import MadeOf
 from sac.selective.modes import decide
 from sac.selective.record import written_tensors
@@ -299,6 +299,7 @@ class TapeRecorder:
         elif not self._settings.freeze_buffers:
             self.tape.fail(f"{plan.op} writes to a tensor from outside, and freeze_buffers is off")
         elif address not in self.images:
+            forget_freed(self.images)
             self.images[address] = image_of(tensor)
 
     def _note_generators(self, args: Any, kwargs: Any) -> None:
