@@ -61,7 +61,8 @@ Generators = dict[int, tuple[torch.Generator, torch.Tensor]]
 def image_of(tensor: torch.Tensor) -> Image:
     """Return an image of the storage of a strided tensor that is about to be written to."""
     storage = tensor.untyped_storage()
-    return Image(storage._weak_ref(), copy_of(storage), version_watch(tensor), tensor._version)
+    reference: Any = storage._weak_ref()
+    return Image(reference, copy_of(storage), version_watch(tensor), tensor._version)
 
 
 def forget_freed(images: Images) -> None:

@@ -42,9 +42,7 @@ from sac.region.states.host_rng import is_random_source
 
 _MOST = 1024  # objects and containers that are looked into
 _LONGEST = 4096  # entries of a container that is noted
-_STANDARD = frozenset(
-    vars(nn.Module())
-)  # what nn.Module itself puts into a module's dict: noted elsewhere, or not ours
+_STANDARD = frozenset(vars(nn.Module()))  # what nn.Module itself puts into a module's dict: noted elsewhere, or not ours
 _STANDARD_COUNT = len(_STANDARD)
 _MISSING = object()
 _OURS_AND_TORCH = frozenset({"torch", "sac"})
