@@ -16,7 +16,7 @@ from sac.region.inputs import KeptInputs
 from sac.region.known_writers import needs_recorder
 from sac.region.parking import surrounding_hooks
 from sac.region.reentrant import ReentrantFrame
-from sac.region.settings import ALWAYS, FIRST, REPLAY, RERUN, Settings
+from sac.region.settings import ALWAYS, FIRST, NEVER, REPLAY, RERUN, Settings
 from sac.region.states.bindings import UnseenWriteError
 from sac.region.states.caches import OnCaches, caches_in, sort_of_shared, without
 from sac.region.transforms import refuse_transforms
@@ -247,8 +247,16 @@ class Region:
             if not sees_ops:
                 return ModuleRecorder(modules, apart)
         rows = self._new_rows()
-        freeze = settings.freeze_buffers
-        return RerunRecorder(table, self.path, owners, rows, freeze_buffers=freeze, modules=modules, apart=apart)
+        return RerunRecorder(
+            table,
+            self.path,
+            owners,
+            rows,
+            freeze_buffers=settings.freeze_buffers,
+            modules=modules,
+            apart=apart,
+            verifies=settings.verify != NEVER,
+        )
 
     def _learn(self, recorder: RerunRecorder | ReplayRecorder, frame: Frame | ReentrantFrame, sort: Any) -> None:
         if recorder.rows is not None:
