@@ -16,7 +16,7 @@ from sac.region.inputs import KeptInputs
 from sac.region.known_writers import needs_recorder
 from sac.region.parking import surrounding_hooks
 from sac.region.reentrant import ReentrantFrame
-from sac.region.settings import ALWAYS, FIRST, REPLAY, RERUN, Settings, as_torch_says
+from sac.region.settings import ALWAYS, FIRST, NEVER, REPLAY, RERUN, Settings, as_torch_says
 from sac.region.states.bindings import UnseenWriteError
 from sac.region.states.uninitialized import has_uninitialized
 from sac.region.tangents import OnTangents, dual_level_is_on, refuse_reentrant
@@ -256,8 +256,16 @@ class Region:
             if not sees_ops:
                 return ModuleRecorder(modules, apart)
         rows = self._new_rows()
-        freeze = settings.freeze_buffers
-        return RerunRecorder(table, self.path, owners, rows, freeze_buffers=freeze, modules=modules, apart=apart)
+        return RerunRecorder(
+            table,
+            self.path,
+            owners,
+            rows,
+            freeze_buffers=settings.freeze_buffers,
+            modules=modules,
+            apart=apart,
+            verifies=settings.verify != NEVER,
+        )
 
     def _learn(self, recorder: RerunRecorder | ReplayRecorder, frame: Frame | ReentrantFrame, sort: Any) -> None:
         if recorder.rows is not None:

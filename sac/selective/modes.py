@@ -16,9 +16,10 @@ from sac.region.handles import ToTheEnd
 from sac.region.parking import Parked, fetch
 from sac.region.states.rng_trackers import state_of, states_of
 from sac.selective.bare_mode import RegionMode
+from sac.selective.checksum import same, sums_of
 from sac.selective.forward_state import ForwardState
 from sac.selective.labels import Labels
-from sac.selective.mismatch import agree, swapped_problem, unmatched_problem
+from sac.selective.mismatch import agree, overwritten_problem, swapped_problem, unmatched_problem
 from sac.selective.module_passes import SavingPass, ServingPass
 from sac.selective.record import CallRecord, SavedValue, default_generators, written_tensors
 from sac.selective.rows import Rows
@@ -169,7 +170,6 @@ class ForwardMode(RegionMode):
         twin = record.twins[signature]
         record.twins[signature] = twin + 1
         saves, rule = decide(record, plan, args, kwargs, out)
-        saves = saves and (plan.must_save or call not in plan.overwritten_calls)
         if rule is not None:
             record.hits[rule.index] += 1
         moved = [(g, now) for g, state in before if not equal(now := state_of(g), state)] if saves else []
@@ -207,6 +207,7 @@ class RecomputeMode(RegionMode):
         self._was_paused, self.record.paused = self.record.paused, not self.record.forward_over
         self.record.lenient = self.record.lenient or not self.record.forward_over
         self.live: list[tuple[Plan, Any]] = []  # calls that ran although a saved value of the same op waits
+        self.record.look_for_overwritten()
         self.waiting = {(value.signature, value.twin): value for value in self.record.saved}
         # Now, above autograd and outside of this mode: an outer region runs again for them, whole.
         self._fetched: dict[int, torch.Tensor] = {}
@@ -255,14 +256,17 @@ class RecomputeMode(RegionMode):
         signature, foreign, _ = labels.signature(plan.key, args, kwargs)
         if plan.is_random:
             signature = labels.draw(plan.key, signature)
+        value = None
         if plan.counts or plan.candidates:  # the calls that forward counted, and no others
             value = self._find(plan, signature, args, kwargs)
-            if value is not None:
+            if value is not None and not value.overwritten:
                 filling.after_op()
                 return self._serve(value)
         if plan.writes:
             self._check_write(plan, args, kwargs)
         out = run_op(plan, args, kwargs) if plan.own_body else plan.run(*args, **kwargs)
+        if value is not None and value.must and not same(value.sums, sums_of(out)):
+            raise RegionError(overwritten_problem(self.record.path, plan.op))
         if plan.writes:
             _relabel(labels, plan, signature, foreign, args, kwargs)
         labels.makers[signature] = plan
