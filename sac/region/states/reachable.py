@@ -85,7 +85,7 @@ class ReachableState:
         self.tensors: dict[int, torch.Tensor] = {}
         self.generators: list[torch.Generator] = []
         self.others: list[Any] = []
-        self._places: list[_Place] = []
+        self._places: list[Place] = []
         self._seen: set[int] = set()
         self._waiting: list[Any] = []
         self._left = _MOST
@@ -109,6 +109,10 @@ class ReachableState:
             stack.callback(place.put, now)  # whether it differs now or not: the recomputation may change it
             if place.differs(now):
                 place.put(place.before())
+
+    def changed(self) -> list[Place]:
+        """Return the places that hold something else by now, each with what it holds."""
+        return [place.again() for place in self._places if place.differs(place.now())]
 
     def drop(self) -> None:
         """Hold nothing any more."""
@@ -136,7 +140,7 @@ class ReachableState:
                     value = getattr(value.__self__, "before", None)  # what sac has put there is not the user's state
                 self._reach(value)
 
-    def _add(self, place: _Place) -> None:
+    def _add(self, place: Place) -> None:
         self._places.append(place)
 
     def _reach(self, value: Any) -> None:
@@ -211,7 +215,7 @@ class ReachableState:
             self._reach(value)
 
 
-class _Place:
+class Place:
     """Something that holds other things: what it held, and how to put that back."""
 
     __slots__ = ()
@@ -232,8 +236,16 @@ class _Place:
         """Let just ``wanted`` be held."""
         raise NotImplementedError
 
+    def again(self) -> Place:
+        """Return the same place with what is held now."""
+        raise NotImplementedError
 
-class _DictPlace(_Place):
+    def put_back(self) -> None:
+        """Let be held what was."""
+        self.put(self.before())
+
+
+class _DictPlace(Place):
     """A dictionary, but for the entries ``apart``."""
 
     __slots__ = ("_apart", "_held", "_target")
@@ -276,6 +288,9 @@ class _DictPlace(_Place):
         for key, value in kept.items():
             kind.__setitem__(target, key, value)
 
+    def again(self) -> _DictPlace:
+        return _DictPlace(self._target, self._apart)
+
 
 class _OwnAttributesPlace(_DictPlace):
     """The entries of a module's dict after the standard ones."""
@@ -299,8 +314,11 @@ class _OwnAttributesPlace(_DictPlace):
             del target[name]
         target.update(wanted)
 
+    def again(self) -> _OwnAttributesPlace:
+        return _OwnAttributesPlace(self._target, [*self.now().items()])
 
-class _SequencePlace(_Place):
+
+class _SequencePlace(Place):
     """A list or a deque."""
 
     __slots__ = ("_held", "_target")
@@ -329,8 +347,11 @@ class _SequencePlace(_Place):
             deque.clear(target)
             deque.extend(target, wanted)
 
+    def again(self) -> _SequencePlace:
+        return _SequencePlace(self._target)
 
-class _SetPlace(_Place):
+
+class _SetPlace(Place):
     __slots__ = ("_held", "_target")
 
     def __init__(self, target: set[Any]) -> None:
@@ -350,8 +371,11 @@ class _SetPlace(_Place):
         set.clear(self._target)
         set.update(self._target, wanted)
 
+    def again(self) -> _SetPlace:
+        return _SetPlace(self._target)
 
-class _CellPlace(_Place):
+
+class _CellPlace(Place):
     """A cell of a closure."""
 
     __slots__ = ("_cell", "held")
@@ -378,8 +402,11 @@ class _CellPlace(_Place):
         else:
             self._cell.cell_contents = wanted
 
+    def again(self) -> _CellPlace:
+        return _CellPlace(self._cell)
 
-class _SlotsPlace(_Place):
+
+class _SlotsPlace(Place):
     """The attributes of an object that lie in ``__slots__``."""
 
     __slots__ = ("_held", "_slots", "_target")
@@ -412,6 +439,9 @@ class _SlotsPlace(_Place):
                 slot.__set__(self._target, wanted[name])
             elif name in self.now():
                 slot.__delete__(self._target)
+
+    def again(self) -> _SlotsPlace:
+        return _SlotsPlace(self._target, self._slots)
 
 
 def _with_leaves(held: dict[Any, Any]) -> dict[Any, Any]:
