@@ -43,7 +43,8 @@ def exchanged(model: Stack) -> dict[str, Tensor]:
     return gradients(model)
 
 
-GATHERS: list[Callable[[FunctionBlock, Tensor], Tensor]] = []  # not a region's state: what is run in place of its own body
+# What is run in place of a region's own body; a global, which is not put back.
+GATHERS: list[Callable[[FunctionBlock, Tensor], Tensor]] = []
 
 
 def two_products_or_gathered(block: FunctionBlock, x: Tensor) -> Tensor:
