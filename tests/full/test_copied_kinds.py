@@ -26,6 +26,7 @@ from tests.semantics.blocks import (
     square,
     tokens,
 )
+from tests.semantics.runs import Noted
 from tests.semantics.training import built
 
 # Every sort of tensor
@@ -79,7 +80,7 @@ def test_every_dtype_comes_back(dtype, store):
 def test_every_layout_comes_back(made, store):
     x = made()
     expected = x.clone()
-    seen: list[Tensor] = []
+    seen = Noted()
 
     def look(h: Tensor, w: Tensor) -> Tensor:
         seen.append(h)

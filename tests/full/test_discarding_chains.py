@@ -26,6 +26,7 @@ from tests.full.discarding_programs import (
     normed,
     seeded,
 )
+from tests.semantics.runs import Noted
 from tests.semantics.training import assert_same
 
 
@@ -114,7 +115,7 @@ def test_an_exception_in_the_region_leaves_nothing_behind():
 
 
 def test_an_exception_in_recomputation_can_be_retried():
-    fails = [False]
+    fails = Noted(False)
 
     def region(h: Tensor) -> Tensor:
         if fails[0]:
@@ -134,7 +135,7 @@ def test_an_exception_in_recomputation_can_be_retried():
 
 
 def test_an_output_that_lies_otherwise_in_recomputation_is_an_error():
-    transposes = [False]
+    transposes = Noted(False)
 
     def region(h: Tensor) -> Tensor:
         out = h.sin()

@@ -13,6 +13,7 @@ import sac
 from sac.region.states.ambient import AutocastState
 from tests.full.stateful import ON_EACH_WAY, Surrounding, Way, as_it_is, stack_of, stepped
 from tests.semantics.blocks import FunctionBlock
+from tests.semantics.runs import Noted
 from tests.semantics.training import assert_same
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -59,7 +60,7 @@ def test_recomputation_runs_under_the_autocast_of_forward(forward: str, backward
 
 @pytest.mark.parametrize("forward", SURROUNDINGS)
 def test_everything_about_it_is_seen_and_put_back(forward: str) -> None:
-    seen: list[Any] = []
+    seen = Noted()
 
     def body(x: Tensor) -> Tensor:
         seen.append(autocast_now())
@@ -99,7 +100,7 @@ def test_casts_of_weights_made_in_recomputation_do_not_outlive_it() -> None:
 
 
 def test_autocast_is_put_back_when_recomputation_raises() -> None:
-    runs = []
+    runs = Noted()
 
     def body(x: Tensor) -> Tensor:
         runs.append(autocast_now())

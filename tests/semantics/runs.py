@@ -6,6 +6,8 @@ its own: a table that changes, held by a region's own file, would make the regio
 
 from __future__ import annotations
 
+from collections.abc import MutableSequence
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -22,3 +24,38 @@ def note_run(module: nn.Module) -> int:
 def runs_of(module: nn.Module) -> int:
     """How often the module's forward was run."""
     return _RUNS.get(module, 0)
+
+
+_NOTED: WeakKeyDictionary[Noted, list[Any]] = WeakKeyDictionary()
+
+
+class Noted(MutableSequence[Any]):
+    """A list for what the runs of a region note, recomputation included: a list in a closure would be put back."""
+
+    __slots__ = ("__weakref__",)
+
+    def __init__(self, *values: Any) -> None:
+        _NOTED[self] = [*values]
+
+    def __getitem__(self, index: Any) -> Any:
+        return _NOTED[self][index]
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        _NOTED[self][index] = value
+
+    def __delitem__(self, index: Any) -> None:
+        del _NOTED[self][index]
+
+    def __len__(self) -> int:
+        return len(_NOTED[self])
+
+    def insert(self, index: int, value: Any) -> None:
+        _NOTED[self].insert(index, value)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or list(self) == other
+
+    __hash__ = object.__hash__
+
+    def __repr__(self) -> str:
+        return repr(_NOTED[self])
