@@ -9,12 +9,12 @@ from pathlib import Path
 
 
 def run_script(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run it in this interpreter, on one thread; its exit status is the caller's to look at."""
+    """Run it in this interpreter, on one thread if OMP_NUM_THREADS does not say otherwise; its exit status is the caller's to look at."""
     return subprocess.run(
         [sys.executable, str(script), *arguments],
         capture_output=True,
         text=True,
         timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={"OMP_NUM_THREADS": "1", **os.environ},
         check=False,
     )

@@ -132,7 +132,7 @@ def told(output: str) -> list[str]:
     small = next(index for index in starts if lines[index].startswith("small:"))
     (footer,) = (index for index in starts if lines[index].startswith("step:"))
     end = min(index for index in starts if index > small)
-    return [line for line in lines[small:end] + lines[footer:] if not line.startswith("torch,")]
+    return [line for line in lines[small:end] + lines[footer:] if not line.startswith("torch")]
 
 
 def test_no_rounds_are_refused():

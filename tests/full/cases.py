@@ -23,7 +23,9 @@ WIDTH = 8
 
 @dataclass(frozen=True)
 class Case:
-    """One program. ``rounds``: a weight serves in several regions; reentrant frames add gradients in another order."""
+    """One program. ``rounds``: a weight serves in several regions; reentrant frames add gradients in another order,
+    so that those are compared in float64.
+    """
 
     name: str
     program: Callable[[Run], Seen]
@@ -74,7 +76,7 @@ def loss_of(outputs: list[Tensor]) -> Tensor:
     for place, one in enumerate(outputs):
         if one.requires_grad:
             ramp = torch.linspace(-1, 1.5 + place, one.numel()).view(one.shape)
-            parts.append((one.float() * ramp).sum() + one.float().square().sum())
+            parts.append((one.double() * ramp).sum() + one.double().square().sum())
     return torch.stack(parts).sum()
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from sac.selective import modes
+from tests.semantics.training import new_tensors_in
 
 
 @pytest.fixture(autouse=True)
@@ -32,3 +33,10 @@ def entered(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(modes.ForwardMode, "__enter__", counted)
     return seen
+
+
+@pytest.fixture
+def in_float64() -> Iterator[None]:
+    """Where sums may be formed in another order: rounding is far below any mistake then."""
+    with new_tensors_in(torch.float64):
+        yield

@@ -124,11 +124,10 @@ def _kill_all() -> None:
 
 def _environment() -> dict[str, str]:
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
-    return {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback}
+    return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "GLOO_SOCKET_IFNAME": loopback}
 
 
 def _work(rank: int, world_size: int, port: int, pipe: Connection) -> None:
-    torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     limit = timedelta(seconds=2 * TIMEOUT_SECONDS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)

@@ -12,6 +12,7 @@ import sac
 from sac.errors import RegionError
 from tests.full.cases import Run, Seen
 from tests.full.test_matrix import differences, plainly
+from tests.semantics.training import new_tensors_in
 
 RUNS = 3  # the first call of a function is run in another way than later ones
 
@@ -41,9 +42,10 @@ def seeded(program: Callable[[Run], Seen], run: Run) -> Seen:
 def wrong(
     program: Callable[[Run], Seen], run: Run = reentrant, oracle: Run = plainly, *, exact: bool = True
 ) -> list[str]:
-    """Names of what differs from the oracle's run, in any of some calls."""
-    right = seeded(program, oracle)
-    return [name for _ in range(RUNS) for name in differences(right, seeded(program, run), exact=exact)]
+    """Names of what differs from the oracle's run, in any of some calls; in float64 up to rounding if not `exact`."""
+    with new_tensors_in(torch.float32 if exact else torch.float64):
+        right = seeded(program, oracle)
+        return [name for _ in range(RUNS) for name in differences(right, seeded(program, run), exact=exact)]
 
 
 def error_of(action: Callable[[], Any]) -> str:

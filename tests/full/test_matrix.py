@@ -12,7 +12,7 @@ import sac
 from sac.full import FullConfig
 from tests.full.cases import CASES, Case, Run, Seen, written_after, written_inside
 from tests.full.ranks import run_ranks
-from tests.semantics.training import same_bits
+from tests.semantics.training import nearly_same, new_tensors_in, same_bits
 
 HERE = ("whole", "host", "contiguous", "contiguous+host")
 OVER_RANKS = ("scattered", "scattered+host", "scattered+contiguous")
@@ -42,21 +42,19 @@ def differences(plain: Seen, ours: Seen, *, exact: bool = True) -> list[str]:
     return [name for name in plain if not (same_bits if exact else nearly_same)(plain[name], ours[name])]
 
 
-def nearly_same(left: torch.Tensor, right: torch.Tensor) -> bool:
-    return torch.allclose(left.double(), right.double(), rtol=1e-5, atol=1e-6)
-
-
 def compare(name: str, store: str, reentrant: bool, group: Any = None, **more: Any) -> list[str]:
     """Run a case plainly, and thrice as regions: the first call of a function is run in another way than later ones."""
     one = CASES[name]
-    torch.manual_seed(3)
-    plain = one.program(plainly)
+    exact = not (reentrant and one.rounds)
     run = as_region(store, reentrant, one, group, **more)
     wrong = []
-    for turn in range(3):
+    with new_tensors_in(torch.float32 if exact else torch.float64):
         torch.manual_seed(3)
-        found = differences(plain, one.program(run), exact=not (reentrant and one.rounds))
-        wrong += [f"run {turn}: {what}" for what in found]
+        plain = one.program(plainly)
+        for turn in range(3):
+            torch.manual_seed(3)
+            found = differences(plain, one.program(run), exact=exact)
+            wrong += [f"run {turn}: {what}" for what in found]
     return wrong
 
 

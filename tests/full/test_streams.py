@@ -22,6 +22,7 @@ from tests.full.cases import CASES, WIDTH, Run, hidden, layer, loss_of, written_
 from tests.full.ranks import run_ranks
 from tests.full.simulated_streams import Simulation, simulated_streams, take_cpu_for_a_device
 from tests.full.test_matrix import MODES, as_region, cases_for, differences, plainly
+from tests.semantics.training import new_tensors_in
 
 STORES = ("host", "contiguous", "contiguous+host")
 
@@ -35,11 +36,11 @@ def simulation(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(("store", "name"), [(store, name) for store in STORES for name in cases_for(store)])
 @pytest.mark.parametrize("mode", MODES)
 def test_every_program(monkeypatch, mode, store, name):
-    torch.manual_seed(3)
-    plain = CASES[name].program(plainly)
     run = as_region(store, MODES[mode], CASES[name], keep="all" if store == "host" else "first")
     exact = not (MODES[mode] and CASES[name].rounds)
-    with simulated_streams(monkeypatch) as simulation:
+    with new_tensors_in(torch.float32 if exact else torch.float64), simulated_streams(monkeypatch) as simulation:
+        torch.manual_seed(3)
+        plain = CASES[name].program(plainly)
         for _ in range(2):
             torch.manual_seed(3)
             assert differences(plain, CASES[name].program(run), exact=exact) == []

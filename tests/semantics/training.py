@@ -137,6 +137,35 @@ def assert_same_training(
 
 
 @contextlib.contextmanager
+def new_tensors_in(dtype: torch.dtype) -> Iterator[None]:
+    """Make this the default dtype.
+
+    In float64 two legitimate orders of a sum differ by 1e-13 or so, and a mistake by much more: a comparison up to rounding
+    belongs there. In float32 how far they are apart is up to the processor.
+    """
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def nearly_same(left: Tensor, right: Tensor) -> bool:
+    """Equal up to the order of sums in float64, or bit for bit if these are no float64 numbers."""
+    if left.dtype != torch.float64:
+        return same_bits(left, right)
+    return left.shape == right.shape and torch.allclose(left, right, rtol=1e-9, atol=1e-10)
+
+
+def assert_nearly_same(reference: dict[str, Tensor], ours: dict[str, Tensor]) -> None:
+    """Hold that two trainings in float64 saw the same numbers, but for the order in which sums were formed."""
+    assert reference.keys() == ours.keys(), sorted(reference.keys() ^ ours.keys())
+    wrong = [name for name in reference if not nearly_same(reference[name], ours[name])]
+    assert not wrong, "; ".join(f"{name}: {_difference(reference[name], ours[name])}" for name in wrong[:6])
+
+
+@contextlib.contextmanager
 def deterministic(device: str) -> Iterator[None]:
     """On CUDA, ask for kernels that repeat their bits; on CPU all of ours do."""
     before = torch.are_deterministic_algorithms_enabled()
