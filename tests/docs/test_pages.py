@@ -15,12 +15,12 @@ from sac.ops.sets import SET_NAMES
 from sac.policy.rules import RULE_KEYS
 from sac.policy.schema import POLICY_KEYS
 from tests.docs.pages import ROOT, pages, rows, snippets, text_of
-from tests.test_docs import Model
+from tests.docs.test_readme import Model
 
 WRITING = "docs/writing-a-policy.md"
 RUN_BY = {
-    "README.md": "tests/test_docs.py",
-    "docs/full-recompute.md": "tests/test_docs.py",
+    "README.md": "tests/docs/test_readme.py",
+    "docs/full-recompute.md": "tests/docs/test_readme.py",
     "docs/quick-start.md": "tests/docs/quick_start.py",
     WRITING: "tests/docs/test_pages.py",
     "docs/planning.md": "tests/docs/test_planning.py",

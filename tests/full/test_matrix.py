@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 import sac
 from sac.full import FullConfig
-from tests.full.cases import CASES, Case, Run, Seen, written_after, written_inside
-from tests.full.ranks import run_ranks
-from tests.semantics.training import nearly_same, new_tensors_in, same_bits
+from tests.support.cases import CASES, Case, Run, Seen, written_after, written_inside
+from tests.support.ranks import run_ranks
+from tests.support.training import nearly_same, new_tensors_in, same_bits
 
 HERE = ("whole", "host", "contiguous", "contiguous+host")
 OVER_RANKS = ("scattered", "scattered+host", "scattered+contiguous")

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 import sac
 from sac.errors import SacWarning
-from tests.face.compiling import Compiled, nothing, train_compiled
-from tests.semantics.blocks import FULL, LlamaLikeBlock, Stack, llama_stack, policy, save, selective, tokens
-from tests.semantics.training import assert_same, built
 from tests.stacks.composition import differences, forward_done, outcome
+from tests.support.blocks import FULL, LlamaLikeBlock, Stack, llama_stack, policy, save, selective, tokens
+from tests.support.compiling import Compiled, nothing, train_compiled
+from tests.support.training import assert_same, built
 
 PRODUCTS = selective(policy(save("matmul")))
 VALUES = {"full": FULL, "products": PRODUCTS}

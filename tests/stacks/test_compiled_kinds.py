@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import sac
-from tests.face.compiling import Compiled, count
-from tests.model_zoo import tiny
-from tests.semantics.blocks import FULL, Stack, alternate, llama_stack, policy, save, selective, tokens
-from tests.semantics.training import assert_nearly_same, assert_same, built, new_tensors_in
-from tests.stacks.composition import Outcome, differences, forward_done, outcome
+from tests.support.blocks import FULL, Stack, alternate, llama_stack, policy, save, selective, tokens
+from tests.support.compiling import Compiled, count
+from tests.support.model_zoo import tiny
+from tests.support.training import assert_nearly_same, assert_same, built, new_tensors_in
 
 IN_TURN = selective(policy(save("attention"), alternate("matmul")))
 TOPK = torch.ops.aten.topk.default

@@ -18,8 +18,8 @@ import sac
 from sac.errors import RegionError
 from sac.region import surroundings
 from sac.region.states import compiled_graphs
-from tests.semantics.blocks import FULL, Stack, policy, save, selective
-from tests.semantics.training import assert_same, built
+from tests.support.blocks import FULL, Stack, policy, save, selective
+from tests.support.training import assert_same, built
 
 WIDTH = 8
 SHAPES = ((4, 6), (5, 7), (4, 6))

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import sac
 from sac.errors import SacWarning
-from tests.face.compiling import Compiled, nothing, train_compiled
-from tests.semantics.blocks import FULL, alternate, llama_stack, policy, save, selective, tokens, with_dropout
-from tests.semantics.training import assert_same, built
+from tests.support.blocks import FULL, alternate, llama_stack, policy, save, selective, tokens, with_dropout
+from tests.support.compiling import Compiled, nothing, train_compiled
+from tests.support.training import assert_same, built
 
 PER_BLOCK = 14  # matrix products in the backward of one block; `full` runs six of seven again
 VALUES = {"full": (FULL, 6), "in turn": (selective(policy(save("attention"), alternate("matmul"))), 3)}

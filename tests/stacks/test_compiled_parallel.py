@@ -15,10 +15,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import sac
-from tests.full.ranks import run_ranks
-from tests.semantics.blocks import FULL, alternate, llama_stack, policy, save, selective, tokens
-from tests.semantics.training import built
 from tests.stacks.composition import Outcome, differences, forward_done, outcome
+from tests.support.blocks import FULL, alternate, llama_stack, policy, save, selective, tokens
+from tests.support.ranks import run_ranks
+from tests.support.training import built
 
 VALUES = {"full": FULL, "in turn": selective(policy(save("attention"), alternate("matmul")))}
 

@@ -7,13 +7,13 @@ import torch
 import torch.distributed as dist
 
 from sac.errors import RegionError
-from tests.full.ranks import run_ranks
-from tests.semantics.training import assert_nearly_same, new_tensors_in
 from tests.stacks.composes import assert_same_gradients
 from tests.stacks.composition import gradients_of
 from tests.stacks.parallel_claims import assert_full, assert_selective, flops, sent
 from tests.stacks.parallel_llama import Sizes, batch, built, cross_entropy
 from tests.stacks.ring_attention import context_parallel
+from tests.support.ranks import run_ranks
+from tests.support.training import assert_nearly_same, new_tensors_in
 
 CP = "ring_attention:context_parallel"
 
