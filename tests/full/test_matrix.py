@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch.distributed as dist
 import sac
 from sac.full import FullConfig
 from tests.support.cases import CASES, Case, Run, Seen, written_after, written_inside
+from tests.support.pairs import in_pairs, in_turn
 from tests.support.ranks import run_ranks
 from tests.support.training import nearly_same, new_tensors_in, same_bits
 
@@ -60,11 +62,14 @@ def compare(name: str, store: str, reentrant: bool, group: Any = None, **more: A
 
 def cases_for(store: str) -> list[str]:
     """One buffer has slots of one size: what happens with others is told in test_contiguous."""
-    return [name for name in CASES if "contiguous" not in store or name not in SEVERAL_SIZES]
+    return [name for name in CASES if not does_not_fit("", store, name)]
 
 
-@pytest.mark.parametrize(("store", "name"), [(store, name) for store in HERE for name in cases_for(store)])
-@pytest.mark.parametrize("mode", MODES)
+def does_not_fit(mode: str, store: str, name: str) -> bool:
+    return "contiguous" in store and name in SEVERAL_SIZES
+
+
+@in_pairs(mode=MODES.keys(), store=HERE, name=CASES.keys(), unless=does_not_fit)
 def test_one_process(mode, store, name):
     assert compare(name, store, MODES[mode]) == []
 
@@ -73,16 +78,12 @@ def compare_on_rank(name: str, store: str, reentrant: bool, more: dict[str, Any]
     return compare(name, store, reentrant, dist.group.WORLD, **more)
 
 
-@pytest.mark.parametrize(("store", "name"), [(store, name) for store in OVER_RANKS for name in cases_for(store)])
-@pytest.mark.parametrize("mode", MODES)
+@in_pairs(mode=MODES.keys(), store=OVER_RANKS, name=CASES.keys(), unless=does_not_fit)
 def test_two_ranks(mode, store, name):
     assert run_ranks(2, compare_on_rank, name, store, MODES[mode], {}) == [[], []]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("store", OVER_RANKS[:2])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "store", "name"), in_turn([*CASES], [*product(MODES, OVER_RANKS[:2])]))
 def test_four_ranks(mode, store, name):
     assert run_ranks(4, compare_on_rank, name, store, MODES[mode], {}) == [[]] * 4
 

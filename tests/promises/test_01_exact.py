@@ -14,6 +14,7 @@ import torch
 
 from tests.support.blocks import APPLY, FULL, alternate, policy, save, selective, square
 from tests.support.defects import DEFECTS, EVERYTHING, NOTHING, Defect
+from tests.support.pairs import in_pairs
 from tests.support.stock import install_stock
 from tests.support.training import assert_same_training, deterministic
 
@@ -40,10 +41,8 @@ def test_gradients_equal_where_stock_is_wrong(defect: Defect, device: str, entry
         )
 
 
-@ON_EACH_ENTRY
 @ON_EACH_DEVICE
-@pytest.mark.parametrize("name", OTHER_POLICIES)
-@ON_EACH_DEFECT
+@in_pairs(defect=DEFECTS, name=OTHER_POLICIES.keys(), entry=(*APPLY, "context_fn"), ids=lambda defect: defect.id)
 def test_gradients_equal_under_every_other_policy(defect: Defect, name: str, device: str, entry: str) -> None:
     with deterministic(device):
         assert_same_training(

@@ -32,6 +32,7 @@ from tests.support.blocks import (
     with_dropout,
 )
 from tests.support.defects import DEFECTS
+from tests.support.pairs import in_pairs
 from tests.support.recording import Recorder, without_collector
 from tests.support.training import built
 
@@ -60,8 +61,11 @@ BUILDS: dict[str, tuple[Callable[[], nn.Module], Callable[..., tuple[Tensor, ...
     **{defect.id: (defect.build, square) for defect in DEFECTS},
 }
 # that context_fn is told of the module makes no difference to what a build leaves behind
-ON_EACH_BUILD = pytest.mark.parametrize(
-    ("build", "name", "entry"), [(build, *way) for build in BUILDS for way in ways(VALUES, (*APPLY, "context_fn"))]
+ON_EACH_BUILD = in_pairs(
+    build=BUILDS.keys(),
+    name=VALUES.keys(),
+    entry=(*APPLY, "context_fn"),
+    unless=lambda build, name, entry: (name, entry) not in ways(VALUES, (*APPLY, "context_fn")),
 )
 
 

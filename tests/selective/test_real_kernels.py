@@ -22,6 +22,7 @@ from tests.support.blocks import (
     ways,
     with_dropout,
 )
+from tests.support.pairs import in_pairs
 from tests.support.stock import install_stock
 from tests.support.training import assert_same_training, deterministic
 
@@ -32,9 +33,9 @@ VALUES = {
     "every second op": selective(policy(alternate("*"))),
     "everything": selective(policy(default="save")),
 }
-ON_EACH_WAY = pytest.mark.parametrize(("name", "entry"), ways(VALUES, (*APPLY, "context_fn")))
-ON_CPU = [("cpu", "MATH"), ("cpu", "FLASH_ATTENTION")]
-ON_CUDA = [("cuda", backend) for backend in ("MATH", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION")]
+WAYS = ways(VALUES, (*APPLY, "context_fn"))
+ON_EACH_WAY = pytest.mark.parametrize(("name", "entry"), WAYS)
+ON_CUDA = ("MATH", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION")
 
 
 class OnBackend(nn.Module):
@@ -49,15 +50,25 @@ class OnBackend(nn.Module):
             return self.block(x).float()
 
 
+@pytest.mark.gpu
 @ON_EACH_WAY
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
-@pytest.mark.parametrize(
-    ("device", "backend"), [*ON_CPU, *(pytest.param(*way, marks=pytest.mark.gpu) for way in ON_CUDA)]
-)
-def test_every_attention_backend(device: str, backend: str, dropout: float, name: str, entry: str) -> None:
-    if device == "cpu" and backend != "MATH" and dropout:
-        pytest.skip("the CPU's fused attention has no dropout")
+@pytest.mark.parametrize("backend", ON_CUDA)
+def test_every_attention_backend_of_a_gpu(backend: str, dropout: float, name: str, entry: str) -> None:
+    assert_same_on_backend("cuda", backend, dropout, name, entry)
 
+
+@in_pairs(  # the CPU's fused attention has no dropout
+    kernel={"math": ("MATH", 0.0), "math with dropout": ("MATH", 0.2), "fused": ("FLASH_ATTENTION", 0.0)},
+    name=VALUES.keys(),
+    entry=(*APPLY, "context_fn"),
+    unless=lambda kernel, name, entry: (name, entry) not in WAYS,
+)
+def test_every_attention_backend(kernel: tuple[str, float], name: str, entry: str) -> None:
+    assert_same_on_backend("cpu", *kernel, name, entry)
+
+
+def assert_same_on_backend(device: str, backend: str, dropout: float, name: str, entry: str) -> None:
     def build() -> Stack:
         blocks = with_dropout(llama_stack(2, d=64), attention=dropout).blocks
         return Stack(*(OnBackend(block, getattr(SDPBackend, backend), device != "cpu") for block in blocks))
@@ -117,8 +128,12 @@ class ExpertLayer(nn.Module):
         return out[0] if isinstance(out, tuple) else out
 
 
-@ON_EACH_WAY
-@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+@in_pairs(
+    implementation=["eager", "grouped_mm"],
+    name=VALUES.keys(),
+    entry=(*APPLY, "context_fn"),
+    unless=lambda implementation, name, entry: (name, entry) not in WAYS,
+)
 def test_mixture_of_experts(implementation: str, name: str, entry: str) -> None:
     assert_same_training(
         lambda: Stack(ExpertLayer(implementation), ExpertLayer(implementation)), VALUES[name], entry=entry, steps=2

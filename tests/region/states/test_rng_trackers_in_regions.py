@@ -16,6 +16,7 @@ import sac
 from sac.full import FullConfig, RngTracker
 from sac.region.states import rng
 from tests.support.blocks import FULL, FunctionBlock, Stack, alternate, policy, save, selective, square
+from tests.support.pairs import in_pairs
 from tests.support.trackers import MAKERS, MegatronLike, TiedGenerator, TiedTracker, bytes_of, filled
 from tests.support.training import assert_nearly_same, assert_same, built, train
 
@@ -30,7 +31,6 @@ CALLS = {
     "sac.checkpoint, reentrant": functools.partial(sac.checkpoint, use_reentrant=True),
 }
 WAYS = (*CALLS, *VALUES)
-ON_EACH_WAY = pytest.mark.parametrize("way", WAYS)
 ON_EACH_TRACKER = pytest.mark.parametrize("maker", MAKERS.values(), ids=MAKERS)
 
 
@@ -67,7 +67,6 @@ def forks_in_forks(tracker: Any, block: FunctionBlock, x: Tensor) -> Tensor:
 
 
 BODIES = {body.__name__: body for body in (one_fork, forks_in_a_row, forks_in_forks)}
-ON_EACH_BODY = pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
 
 
 class InAFork(Stack):
@@ -99,16 +98,12 @@ def trained(
     return train(model, steps=3, make_input=square) | bytes_of(tracker)
 
 
-@ON_EACH_WAY
-@ON_EACH_TRACKER
-@ON_EACH_BODY
+@in_pairs(body=BODIES, maker=MAKERS, way=WAYS)
 def test_streams_are_put_back(body, maker, way):
     assert_same(trained(body, filled(maker)), trained(body, filled(maker), way))
 
 
-@ON_EACH_WAY
-@ON_EACH_TRACKER
-@ON_EACH_BODY
+@in_pairs(body=BODIES, maker=MAKERS, way=WAYS)
 def test_a_region_entered_inside_a_fork(body, maker, way):
     """Megatron's snapshot omits which stream is in use: a nested fork of that one draws other numbers there."""
     stream = "model-parallel-rng"

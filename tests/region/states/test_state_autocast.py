@@ -12,7 +12,8 @@ from torch import Tensor
 import sac
 from sac.region.states.ambient import AutocastState
 from tests.support.blocks import FunctionBlock
-from tests.support.stateful import ON_EACH_WAY, Surrounding, Way, as_it_is, stack_of, stepped
+from tests.support.pairs import in_pairs
+from tests.support.stateful import WAYS, Surrounding, Way, as_it_is, stack_of, stepped
 from tests.support.training import assert_same
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -48,9 +49,7 @@ def products(block: FunctionBlock, x: Tensor) -> Tensor:
         return (h.cos() @ block.a).sigmoid() @ block.b.tanh()
 
 
-@ON_EACH_WAY
-@pytest.mark.parametrize("backward", ["off", "bf16", "fp16"])
-@pytest.mark.parametrize("forward", SURROUNDINGS)
+@in_pairs(forward=SURROUNDINGS.keys(), backward=["off", "bf16", "fp16"], way=WAYS)
 def test_recomputation_runs_under_the_autocast_of_forward(forward: str, backward: str, way: Way) -> None:
     around = {"forward": SURROUNDINGS[forward], "backward": SURROUNDINGS[backward]}
     plain = stepped(stack_of(products), as_it_is, **around)

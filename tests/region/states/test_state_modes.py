@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import sac
 from sac.region.states import ambient
 from tests.support.blocks import FunctionBlock
-from tests.support.stateful import ON_EACH_WAY, Surrounding, Way, as_it_is, stack_of, stepped
+from tests.support.pairs import in_pairs
+from tests.support.stateful import ON_EACH_WAY, WAYS, Surrounding, Way, as_it_is, stack_of, stepped
 from tests.support.training import assert_same
 
 
@@ -79,9 +80,7 @@ def body(block: FunctionBlock, x: Tensor) -> Tensor:
     return ((x @ block.a).sin() * torch.arange(8)).cos() @ block.b.sin() + torch.full((8,), 0.5).cos()
 
 
-@ON_EACH_WAY
-@pytest.mark.parametrize("backward", OTHERS)
-@pytest.mark.parametrize("forward", SURROUNDINGS)
+@in_pairs(forward=SURROUNDINGS.keys(), backward=OTHERS.keys(), way=WAYS)
 def test_recomputation_runs_under_the_modes_of_forward(forward: str, backward: str, way: Way) -> None:
     """`loss.backward()` is called through the innermost mode, which is off meanwhile."""
     around = {"forward": SURROUNDINGS[forward], "backward": OTHERS[backward]}

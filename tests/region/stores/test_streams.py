@@ -18,8 +18,9 @@ from sac.region.stores import host_copies
 from sac.region.stores.contiguous import ContiguousBuffer
 from sac.region.stores.host import Host, PlacedOnHost
 from sac.region.stores.slots import Slots
-from tests.full.test_matrix import MODES, as_region, cases_for, differences, plainly
+from tests.full.test_matrix import MODES, as_region, differences, does_not_fit, plainly
 from tests.support.cases import CASES, WIDTH, Run, hidden, layer, loss_of, written_after, written_inside
+from tests.support.pairs import in_pairs
 from tests.support.ranks import run_ranks
 from tests.support.simulated_streams import Simulation, simulated_streams, take_cpu_for_a_device
 from tests.support.training import new_tensors_in
@@ -33,8 +34,7 @@ def simulation(monkeypatch: pytest.MonkeyPatch):
         yield one
 
 
-@pytest.mark.parametrize(("store", "name"), [(store, name) for store in STORES for name in cases_for(store)])
-@pytest.mark.parametrize("mode", MODES)
+@in_pairs(mode=MODES.keys(), store=STORES, name=CASES.keys(), unless=does_not_fit)
 def test_every_program(monkeypatch, mode, store, name):
     run = as_region(store, MODES[mode], CASES[name], keep="all" if store == "host" else "first")
     exact = not (MODES[mode] and CASES[name].rounds)
