@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import sac
 from sac.blocks.wrap import regions_of
 from tests.docs.pages import fenced, sections
-from tests.docs.test_readme import WIDTH, Layer, Model
+from tests.docs.snippet_models import WIDTH, Layer, Model
 
 PAGE = "docs/quick-start.md"
 Names = dict[str, Any]

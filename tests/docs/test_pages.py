@@ -15,7 +15,7 @@ from sac.ops.sets import SET_NAMES
 from sac.policy.rules import RULE_KEYS
 from sac.policy.schema import POLICY_KEYS
 from tests.docs.pages import ROOT, pages, rows, snippets, text_of
-from tests.docs.test_readme import Model
+from tests.docs.snippet_models import Model
 
 WRITING = "docs/writing-a-policy.md"
 RUN_BY = {

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
-from torch import Tensor, nn
+from torch import nn
 
 import sac
 from sac.blocks.wrap import regions_of
@@ -24,35 +24,10 @@ from sac.full import FullConfig
 from sac.full.checks import STORES
 from sac.full.full_config import CALL_KEYS, KEYS, CallOptions
 from tests.docs.pages import rows, snippets
+from tests.docs.snippet_models import WIDTH, Layer, Model
 from tests.support.ranks import run_ranks
 
 PAGE = "docs/full-recompute.md"
-WIDTH = 16
-
-
-class Layer(nn.Module):
-    """What a snippet calls a layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
-        out = self.down(torch.nn.functional.gelu(self.up(self.norm(hidden))))
-        return hidden + (out if mask is None else out.masked_fill(mask, 0.0))
-
-
-class Model(nn.Module):
-    """What a snippet calls a model."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(3))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        for layer in self.layers:
-            hidden = layer(hidden)
-        return hidden
 
 
 class ModelParallelUnit:

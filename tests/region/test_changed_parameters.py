@@ -9,8 +9,8 @@ from torch import nn
 
 import sac
 from sac.errors import RegionError
-from tests.full.test_matrix import differences, plainly
 from tests.support.cases import WIDTH, hidden, layer, loss_of
+from tests.support.stored_regions import differences, plainly
 
 MODES = pytest.mark.parametrize("reentrant", [False, True])
 

@@ -12,10 +12,10 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from sac.full import FullConfig
-from tests.full.test_matrix import plainly
 from tests.support.cases import CASES, WIDTH, Run, Seen, hidden, layer, seen
 from tests.support.recording import Recorder
 from tests.support.reentrant import error_of, reentrant, torch_reentrant, wrong
+from tests.support.stored_regions import plainly
 
 
 @dataclasses.dataclass

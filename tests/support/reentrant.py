@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import sac
 from sac.errors import RegionError
-from tests.full.test_matrix import differences, plainly
 from tests.support.cases import Run, Seen
+from tests.support.stored_regions import differences, plainly
 from tests.support.training import new_tensors_in
 
 RUNS = 3  # the first call of a function is run in another way than later ones

@@ -11,11 +11,11 @@ from torch import Tensor
 
 import sac
 from sac.full import FullConfig
-from tests.full.test_matrix import plainly
 from tests.support.blocks import FunctionBlock, llama_stack
 from tests.support.cases import WIDTH, hidden, layer, loss_of
 from tests.support.custom_ops import Luck, lucky
 from tests.support.recording import Recorder, without_collector
+from tests.support.stored_regions import plainly
 from tests.support.stores import (
     MODES,
     every_call,

@@ -18,11 +18,11 @@ from sac.region.stores import host_copies
 from sac.region.stores.contiguous import ContiguousBuffer
 from sac.region.stores.host import Host, PlacedOnHost
 from sac.region.stores.slots import Slots
-from tests.full.test_matrix import MODES, as_region, differences, does_not_fit, plainly
 from tests.support.cases import CASES, WIDTH, Run, hidden, layer, loss_of, written_after, written_inside
 from tests.support.pairs import in_pairs
 from tests.support.ranks import run_ranks
 from tests.support.simulated_streams import Simulation, simulated_streams, take_cpu_for_a_device
+from tests.support.stored_regions import MODES, as_region, differences, does_not_fit, plainly
 from tests.support.training import new_tensors_in
 
 STORES = ("host", "contiguous", "contiguous+host")
