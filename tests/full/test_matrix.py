@@ -29,6 +29,7 @@ def test_two_ranks(mode, store, name):
     assert run_ranks(2, compare_on_rank, name, store, MODES[mode], {}) == [[], []]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "store", "name"), in_turn([*CASES], [*product(MODES, OVER_RANKS[:2])]))
 def test_four_ranks(mode, store, name):
     assert run_ranks(4, compare_on_rank, name, store, MODES[mode], {}) == [[]] * 4

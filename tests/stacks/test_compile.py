@@ -6,6 +6,7 @@ two blocks has seven matrix products, of which `full` runs six again (nothing in
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -27,7 +28,6 @@ from tests.support.blocks import (
     with_dropout,
 )
 from tests.support.compiling import Compiled, count, nothing, skip_if_results_are_not_told, train_compiled
-from tests.support.model_zoo import tiny
 from tests.support.training import assert_nearly_same, assert_same, built, new_tensors_in
 
 PLAIN = 28  # matrix products in the backward of two blocks: two per product of the forward
@@ -47,10 +47,15 @@ VALUES: dict[str, tuple[Any, int]] = {
 }
 
 
+@functools.cache
+def without_us() -> tuple[dict[str, Tensor], Compiled]:
+    return train_compiled(llama_stack, nothing)
+
+
 @pytest.mark.parametrize(("value", "again"), VALUES.values(), ids=VALUES.keys())
 def test_decisions_reach_the_partitioner(value: Any, again: int) -> None:
     skip_if_results_are_not_told(value)
-    reference, plain = train_compiled(llama_stack, nothing)
+    reference, plain = without_us()
     ours, log = train_compiled(llama_stack, lambda model: sac.apply(model, value))
     assert plain.products() == [PLAIN]
     assert log.products() == [PLAIN + again]
@@ -164,30 +169,10 @@ def test_forward_without_grad_compiles_to_the_plain_one() -> None:
         assert torch.equal(compiled(*x), plain(*x))
 
 
-SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in ("gemma2", "gpt_neox", "t5", "mixtral")]
-FAMILIES = ["llama", "bert", "vit", *SLOW]
+def test_inductor() -> None:
+    """Other backends are handed the same graphs: see test_compiled_kinds for the other ways into this one."""
+    value = selective(policy(save("attention"), alternate("matmul")))
 
-
-@pytest.mark.parametrize("value", ["full", "selective"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_hugging_face_model_compiles_to_one_graph(family: str, value: str) -> None:
-    losses, gradients = [], []
-    for config in (None, value):
-        torch._dynamo.reset()
-        model, inputs = tiny(family, use_cache=False) if family != "vit" else tiny(family)
-        sac.apply(model, config)
-        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-        loss = compiled(**inputs).loss
-        loss.backward()
-        losses.append(loss.detach())
-        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
-    assert torch.equal(*losses)
-    assert_same(*gradients)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("value", [FULL, selective(policy(save("attention"), alternate("matmul")))])
-def test_inductor(value: Any) -> None:
     def with_inductor(model: nn.Module, backend: Any) -> Any:
         return torch.compile(model, backend="inductor", fullgraph=True)
 

@@ -16,16 +16,15 @@ from tests.support.training import assert_nearly_same, assert_same, built, new_t
 
 IN_TURN = selective(policy(save("attention"), alternate("matmul")))
 TOPK = torch.ops.aten.topk.default
-FAMILIES = ["gpt2", "qwen3_moe", *(pytest.param(family, marks=pytest.mark.slow) for family in ("bert", "llama"))]
+FAMILIES = ["bert", "gpt2", "llama", "qwen3_moe", "t5", "vit"]
 
 
 def hugging_face(family: str, value: Any) -> tuple[dict[str, Tensor], Compiled, nn.Module]:
     torch._dynamo.reset()
     log = Compiled()
-    model, inputs = tiny(family, use_cache=False)
-    model.loss_type = (
-        "ForCausalLM"  # GPT-2 has none and logs that, which breaks the graph where logging was set up before
-    )
+    model, inputs = tiny(family) if family == "vit" else tiny(family, use_cache=False)
+    if family == "gpt2":  # it has no loss type and logs that, which breaks the graph where logging was set up before
+        model.loss_type = "ForCausalLM"
     sac.apply(model, value)
     loss = torch.compile(model, backend=log.backend, fullgraph=True)(**inputs).loss
     loss.backward()
@@ -55,11 +54,9 @@ def test_hugging_face_model_as_one_graph(family: str) -> None:
         assert count(routed.backward[0], TOPK) == 0  # of a mixture of experts; the others have none
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("value", [FULL, IN_TURN], ids=["full", "in turn"])
-def test_inductor_block_by_block(value: Any) -> None:
+def test_inductor_block_by_block() -> None:
     runs = []
-    for config in ("none", value):
+    for config in ("none", FULL):
         torch._dynamo.reset()
         model = sac.apply(built(lambda: llama_stack(3)).double(), config)
         for block in model.blocks:
@@ -69,11 +66,10 @@ def test_inductor_block_by_block(value: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("value", [FULL, IN_TURN], ids=["full", "in turn"])
-def test_reduce_overhead(value: Any) -> None:
+def test_reduce_overhead() -> None:
     """Without CUDA graphs to make, this mode is inductor as ever."""
     runs = []
-    for config in ("none", value):
+    for config in ("none", IN_TURN):
         torch._dynamo.reset()
         model = sac.apply(built(llama_stack).double(), config)
         runs.append(stepped_in_float64(model, torch.compile(model, mode="reduce-overhead", fullgraph=True)))

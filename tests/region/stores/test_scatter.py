@@ -236,6 +236,7 @@ def test_the_reentrant_mode(name):
     assert run_ranks(2, on_rank, name, {"use_reentrant": True, "prefetch": 1}) == [[], []]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_four_ranks(name):
     assert run_ranks(4, on_rank, name, {"prefetch": 1}) == [[]] * 4

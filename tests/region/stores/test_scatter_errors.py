@@ -180,6 +180,7 @@ def loaded(content: bytes) -> str:
     return error_of(lambda: pickle.loads(content))
 
 
+@pytest.mark.slow
 def test_a_pickle_without_its_group():
     over_all, over_some, name = run_ranks(2, pickled)[0]
     fix = (
