@@ -43,6 +43,8 @@ class Layer(nn.Module):
             return Sum.apply(self.up(x))
         if self.place == "last":
             return Sum.apply(self.down(torch.tanh(self.up(x))))
+        if self.place == "aside":
+            return Sum.apply(self.up(x)) + self.down(x)  # backward reads nothing but inputs and parameters
         if self.place == "middle":
             return self.down(torch.tanh(Sum.apply(self.up(x))))
         return F.rrelu(Sum.apply(self.down(torch.tanh(self.up(x)))), training=True)
@@ -74,7 +76,7 @@ def sent_in_backward(place: str, recorded: bool) -> list[int]:
 
 
 @pytest.mark.parametrize("recorded", [False, True], ids=["alike", "one rank has a recorder"])
-@pytest.mark.parametrize("place", ["alone", "last", "middle", "before rrelu"])
+@pytest.mark.parametrize("place", ["alone", "last", "aside", "middle", "before rrelu"])
 def test_full_sends_the_same_in_every_call(place: str, recorded: bool) -> None:
     one, other = run_ranks(2, sent_in_backward, place, recorded)
     assert one == other == [one[0]] * CALLS
