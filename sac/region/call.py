@@ -99,7 +99,10 @@ class RegionCall(ABC):
         recorded = self.recorder is not None and self.recorder.sees_ops
         apart = self.recorder.apart if self.recorder is not None else frozenset()
         function = None if _is_of_module(self.function) else self.function
-        self.surroundings = Surroundings(tensors, self.owners, self.settings, function, recorded=recorded, apart=apart)
+        held = inputs.tensors_in_objects()
+        self.surroundings = Surroundings(
+            tensors, self.owners, self.settings, function, held.values(), recorded=recorded, apart=apart
+        )
 
     def _run_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.recorder is None:

@@ -20,16 +20,16 @@ from sac.selective.tensors import tensor_parts, tensors_of
 # pointwise op on it.
 #
 # A small tensor on the CPU has the CRC of its bytes. Of a large one, or on another device, 64-bit words are added up in
-# `_COLUMNS` sums, the i-th word in sum number i modulo `_COLUMNS`. That number is a prime, so that rows and columns of a
-# matrix do not fall on it: words that change places nearly always change sums, as words that change do. The number of
+# `_COLUMNS` sums, the i-th word in sum number i modulo `_COLUMNS`. That number is a prime, so that rows and columns of
+# a matrix do not fall on it: words that change places nearly always change sums, as words that change do. The number of
 # words in each sum is odd: if the sign of every value is flipped, the highest bit of each sum is. Words that are left
 # over are taken as they are. A tensor without gaps is read in the order of memory, with nothing allocated but the sums;
-# of one with gaps, or whose words are not aligned, copies are made, piece by piece. Hooks on saved tensors may give back
-# a tensor with other strides: where there are any, values are read in the order of indices (`in_order`).
+# of one with gaps, or whose words are not aligned, copies are made, piece by piece. Hooks on saved tensors may give
+# back a tensor with other strides: where there are any, values are read in the order of indices (`in_order`).
 #
 # On a device nothing waits for the forward's checksums. `find_different` compares all those of one recomputation at
-# once, and waits once. While a CUDA graph is captured nothing can be waited for, so nothing is compared: the calls before
-# the capture have shown what the captured kernels do, and no Python runs when they are launched again.
+# once, and waits once. While a CUDA graph is captured nothing can be waited for, so nothing is compared: the calls
+# before the capture have shown what the captured kernels do, and no Python runs when they are launched again.
 
 _COLUMNS = 1021
 _SMALL_BYTES = 1 << 16  # up to which a CRC is quicker than sums

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sac.region.detach import copy_of, detached
 from sac.region.handles import Ending, Handle
 from sac.region.inputs import KeptInputs
 from sac.region.parking import PackHooks, park, surrounding_hooks
@@ -30,6 +31,8 @@ from sac.selective.tape_mode import TapeMode
 from sac.selective.tape_recorder import TapeRecorder
 from sac.selective.tensors import storage_address, storage_bytes, tensor_parts
 from sac.selective.unrepeatable import may_differ, unrepeatable_on
+
+_SMALL_BYTES = 1 << 9  # as of buffers that a region without a recorder copies
 
 
 class ReplayRecorder(TapeRecorder):
@@ -64,6 +67,8 @@ class ReplayRecorder(TapeRecorder):
         self._buffers: frozenset[int] | None = None  # of the owners, by id, once it has been asked for
         self._routed: list[Routed] = []  # after the forward: routing, with what is held of it
         self._keeps_persistent = True
+        # By the address of its storage: version of a small tensor from outside, the tensor, and a copy of its data.
+        self._outside: dict[int, tuple[int, Tensor, torch.UntypedStorage]] = {}
         self._lasting: set[int] = set()  # roots of inputs and parameters, which the region or the model holds anyway
 
     def begin(self, inputs: KeptInputs, leaves: list[Any]) -> None:
@@ -237,6 +242,7 @@ class ReplayRecorder(TapeRecorder):
         self.plan = None
         self.images, self._generators, self._routed, self._places = {}, {}, [], {}
         self.checksums = None
+        self._outside = {}
 
     @property
     def has_collectives(self) -> bool:
@@ -280,6 +286,20 @@ class ReplayRecorder(TapeRecorder):
                 )
                 name = getattr(reader, "op", "autograd")
                 tape.fail(f"{name} reads a tensor that no op made, and that nothing holds")
+            elif leaf.position < 0 and not leaf.lasts:
+                self._copy_small(leaf.tensor())
+
+    def _copy_small(self, tensor: Tensor) -> None:
+        """Replay will read a tensor from outside: hold a copy if it is small, since somebody may write to it before."""
+        if type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_inference():
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self.images and storage.nbytes() <= _SMALL_BYTES:
+                self._outside[storage._cdata] = tensor._version, detached(tensor), copy_of(storage)
+
+    def changed_outside(self) -> dict[int, torch.UntypedStorage]:
+        """Return what lay in small tensors from outside that were written to since the forward, by storage."""
+        copies = self._outside.items()
+        return {address: copy for address, (version, watch, copy) in copies if watch._version != version}
 
     def _check_kept(self) -> None:
         """What the policy saves is held as it is: something that is no op may have written to it since."""

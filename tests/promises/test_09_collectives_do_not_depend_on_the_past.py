@@ -1,4 +1,4 @@
-"""Under `full` a region sends the same collectives in every backward, on every rank, whatever earlier calls have shown."""
+"""Under `full` a region sends the same collectives in every backward, on every rank, whatever calls before it did."""
 
 from __future__ import annotations
 
