@@ -255,7 +255,7 @@ def shapes_and_kinds(more: dict[str, Any]) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_any_number_of_elements_and_any_dtype(size):
     assert run_ranks(size, shapes_and_kinds, {}) == [[]] * size
     assert run_ranks(size, shapes_and_kinds, {"verify_replicated": True, "prefetch": 1}) == [[]] * size
