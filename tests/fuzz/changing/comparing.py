@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
+import array
 import collections
+import pickle
 import random
 import types
 
@@ -22,12 +24,18 @@ def shown(value, seen=()):
         return repr(value)
     if isinstance(value, (set, frozenset)):
         return sorted(map(repr, value))
+    if isinstance(value, (numpy.ndarray, array.array)):
+        return value.tobytes()
+    if isinstance(value, bytearray):
+        return bytes(value)
+    if isinstance(value, torch.nn.Module):
+        return {name: bits(tensor) for name, tensor in [*value.named_parameters(), *value.named_buffers()]}
     if isinstance(value, torch.Generator):
         return bits(value.get_state())
     if isinstance(value, random.Random):
         return hash(value.getstate())
     if isinstance(value, (numpy.random.Generator, numpy.random.RandomState)):
-        return repr(value.bit_generator.state if hasattr(value, "bit_generator") else value.get_state())
+        return pickle.dumps(value.bit_generator.state if hasattr(value, "bit_generator") else value.get_state())
     if any(value is one for one in seen):
         return "..."
     seen = (*seen, value)
@@ -36,7 +44,8 @@ def shown(value, seen=()):
     if isinstance(value, (dict, collections.UserDict)):
         return {str(key): shown(one, seen) for key, one in value.items()}
     if isinstance(value, types.SimpleNamespace) or type(value).__module__ == "changing_program":
-        return {key: shown(one, seen) for key, one in vars(value).items()}
+        names = getattr(type(value), "__slots__", None) or vars(value)
+        return {name: shown(getattr(value, name), seen) for name in names}
     return "..."
 
 
@@ -54,11 +63,11 @@ def state_of(model, yielded):
         found[f"gradient of {name}"] = shown(tensor.grad)
     for path, module in model.named_modules():
         for name, value in vars(module).items():
-            if not name.startswith("_") and name not in ("forward", "blocks"):
+            if not name.startswith("_") and name != "forward":
                 found[f"{path}.{name}"] = shown(value)
     found["random numbers"] = bits(torch.get_rng_state())
     found["random numbers of Python"] = hash(random.getstate())
-    found["random numbers of numpy"] = repr(numpy.random.get_state())
+    found["random numbers of numpy"] = pickle.dumps(numpy.random.get_state())
     return found
 
 

@@ -30,7 +30,9 @@ def perceptron(w: Writer, pick: Random) -> None:
 
 def weight(w: Writer, pick: Random) -> None:
     name = w.attribute("weight", "nn.Parameter(torch.randn(4, 4) / 2)")
-    w.line(pick.choice([f"h = h @ self.{name}", f"h = torch.tanh(h) @ self.{name}.sin()", f"h = h.sin() @ self.{name}"]))
+    w.line(
+        pick.choice([f"h = h @ self.{name}", f"h = torch.tanh(h) @ self.{name}.sin()", f"h = h.sin() @ self.{name}"])
+    )
 
 
 def attention(w: Writer, pick: Random) -> None:
@@ -139,7 +141,11 @@ def drawn_by_global_generator(w: Writer, pick: Random) -> None:
 
 
 def python_number(w: Writer, pick: Random) -> None:
-    w.line(pick.choice(["h = h * random.random()", "h = h + random.gauss(0, 1)", "h = torch.roll(h, random.randint(0, 3), 1)"]))
+    w.line(
+        pick.choice(
+            ["h = h * random.random()", "h = h + random.gauss(0, 1)", "h = torch.roll(h, random.randint(0, 3), 1)"]
+        )
+    )
 
 
 def numpy_numbers(w: Writer, pick: Random) -> None:
@@ -224,7 +230,9 @@ def chosen_layer(w: Writer, pick: Random) -> None:
 
 def ordered_layers(w: Writer, pick: Random) -> None:
     layers = w.attribute("layers", "nn.ModuleList(nn.Linear(4, 4) for _ in range(3))")
-    order = pick.choice(["random.sample(range(3), 2)", "torch.randperm(3).tolist()[:2]", "numpy.random.permutation(3)[:2]"])
+    order = pick.choice(
+        ["random.sample(range(3), 2)", "torch.randperm(3).tolist()[:2]", "numpy.random.permutation(3)[:2]"]
+    )
     w.line(f"for index in {order}:\n    h = torch.tanh(self.{layers}[index](h))")
 
 
@@ -279,7 +287,10 @@ def adapters(w: Writer, pick: Random) -> None:
 
 
 def routed(w: Writer, pick: Random) -> None:
-    router, experts = w.attribute("router", "nn.Linear(4, 3)"), w.attribute("experts", "nn.ModuleList(nn.Linear(4, 4) for _ in range(3))")
+    router, experts = (
+        w.attribute("router", "nn.Linear(4, 3)"),
+        w.attribute("experts", "nn.ModuleList(nn.Linear(4, 4) for _ in range(3))"),
+    )
     w.line(f"score, chosen = self.{router}(h).softmax(-1).topk({pick.choice([1, 2])}, dim=1)\nz = torch.zeros_like(h)")
     skip = pick.random() < 0.7
     with w.indented(f"for index, expert in enumerate(self.{experts}):"):
@@ -377,7 +388,10 @@ def lazy_linear(w: Writer, pick: Random) -> None:
 
 def exchanged_layer(w: Writer, pick: Random) -> None:
     layer = w.attribute("fc", "nn.Linear(4, 4)")
-    w.loop("before", f"if step in {steps(pick)}:\n    me.{layer} = {pick.choice(['nn.Linear(4, 4)', 'nn.Tanh()', 'nn.Sequential(nn.Linear(4, 4), nn.Tanh())'])}")
+    w.loop(
+        "before",
+        f"if step in {steps(pick)}:\n    me.{layer} = {pick.choice(['nn.Linear(4, 4)', 'nn.Tanh()', 'nn.Sequential(nn.Linear(4, 4), nn.Tanh())'])}",
+    )
     w.line(f"h = self.{layer}(h)")
 
 
@@ -442,7 +456,9 @@ def power_iteration(w: Writer, pick: Random) -> None:
 
 
 def weight_norm(w: Writer, pick: Random) -> None:
-    layer = pick.choice(["nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))", "nn.utils.weight_norm(nn.Linear(4, 4))"])
+    layer = pick.choice(
+        ["nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))", "nn.utils.weight_norm(nn.Linear(4, 4))"]
+    )
     w.line(f"h = self.{w.attribute('fc', layer)}(h)")
 
 
@@ -563,7 +579,9 @@ def cache(w: Writer, pick: Random) -> None:
 def cache_by_shape(w: Writer, pick: Random) -> None:
     name = w.attribute("cache", "{}")
     with w.indented(f"if len(h) not in self.{name}:"):
-        w.line(f"self.{name}[len(h)] = {pick.choice(['torch.rand(len(h), 4)', 'torch.linspace(0, 1, len(h))[:, None].cos()'])}")
+        w.line(
+            f"self.{name}[len(h)] = {pick.choice(['torch.rand(len(h), 4)', 'torch.linspace(0, 1, len(h))[:, None].cos()'])}"
+        )
     w.line(f"h = h * self.{name}[len(h)]")
 
 
@@ -684,13 +702,17 @@ def detached(w: Writer, pick: Random) -> None:
 def gradient_hook(w: Writer, pick: Random) -> None:
     factor = w.attribute("factor", "0.5")
     w.loop("before", f"me.{factor} = 0.5 + 0.25 * step")
-    w.line(f"z = torch.sin(h)\nif z.requires_grad:\n    z.register_hook(lambda gradient: gradient * self.{factor})\nh = h + z")
+    w.line(
+        f"z = torch.sin(h)\nif z.requires_grad:\n    z.register_hook(lambda gradient: gradient * self.{factor})\nh = h + z"
+    )
 
 
 def gradient_statistics(w: Writer, pick: Random) -> None:
     """A hook that counts, as loss scaling by gradients does."""
     calls = w.attribute("calls", "0")
-    w.line(f"z = torch.sin(h)\nif z.requires_grad:\n    z.register_hook(lambda gradient: setattr(self, '{calls}', self.{calls} + 1))\nh = h + z")
+    w.line(
+        f"z = torch.sin(h)\nif z.requires_grad:\n    z.register_hook(lambda gradient: setattr(self, '{calls}', self.{calls} + 1))\nh = h + z"
+    )
 
 
 def stopped(w: Writer, pick: Random) -> None:
@@ -730,6 +752,179 @@ def forward_hook(w: Writer, pick: Random) -> None:
         f"if step == {off}:\n    me.{handle}.remove()",
     )
     w.line(f"h = torch.tanh(self.{layer}(h))")
+
+
+# -- state that is further away
+
+
+def number_in_depths(w: Writer, pick: Random) -> None:
+    """A counter somewhere below an attribute."""
+    made, read = pick.choice(
+        [
+            ("SimpleNamespace(inner=[SimpleNamespace(count=0)])", "inner[0].count"),
+            ('{"a": [{"b": 0}]}', '["a"][0]["b"]'),
+            ("collections.defaultdict(int)", '["a"]'),
+            ("[0, [0]]", "[1][0]"),
+            ("Slotted()", "count"),
+            ("Plain(inner=Plain(count=0))", "inner.count"),
+            ("numpy.zeros(3)", "[1]"),
+            ("bytearray(3)", "[1]"),
+            ('array.array("d", [0, 0])', "[1]"),
+        ]
+    )
+    name = w.attribute("below", made)
+    place = f"self.{name}{'' if read.startswith('[') else '.'}{read}"
+    w.line(f"{place} += 1\nh = h * (1 + 1 / (1 + float({place})))")
+
+
+def tensor_in_depths(w: Writer, pick: Random) -> None:
+    made, read = pick.choice(
+        [
+            ("SimpleNamespace(inner=[torch.zeros(4)])", ".inner[0]"),
+            ("Plain(inner=Plain(load=torch.zeros(4)))", ".inner.load"),
+            ("collections.OrderedDict(a=torch.zeros(4))", '["a"]'),
+            ("collections.deque([torch.zeros(4)])", "[0]"),
+        ]
+    )
+    place = f"self.{w.attribute('below', made)}{read}"
+    write = pick.choice(
+        [f"{place}.add_(h.detach().float().mean(0))", f"{place} = {place} * 0.5 + h.detach().float().mean(0)"]
+    )
+    w.line(f"{write}\nh = h - torch.tanh({place})")
+
+
+def layer_outside_of_modules(w: Writer, pick: Random) -> None:
+    """A module in a list, which is no child: its buffers are in nobody's state dict."""
+    name = w.attribute("others", "[nn.BatchNorm1d(4, affine=False)]")
+    w.line(f"h = self.{name}[0](h)")
+
+
+def view_of_buffer(w: Writer, pick: Random) -> None:
+    table = w.buffer("table", "torch.zeros(2, 4)")
+    row = w.attribute("row", f"self.{table}[0]")
+    w.line(f"self.{row}.add_(h.detach().float().mean(0))\nh = h - torch.tanh(self.{table}).sum(0)")
+
+
+def buffer_made_late(w: Writer, pick: Random) -> None:
+    name = w.name("late")
+    w.line(f'if not hasattr(self, "{name}"):\n    self.register_buffer("{name}", h.detach().float().mean(0))')
+    w.line(f"h = h - self.{name}")
+
+
+def attribute_made_and_deleted(w: Writer, pick: Random) -> None:
+    name = w.name("inner")
+    w.line(f"self.{name} = torch.sin(h)\nh = h + self.{name}\ndel self.{name}")
+
+
+def attribute_by_name(w: Writer, pick: Random) -> None:
+    """A new attribute in each call."""
+    calls = w.attribute("calls", "0")
+    w.line(f'self.{calls} += 1\nsetattr(self, f"{calls}_{{self.{calls}}}", h.detach().float().mean().item())')
+
+
+def text(w: Writer, pick: Random) -> None:
+    name = w.attribute("text", '"a"')
+    w.line(
+        f'self.{name} = {{"a": "b", "b": "c", "c": "a"}}[self.{name}]\nh = torch.tanh(h) if self.{name} == "b" else torch.sin(h)'
+    )
+
+
+def mutable_default(w: Writer, pick: Random) -> None:
+    name = w.name("counted")
+    w.top(f"def {name}(h, calls=[]):\n    calls.append(0)\n    return h * (1 + 1 / len(calls))\n")
+    w.hides("a mutable default")
+    w.line(f"h = {name}(h)")
+
+
+def inner_gradient(w: Writer, pick: Random) -> None:
+    """A value inside whose gradient is read after backward."""
+    name = w.attribute("inner", "None")
+    w.line(f"h = torch.tanh(h)\nself.{name} = h\nif h.requires_grad:\n    h.retain_grad()")
+    w.loop("last", f"seen.append(None if me.{name} is None else me.{name}.grad)\nme.{name} = None")
+
+
+def kept_output(w: Writer, pick: Random) -> None:
+    """What features are read by: the loss has a part of a value inside."""
+    name = w.attribute("features", "{}")
+    w.line(f'self.{name}["out"] = h')
+    w.loop("extra", f'if "out" in me.{name}:\n    loss = loss + me.{name}.pop("out").sin().double().sum()')
+
+
+# -- settings that forward changes
+
+
+def dropout_schedule(w: Writer, pick: Random) -> None:
+    layer = w.attribute("drop", "nn.Dropout(0.1)")
+    change = pick.choice(["line", "before", "between"])
+    if change == "line":
+        w.line(f"self.{layer}.p = min(0.5, self.{layer}.p + 0.1)")
+    else:
+        w.loop(change, f"me.{layer}.p = 0.1 * (step % 4)")
+    w.line(f"h = self.{layer}(h)")
+
+
+def flags_set_inside(w: Writer, pick: Random) -> None:
+    """Layers that forward freezes or puts into evaluation mode in every other call."""
+    layer, calls = w.attribute("fc", "nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.3))"), w.attribute("calls", "0")
+    w.line(f"self.{calls} += 1")
+    w.line(f"self.{layer}.{pick.choice(['train', 'requires_grad_'])}(self.{calls} % 2 == 0)")
+    w.line(f"h = h + self.{layer}(h)")
+
+
+def seeded_inside(w: Writer, pick: Random) -> None:
+    w.line(
+        pick.choice(
+            [
+                "with torch.random.fork_rng():\n    torch.manual_seed(5)\n    h = h + torch.rand_like(h)",
+                "torch.manual_seed(len(h))\nh = F.dropout(h, 0.3)",
+                "numbers = torch.get_rng_state()\nh = F.dropout(h, 0.3)\ntorch.set_rng_state(numbers)",
+                "random.seed(len(h))\nh = h * random.random()",
+            ]
+        )
+    )
+
+
+def checkpoint_inside(w: Writer, pick: Random) -> None:
+    layer = w.attribute("fc", "nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Dropout(0.2))")
+    w.line(f"h = torch.utils.checkpoint.checkpoint(self.{layer}, h, use_reentrant=False)")
+
+
+def transforms(w: Writer, pick: Random) -> None:
+    w.line(
+        pick.choice(
+            [
+                "h = h + torch.func.vmap(lambda row: row.sin().sum())(h)[:, None]",
+                "h = h + torch.func.grad(lambda z: z.sin().sum())(h)",
+                "h = h + torch.func.jvp(torch.sin, (h,), (torch.ones_like(h),))[1]",
+            ]
+        )
+    )
+
+
+def dropped_rows(w: Writer, pick: Random) -> None:
+    """As many as a value says."""
+    w.line(pick.choice(["h = h[: 1 + int(h.detach().abs().sum() * 3) % len(h)]", "h = h[: random.randint(1, len(h))]"]))
+
+
+def full_backward_hook(w: Writer, pick: Random) -> None:
+    layer, calls = w.attribute("fc", "nn.Linear(4, 4)"), w.attribute("calls", "0")
+    w.init(
+        f"self.{layer}.register_full_backward_hook(\n"
+        f"    lambda layer, given, out: setattr(self, '{calls}', self.{calls} + 1)\n)"
+    )
+    w.line(f"h = torch.tanh(self.{layer}(h))")
+
+
+def option(w: Writer, pick: Random) -> None:
+    """An argument that is a number, another one in each step."""
+    w.whole.uses_option = True
+    w.line(pick.choice(["h = torch.tanh(h) * (1 + 0.1 * option)", "h = torch.tanh(h) if option % 2 else torch.sin(h)"]))
+
+
+def mask(w: Writer, pick: Random) -> None:
+    """An argument that is a tensor or None."""
+    w.whole.uses_option = True
+    w.line("if option % 3:\n    h = h * torch.full((4,), 0.5 + 0.1 * option)")
 
 
 PLAIN: dict[str, Instruction] = {
@@ -816,5 +1011,25 @@ CHANGING: dict[str, Instruction] = {
     "caught inside": caught_inside,
     "function with state": function_with_state,
     "forward hook": forward_hook,
+    "number in depths": number_in_depths,
+    "tensor in depths": tensor_in_depths,
+    "layer outside of modules": layer_outside_of_modules,
+    "view of buffer": view_of_buffer,
+    "buffer made late": buffer_made_late,
+    "attribute made and deleted": attribute_made_and_deleted,
+    "attribute by name": attribute_by_name,
+    "text": text,
+    "mutable default": mutable_default,
+    "inner gradient": inner_gradient,
+    "kept output": kept_output,
+    "dropout schedule": dropout_schedule,
+    "flags set inside": flags_set_inside,
+    "seeded inside": seeded_inside,
+    "checkpoint inside": checkpoint_inside,
+    "transforms": transforms,
+    "dropped rows": dropped_rows,
+    "full backward hook": full_backward_hook,
+    "option": option,
+    "mask": mask,
 }
 INSTRUCTIONS: dict[str, Instruction] = {**PLAIN, **CHANGING}

@@ -40,8 +40,9 @@ class Program:
     """Blocks of items, the order in which the model calls them, and what the training loop changes."""
 
     seed: int
-    blocks: tuple[tuple[Item, ...], ...]
-    order: tuple[int, ...]
+    blocks: tuple[tuple[Item, ...], ...]  # of each class
+    classes: tuple[int, ...]  # of which class each block of the model is
+    order: tuple[int, ...]  # in which the model calls its blocks
     changes: tuple[Item, ...]  # of the training loop
     kinds: tuple[str, ...]  # one of KINDS for each step
     state: str = "namespace"
@@ -72,7 +73,10 @@ def same_input(program: Program, pick: Random) -> Change:
 
 
 def layout(program: Program, pick: Random) -> Change:
-    yield "before", f"if step in {_some(pick)}:\n    x = {pick.choice(['x.t().contiguous().t()', 'x[:1].expand(3, 4)', 'x.repeat(2, 1)[::2]'])}"
+    yield (
+        "before",
+        f"if step in {_some(pick)}:\n    x = {pick.choice(['x.t().contiguous().t()', 'x[:1].expand(3, 4)', 'x.repeat(2, 1)[::2]'])}",
+    )
 
 
 def input_gradient(program: Program, pick: Random) -> Change:
@@ -84,7 +88,7 @@ def evaluation_mode(program: Program, pick: Random) -> Change:
 
 
 def evaluation_mode_of_block(program: Program, pick: Random) -> Change:
-    yield "before", f"model.blocks[{pick.randrange(len(program.blocks))}].train(step not in {_some(pick)})"
+    yield "before", f"model.blocks[{pick.randrange(len(program.classes))}].train(step not in {_some(pick)})"
 
 
 def evaluation_mode_between_passes(program: Program, pick: Random) -> Change:
@@ -101,7 +105,7 @@ def frozen(program: Program, pick: Random) -> Change:
 
 
 def frozen_block(program: Program, pick: Random) -> Change:
-    block = pick.randrange(len(program.blocks))
+    block = pick.randrange(len(program.classes))
     yield "before", f"model.blocks[{block}].requires_grad_(step not in {_some(pick)})"
 
 
@@ -114,7 +118,7 @@ def order_of_blocks(program: Program, pick: Random) -> Change:
 
 
 def skipped_blocks(program: Program, pick: Random) -> Change:
-    yield "before", f"model.order = [at for at in {list(program.order)} if at != step % {len(program.blocks) + 1}]"
+    yield "before", f"model.order = [at for at in {list(program.order)} if at != step % {len(program.classes) + 1}]"
 
 
 def draws_between_passes(program: Program, pick: Random) -> Change:
@@ -126,13 +130,19 @@ def generator_seeded_by_loop(program: Program, pick: Random) -> Change:
 
 
 def weights_loaded(program: Program, pick: Random) -> Change:
-    yield "before", f"if step in {_some(pick, 2)}:\n    model.load_state_dict({{name: x * 0.9 for name, x in model.state_dict().items()}}, strict=False)"
+    yield (
+        "before",
+        f"if step in {_some(pick, 2)}:\n    model.load_state_dict({{name: x * 0.9 for name, x in model.state_dict().items()}}, strict=False)",
+    )
 
 
 def weights_exchanged(program: Program, pick: Random) -> Change:
-    yield "before", (
-        f"if step in {_some(pick, 2)}:\n    for p in model.parameters():\n"
-        f"        p.data = {pick.choice(['p.data.clone()', 'p.data * 0.9', 'p.data.t().contiguous().t()'])}"
+    yield (
+        "before",
+        (
+            f"if step in {_some(pick, 2)}:\n    for p in model.parameters():\n"
+            f"        p.data = {pick.choice(['p.data.clone()', 'p.data * 0.9', 'p.data.t().contiguous().t()'])}"
+        ),
     )
 
 
@@ -140,8 +150,49 @@ def gradients_kept(program: Program, pick: Random) -> Change:
     yield "before", f"keep_gradients = step in {_some(pick)}"
 
 
-def copied_model(program: Program, pick: Random) -> Change:
-    yield "after", f"if step == {pick.randrange(STEPS)}:\n    copy.deepcopy(model.state_dict())"
+def copied_block(program: Program, pick: Random) -> Change:
+    """A copy takes the block's place."""
+    at = pick.randrange(len(program.classes))
+    yield "before", f"if step in {_some(pick, 2)}:\n    model.blocks[{at}] = copy.deepcopy(model.blocks[{at}])"
+
+
+def optimizer_in_backward(program: Program, pick: Random) -> Change:
+    """Parameters are changed as soon as they have their gradient, and have none then."""
+    yield (
+        "before",
+        (
+            "if step == 0:\n    for p in model.parameters():\n"
+            "        if p.requires_grad:\n            p.register_post_accumulate_grad_hook(descend)"
+        ),
+    )
+
+
+def weights_written_between_passes(program: Program, pick: Random) -> Change:
+    yield (
+        "between",
+        f"with torch.no_grad():\n    for p in list(model.parameters())[{pick.randrange(3)} :: 4]:\n        p.mul_(0.9)",
+    )
+
+
+def empty_batch(program: Program, pick: Random) -> Change:
+    yield "before", f"if step in {_some(pick, 2)}:\n    x = torch.randn(0, 4)"
+
+
+def saved_on_cpu(program: Program, pick: Random) -> Change:
+    yield "around", f"torch.autograd.graph.save_on_cpu() if step in {_some(pick)} else contextlib.nullcontext()"
+
+
+def flop_counter(program: Program, pick: Random) -> Change:
+    yield "around", f"FlopCounterMode(display=False) if step in {_some(pick)} else contextlib.nullcontext()"
+
+
+def second_model(program: Program, pick: Random) -> Change:
+    """Another model of the same classes is used in between, for its values only or also for its gradients."""
+    yield "before", "if step == 0:\n    other = copy.deepcopy(model)"
+    yield (
+        "before",
+        f"if step in {_some(pick)}:\n    forward(other, copy.deepcopy(state), torch.randn(3, 4), step).backward()",
+    )
 
 
 CHANGES = {
@@ -163,6 +214,13 @@ CHANGES = {
     "weights loaded": weights_loaded,
     "weights exchanged": weights_exchanged,
     "gradients kept": gradients_kept,
+    "copied block": copied_block,
+    "optimizer in backward": optimizer_in_backward,
+    "weights written between passes": weights_written_between_passes,
+    "empty batch": empty_batch,
+    "saved on CPU": saved_on_cpu,
+    "flop counter": flop_counter,
+    "second model": second_model,
 }
 
 # how a step goes forward and backward
@@ -209,6 +267,15 @@ KINDS = {
         "hooks = [p.register_hook(stop) for p in list(model.parameters())[:1] if p.requires_grad]\n"
         "try:\n    backward(loss)\nexcept Stop:\n    model.zero_grad()\nfor hook in hooks:\n    hook.remove()"
     ),
+    "tried again": (
+        "try:\n    loss = forward(model, state, x, step)\nexcept Stop:\n    loss = forward(model, state, x + 1, step)\n"
+        "between(model, step)\nbackward(loss)"
+    ),
+    "backward for some": (
+        "loss = forward(model, state, x, step)\nbetween(model, step)\n"
+        "wanted = [p for p in model.parameters() if p.requires_grad][::2]\nbackward(loss, inputs=wanted, retain_graph=True)\n"
+        "backward(loss)"
+    ),
     "gradients only of some": (
         "loss = forward(model, state, x, step)\nbetween(model, step)\n"
         "wanted = [p for p in model.parameters() if p.requires_grad][::2]\n"
@@ -225,11 +292,15 @@ def draw_program(seed: int, attempt: int = 0) -> Program:
     # in programs of which little changes no refusal for one reason hides what another one would do
     share = pick.choice([0.1, 0.2, 0.3, 0.5])
     blocks = tuple(_items(pick, pick.randint(2, 6), 0, share) for _ in range(pick.choice([1, 1, 2, 2, 2, 3, 4])))
-    order = list(range(len(blocks)))
+    classes = list(range(len(blocks)))
+    if pick.random() < 0.4:
+        classes += [pick.randrange(len(blocks)) for _ in range(pick.choice([1, 1, 2]))]
+    order = list(range(len(classes)))
     if pick.random() < 0.2:
-        order.append(pick.randrange(len(blocks)))  # one block is called twice
+        order.append(pick.randrange(len(classes)))  # one block is called twice
     changes = tuple(
-        Item(name, pick.randrange(10**6)) for name in sorted(pick.sample(sorted(CHANGES), pick.choice([0, 0, 1, 1, 2, 3])))
+        Item(name, pick.randrange(10**6))
+        for name in sorted(pick.sample(sorted(CHANGES), pick.choice([0, 0, 1, 1, 2, 3])))
     )
     kinds = ("plain",) * STEPS
     if pick.random() < 0.5:
@@ -239,7 +310,7 @@ def draw_program(seed: int, attempt: int = 0) -> Program:
     if pick.random() < 0.15:
         autocast = tuple(pick.random() < 0.5 for _ in range(STEPS))
     state = pick.choice(sorted(STATES))
-    return Program(seed, blocks, tuple(order), changes, kinds, state, pick.random() < 0.3, autocast)
+    return Program(seed, blocks, tuple(classes), tuple(order), changes, kinds, state, pick.random() < 0.3, autocast)
 
 
 def _items(pick: Random, count: int, depth: int, share: float) -> tuple[Item, ...]:
@@ -268,22 +339,27 @@ def write_program(program: Program) -> tuple[str, frozenset[str], frozenset[str]
     whole = Whole(item_of=STATES[program.state][1])
     writers = []
     for at, items in enumerate(program.blocks):
-        writer = Writer(whole, f"model.blocks[{at}]")
+        writer = Writer(whole, *(f"model.blocks[{place}]" for place, one in enumerate(program.classes) if one == at))
         _write_items(writer, items)
         writers.append(writer)
-    signature = "h, state" if whole.uses_state else "h"
-    classes = [writer.module(f"Block{at}", signature) for at, writer in enumerate(writers)]
+    classes = [writer.module(f"Block{at}", whole.arguments) for at, writer in enumerate(writers)]
+    around = ['torch.autocast("cpu", torch.bfloat16, enabled=AUTOCAST[step])']
     for change in program.changes:
         whole.features.add(change.name)
-        for part, text in CHANGES[change.name](program, Random(change.knob)):
-            whole.loop[part].insert(0, text)
+        for part, text in reversed(list(CHANGES[change.name](program, Random(change.knob)))):
+            if part == "around":
+                around.append(text)
+            else:
+                whole.loop[part].insert(0, text)
     whole.features |= {kind for kind in program.kinds if kind != "plain"}
     if whole.uses_state:
         whole.features.add(f"state: {program.state}{', kept' if program.keeps_state else ''}")
     if any(program.autocast):
         whole.features.add("autocast")
-    if len(program.order) > len(program.blocks):
+    if len(program.order) > len(program.classes):
         whole.features.add("block called twice")
+    if len(program.classes) > len(program.blocks):
+        whole.features.add("several blocks of a class")
     parts = {part: indent("\n".join(whole.loop[part]) or "pass", "    ") for part in PARTS}
     given = STATES[program.state][0].format("h=torch.zeros(4), load=torch.zeros(4), seen=[], count=0")
     kinds = "\n".join(
@@ -295,17 +371,17 @@ def write_program(program: Program) -> tuple[str, frozenset[str], frozenset[str]
         features=", ".join(sorted(whole.features)),
         top="\n\n".join(text.rstrip() for text in whole.top),
         classes="\n\n".join(text.rstrip() for text in classes),
-        blocks=", ".join(f"Block{at}()" for at in range(len(classes))),
+        blocks=", ".join(f"Block{at}()" for at in program.classes),
         order=list(program.order),
-        arguments="h, state" if whole.uses_state else "h",
+        arguments=whole.arguments,
         state=given if whole.uses_state else "None",
         fresh_state="" if program.keeps_state or not whole.uses_state else f"state = {given}",
         kinds=program.kinds,
+        around=", ".join(around),
         autocast=program.autocast,
         ways=kinds,
         steps=len(program.kinds),
-        **{**parts, "before": indent(parts["before"], "    ")},
-        after_step=indent(parts["after"], "    "),
+        **{part: indent(parts[part], "    " * (part not in ("extra", "between"))) for part in PARTS},
     )
     return source, frozenset(whole.features), frozenset(whole.hidden)
 
@@ -325,14 +401,15 @@ def _write_items(w: Writer, items: tuple[Item, ...]) -> None:
                     _write_items(w, item.other)
         elif item.name == INSIDE:
             name = w.name("inside")
-            inner = Writer(w.whole, f"{w.path}.{name}")
-            used, w.whole.uses_state = w.whole.uses_state, False
+            inner = Writer(w.whole, *(f"{path}.{name}" for path in w.paths))
+            used = w.whole.uses_state, w.whole.uses_option
+            w.whole.uses_state = w.whole.uses_option = False
             _write_items(inner, item.body)
-            arguments = "h, state" if w.whole.uses_state else "h"
-            w.whole.uses_state |= used
-            w.top(inner.module(name.title(), arguments))
+            w.top(inner.module(name.title(), w.whole.arguments))
             w.init(f"self.{name} = {name.title()}()")
-            w.line(f"h = self.{name}({arguments})")
+            w.line(f"h = self.{name}({w.whole.arguments})")
+            w.whole.uses_state |= used[0]
+            w.whole.uses_option |= used[1]
         else:
             INSTRUCTIONS[item.name](w, pick)
 
@@ -342,13 +419,18 @@ def _write_items(w: Writer, items: tuple[Item, ...]) -> None:
 
 def smaller(program: Program) -> Iterator[Program]:
     """Programs that lack one thing of this one, large things first."""
-    for at in range(len(program.blocks)):
-        if len(program.blocks) > 1:
+    for at in range(len(program.classes)):
+        if len(program.classes) > 1:
             left = tuple(place - (place > at) for place in program.order if place != at)
-            if left:
-                yield replace(program, blocks=program.blocks[:at] + program.blocks[at + 1 :], order=left)
-    if len(program.order) > len(program.blocks):
-        yield replace(program, order=program.order[: len(program.blocks)])
+            classes = program.classes[:at] + program.classes[at + 1 :]
+            if left and len(set(classes)) == len(program.blocks):
+                yield replace(program, classes=classes, order=left)
+            elif left:
+                gone = program.classes[at]
+                blocks = program.blocks[:gone] + program.blocks[gone + 1 :]
+                yield replace(program, blocks=blocks, classes=tuple(one - (one > gone) for one in classes), order=left)
+    if len(program.order) > len(program.classes):
+        yield replace(program, order=program.order[: len(program.classes)])
     for at in range(len(program.changes)):
         yield replace(program, changes=program.changes[:at] + program.changes[at + 1 :])
     if any(kind != "plain" for kind in program.kinds):
@@ -384,17 +466,22 @@ def _fewer(items: tuple[Item, ...]) -> Iterator[tuple[Item, ...]]:
 
 TEMPLATE = '''"""Changing program {seed}: {features}."""
 
+import array
 import collections
+import contextlib
 import copy
 import itertools
 import math
 import random
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy
 import torch
+import torch.utils.checkpoint
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 
 class Stop(Exception):
@@ -406,11 +493,15 @@ class Plain:
         vars(self).update(fields)
 
 
+class Slotted:
+    __slots__ = ("count",)
+
+    def __init__(self):
+        self.count = 0
+
+
 class Book(dict):
     pass
-
-
-from dataclasses import dataclass
 
 
 @dataclass
@@ -437,7 +528,7 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList([{blocks}])
         self.order = {order}
 
-    def forward(self, h, state):
+    def forward(self, h, state, option):
         for at in self.order:
             h = call(self.blocks[at], {arguments})
         return h
@@ -450,8 +541,8 @@ AUTOCAST = {autocast}
 
 def forward(model, state, x, step):
     {fresh_state}
-    with torch.autocast("cpu", torch.bfloat16, enabled=AUTOCAST[step]):
-        out = model(x, state)
+    with {around}:
+        out = model(x, state, step)
     out = out.double()
     loss = (out * torch.linspace(-1, 1.5, 4).double()).sum() + 0.1 * out.square().mean()
 {extra}
@@ -471,6 +562,12 @@ def stop(gradient):
     raise Stop
 
 
+def descend(p):
+    with torch.no_grad():
+        p -= 0.05 * p.grad / (1 + p.grad.norm())
+    p.grad = None
+
+
 def train(model):
     """Yield after each step what it has shown."""
     state = {state}
@@ -486,10 +583,11 @@ def train(model):
 {ways}
         except Stop:
             seen.append("stopped")
+{last}
         yield [step, loss, seen, x.grad, state, list(model.parameters())]
         with torch.no_grad():
             for p in model.parameters():
                 if p.grad is not None:
                     p -= 0.05 * p.grad / (1 + p.grad.norm())
-{after_step}
+{after}
 '''

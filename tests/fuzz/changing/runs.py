@@ -122,7 +122,9 @@ def value_of(way: str, seed: int) -> dict[str, Any]:
     ]
     default = "save" if pick.random() < 0.15 else "recompute"
     if default == "save":
-        rules = [{**rule, "do": "recompute"} if pick.random() < 0.5 and "module" not in rule else rule for rule in rules]
+        rules = [
+            {**rule, "do": "recompute"} if pick.random() < 0.5 and "module" not in rule else rule for rule in rules
+        ]
     policy = {"schema": "sac/v1", "name": "drawn", "default": default, **({"rules": rules} if rules else {})}
     value = {"mode": "selective", "blocks": ["blocks.*"], "policy": policy}
     if way in (*ENGINES, "rerun"):

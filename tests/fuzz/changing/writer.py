@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from textwrap import indent
 
-PARTS = ("before", "extra", "between", "after")  # of a training step, in this order
+PARTS = ("before", "extra", "between", "last", "after")  # of a training step, in this order
 
 
 @dataclass
@@ -21,16 +21,22 @@ class Whole:
     names: int = 0
     item_of: str = "state.{0}"  # how a field of the argument `state` is written
     uses_state: bool = False
+    uses_option: bool = False  # an argument that is a number
+
+    @property
+    def arguments(self) -> str:
+        """Of every `forward`."""
+        return ", ".join(["h"] + ["state"] * self.uses_state + ["option"] * self.uses_option)
 
 
 class Writer:
     """Writes one module: lines of its `__init__` and `forward`, and lines of the training loop that belong to it.
 
-    `path` is how the training loop reaches the module: `model.blocks[0]`.
+    `paths` is how the training loop reaches the modules of this class: `model.blocks[0]`, `model.blocks[2]`.
     """
 
-    def __init__(self, whole: Whole, path: str) -> None:
-        self.whole, self.path = whole, path
+    def __init__(self, whole: Whole, *paths: str) -> None:
+        self.whole, self.paths = whole, paths
         self.inits: list[str] = []
         self.lines: list[str] = []
         self.depth = 0
@@ -80,8 +86,8 @@ class Writer:
         self.whole.top.append(text)
 
     def loop(self, part: str, text: str) -> None:
-        """Lines of a training step; `me` in them is this module."""
-        self.whole.loop[part].append(text.replace("me.", f"{self.path}."))
+        """Lines of a training step; `me` in them is this module: each one of its class in turn."""
+        self.whole.loop[part] += [text.replace("me.", f"{path}.") for path in self.paths]
 
     def state(self, field_name: str) -> str:
         """A field of the argument `state`, as the program's kind of state is read."""
@@ -92,19 +98,17 @@ class Writer:
         """Say that the program has state that cannot be seen from a region's modules and arguments."""
         self.whole.hidden.add(what)
 
-    def module(self, name: str, signature: str = "h") -> str:
+    def module(self, name: str, signature: str) -> str:
         """The source of the class."""
-        body = self.inits or []
-        lines = self.lines or []
         return "\n".join(
             [
                 f"class {name}(nn.Module):",
                 "    def __init__(self):",
                 "        super().__init__()",
-                *(indent(text, "        ") for text in body),
+                *(indent(text, "        ") for text in self.inits),
                 "",
                 f"    def forward(self, {signature}):",
-                *(indent(text, "        ") for text in lines),
+                *(indent(text, "        ") for text in self.lines),
                 "        return h",
                 "",
             ]
