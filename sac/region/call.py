@@ -6,6 +6,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -77,6 +78,9 @@ class RegionCall(ABC):
         self.owners = owners
         self.settings = settings
         self.input_bytes = (0, 0)  # on devices and on the host for them; 0 where no recomputation will come
+        self.kept_whole: Problem | None = None  # after the forward: why its activations are kept after all
+        self.is_evidence = False  # whether somebody will ask ``moved_host_rng``
+        self.moved_host_rng = False  # after the forward: whether it drew from Python's or NumPy's generators
         self._lock = threading.RLock()
         self._dropped = False
 
@@ -94,7 +98,8 @@ class RegionCall(ABC):
         tensors = [kept.data for kept in inputs.tensors if isinstance(kept.data, torch.Tensor)]
         recorded = self.recorder is not None and self.recorder.sees_ops
         apart = self.recorder.apart if self.recorder is not None else frozenset()
-        self.surroundings = Surroundings(tensors, self.owners, self.settings, recorded=recorded, apart=apart)
+        function = None if _is_of_module(self.function) else self.function
+        self.surroundings = Surroundings(tensors, self.owners, self.settings, function, recorded=recorded, apart=apart)
 
     def _run_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.recorder is None:
@@ -104,6 +109,8 @@ class RegionCall(ABC):
 
     def _keep(self, kept: list[Handle], last_missing: int) -> None:
         """The forward is over: hold what a recomputation up to ``last_missing`` takes, nothing if it is -1."""
+        if self.is_evidence and self.surroundings.host_rng is not None:
+            self.moved_host_rng = self.surroundings.host_rng.has_moved()
         self.surroundings.close(self.path, needed=last_missing >= 0)
         idle = self.recorder is not None and self.recorder.close(kept, last_missing)
         if idle and not (self.compares and self.settings.checks_metadata):
@@ -144,6 +151,13 @@ class RegionCall(ABC):
 
     def _problem(self, found: str, fix: str = _REPEATABLE) -> Problem:
         return Problem(where=self.path or "region", found=found, fix=fix)
+
+
+def _is_of_module(function: Callable[..., Any]) -> bool:
+    """Return whether ``function`` is a forward bound to one of the region's modules, which are looked at themselves."""
+    if type(function) is partial and len(function.args) == 1 and not function.keywords:
+        return isinstance(function.args[0], nn.Module)
+    return isinstance(getattr(function, "__self__", None), nn.Module)
 
 
 def graph_is_retained() -> bool:

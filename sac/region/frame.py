@@ -16,7 +16,8 @@ from sac.region.handles import Filling, Handle, StopRecompute
 from sac.region.inputs import KeptInputs
 from sac.region.parking import fetch
 from sac.region.states.ambient import subclasses_on
-from sac.region.storages import describe, metadata
+from sac.region.states.bindings import UnseenWriteError
+from sac.region.storages import describe, metadata, version_of
 
 # Note [The walk of a region]
 #
@@ -30,6 +31,16 @@ from sac.region.storages import describe, metadata
 # Backward. The first unpack of a missing handle runs the function again, with inputs, RNG, autocast and buffers as
 # they were, under hooks that count: the i-th tensor saved in recomputation belongs to the i-th handle. As soon as the
 # last missing handle is filled the run is stopped (`StopRecompute`).
+#
+# Unseen writes. Where no recorder sees the ops, the forward may have written to something of which there is no copy: a
+# parameter, a large buffer, an input. Versions tell when it is over, and a recomputation would then start from the
+# wrong values. So the tensors that autograd has saved are held until the end of such a forward, when it is known
+# whether they can be recomputed; if not, the handles keep them, with one warning, and later calls have a recorder. The
+# peak of a step is no higher for it: the region's backward holds all of them at once too.
+#
+# Example. `full`, and a block that normalises its weight under `no_grad` in every third step, by a counter in a list. In
+# the first two steps nothing needs a recorder. In the third one the weight's version has moved when the forward ends: the
+# block's activations are kept in this step, and from the fourth on a recorder copies the weight before it is written to.
 #
 # How often. If this backward retains its graph, handles give their value away and everything that can run the region
 # again stays. If it does not, everything else is dropped after that one run and the values lie on their handles until
@@ -53,6 +64,10 @@ class Frame(RegionCall):
         """See ``RegionCall.run``."""
         self._handles: list[weakref.ref[Handle]] = []
         self._forward_over = False
+        # Without a recorder: what autograd has saved, with its version then. See Note [The walk of a region].
+        self._packed: list[tuple[torch.Tensor, int]] | None = None
+        if self.recorder is None or not self.recorder.sees_ops:
+            self._packed = []
         self._begin(inputs)
         with saved_tensors_hooks(self._pack, self._unpack):
             output = self._run_forward(args, kwargs)
@@ -62,13 +77,23 @@ class Frame(RegionCall):
     def _pack(self, tensor: torch.Tensor) -> Handle:
         handle = Handle(len(self._handles), tensor)
         self._handles.append(weakref.ref(handle))
+        if self._packed is not None:
+            self._packed.append((tensor, version_of(tensor)))
         if self.recorder is not None:
             self.recorder.pack(tensor, handle)
         return handle
 
     def _close(self) -> None:
         self._forward_over = True
-        kept = self._hold(self._alive())
+        packed, self._packed = self._packed, None
+        alive = self._alive()
+        try:
+            kept = self._hold(alive)
+        except UnseenWriteError as error:
+            if packed is None:
+                raise
+            self.kept_whole = error.problems[0]
+            kept = self._keep_whole(alive, packed)
         if self.hooks is not None:
             for handle in kept:
                 handle.park(self.hooks)
@@ -79,6 +104,16 @@ class Frame(RegionCall):
         last_missing = max((handle.index for handle in alive if not handle.kept), default=-1)
         self._keep(kept, last_missing)
         return kept
+
+    def _keep_whole(self, alive: list[Handle], packed: list[tuple[torch.Tensor, int]]) -> list[Handle]:
+        """Hold what autograd has saved, as it would itself: this call cannot be recomputed."""
+        for handle in alive:
+            if not handle.kept:
+                tensor, version = packed[handle.index]
+                handle.keep(tensor)
+                handle.version = version
+        self._drop()
+        return alive
 
     def _alive(self) -> list[Handle]:
         return [handle for handle in (reference() for reference in self._handles) if handle is not None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,8 +13,10 @@ from sac.region.settings import Settings
 from sac.region.states.ambient import AutocastState, FunctionModes
 from sac.region.states.bindings import Bindings, UnseenWriteError
 from sac.region.states.compiled_graphs import keep_order_of_graphs
+from sac.region.states.host_rng import HostRandomState
 from sac.region.states.process_flags import ProcessFlags
 from sac.region.states.providers import ProvidedState
+from sac.region.states.reachable import ReachableState
 from sac.region.states.rng import RngSnapshot
 
 # Dispatch modes are not among it: those that are on in backward stay on in recomputation, as torch's own do, so that
@@ -21,26 +24,38 @@ from sac.region.states.rng import RngSnapshot
 
 
 class Surroundings:
-    """What was there at the start of one region call: random states, the user's own, buffers, flags and modes.
+    """What was there at the start of one region call: random states, Python state, buffers, flags and modes.
 
-    ``recorded``: whether a recorder sees the ops of the forward. ``apart``: see ``Bindings``.
+    ``function``: what the region runs, beside the modules that own it. ``recorded``: whether a recorder sees the ops of
+    the forward. ``apart``: see ``Bindings``.
     """
 
-    __slots__ = ("_recorded", "autocast", "bindings", "flags", "modes", "provided", "rng", "wrote_buffers")
+    __slots__ = ("_recorded", "autocast", "bindings", "flags", "host_rng", "modes", "provided", "reachable", "rng")
 
     def __init__(
         self,
         tensors: Sequence[torch.Tensor],
         owners: tuple[nn.Module, ...],
         settings: Settings,
+        function: Any = None,
         *,
         recorded: bool = True,
         apart: frozenset[int] = frozenset(),
     ) -> None:
         self._recorded = recorded
+        self.reachable = reachable = ReachableState(owners, function)
         self.provided = ProvidedState(settings.providers) if settings.providers else None
-        self.rng = RngSnapshot(tensors, settings) if settings.preserve_rng_state else None
-        self.bindings = Bindings(owners, freeze_buffers=settings.freeze_buffers, recorded=recorded, apart=apart)
+        self.rng = self.host_rng = None
+        if settings.preserve_rng_state:
+            self.rng = RngSnapshot(tensors, settings, reachable.generators)
+            self.host_rng = HostRandomState(reachable.others)
+        self.bindings = Bindings(
+            owners,
+            reachable.tensors.values(),
+            freeze_buffers=settings.freeze_buffers,
+            recorded=recorded,
+            apart=apart,
+        )
         self.flags = ProcessFlags()
         self.autocast = AutocastState(tensors)
         self.modes = FunctionModes()
@@ -50,11 +65,11 @@ class Surroundings:
         """The forward is over: hold nothing that has not changed. ``needed``: whether a recomputation may come.
 
         Raises ``UnseenWriteError``, which names the region as ``where``, if one may come and the forward wrote to a
-        large buffer without a recorder.
+        parameter or a large buffer without a recorder.
         """
         self.bindings.close()
-        if needed and not self._recorded and (lost := self.bindings.lost) is not None:
-            raise UnseenWriteError(self.bindings.unseen(lost, where))
+        if needed and not self._recorded and (problem := self.bindings.unseen_write(where)) is not None:
+            raise UnseenWriteError(problem)
 
     def enter_on(self, stack: ExitStack) -> None:
         """Put everything back as it was in the forward, and as it is now when ``stack`` is left.
@@ -63,8 +78,11 @@ class Surroundings:
         """
         if self.rng is not None:
             stack.enter_context(self.rng)
+        if self.host_rng is not None:
+            stack.enter_context(self.host_rng)
         if self.provided is not None:
             self.provided.enter_on(stack)
+        self.reachable.enter_on(stack)
         self.bindings.enter_on(stack)
         self.flags.enter_on(stack)
         self.autocast.enter_on(stack)
@@ -78,5 +96,6 @@ class Surroundings:
 
     def drop(self) -> None:
         """No recomputation will come: hold nothing that is of any size."""
-        self.rng = self.provided = None
+        self.rng = self.host_rng = self.provided = None
+        self.reachable.drop()
         self.bindings.drop()

@@ -3,15 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from sac.region.detach import copy_of, overwrite
+from sac.region.detach import copy_of, overwrite, version_watch
 from sac.region.states.rng import default_generator
 from sac.region.states.rng_trackers import state_of, states_of
 
-Images = dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]]
+# Private to torch (2.1 to 2.13; FSDP2 uses it). Without it a recomputation that writes to a parameter moves its version,
+# and whoever has saved the parameter raises in backward. See test_a_written_parameter_keeps_its_version.
+_set_versions: Any = getattr(torch._C._autograd, "_unsafe_set_version_counter", None)
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """What lay in a storage before the region wrote to it. ``watch`` shares the version counter of what lies there."""
+
+    storage: torch.UntypedStorage
+    copy: torch.UntypedStorage
+    watch: torch.Tensor
+    version: int
+
+    @property
+    def is_written(self) -> bool:
+        """Whether somebody has written there in a way that autograd was to notice, since this was made."""
+        return self.watch._version != self.version
+
+
+Images = dict[int, Image]
 Generators = dict[int, tuple[torch.Generator, torch.Tensor]]
+
+
+def image_of(tensor: torch.Tensor) -> Image:
+    """Return an image of the storage of a strided tensor that is about to be written to."""
+    storage = tensor.untyped_storage()
+    return Image(storage, copy_of(storage), version_watch(tensor), tensor._version)
 
 
 def note_generator(generators: Generators, generator: torch.Generator) -> None:
@@ -27,24 +55,26 @@ class ForwardState:
     """``images``: storages with copies made before the first write to them. ``also``: generators that will move."""
 
     def __init__(self, images: Images, generators: Generators, also: Iterable[torch.Generator] = ()) -> None:
-        self._images = [pair for pair in images.values() if pair[0].nbytes() == pair[1].nbytes()]
+        self._images = [one for one in images.values() if one.storage.nbytes() == one.copy.nbytes()]
         self._generators = list(generators.values())
         self._also = list(also)
 
     def put_back(self) -> None:
         """Let all be as before the forward."""
-        self._present = [(storage, copy_of(storage)) for storage, _ in self._images]
+        self._present = [(one, copy_of(one.storage), one.watch._version) for one in self._images]
         moved = {id(generator): generator for generator, _ in self._generators}
         moved |= {id(generator): generator for generator in self._also}
         self._present_generators = states_of(moved.values())
-        for storage, image in self._images:
-            overwrite(storage, image)
+        for one in self._images:
+            overwrite(one.storage, one.copy)
         for generator, state in self._generators:
             generator.set_state(state)
 
     def undo(self) -> None:
         """Let all be as before ``put_back``."""
-        for storage, image in self._present:
-            overwrite(storage, image)
+        for one, present, version in self._present:
+            overwrite(one.storage, present)
+            if _set_versions is not None:
+                _set_versions((one.watch,), (version,))
         for generator, state in self._present_generators:
             generator.set_state(state)

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any
 
 from torch import nn
 
+from sac.errors import SacWarning
 from sac.policy.model import PlannedRegion, Policy
 from sac.region.frame import Frame
 from sac.region.inputs import KeptInputs
+from sac.region.known_writers import needs_recorder
 from sac.region.parking import surrounding_hooks
 from sac.region.reentrant import ReentrantFrame
 from sac.region.settings import ALWAYS, FIRST, REPLAY, RERUN, Settings
 from sac.region.states.bindings import UnseenWriteError
-from sac.region.states.caches import OnCaches, caches_in, sort_of_shared, without
 from sac.region.transforms import refuse_transforms
 from sac.selective.announce import announce
 from sac.selective.bind import rebuild_table
@@ -33,11 +35,25 @@ from sac.selective.whole_modules import Learnt, SavedModules, saved_modules
 
 # Note [Evidence]
 #
-# The first call of a region always runs under the recorder, in `full` mode too. If it shows nothing that needs a
-# dispatch mode (no op that may be saved, no generator passed by the caller, no write to something from outside, no last
-# op that writes to what autograd has saved), later calls of that region on the same sort of inputs enter none. Inputs
-# are of one sort if dtypes, shapes, needed gradients and plain values are the same, and if the function is made of the
-# same parts as before (Note [Which function is it]). Evidence is per region.
+# What earlier calls have shown saves time in later ones, and never changes a result.
+#
+# Where rules decide on ops, and where `engine: replay` is asked for, every call runs under a recorder. In `full`, and
+# where rules speak of whole modules only, a recorder is not needed for most regions, and takes longer than all else. So
+# the first call on each sort of inputs runs under one. If that shows nothing that needs a dispatch mode (no op that
+# chooses, no generator passed by the caller, no write to something from outside, no last op that writes to what autograd
+# has saved), later calls on the same sort of inputs enter none. Inputs are of one sort if dtypes, shapes, needed
+# gradients and plain values are the same, and if the function is made of the same parts as before (Note [Which function
+# is it]). Evidence is per region.
+#  - A call that read a tensor's value, or drew from Python's or NumPy's random numbers, may have branched on it: it shows
+#    nothing about other calls.
+#  - A region that has once needed a recorder has one in every later call.
+#  - A call without one is right by itself, whatever it does: what it can reach is noted before and put back (Note
+#    [Python state], Note [Buffers advance once]), and if it has written to something of which there is no copy, its
+#    activations are kept (Note [The walk of a region]).
+#
+# Example. A layer that is dropped with probability 0.5 by `torch.rand(()).item()`, and has an `rrelu` at its end. The
+# first call drops it, and no op runs but `rand`. That call read a value, so the next one is recorded too; and since the
+# code of the layer names `rrelu`, all are.
 
 
 SORTS = 1024  # of inputs that a region remembers; variable lengths must not make it grow for ever
@@ -75,7 +91,7 @@ class Region:
         self._free: set[Any] = set()  # sorts of inputs that need no mode
         self._learnt: dict[Any, Learnt] = {}  # sorts of inputs -> what a call has shown of modules saved as a whole
         self._verified: set[Any] = set()  # sorts of inputs of which a call has been compared with its replay
-        self._surprised = False  # a call has written to what no call before it had: none goes without a mode any more
+        self._needs_recorder = False  # a call has needed one, or would have: none goes without any more
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {
@@ -97,17 +113,10 @@ class Region:
         """Run one call; gradients are those of ``function(*args, **kwargs)``.
 
         ``owners`` are the function's modules. Calls with another ``mark``, which stands for what the function is made
-        of, share no evidence; those without one have none, nor have most calls with a cache (Note [Caches as
-        arguments]).
+        of, share no evidence; those without one have none.
         """
         refuse_transforms(self.path)
         inputs = KeptInputs(args, kwargs)
-        if not inputs.are_plain and (caches := caches_in(args, kwargs, owners)):
-            shared = sort_of_shared(caches)
-            function = OnCaches(function, caches)
-            args, kwargs = without(caches, args, kwargs)
-            inputs = KeptInputs(args, kwargs)
-            inputs.kind = None if inputs.kind is None or shared is None else inputs.kind + shared
         if inputs.owners:
             owners += inputs.owners
         sort = None
@@ -120,6 +129,7 @@ class Region:
             if everything and surrounding_hooks() is None:
                 self.stats.calls += 1
                 return function(*args, **kwargs)
+        records = records or self._needs_recorder or self.kind.table.decides_on_ops or settings.engine == REPLAY
         if settings.keeping is not None:
             inputs.store(settings.keeping, args, kwargs, self.path)
         recorder: RerunRecorder | ReplayRecorder | ModuleRecorder | None = None
@@ -150,6 +160,7 @@ class Region:
                 recorder.begin(inputs)
             kind = ReentrantFrame if settings.use_reentrant else Frame
             frame = kind(function, self.path, recorder, owners, settings)
+        frame.is_evidence = records and not (self._needs_recorder or self.kind.table.decides_on_ops)
         try:
             output = frame.run(inputs, args, kwargs)
         except UnseenWriteError:
@@ -157,6 +168,9 @@ class Region:
             raise
         if (recorder is None or not recorder.sees_ops) and frame.surroundings.bindings.were_written:
             self._be_surprised()
+        if frame.kept_whole is not None:
+            self._be_surprised()
+            warnings.warn(str(frame.kept_whole), SacWarning, stacklevel=2)
         if isinstance(recorder, (RerunRecorder, ReplayRecorder)):
             check_planned(self.kind.planned, recorder.rows, self.path)  # before inputs are released
         if settings.keeping is not None:
@@ -209,7 +223,7 @@ class Region:
         """A call without a recorder wrote to something: no call goes without one any more."""
         self._free.clear()
         self._learnt.clear()
-        self._surprised = True
+        self._needs_recorder = True
 
     def _recorder(
         self, owners: tuple[nn.Module, ...], settings: Settings, sort: Any, *, sees_ops: bool
@@ -232,8 +246,13 @@ class Region:
         if recorder.rows is not None:
             self.kind.rows = tuple(recorder.rows.rows)
             announce(self.path, self.kind.rows)
-        needs_mode = recorder.needs_mode or frame.surroundings.bindings.were_written or self._surprised
-        if sort is not None and (self.kind.table.saves_everything or not needs_mode):
+        everything = self.kind.table.saves_everything
+        if not everything and (
+            recorder.needs_mode or frame.surroundings.bindings.were_written or needs_recorder(frame.owners)
+        ):
+            self._needs_recorder = True
+        is_proof = not (self._needs_recorder or recorder.reads_values or frame.moved_host_rng)
+        if sort is not None and (everything or is_proof):
             if len(self._free) >= SORTS:
                 self._free.clear()
             self._free.add(sort)

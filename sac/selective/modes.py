@@ -88,6 +88,7 @@ class ForwardMode(RegionMode):
         if plan is None:
             plan = record.table.plan(func, self.path)
         if plan.light:
+            record.reads_values = record.reads_values or plan.reads_value
             record.labels.see(args)
             out = plan.run(*args, **kwargs)
             if plan.is_view and func is _LIFT_FRESH:

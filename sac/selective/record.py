@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from sac.errors import Problem
-from sac.region.detach import copy_of
 from sac.region.handles import Handle
 from sac.region.inputs import KeptInputs
 from sac.region.parking import PackHooks, park
@@ -18,7 +17,7 @@ from sac.region.states.bindings import UnseenWriteError
 from sac.region.states.rng import default_generator
 from sac.region.storages import describe, version_of
 from sac.selective.compact import compact_views
-from sac.selective.forward_state import note_generator
+from sac.selective.forward_state import Images, image_of, note_generator
 from sac.selective.labels import Description, Labels
 from sac.selective.table import BoundRule, Plan, Table
 from sac.selective.tensors import map_tensors, storage_address, storage_bytes, tensor_parts, tensors_of
@@ -101,7 +100,7 @@ class CallRecord:
         self.by_storage: dict[int, list[SavedValue]] = {}
         self._versions: dict[int, int] = {}  # storage address -> version counter when its result was saved
         self.generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
-        self.images: dict[int, tuple[Any, Any]] = {}  # storage address -> (storage, its image before the first write)
+        self.images: Images = {}  # by the address of the storage: what lay there before the first write
         self.calls: defaultdict[Plan, int] = defaultdict(int)
         self.alternations: defaultdict[int, int] = defaultdict(int)
         self.hits: defaultdict[int, int] = defaultdict(int)
@@ -121,6 +120,7 @@ class CallRecord:
         # The forward of a reentrant region runs without: some modules choose other kernels then, and labels say little.
         self.saw_grad = True
         self.may_save = False  # some op ran that another call of this region may save
+        self.reads_values = False  # the value of a tensor was read: the program may have branched on it
         self.late_write = False  # an op wrote to a tensor that autograd had saved right before the op ran
         self.forward_over = False
         self.paused = False  # a recomputation runs inside the region's own forward: nothing of it is recorded
@@ -211,7 +211,7 @@ class CallRecord:
                     if self._look_at_version(part, address):
                         self._copy_saved(address)
                 elif self.inside is None or is_input:
-                    self._image(address, part)
+                    self._image(address, part, plan)
                 if any(handle.storage == address for handle in self._packed_since_op):
                     self.late_write = True
 
@@ -238,14 +238,18 @@ class CallRecord:
             value.outputs = map_tensors(value.outputs, lambda t: _copy_if_at(t, address))
             value.written = True
 
-    def _image(self, address: int, tensor: torch.Tensor) -> None:
+    def _image(self, address: int, tensor: torch.Tensor, plan: Plan) -> None:
         origin = self.labels.origin(tensor)
         if origin == "input" and self.inputs is not None:
             self.inputs.copy_storage(address)
             self.inputs_written = True
-        elif self.freeze_buffers and origin in ("foreign", "input") and address not in self.images:
-            storage = tensor.untyped_storage()
-            self.images[address] = (storage, copy_of(storage))
+        elif address in self.images or tensor.layout is not torch.strided:
+            return
+        elif origin == "parameter":
+            if not plan.traits.is_infrastructure and not tensor.is_inference():
+                self.images[address] = image_of(tensor)
+        elif self.freeze_buffers and origin in ("foreign", "input"):
+            self.images[address] = image_of(tensor)
 
     def note_generator(self, generator: torch.Generator) -> None:
         """See ``forward_state.note_generator``."""
@@ -275,7 +279,8 @@ class CallRecord:
         self.held_addresses = addresses_of(value for value in alive if not value.written)
         self.by_storage.clear()
         for address in self.labels.parameter_addresses:  # FSDP gathers a parameter into a storage by an out= op
-            self.images.pop(address, None)
+            if address in self.images and not self.images[address].is_written:
+                del self.images[address]
         self.known = self.labels.makers.keys()
         self.visitors = (
             self.labels.visitors

@@ -72,7 +72,7 @@ def _load(plan: ReplayPlan, tape: Tape, inputs: dict[int, Tensor], images: Image
             raise CannotReplay("a tensor from outside that an op read is not there any more")
         address = storage_address(tensor)
         if address in images:
-            copy = copies.setdefault(address, copy_of(images[address][1]))
+            copy = copies.setdefault(address, copy_of(images[address].copy))
             values[value] = tensor.new_empty(0).set_(copy, *_place(metadata(tensor)))
             continue
         if tensor.shape != leaf.shape or (not storage_bytes(tensor) and tensor.numel()):

@@ -38,7 +38,7 @@ class RerunRecorder:
         self.record = CallRecord(table, path, owners, freeze_buffers=freeze_buffers, modules=modules)
         self.apart = apart
         self.rows = rows
-        self.needs_mode = False
+        self.needs_mode = self.reads_values = False
         self.figures: KeptFigures | None = None
         self._recompute: RecomputeMode | None = None
         self._reached = -1
@@ -67,7 +67,7 @@ class RerunRecorder:
         free = self.record.close(kept, last_missing)
         self.figures = figures_of(self.record, kept)
         self.record.decided = []
-        self.needs_mode = self.record.needs_mode
+        self.needs_mode, self.reads_values = self.record.needs_mode, self.record.reads_values
         return free
 
     def park(self, hooks: PackHooks) -> None:

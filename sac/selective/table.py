@@ -20,6 +20,8 @@ from sac.selective.autocast import as_called, has_own_body
 if TYPE_CHECKING:
     from sac.selective.whole_modules import Learnt
 
+_VALUE_READERS = frozenset(f"aten.{name}" for name in ("_local_scalar_dense", "item", "equal", "is_nonzero", "allclose"))
+
 Condition = Callable[[tuple[Any, ...], Mapping[str, Any], Any], bool]
 
 
@@ -91,6 +93,7 @@ class Plan:
         "own_body",
         "path",
         "places",
+        "reads_value",
         "run",
         "savable",
         "savable_if",
@@ -114,6 +117,7 @@ class Plan:
         self.is_silent = not traits.is_collective and (
             traits.is_infrastructure or not (traits.returns_tensor or self.writes)
         )
+        self.reads_value = self.is_silent and op_name(op) in _VALUE_READERS  # the program may branch on what it gives
         # An op without any of the traits that the tape has to look at: it reads tensors and makes a tensor.
         self.places = traits.tensor_places
         self.view_of = traits.view_of
@@ -181,6 +185,9 @@ class Table:
         self._whole: dict[str, BoundRule | None] = {}
         self.speaks_of_modules = any(bound.rule.speaks_of_module and bound.saves for bound in rules)
         self.saves_everything = self._saves_everything()
+        self.decides_on_ops = not self.saves_everything and (
+            self.default is Decision.SAVE or any(one.saves and not one.rule.speaks_of_module for one in rules)
+        )
         self.traced: TracedCalls | None = None
         self.left_in_eager = 0
         self._plans: dict[str, dict[int, Plan]] = {}  # by the id of the op: its hash is a function in Python

@@ -130,6 +130,7 @@ class TapeMode(RegionMode):
 
     def _run_silently(self, plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
         if not self.record.paused:
+            self.record.reads_values = self.record.reads_values or plan.reads_value
             if plan.traits.is_infrastructure and func.namespace in _NO_REPLAY:
                 self.tape.fail(f"{func.namespace} ops run inside the region")
             if self.rows is not None:

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from sac.ops.traits import FILLING, FILLING_PARTS
-from sac.region.detach import copy_of, detached
+from sac.region.detach import detached
 from sac.region.inputs import KeptInputs
 from sac.region.settings import Settings
 from sac.selective.checksum import Sums, checksum, same
 from sac.selective.draws import Draws
-from sac.selective.forward_state import Generators, Images, note_generator
+from sac.selective.forward_state import Generators, Images, image_of, note_generator
 from sac.selective.made_of import MadeOf
 from sac.selective.modes import decide
 from sac.selective.record import written_tensors
@@ -39,6 +39,7 @@ class TapeRecorder:
         self.images: Images = {}
         self.checksums: dict[int, Sums] | None = {} if verifies else None  # of missing handles
         self.may_save = False
+        self.reads_values = False  # the value of a tensor was read: the program may have branched on it
         self.calls: defaultdict[Plan, int] = defaultdict(int)
         self.alternations: defaultdict[int, int] = defaultdict(int)
         self.hits: defaultdict[int, int] = defaultdict(int)
@@ -53,6 +54,7 @@ class TapeRecorder:
         self._rules: dict[int, int] = {}  # kept value -> rule
         self._generators: Generators = {}
         self._routing: list[tuple[Plan, range]] = []  # calls of ops that may answer differently, and their results
+        self._parameter_images: set[int] = set()  # addresses of parameters that an op has written to
         self._gathered: set[int] = set()  # after trouble: addresses of parameters, which FSDP may have filled in here
         self._inputs: KeptInputs | None = None
         self._wrote_inputs = False
@@ -285,16 +287,19 @@ class TapeRecorder:
             assert self._inputs is not None
             self._inputs.copy_storage(address)
             self._wrote_inputs = True
-        elif (leaf is not None and leaf.lasts) or isinstance(tensor, nn.Parameter):
-            self.tape.fail(f"{plan.op} writes to a parameter")
         elif plan.traits.is_infrastructure:
             # FSDP of FullyShardedDataParallel: parameters are gathered for a module inside the region, and let go of.
             self.tape.fail(f"{plan.op} writes to a tensor from outside")
+        elif (leaf is not None and leaf.lasts) or isinstance(tensor, nn.Parameter):
+            self._parameter_images.add(address)
+            if type(tensor) not in (Tensor, nn.Parameter):
+                self.tape.fail(f"{plan.op} writes to a parameter of class {type(tensor).__name__}")
+            elif address not in self.images:
+                self.images[address] = image_of(tensor)
         elif not self._settings.freeze_buffers:
             self.tape.fail(f"{plan.op} writes to a tensor from outside, and freeze_buffers is off")
         elif address not in self.images:
-            storage = tensor.untyped_storage()
-            self.images[address] = storage, copy_of(storage)
+            self.images[address] = image_of(tensor)
 
     def _note_generators(self, args: Any, kwargs: Any) -> None:
         for generator in (*args, *kwargs.values()):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -49,14 +49,16 @@ class Bindings:
     """What the names of parameters and buffers of a region's modules meant when its forward began; which were training.
 
     Parameters of wrapper subclasses are left alone: FSDP exchanges its sharded ones between forward and backward.
-    ``apart``: modules (by id) that recomputation does not run: what they write to their buffers needs no copy.
+    ``others``: tensors that the region can reach under other names; they are treated as buffers. ``apart``: modules (by
+    id) that recomputation does not run: what they write to their buffers needs no copy.
     """
 
-    __slots__ = ("_buffers", "_held", "_need_grad", "_parameters", "_training", "_versions", "_watched")
+    __slots__ = ("_buffers", "_held", "_need_grad", "_parameters", "_training", "_versions", "_watched", "_written")
 
     def __init__(
         self,
         owners: tuple[nn.Module, ...],
+        others: Iterable[torch.Tensor] = (),
         *,
         freeze_buffers: bool = True,
         recorded: bool = True,
@@ -66,6 +68,7 @@ class Bindings:
         self._parameters = [(bound, {**bound}) for owner in owners if (bound := owner._parameters)]
         self._held = [one for _, held in self._parameters for one in held.values() if one is not None]
         self._need_grad = [one.requires_grad for one in self._held]
+        self._written: list[torch.Tensor] = []  # parameters, after ``close``
         self.note_parameters()
         self._buffers: list[tuple[nn.Module, Bound]] = []
         self._watched: list[_Watched] = []
@@ -73,12 +76,18 @@ class Bindings:
             most = _MOST_COPIED_BYTES if recorded else _MOST_COPIED_BYTES_UNRECORDED
             self._buffers = [(owner, {**held}) for owner in owners if (held := owner._buffers)]
             self._watched = [_Watched(one, most, id(owner) in apart) for owner, one in _plain_tensors(self._buffers)]
+            known = {id(one.tensor) for one in self._watched}
+            self._watched += [_Watched(one, most, False) for one in others if id(one) not in known and _is_own(one)]
 
     def close(self) -> None:
         """The forward is over: drop the copies of what was not written to."""
         if self._watched:
             self._watched = [one for one in self._watched if one.was_changed]
+        before = self._versions
         self.note_parameters()
+        if before != self._versions:
+            pairs = zip(self._held, before, self._versions, strict=True)
+            self._written = [one for one, was, now in pairs if was != now]
 
     def note_parameters(self) -> None:
         """Take note of the parameters' versions: from now on nothing but the region's own runs may write to them."""
@@ -100,13 +109,18 @@ class Bindings:
 
     @property
     def were_written(self) -> bool:
-        """Whether the forward wrote to buffers in place; after ``close``."""
-        return any(not one.is_apart for one in self._watched)
+        """Whether the forward wrote to buffers or parameters in place; after ``close``."""
+        return bool(self._written) or any(not one.is_apart for one in self._watched)
 
-    @property
-    def lost(self) -> torch.Tensor | None:
-        """A buffer that the forward wrote to and of which there is no copy, if any; after ``close``."""
-        return next((one.tensor for one in self._watched if not (one.is_apart or one.is_copied)), None)
+    def unseen_write(self, where: str) -> Problem | None:
+        """Return the problem that the forward wrote to something of which there is no copy, if it did.
+
+        After ``close``. ``where`` names the region.
+        """
+        lost = next((one.tensor for one in self._watched if not (one.is_apart or one.is_copied)), None)
+        if lost is None:
+            lost = next(iter(self._written), None)
+        return None if lost is None else self._unseen(lost, where)
 
     def enter_on(self, stack: ExitStack) -> None:
         """Let names, data and flags be those of the forward, and those of now when ``stack`` is left."""
@@ -133,16 +147,18 @@ class Bindings:
     def drop(self) -> None:
         """Hold nothing any more."""
         self._buffers, self._parameters, self._watched, self._training = [], [], [], []
-        self._held, self._need_grad, self._versions = [], [], []
+        self._held, self._need_grad, self._versions, self._written = [], [], [], []
 
-    def unseen(self, tensor: torch.Tensor, where: str) -> Problem:
-        """Return the problem that nobody saw the region ``where`` write to the buffer ``tensor``."""
-        owner, name = next((o, n) for o, before in self._buffers for n, value in before.items() if value is tensor)
+    def _unseen(self, tensor: torch.Tensor, where: str) -> Problem:
+        buffers = (("buffer", name, value) for _, held in self._buffers for name, value in held.items())
+        parameters = (("parameter", name, value) for _, held in self._parameters for name, value in held.items())
+        named = (f"{kind} {name!r} " for kind, name, value in (*buffers, *parameters) if value is tensor)
         return Problem(
             where=where or "region",
-            found=f"this call changed buffer {name!r} of {type(owner).__name__} ({describe(tensor)}) in place, as no "
-            "call with such inputs had before, so that nothing was kept to recompute it from",
-            fix="go back to a checkpoint of the training: from now on the region keeps what it writes to",
+            found=f"this call changed {next(named, 'a tensor that the region holds ')}({describe(tensor)}) in place, "
+            "which no earlier call did",
+            fix="none is needed: the activations of this call are kept until its backward instead of being recomputed, "
+            "and later calls of the region keep a copy of what they write to",
         )
 
 
@@ -189,6 +205,11 @@ def _plain_tensors(buffers: list[tuple[nn.Module, Bound]]) -> Iterator[tuple[nn.
         for value in before.values():
             if _is_plain(value) and value.layout is torch.strided:
                 yield owner, value
+
+
+def _is_own(value: torch.Tensor) -> bool:
+    """Whether the region may write to a tensor that it holds, other than by a graph."""
+    return _is_plain(value) and value.layout is torch.strided and value.grad_fn is None and not value.is_inference()
 
 
 def _is_plain(value: Any) -> bool:

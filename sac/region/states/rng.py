@@ -28,6 +28,7 @@ class RngSnapshot:
     """States of the generators that a region may draw from; a context that puts them back. See Note [Random states].
 
     ``tensors``: whose devices' default generators are taken, beside those of the CPU and of the current device.
+    ``also``: generators that the region's modules and arguments hold.
 
     Raises ``ConfigError`` if a function in ``settings.trackers`` returns no tracker, and ``RegionError`` while a CUDA
     graph is captured: torch lets nobody read or set a generator's state then.
@@ -35,10 +36,17 @@ class RngSnapshot:
 
     __slots__ = ("_accelerators", "_entered", "_states", "_trackers")
 
-    def __init__(self, tensors: Iterable[torch.Tensor], settings: Settings) -> None:
+    def __init__(
+        self, tensors: Iterable[torch.Tensor], settings: Settings, also: Iterable[torch.Generator] = ()
+    ) -> None:
         self._accelerators = _accelerator_generators(tensors)
+        usual = (torch.default_generator, *self._accelerators)
+        # Where a module holds a default generator, that one is put back last, as ever: see above.
+        others = {one._cdata: one for one in (*settings.generators, *also)}  # type: ignore[attr-defined]
+        for one in usual:
+            others.pop(one._cdata, None)  # type: ignore[attr-defined]
         try:
-            self._states = states_of((torch.default_generator, *self._accelerators, *settings.generators))
+            self._states = states_of((*usual, *others.values()))
             self._trackers = [
                 (getter, NamedStates(tracker_of(getter), self._accelerators)) for getter in settings.trackers
             ]

@@ -1,0 +1,52 @@
+"""Modules of which their classes tell that no call of them may go without a recorder."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any
+
+from torch import nn
+
+from sac.region.parts import names_in
+
+# Note [Known before they run]
+#
+# Whether a region needs a recorder shows when it runs, but only for the path that it takes then: a layer that is
+# skipped in its first call shows nothing. Some things can be known from the code of the region's modules: a name of an
+# op that chooses (its result has to be kept, see promise 10), of `rrelu` (it fills what autograd has saved before), and
+# layers that write to their own weight (`max_norm`). This costs time where it is wrong, and never a result. What it
+# misses is noticed when it happens: see Note [The walk of a region] on unseen writes.
+
+_NAMES = frozenset(
+    {
+        # As the save-set `nondeterministic`, but for `mode`, which is the name of too much else.
+        *("topk", "sort", "msort", "argsort", "multinomial", "kthvalue", "median", "nanmedian", "argmax", "argmin"),
+        *("bincount", "histc", "nonzero", "unique", "unique_consecutive"),
+        *("rrelu", "rrelu_", "rrelu_with_noise", "RReLU"),
+    }
+)
+
+
+def needs_recorder(modules: Iterable[nn.Module]) -> bool:
+    """Return whether one of the modules may choose, fill or write unseen, as far as its class and options tell."""
+    return any(_class_tells(type(one)) or getattr(one, "max_norm", None) is not None for one in modules)
+
+
+@lru_cache(maxsize=1024)
+def _class_tells(kind: type) -> bool:
+    if issubclass(kind, nn.RReLU):
+        return True
+    return any(
+        not _NAMES.isdisjoint(names_in(code))
+        for base in kind.__mro__
+        if base.__module__.partition(".")[0] != "torch"
+        for code in map(_code_of, vars(base).values())
+        if code is not None
+    )
+
+
+def _code_of(value: Any) -> types.CodeType | None:
+    function = getattr(value, "__func__", value)
+    return function.__code__ if type(function) is types.FunctionType else None

@@ -1,0 +1,444 @@
+"""Python state that a region's forward can reach: attributes, containers and closures, put back for recomputation."""
+
+from __future__ import annotations
+
+import enum
+import sys
+import types
+import weakref
+from collections import OrderedDict, UserDict, UserList, deque
+from collections.abc import Iterable
+from contextlib import ExitStack
+from functools import lru_cache, partial
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import nn
+
+from sac.region.detach import detached
+from sac.region.parts import PLAIN
+from sac.region.states.host_rng import is_random_source
+
+# Note [Python state]
+#
+# A recomputation that runs Python has to find every object as the forward found it, and must not change any for good:
+# a counter advances once, a memory that the forward rebinds is read as it was, an adapter that the training loop
+# switches between forward and backward is the one of the forward. So the state that the region can reach is noted when
+# the forward begins, put back while Python runs again, and restored to what it is now afterwards.
+#
+# What is reached: attributes of the region's modules and their tables of sub-modules; what a function holds (closure,
+# bound object, arguments of a partial); and from there lists, dicts, sets, deques and the attributes of objects, also
+# those in `__slots__`. Not reached: globals, attributes of classes, what libraries keep in objects of their own (torch,
+# the standard library), modules that are held in a list or an object only, and more than `_MOST` objects.
+#
+# Noting is shallow and by reference: what an object held, not what that looks like. Tensors are noted by identity too;
+# writes to their memory are another matter (Note [Buffers advance once]). A tensor with a graph is not held, since that
+# could be a graph of an earlier step: a leaf on the same data stands for it.
+#
+# Example. A block with `self.memory = h.detach()` in its forward: at the start of step 3 `memory` is the tensor of step
+# 2. The forward of step 3 reads that and rebinds the name. In backward the recomputation finds the tensor of step 2
+# under `memory`, rebinds the name to the h it has made itself, and when it is over `memory` is the tensor of step 3.
+
+_MOST = 1024  # objects and containers that are looked into
+_LONGEST = 4096  # entries of a container that is noted
+_STANDARD = frozenset(vars(nn.Module()))  # what nn.Module itself puts into a module's dict: noted elsewhere, or not ours
+_STANDARD_COUNT = len(_STANDARD)
+_MISSING = object()
+_OURS_AND_TORCH = frozenset({"torch", "sac"})
+_FUNCTIONS = (types.FunctionType, types.MethodType, partial)
+_IGNORED = (type, types.ModuleType, types.BuiltinFunctionType, nn.Module, weakref.ref, property, enum.Enum)
+# Classes of the standard library whose attributes are the user's; all others keep state that is not to be exchanged.
+_PLAIN_HOLDERS = (types.SimpleNamespace, UserDict, UserList)
+
+
+class _Leaf:
+    """Stands for a tensor with a graph, which is not held: its data as a leaf of its own."""
+
+    __slots__ = ("_data", "original")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.original = weakref.ref(tensor)
+        self._data = detached(tensor)
+
+    def made(self) -> torch.Tensor:
+        leaf = detached(self._data)
+        return leaf.requires_grad_() if leaf.is_floating_point() or leaf.is_complex() else leaf
+
+
+class ReachableState:
+    """What a region's Python could reach when its forward began; see Note [Python state].
+
+    ``tensors``: those reached that are neither parameters nor buffers, by id. ``generators``: torch's random generators
+    reached; ``others``: those of Python and NumPy.
+    """
+
+    __slots__ = ("_left", "_places", "_seen", "_waiting", "generators", "others", "tensors")
+
+    def __init__(self, modules: Iterable[nn.Module], *roots: Any) -> None:
+        self.tensors: dict[int, torch.Tensor] = {}
+        self.generators: list[torch.Generator] = []
+        self.others: list[Any] = []
+        self._places: list[_Place] = []
+        self._seen: set[int] = set()
+        self._waiting: list[Any] = []
+        self._left = _MOST
+        for module in modules:
+            self._note_module(module)
+        for root in roots:
+            self._reach(root)
+        while self._waiting:
+            self._look_into(self._waiting.pop())
+        self._seen = set()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to put back."""
+        return not self._places
+
+    def enter_on(self, stack: ExitStack) -> None:
+        """Put everything back as it was, and as it is now when ``stack`` is left."""
+        for place in self._places:
+            now = place.now()
+            if place.differs(now):
+                stack.callback(place.put, now)
+                place.put(place.before())
+
+    def drop(self) -> None:
+        """Hold nothing any more."""
+        self._places, self.tensors, self.generators, self.others = [], {}, [], []
+
+    # Noting
+
+    def _note_module(self, module: nn.Module) -> None:
+        held = module.__dict__
+        children = held.get("_modules")
+        if children:
+            self._add(_DictPlace(children))
+        if len(held) <= _STANDARD_COUNT or not _is_open(type(module)):
+            return
+        self._add(_DictPlace(held, _STANDARD))
+        # The standard entries come first, except where something was set before nn.Module.__init__ ran.
+        late = next(iter(held)) == "training"
+        for value in islice(held.values(), _STANDARD_COUNT, None) if late else tuple(held.values()):
+            if type(value) not in PLAIN:
+                self._reach(value)
+
+    def _add(self, place: _Place) -> None:
+        self._places.append(place)
+
+    def _reach(self, value: Any) -> None:
+        """Note ``value`` if it is a tensor or a generator, and put it on the list if it holds something."""
+        kind = type(value)
+        if kind in PLAIN:
+            return
+        if isinstance(value, torch.Tensor):
+            if not isinstance(value, nn.Parameter):
+                self.tensors[id(value)] = value
+        elif isinstance(value, _IGNORED) or id(value) in self._seen:
+            pass
+        elif isinstance(value, torch.Generator):
+            self._seen.add(id(value))
+            self.generators.append(value)
+        elif self._left > 0:
+            self._left -= 1
+            self._seen.add(id(value))
+            self._waiting.append(value)
+
+    def _look_into(self, value: Any) -> None:
+        kind = type(value)
+        if isinstance(value, dict):
+            if len(value) <= _LONGEST:
+                self._add(_DictPlace(value))
+                self._reach_all(value.values())
+        elif isinstance(value, (list, deque)):
+            if len(value) <= _LONGEST:
+                self._add(_SequencePlace(value))
+                self._reach_all(value)
+        elif isinstance(value, set):
+            if len(value) <= _LONGEST:
+                self._add(_SetPlace(value))
+            return
+        elif isinstance(value, (tuple, frozenset)):
+            if len(value) <= _LONGEST:
+                self._reach_all(value)
+        elif isinstance(value, _FUNCTIONS):
+            self._look_into_function(value)
+            return
+        elif is_random_source(value):
+            self.others.append(value)
+            return
+        if _is_open(kind):
+            self._note_attributes(value)
+
+    def _look_into_function(self, value: Any) -> None:
+        if type(value) is partial:
+            self._reach_all((value.func, *value.args, *value.keywords.values()))
+        elif type(value) is types.MethodType:
+            self._reach(value.__func__)
+            self._reach(value.__self__)
+        elif not _is_library(value.__module__):
+            for cell in value.__closure__ or ():
+                place = _CellPlace(cell)
+                self._add(place)
+                self._reach(place.held)
+
+    def _note_attributes(self, value: Any) -> None:
+        held = getattr(value, "__dict__", None)
+        if type(held) is dict and held:
+            self._add(_DictPlace(held))
+            self._reach_all(held.values())
+        slots = slots_of(type(value))
+        if slots:
+            place = _SlotsPlace(value, slots)
+            self._add(place)
+            self._reach_all(place.now().values())
+
+    def _reach_all(self, values: Iterable[Any]) -> None:
+        for value in tuple(values):
+            self._reach(value)
+
+
+class _Place:
+    """Something that holds other things: what it held, and how to put that back."""
+
+    __slots__ = ()
+
+    def now(self) -> Any:
+        """Return what is held now, not to be changed by what happens next."""
+        raise NotImplementedError
+
+    def before(self) -> Any:
+        """Return what was held when the forward began."""
+        raise NotImplementedError
+
+    def differs(self, now: Any) -> bool:
+        """Return whether that is something else than ``now``."""
+        raise NotImplementedError
+
+    def put(self, wanted: Any) -> None:
+        """Let just ``wanted`` be held."""
+        raise NotImplementedError
+
+
+class _DictPlace(_Place):
+    """A dictionary, but for the entries ``apart``."""
+
+    __slots__ = ("_apart", "_held", "_target")
+
+    def __init__(self, target: dict[Any, Any], apart: frozenset[str] = frozenset()) -> None:
+        self._target = target
+        self._apart = apart
+        self._held = _without_graphs(dict(target))
+
+    def now(self) -> dict[Any, Any]:
+        return dict(self._target)
+
+    def before(self) -> dict[Any, Any]:
+        now = self._target
+        return {key: _made(value, now.get(key)) for key, value in self._held.items()}
+
+    def differs(self, now: dict[Any, Any]) -> bool:
+        held, apart = self._held, self._apart
+        if len(now) != len(held) or now.keys() != held.keys():
+            return True
+        return any(not _is_same(value, now[key]) and key not in apart for key, value in held.items())
+
+    def put(self, wanted: dict[Any, Any]) -> None:
+        target, apart = self._target, self._apart
+        now = dict(target)
+        if [*now] == [*wanted]:  # as a rule the names are the same, and keep their order
+            changed = {key: value for key, value in wanted.items() if now[key] is not value and key not in apart}
+            for key, value in changed.items():
+                dict.__setitem__(target, key, value)
+            return
+        kind = OrderedDict if isinstance(target, OrderedDict) else dict  # not the methods of the user's own class
+        kept = {key: value for key, value in now.items() if key in apart}
+        kind.clear(target)
+        for key, value in wanted.items():
+            kind.__setitem__(target, key, kept.pop(key) if key in kept else value)
+        for key, value in kept.items():
+            kind.__setitem__(target, key, value)
+
+
+class _SequencePlace(_Place):
+    """A list or a deque."""
+
+    __slots__ = ("_held", "_target")
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+        self._held = [_without_graph(value) for value in target]
+
+    def now(self) -> list[Any]:
+        return [*self._target]
+
+    def before(self) -> list[Any]:
+        now = [*self._target]
+        now += [None] * (len(self._held) - len(now))
+        return [_made(value, other) for value, other in zip(self._held, now, strict=False)]
+
+    def differs(self, now: list[Any]) -> bool:
+        held = self._held
+        return len(now) != len(held) or not all(map(_is_same, held, now))
+
+    def put(self, wanted: list[Any]) -> None:
+        target = self._target
+        if isinstance(target, list):
+            list.__setitem__(target, slice(None), wanted)
+        else:
+            deque.clear(target)
+            deque.extend(target, wanted)
+
+
+class _SetPlace(_Place):
+    __slots__ = ("_held", "_target")
+
+    def __init__(self, target: set[Any]) -> None:
+        self._target = target
+        self._held = frozenset(target)
+
+    def now(self) -> frozenset[Any]:
+        return frozenset(self._target)
+
+    def before(self) -> frozenset[Any]:
+        return self._held
+
+    def differs(self, now: frozenset[Any]) -> bool:
+        return now != self._held
+
+    def put(self, wanted: frozenset[Any]) -> None:
+        set.clear(self._target)
+        set.update(self._target, wanted)
+
+
+class _CellPlace(_Place):
+    """A cell of a closure."""
+
+    __slots__ = ("_cell", "held")
+
+    def __init__(self, cell: types.CellType) -> None:
+        self._cell = cell
+        self.held = _without_graph(self.now())
+
+    def now(self) -> Any:
+        try:
+            return self._cell.cell_contents
+        except ValueError:  # not bound
+            return _MISSING
+
+    def before(self) -> Any:
+        return _made(self.held, self.now())
+
+    def differs(self, now: Any) -> bool:
+        return not _is_same(self.held, now)
+
+    def put(self, wanted: Any) -> None:
+        if wanted is _MISSING:
+            del self._cell.cell_contents
+        else:
+            self._cell.cell_contents = wanted
+
+
+class _SlotsPlace(_Place):
+    """The attributes of an object that lie in ``__slots__``."""
+
+    __slots__ = ("_held", "_slots", "_target")
+
+    def __init__(self, target: Any, slots: dict[str, Any]) -> None:
+        self._target = target
+        self._slots = slots
+        self._held = _without_graphs(self.now())
+
+    def now(self) -> dict[str, Any]:
+        found = {}
+        for name, slot in self._slots.items():
+            try:
+                found[name] = slot.__get__(self._target)
+            except AttributeError:
+                continue
+        return found
+
+    def before(self) -> dict[str, Any]:
+        now = self.now()
+        return {name: _made(value, now.get(name)) for name, value in self._held.items()}
+
+    def differs(self, now: dict[str, Any]) -> bool:
+        held = self._held
+        return now.keys() != held.keys() or any(not _is_same(value, now[name]) for name, value in held.items())
+
+    def put(self, wanted: dict[str, Any]) -> None:
+        for name, slot in self._slots.items():
+            if name in wanted:
+                slot.__set__(self._target, wanted[name])
+            elif name in self.now():
+                slot.__delete__(self._target)
+
+
+def _without_graphs(held: dict[Any, Any]) -> dict[Any, Any]:
+    for key, value in held.items():
+        if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+            held[key] = _Leaf(value)
+    return held
+
+
+def _without_graph(value: Any) -> Any:
+    return _Leaf(value) if isinstance(value, torch.Tensor) and value.grad_fn is not None else value
+
+
+def _is_same(held: Any, now: Any) -> bool:
+    return (held.original() if type(held) is _Leaf else held) is now
+
+
+def _made(held: Any, now: Any) -> Any:
+    """Return what is to be put back for ``held``: itself, or where its graph was let go, a leaf on the same data."""
+    if type(held) is not _Leaf:
+        return held
+    return now if held.original() is now else held.made()
+
+
+def holds_state(value: Any) -> bool:
+    """Return whether an object may hold state of the user's: a container, or of a class that is open."""
+    return isinstance(value, (list, dict, set, deque)) or (
+        not isinstance(value, (*_IGNORED, *_FUNCTIONS)) and _is_open(type(value))
+    )
+
+
+def attributes_in(value: Any) -> dict[str, Any]:
+    """Return what an object holds under names: in its dict and in ``__slots__``."""
+    held = getattr(value, "__dict__", None)
+    found = dict(held) if type(held) is dict else {}
+    for name, slot in slots_of(type(value)).items():
+        try:
+            found[name] = slot.__get__(value)
+        except AttributeError:  # not set
+            continue
+    return found
+
+
+@lru_cache(maxsize=1024)
+def slots_of(kind: type) -> dict[str, Any]:
+    """Return the descriptors of the attributes that objects of a class keep in ``__slots__``, by name."""
+    found: dict[str, Any] = {}
+    for base in kind.__mro__:
+        for name, descriptor in vars(base).items():
+            if isinstance(descriptor, types.MemberDescriptorType) and name not in ("__dict__", "__weakref__"):
+                found.setdefault(name, descriptor)
+    return found
+
+
+@lru_cache(maxsize=1024)
+def _is_open(kind: type) -> bool:
+    """Return whether objects of a class hold the user's state: not those of torch, of sac and the standard library.
+
+    Layers of ``torch.nn`` do: anybody may put attributes on them.
+    """
+    if issubclass(kind, nn.Module):
+        return not _is_library(kind.__module__) or kind.__module__.startswith("torch.nn.modules.")
+    if issubclass(kind, _PLAIN_HOLDERS):
+        return True
+    return not _is_library(kind.__module__) and kind.__module__.partition(".")[0] not in sys.stdlib_module_names
+
+
+def _is_library(module: Any) -> bool:
+    return str(module).partition(".")[0] in _OURS_AND_TORCH
