@@ -93,7 +93,11 @@ class ReplayRecorder(TapeRecorder):
             value = found[1]
             if version != tape.versions[value]:
                 value = tape.look_at_version(tensor, value)
-        elif tape.is_known(tensor) or cast_of(tensor) is not None:
+        elif (
+            tape.is_known(tensor)
+            or cast_of(tensor) is not None
+            or (tensor.grad_fn is not None and id(tensor) in tape.outside)
+        ):
             value = tape.find(tensor, "autograd")
         else:
             self._pack_from_outside(tensor, handle)
@@ -177,8 +181,6 @@ class ReplayRecorder(TapeRecorder):
         self.needs_mode = self.may_save or bool(
             self.images or self._generators or self._wrote_late or self._wrote_inputs
         )
-        if any(not self.images[address].is_written for address in self._parameter_images if address in self.images):
-            tape.fail("a parameter's data is exchanged while the region runs")  # as FSDP does, unseen by autograd
         if tape.writers and not tape.trouble:
             self._look_for_spoilt(missing)
         if not tape.trouble:
@@ -194,9 +196,8 @@ class ReplayRecorder(TapeRecorder):
                 self._check_unsaved(kept)
         if tape.trouble:
             self.plan = self.program = None
-            for address in self._gathered | self._parameter_images:
-                if address in self.images and not self.images[address].is_written:
-                    del self.images[address]
+            for address in self._gathered - self._written_parameters:
+                self.images.pop(address, None)
             if self.may_run_again(kept, missing):
                 self.forget_what_lives(kept)
                 kept[:] = [handle for handle in kept if handle.kept]

@@ -23,8 +23,8 @@ from sac.region.states.reachable import attributes_in, holds_state
 # circle, which leads through autograd's nodes, no collector would find.
 #
 # Lists, dicts, tuples and what else `torch.utils._pytree` takes apart are made anew for each recomputation anyway. An
-# object is copied if it holds state of the user's (Note [Python state]): any class but those of torch, of sac and of the
-# standard library. Objects of these are the same in forward and recomputation.
+# object is copied if it holds state of the user's (Note [Python state]): any class but those of torch, of sac and of
+# the standard library. Objects of these are the same in forward and recomputation.
 
 SHARED_STATES = "shared_kv_states"  # the argument by which layers hand keys and values on
 _SHARED = (torch.Tensor, nn.Module, type, str, bytes, int, float)

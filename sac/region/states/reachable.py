@@ -7,7 +7,7 @@ import sys
 import types
 import weakref
 from collections import OrderedDict, UserDict, UserList, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import lru_cache, partial
 from itertools import islice
@@ -42,7 +42,9 @@ from sac.region.states.host_rng import is_random_source
 
 _MOST = 1024  # objects and containers that are looked into
 _LONGEST = 4096  # entries of a container that is noted
-_STANDARD = frozenset(vars(nn.Module()))  # what nn.Module itself puts into a module's dict: noted elsewhere, or not ours
+_STANDARD = frozenset(
+    vars(nn.Module())
+)  # what nn.Module itself puts into a module's dict: noted elsewhere, or not ours
 _STANDARD_COUNT = len(_STANDARD)
 _MISSING = object()
 _OURS_AND_TORCH = frozenset({"torch", "sac"})
@@ -416,8 +418,7 @@ def attributes_in(value: Any) -> dict[str, Any]:
     return found
 
 
-@lru_cache(maxsize=1024)
-def slots_of(kind: type) -> dict[str, Any]:
+def _slots_of(kind: Any) -> dict[str, Any]:
     """Return the descriptors of the attributes that objects of a class keep in ``__slots__``, by name."""
     found: dict[str, Any] = {}
     for base in kind.__mro__:
@@ -427,8 +428,7 @@ def slots_of(kind: type) -> dict[str, Any]:
     return found
 
 
-@lru_cache(maxsize=1024)
-def _is_open(kind: type) -> bool:
+def _is_open_class(kind: Any) -> bool:
     """Return whether objects of a class hold the user's state: not those of torch, of sac and the standard library.
 
     Layers of ``torch.nn`` do: anybody may put attributes on them.
@@ -442,3 +442,7 @@ def _is_open(kind: type) -> bool:
 
 def _is_library(module: Any) -> bool:
     return str(module).partition(".")[0] in _OURS_AND_TORCH
+
+
+slots_of: Callable[[Any], dict[str, Any]] = lru_cache(maxsize=1024)(_slots_of)
+_is_open: Callable[[Any], bool] = lru_cache(maxsize=1024)(_is_open_class)
