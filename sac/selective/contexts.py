@@ -76,22 +76,22 @@ class CheckpointForwardMode(ForwardMode):
                 self.record.park(outer)
 
 
-_BESIDE_TORCH = Settings(preserve_rng_state=False)  # random states are torch's part here
-_IN_A_GRAPH = Settings()  # and not here: torch leaves them to the compiler, which a backend that runs the graph is not
+_SETTINGS = Settings()
 
 
 class _State:
     """What surrounded the forward and torch's checkpoint does not put back; buffers are those of ``module``."""
 
-    def __init__(self, module: nn.Module | None, settings: Settings) -> None:
+    def __init__(self, module: nn.Module | None, *, in_graph: bool) -> None:
         self._module = module
-        self._settings = settings
+        self._in_graph = in_graph
         self._surroundings: Surroundings | None = None
         self._entered: list[ExitStack] = []  # a region can be recomputed inside its own recomputation
 
     def note(self) -> None:
         """The forward begins."""
-        self._surroundings = Surroundings((), owners_of(self._module), self._settings)
+        # In a graph torch leaves random states to the compiler, which a backend that runs the graph as it is is not.
+        self._surroundings = Surroundings((), owners_of(self._module), _SETTINGS, beside_torch=not self._in_graph)
 
     def forward_is_over(self) -> None:
         """Keep nothing of buffers that are what they were."""
@@ -249,7 +249,7 @@ def checkpoint_contexts(
         forward, recompute = create_selective_checkpoint_contexts(TracedPolicy(table, path, module))
         return forward, recompute
     table.left_in_eager += in_graph
-    modules = SavedModules(table, path, _IN_A_GRAPH, table.learnt) if table.speaks_of_modules else None
+    modules = SavedModules(table, path, _SETTINGS, table.learnt) if table.speaks_of_modules else None
     record = CallRecord(table, path, owners_of(module), modules=modules)
-    state = _State(module, _IN_A_GRAPH if in_graph else _BESIDE_TORCH)
+    state = _State(module, in_graph=in_graph)
     return CheckpointForwardMode(record, state), CheckpointRecomputeMode(record, state)

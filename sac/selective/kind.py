@@ -41,9 +41,9 @@ from sac.selective.whole_modules import Learnt, SavedModules, saved_modules
 # where rules speak of whole modules only, a recorder is not needed for most regions, and takes longer than all else. So
 # the first call on each sort of inputs runs under one. If that shows nothing that needs a dispatch mode (no op that
 # chooses, no generator passed by the caller, no write to something from outside, no last op that writes to what
-# autograd has saved), later calls on the same sort of inputs enter none. Inputs are of one sort if dtypes, shapes, needed
-# gradients and plain values are the same, and if the function is made of the same parts as before (Note [Which function
-# is it]). Evidence is per region.
+# autograd has saved), later calls on the same sort of inputs enter none. Inputs are of one sort if dtypes, shapes,
+# needed gradients and plain values are the same, and if the function is made of the same parts as before (Note [Which
+# function is it]). Evidence is per region.
 #  - A call that read a tensor's value, or drew from Python's or NumPy's random numbers, may have branched on it: it
 #    shows nothing about other calls.
 #  - A region that has once needed a recorder has one in every later call.

@@ -110,8 +110,9 @@ class ReplayRecorder(TapeRecorder):
             handle.storage = storage_address(tensor)
             self.recent.append((handle.index, tensor, root))
             return
-        if root in self._lasting and root not in tape.writers:
-            # As it is: it is one of the ancestors that autograd holds anyway.
+        if root in self._lasting and (root not in tape.writers or tape.leaves[root].position < 0):
+            # As it is: it is one of the ancestors that autograd holds anyway. A parameter that the region has written to
+            # too: if it is written to once more, backward sees that as it would without us.
             handle.kept = handle.borrowed = True
             handle.version = version
             handle.value = handle.watched = tensor

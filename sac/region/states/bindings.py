@@ -100,8 +100,9 @@ class Bindings:
 
     def changed_parameter(self, where: str) -> Problem | None:
         """Return the problem that a parameter was written to since ``note_parameters``, if one was."""
+        written = {id(one) for one in self._written}  # the recorder holds what lay there
         for one, version in zip(self._held, self._versions, strict=True):
-            if version_of(one) != version:
+            if version_of(one) != version and id(one) not in written:
                 name = next(name for _, held in self._parameters for name, value in held.items() if value is one)
                 return Problem(
                     where=where or "region",

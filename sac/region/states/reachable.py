@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import lru_cache, partial
 from itertools import islice
+from operator import is_
 from typing import Any
 
 import torch
@@ -119,11 +120,17 @@ class ReachableState:
             self._add(_DictPlace(children))
         if len(held) <= _STANDARD_COUNT or not _is_open(type(module)):
             return
-        self._add(_DictPlace(held, _STANDARD))
         # The standard entries come first, except where something was set before nn.Module.__init__ ran.
-        late = next(iter(held)) == "training"
-        for value in islice(held.values(), _STANDARD_COUNT, None) if late else tuple(held.values()):
+        if next(iter(held)) != "training":
+            self._add(_DictPlace(held, _STANDARD))
+            own = [*held.items()]
+        else:
+            own = [*islice(held.items(), _STANDARD_COUNT, None)]
+            self._add(_OwnAttributesPlace(held, own))
+        for name, value in own:
             if type(value) not in PLAIN:
+                if name == "forward" and _is_library(type(getattr(value, "__self__", None)).__module__):
+                    value = getattr(value.__self__, "before", None)  # what sac has put there is not the user's state
                 self._reach(value)
 
     def _add(self, place: _Place) -> None:
@@ -242,7 +249,9 @@ class _DictPlace(_Place):
 
     def differs(self, now: dict[Any, Any]) -> bool:
         held, apart = self._held, self._apart
-        if len(now) != len(held) or now.keys() != held.keys():
+        if len(now) == len(held) and all(map(is_, now, held)) and all(map(is_, now.values(), held.values())):
+            return False  # as a rule; the rest is for leaves, and for names that are equal and not one object
+        if [*now] != [*held]:
             return True
         return any(not _is_same(value, now[key]) and key not in apart for key, value in held.items())
 
@@ -261,6 +270,26 @@ class _DictPlace(_Place):
             kind.__setitem__(target, key, kept.pop(key) if key in kept else value)
         for key, value in kept.items():
             kind.__setitem__(target, key, value)
+
+
+class _OwnAttributesPlace(_DictPlace):
+    """The entries of a module's dict after the standard ones."""
+
+    __slots__ = ()
+
+    def __init__(self, target: dict[str, Any], own: list[tuple[str, Any]]) -> None:
+        self._target = target
+        self._apart = _STANDARD
+        self._held = _without_graphs(dict(own))
+
+    def now(self) -> dict[str, Any]:
+        return dict(islice(self._target.items(), _STANDARD_COUNT, None))
+
+    def put(self, wanted: dict[str, Any]) -> None:
+        target = self._target
+        for name in [name for name in self.now() if name not in wanted]:
+            del target[name]
+        target.update(wanted)
 
 
 class _SequencePlace(_Place):
@@ -379,7 +408,7 @@ class _SlotsPlace(_Place):
 
 def _without_graphs(held: dict[Any, Any]) -> dict[Any, Any]:
     for key, value in held.items():
-        if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+        if type(value) not in PLAIN and isinstance(value, torch.Tensor) and value.grad_fn is not None:
             held[key] = _Leaf(value)
     return held
 
