@@ -56,7 +56,7 @@ def bits(tensor):
 
 def state_of(model, yielded):
     """All that a step of `model` has left: what the loop yields, and everything in the model and the random states."""
-    step, loss, seen, grad, state, parameters = yielded
+    loss, seen, grad, state = yielded
     found = {"loss": shown(loss), "seen": shown(seen), "gradient of the input": shown(grad), "state": shown(state)}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         found[name] = bits(tensor)

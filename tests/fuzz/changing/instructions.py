@@ -306,7 +306,7 @@ def routed_with_load(w: Writer, pick: Random) -> None:
     router, load = w.attribute("router", "nn.Linear(4, 3)"), w.attribute("load", "None")
     w.line(f"score, chosen = self.{router}(h).softmax(-1).topk(2, dim=1)")
     with w.without_grad():
-        w.line(f"counts = torch.bincount(chosen.flatten(), minlength=3)")
+        w.line("counts = torch.bincount(chosen.flatten(), minlength=3)")
         w.line(f"self.{load} = counts if self.{load} is None else self.{load}.add_(counts)")
     w.line("h = h * score.sum(1, keepdim=True)")
 
@@ -388,10 +388,8 @@ def lazy_linear(w: Writer, pick: Random) -> None:
 
 def exchanged_layer(w: Writer, pick: Random) -> None:
     layer = w.attribute("fc", "nn.Linear(4, 4)")
-    w.loop(
-        "before",
-        f"if step in {steps(pick)}:\n    me.{layer} = {pick.choice(['nn.Linear(4, 4)', 'nn.Tanh()', 'nn.Sequential(nn.Linear(4, 4), nn.Tanh())'])}",
-    )
+    other = pick.choice(["nn.Linear(4, 4)", "nn.Tanh()", "nn.Sequential(nn.Linear(4, 4), nn.Tanh())"])
+    w.loop("before", f"if step in {steps(pick)}:\n    me.{layer} = {other}")
     w.line(f"h = self.{layer}(h)")
 
 
@@ -578,10 +576,8 @@ def cache(w: Writer, pick: Random) -> None:
 
 def cache_by_shape(w: Writer, pick: Random) -> None:
     name = w.attribute("cache", "{}")
-    with w.indented(f"if len(h) not in self.{name}:"):
-        w.line(
-            f"self.{name}[len(h)] = {pick.choice(['torch.rand(len(h), 4)', 'torch.linspace(0, 1, len(h))[:, None].cos()'])}"
-        )
+    made = pick.choice(["torch.rand(len(h), 4)", "torch.linspace(0, 1, len(h))[:, None].cos()"])
+    w.line(f"if len(h) not in self.{name}:\n    self.{name}[len(h)] = {made}")
     w.line(f"h = h * self.{name}[len(h)]")
 
 
@@ -702,17 +698,17 @@ def detached(w: Writer, pick: Random) -> None:
 def gradient_hook(w: Writer, pick: Random) -> None:
     factor = w.attribute("factor", "0.5")
     w.loop("before", f"me.{factor} = 0.5 + 0.25 * step")
-    w.line(
-        f"z = torch.sin(h)\nif z.requires_grad:\n    z.register_hook(lambda gradient: gradient * self.{factor})\nh = h + z"
-    )
+    w.line("z = torch.sin(h)")
+    w.line(f"if z.requires_grad:\n    z.register_hook(lambda gradient: gradient * self.{factor})")
+    w.line("h = h + z")
 
 
 def gradient_statistics(w: Writer, pick: Random) -> None:
     """A hook that counts, as loss scaling by gradients does."""
     calls = w.attribute("calls", "0")
-    w.line(
-        f"z = torch.sin(h)\nif z.requires_grad:\n    z.register_hook(lambda gradient: setattr(self, '{calls}', self.{calls} + 1))\nh = h + z"
-    )
+    w.line("z = torch.sin(h)")
+    w.line(f"if z.requires_grad:\n    z.register_hook(lambda gradient: setattr(self, '{calls}', self.{calls} + 1))")
+    w.line("h = h + z")
 
 
 def stopped(w: Writer, pick: Random) -> None:
@@ -824,9 +820,8 @@ def attribute_by_name(w: Writer, pick: Random) -> None:
 
 def text(w: Writer, pick: Random) -> None:
     name = w.attribute("text", '"a"')
-    w.line(
-        f'self.{name} = {{"a": "b", "b": "c", "c": "a"}}[self.{name}]\nh = torch.tanh(h) if self.{name} == "b" else torch.sin(h)'
-    )
+    w.line(f'self.{name} = {{"a": "b", "b": "c", "c": "a"}}[self.{name}]')
+    w.line(f'h = torch.tanh(h) if self.{name} == "b" else torch.sin(h)')
 
 
 def mutable_default(w: Writer, pick: Random) -> None:

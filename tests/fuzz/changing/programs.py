@@ -73,10 +73,8 @@ def same_input(program: Program, pick: Random) -> Change:
 
 
 def layout(program: Program, pick: Random) -> Change:
-    yield (
-        "before",
-        f"if step in {_some(pick)}:\n    x = {pick.choice(['x.t().contiguous().t()', 'x[:1].expand(3, 4)', 'x.repeat(2, 1)[::2]'])}",
-    )
+    other = pick.choice(["x.t().contiguous().t()", "x[:1].expand(3, 4)", "x.repeat(2, 1)[::2]"])
+    yield "before", f"if step in {_some(pick)}:\n    x = {other}"
 
 
 def input_gradient(program: Program, pick: Random) -> Change:
@@ -114,7 +112,7 @@ def double_precision(program: Program, pick: Random) -> Change:
 
 
 def order_of_blocks(program: Program, pick: Random) -> Change:
-    yield "before", f"model.order = random.sample(model.order, len(model.order))"
+    yield "before", "model.order = random.sample(model.order, len(model.order))"
 
 
 def skipped_blocks(program: Program, pick: Random) -> Change:
@@ -132,7 +130,10 @@ def generator_seeded_by_loop(program: Program, pick: Random) -> Change:
 def weights_loaded(program: Program, pick: Random) -> Change:
     yield (
         "before",
-        f"if step in {_some(pick, 2)}:\n    model.load_state_dict({{name: x * 0.9 for name, x in model.state_dict().items()}}, strict=False)",
+        (
+            f"if step in {_some(pick, 2)}:\n    values = {{name: x * 0.9 for name, x in model.state_dict().items()}}\n"
+            "    model.load_state_dict(values, strict=False)"
+        ),
     )
 
 
@@ -235,7 +236,8 @@ KINDS = {
         "between(model, step)\nbackward(second)\nbackward(first)"
     ),
     "two batches, one backward": (
-        "loss = forward(model, state, x, step) + forward(model, state, x + 1, step)\nbetween(model, step)\nbackward(loss)"
+        "loss = forward(model, state, x, step) + forward(model, state, x + 1, step)\n"
+        "between(model, step)\nbackward(loss)"
     ),
     "one batch after the other": (
         "loss = forward(model, state, x, step)\nbackward(loss)\nloss = forward(model, state, x + 1, step)\n"
@@ -246,7 +248,8 @@ KINDS = {
     ),
     "input's gradient first": (
         "x = x.detach().requires_grad_()\nloss = forward(model, state, x, step)\n"
-        "seen += torch.autograd.grad(loss, x, retain_graph=True, allow_unused=True)\nbetween(model, step)\nbackward(loss)"
+        "seen += torch.autograd.grad(loss, x, retain_graph=True, allow_unused=True)\n"
+        "between(model, step)\nbackward(loss)"
     ),
     "double backward": (
         "x = x.detach().requires_grad_()\nloss = forward(model, state, x, step)\nbetween(model, step)\n"
@@ -259,7 +262,8 @@ KINDS = {
         "loss = forward(model, state, x, step)\nbetween(model, step)\nbackward(loss)"
     ),
     "evaluation between passes": (
-        "loss = forward(model, state, x, step)\nwith torch.no_grad():\n    seen.append(forward(model, state, x + 1, step))\n"
+        "loss = forward(model, state, x, step)\n"
+        "with torch.no_grad():\n    seen.append(forward(model, state, x + 1, step))\n"
         "between(model, step)\nbackward(loss)"
     ),
     "backward that raises": (
@@ -273,8 +277,8 @@ KINDS = {
     ),
     "backward for some": (
         "loss = forward(model, state, x, step)\nbetween(model, step)\n"
-        "wanted = [p for p in model.parameters() if p.requires_grad][::2]\nbackward(loss, inputs=wanted, retain_graph=True)\n"
-        "backward(loss)"
+        "wanted = [p for p in model.parameters() if p.requires_grad][::2]\n"
+        "backward(loss, inputs=wanted, retain_graph=True)\nbackward(loss)"
     ),
     "gradients only of some": (
         "loss = forward(model, state, x, step)\nbetween(model, step)\n"
@@ -584,7 +588,7 @@ def train(model):
         except Stop:
             seen.append("stopped")
 {last}
-        yield [step, loss, seen, x.grad, state, list(model.parameters())]
+        yield loss, seen, x.grad, state
         with torch.no_grad():
             for p in model.parameters():
                 if p.grad is not None:

@@ -11,7 +11,6 @@ from random import Random
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import sac
@@ -21,7 +20,13 @@ from tests.fuzz.changing.programs import Program, draw_program, write_program
 
 EQUAL, REFUSED, WRONG, UNSEEN, ERROR = "equal", "refused", "wrong", "unseen", "error"
 ENGINES = ("auto", "replay")  # which have to be right on every program
-MODES = ("modules", "rerun", "full", "checkpoint", "context_fn")  # which may refuse, and where state cannot be seen be wrong
+MODES = (
+    "modules",
+    "rerun",
+    "full",
+    "checkpoint",
+    "context_fn",
+)  # which may refuse, and where state cannot be seen be wrong
 WAYS = (*ENGINES, *MODES, "torch")  # the last is torch's own checkpoint, for comparison
 
 AS_TORCH = (  # what torch's own checkpoint, which is under `context_fn`, and its hooks raise too
