@@ -21,7 +21,7 @@ from sac.policy.model import Chunks, Decision, Layers, Policy
 from sac.policy.nodes import Findings, node_from_value, shown
 from sac.policy.patterns import PathPattern
 from sac.policy.shipped import looks_like_path
-from sac.region.settings import AUTO, ENGINES, FIRST, VERIFY
+from sac.region.settings import ALWAYS, AUTO, ENGINES, VERIFY
 from sac.selective.around import CAN_TAKE_OFF
 from sac.selective.bind import BoundPolicy, bind_policy
 
@@ -47,7 +47,7 @@ class Config:
     mode: str = "none"
     policy: Policy | None = None
     engine: str = AUTO
-    verify: str = FIRST
+    verify: str = ALWAYS
     blocks: tuple[PathPattern, ...] = ()
     layers: Layers | Chunks = field(default_factory=Layers)
     scope: str | tuple[str, ...] = "all"

@@ -18,6 +18,7 @@ from sac.region.parking import fetch
 from sac.region.states.ambient import subclasses_on
 from sac.region.states.bindings import UnseenWriteError
 from sac.region.storages import describe, metadata, version_of
+from sac.region.transforms import outside_transforms
 
 # Note [The walk of a region]
 #
@@ -131,7 +132,8 @@ class Frame(RegionCall):
         retains = task == -1 or graph_is_retained()
         with self._lock:
             if handle.value is None:
-                self._recompute(handle, task, last=not retains)
+                with outside_transforms():
+                    self._recompute(handle, task, last=not retains)
             value = handle.value
             if value is None:
                 raise RegionError(self._unfilled(handle))

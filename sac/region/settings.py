@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+import torch.utils.checkpoint
 
 from sac.region.stores.placements import Keeping
 
@@ -33,7 +34,7 @@ class Settings:
     ``keeping``: which inputs are kept elsewhere, and where; None: each where the caller holds it. ``trackers``: called
     to get a tracker of named RNG states. ``generators``: put back beside the default ones. ``checks_metadata``: compare
     shape, dtype and device of what recomputation saves with what forward saved. ``engine`` and ``verify``: how it is
-    recomputed, and when replayed values are compared with those of the forward; see ``sac.selective.replay``.
+    recomputed, and when replayed and served values are compared with those of the forward; see ``sac.selective.replay``.
     """
 
     keeping: Keeping | None = None
@@ -46,7 +47,7 @@ class Settings:
     checks_metadata: bool = True
     use_reentrant: bool = False
     engine: str = AUTO
-    verify: str = FIRST
+    verify: str = ALWAYS
 
     @property
     def needs_frame(self) -> bool:
@@ -65,3 +66,11 @@ class Settings:
 
 
 PLAIN = Settings()
+
+
+def as_torch_says(settings: Settings) -> Settings:
+    """Return the settings of a call that starts now: what ``set_checkpoint_early_stop`` says takes precedence."""
+    # Private to torch (2.8 to 2.13), and the only trace of that context manager: None outside of it. torch reads it in
+    # the forward, too. Without it the context manager has no effect here.
+    said = getattr(torch.utils.checkpoint, "_enable_checkpoint_early_stop", None)
+    return settings if said is None or said == settings.early_stop else replace(settings, early_stop=said)

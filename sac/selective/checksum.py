@@ -1,72 +1,168 @@
-"""A number that stands for the bits of a tensor, to tell whether a replayed value is that of the forward."""
+"""A number that stands for the bits of a tensor, to tell whether a recomputed value is that of the forward."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+import zlib
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from sac.selective.tensors import tensor_parts
+from sac.selective.tensors import tensor_parts, tensors_of
 
-_LARGEST_PIECE, _SMALLEST_PIECE = 1 << 20, 1 << 12  # in elements; each takes about 32 bytes meanwhile
-_PIECES = 64
-_MODULUS = 65_521
+# Note [Checksums]
+#
+# Every call of a region that is replayed compares what it replays with what autograd saved, so a checksum has to be
+# quick: on the CPU one of a small tensor takes about 2 µs, and one of a large tensor a third of the time of a
+# pointwise op on it.
+#
+# A small tensor on the CPU has the CRC of its bytes. Of a large one, or on another device, 64-bit words are added up in
+# `_COLUMNS` sums, the i-th word in sum number i modulo `_COLUMNS`. That number is a prime, so that rows and columns of a
+# matrix do not fall on it: words that change places nearly always change sums, as words that change do. The number of
+# words in each sum is odd: if the sign of every value is flipped, the highest bit of each sum is. Words that are left
+# over are taken as they are. A tensor without gaps is read in the order of memory, with nothing allocated but the sums;
+# of one with gaps, or whose words are not aligned, copies are made, piece by piece. Hooks on saved tensors may give back
+# a tensor with other strides: where there are any, values are read in the order of indices (`in_order`).
+#
+# On a device nothing waits for the forward's checksums. `find_different` compares all those of one recomputation at
+# once, and waits once. While a CUDA graph is captured nothing can be waited for, so nothing is compared: the calls before
+# the capture have shown what the captured kernels do, and no Python runs when they are launched again.
+
+_COLUMNS = 1021
+_SMALL_BYTES = 1 << 16  # up to which a CRC is quicker than sums
+_PIECE_BYTES = 1 << 22  # of a tensor with gaps, which is copied
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _Unseen = getattr(torch._C, "_DisableTorchDispatch", None)
 Sums = tuple["Tensor | int", ...]
+_Bytes = ctypes.c_char * _SMALL_BYTES
 
 
-def checksum(tensor: Tensor) -> Sums:
-    """Return sums of the bits of ``tensor``, plain and weighted by place; nothing waits for a device.
+def checksum(tensor: Tensor, *, in_order: bool = False) -> Sums:
+    """Return what stands for the bits of ``tensor``; nothing waits for a device.
 
-    Those of a tensor on the CPU are numbers, which no allocator has to hold until backward. Places are numbered modulo
-    a prime. What is used meanwhile is small against the tensor, whatever its strides. Tensors without a plain strided
-    layout, and those without data (fake, meta), have the empty sum.
+    ``in_order``: the checksum does not depend on strides. On the CPU checksums are numbers, which no allocator has to
+    hold until backward; on another device tensors, of at most 24 KB each. Tensors without a plain strided layout, and
+    those without data (fake, meta), have the empty checksum.
     """
-    return tuple(total for part in tensor_parts(tensor) for total in _of_plain(part))
+    if type(tensor) is Tensor:
+        return _of_plain(tensor, in_order)
+    return tuple(total for part in tensor_parts(tensor) for total in _of_plain(part, in_order))
 
 
-def _of_plain(tensor: Tensor) -> Sums:
-    if tensor.layout is not torch.strided or tensor.device.type == "meta" or type(tensor).__name__ == "FakeTensor":
-        return ()
-    guard = _Unseen() if _Unseen is not None else None
-    try:
-        with torch.no_grad():
-            return _sums(tensor.detach().resolve_conj().resolve_neg())
-    finally:
-        del guard
+def sums_of(out: Any) -> Sums:
+    """Return the checksums of the tensors in the result of an op, one after the other."""
+    return tuple(total for tensor in tensors_of(out) for total in checksum(tensor))
 
 
-def _sums(tensor: Tensor) -> Sums:
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    kind = _INTEGERS.get(tensor.element_size())
-    if kind is None or tensor.is_quantized:
-        return ()
-    plain = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    weighted = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    pieces = _pieces(tensor)
-    weights = torch.arange(pieces[0].numel(), device=tensor.device) % _MODULUS + 1
-    for number, piece in enumerate(pieces):
-        flat = piece.reshape(-1)
-        bits = (flat if tensor.dtype is torch.bool else flat.view(kind)).to(torch.int64)
-        plain += bits.sum()
-        weighted += (bits * weights[: len(bits)]).sum() * (number % _MODULUS + 1)
-    return (int(plain), int(weighted)) if tensor.is_cpu else (plain, weighted)
-
-
-def _pieces(tensor: Tensor) -> Sequence[Tensor]:
-    """Return the parts of ``tensor`` along its longest dimension that are taken one at a time."""
-    if tensor.numel() <= _SMALLEST_PIECE:
-        return (tensor,)
-    longest = max(range(tensor.dim()), key=lambda dim: tensor.shape[dim])
-    size = max(_SMALLEST_PIECE, min(_LARGEST_PIECE, tensor.numel() // _PIECES))
-    pieces: Sequence[Tensor] = tensor.split(max(1, size * tensor.shape[longest] // tensor.numel()), longest)
-    return pieces
+def find_different(pairs: Sequence[tuple[Sums, Sums]]) -> list[int]:
+    """Return the places of those pairs of checksums that are not equal; waits at most once for each device."""
+    different = []
+    compared: dict[torch.device, tuple[list[int], list[Tensor]]] = {}
+    for place, (left, right) in enumerate(pairs):
+        if len(left) != len(right):
+            different.append(place)
+            continue
+        for one, other in zip(left, right, strict=True):
+            if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+                if isinstance(one, Tensor) or isinstance(other, Tensor) or one != other:
+                    different.append(place)
+            elif one.shape != other.shape or one.device != other.device:
+                different.append(place)
+            elif not (one.is_cuda and torch.cuda.is_current_stream_capturing()):
+                places, answers = compared.setdefault(one.device, ([], []))
+                places.append(place)
+                answers.append(_equal(one, other))
+    for places, answers in compared.values():
+        found: list[bool] = _unseen(lambda answers=answers: torch.stack(answers).tolist())
+        different += [place for place, is_equal in zip(places, found, strict=True) if not is_equal]
+    return sorted(set(different))
 
 
 def same(left: Sums, right: Sums) -> bool:
     """Return whether two checksums are equal."""
-    return len(left) == len(right) and all(bool(a == b) for a, b in zip(left, right, strict=True))
+    return not find_different([(left, right)])
+
+
+def _of_plain(tensor: Tensor, in_order: bool) -> Sums:
+    if tensor.layout is not torch.strided or tensor.device.type == "meta" or tensor.is_quantized:
+        return ()
+    if tensor.is_cpu and type(tensor).__name__ != "FakeTensor" and tensor.is_contiguous():
+        size = tensor.numel() * tensor.element_size()
+        if size <= _SMALL_BYTES and not (tensor.is_conj() or tensor.is_neg()):
+            return (_crc(tensor, size),)
+    elif type(tensor).__name__ == "FakeTensor":
+        return ()
+    return _unseen(partial(_sums, tensor, in_order))  # type: ignore[no-any-return]
+
+
+def _crc(tensor: Tensor, size: int) -> int:
+    return zlib.crc32(memoryview(_Bytes.from_address(tensor.data_ptr()))[:size]) if size else 0
+
+
+def _unseen(function: Any) -> Any:
+    """Call ``function`` seen by no dispatch mode, without a graph."""
+    guard = _Unseen() if _Unseen is not None else None
+    try:
+        with torch.no_grad():
+            return function()
+    finally:
+        del guard
+
+
+def _sums(tensor: Tensor, in_order: bool) -> Sums:
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    if tensor.element_size() not in _INTEGERS:
+        return ()
+    return tuple(total for flat in _flat(tensor, in_order) for total in _of_flat(flat))
+
+
+def _flat(tensor: Tensor, in_order: bool) -> Iterable[Tensor]:
+    """Yield the values of ``tensor`` as contiguous, aligned tensors of one dimension: itself, or copies of pieces."""
+    is_aligned = tensor.storage_offset() * tensor.element_size() % 8 == 0
+    if is_aligned and tensor.is_contiguous():
+        yield tensor.view(-1)
+    elif is_aligned and not in_order and _has_no_gaps(tensor):
+        yield tensor.as_strided((tensor.numel(),), (1,))
+    else:
+        longest = max(range(tensor.dim()), key=lambda dim: tensor.shape[dim])
+        rows = max(1, _PIECE_BYTES * tensor.shape[longest] // max(1, tensor.numel() * tensor.element_size()))
+        for piece in tensor.split(rows, longest):
+            yield piece.clone(memory_format=torch.contiguous_format).view(-1)
+
+
+def _has_no_gaps(tensor: Tensor) -> bool:
+    expected = 1
+    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if length != 1 and stride != expected:
+            return False
+        expected *= length
+    return True
+
+
+def _of_flat(flat: Tensor) -> list[Tensor | int]:
+    size = flat.numel() * flat.element_size()
+    if flat.is_cpu and size <= _SMALL_BYTES:
+        return [_crc(flat, size)]
+    bits = flat.view(torch.uint8) if flat.dtype is torch.bool else flat.view(_INTEGERS[flat.element_size()])
+    per_word = 8 // bits.element_size()
+    rows = bits.numel() // (per_word * _COLUMNS)
+    rows -= 1 - rows % 2
+    if rows <= 0:
+        parts = [bits.clone()]
+    else:
+        end = rows * _COLUMNS * per_word
+        parts = [bits[:end].view(torch.int64).view(rows, _COLUMNS).sum(0), bits[end:].clone()]
+    if flat.is_cpu:
+        return [_crc(part, part.numel() * part.element_size()) for part in parts]
+    return [*parts]
+
+
+def _equal(left: Tensor, right: Tensor) -> Tensor:
+    answer: Tensor = _unseen(lambda: (left == right).all())
+    return answer

@@ -14,11 +14,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
+from sac.errors import Problem, RegionError
 from sac.region.detach import detached
 from sac.region.handles import ALL, Handle, ToTheEnd
 from sac.region.parking import PackHooks, surrounding_hooks
 from sac.region.settings import Settings
 from sac.region.states.bindings import owners_of
+from sac.region.states.uninitialized import has_uninitialized
 from sac.region.storages import shares_storage
 from sac.region.surroundings import Surroundings
 from sac.selective.modes import ForwardMode, RecomputeMode
@@ -76,6 +78,7 @@ class CheckpointForwardMode(ForwardMode):
                 self.record.park(outer)
 
 
+_FIRST = "run the model once under torch.no_grad() before training"
 _SETTINGS = Settings()
 
 
@@ -89,7 +92,10 @@ class _State:
         self._entered: list[ExitStack] = []  # a region can be recomputed inside its own recomputation
 
     def note(self) -> None:
-        """The forward begins."""
+        """The forward begins; raises ``RegionError`` if modules would make their parameters in it."""
+        if has_uninitialized(owners_of(self._module)):
+            found = "a lazy module would make its parameters in this checkpointed call, and its recomputation would not"
+            raise RegionError(Problem("sac.context_fn", found, fix=_FIRST))
         # In a graph torch leaves random states to the compiler, which a backend that runs the graph as it is is not.
         self._surroundings = Surroundings((), owners_of(self._module), _SETTINGS, beside_torch=not self._in_graph)
 

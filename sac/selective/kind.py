@@ -16,8 +16,10 @@ from sac.region.inputs import KeptInputs
 from sac.region.known_writers import needs_recorder
 from sac.region.parking import surrounding_hooks
 from sac.region.reentrant import ReentrantFrame
-from sac.region.settings import ALWAYS, FIRST, REPLAY, RERUN, Settings
+from sac.region.settings import ALWAYS, FIRST, NEVER, REPLAY, RERUN, Settings, as_torch_says
 from sac.region.states.bindings import UnseenWriteError
+from sac.region.states.uninitialized import has_uninitialized
+from sac.region.tangents import OnTangents, dual_level_is_on, refuse_reentrant
 from sac.region.transforms import refuse_transforms
 from sac.selective.announce import announce
 from sac.selective.bind import rebuild_table
@@ -116,10 +118,25 @@ class Region:
         of, share no evidence; those without one have none.
         """
         refuse_transforms(self.path)
+        settings = as_torch_says(settings)
+        if not self.stats.calls and has_uninitialized(owners):
+            return function(*args, **kwargs)  # see Note [Lazy modules]
+        in_dual_level = dual_level_is_on()
+        if in_dual_level:  # see Note [Tangents]
+            on_tangents = OnTangents(function, owners, self.path)
+            primals = on_tangents.taken_from(args, kwargs)
+            if on_tangents.is_needed:
+                if settings.use_reentrant:
+                    refuse_reentrant(self.path)
+                if self.kind.table.speaks_of_modules:
+                    return function(*args, **kwargs)  # the result that is kept of a module has no tangents
+                function, (args, kwargs) = on_tangents, primals
         inputs = KeptInputs(args, kwargs)
         if inputs.owners:
             owners += inputs.owners
         sort = None
+        if in_dual_level:
+            inputs.kind = None
         if mark is not None and inputs.kind is not None:
             sort = (mark, settings.freeze_buffers, settings.use_reentrant, inputs.kind)
         everything = self.kind.table.saves_everything
@@ -239,8 +256,16 @@ class Region:
             if not sees_ops:
                 return ModuleRecorder(modules, apart)
         rows = self._new_rows()
-        freeze = settings.freeze_buffers
-        return RerunRecorder(table, self.path, owners, rows, freeze_buffers=freeze, modules=modules, apart=apart)
+        return RerunRecorder(
+            table,
+            self.path,
+            owners,
+            rows,
+            freeze_buffers=settings.freeze_buffers,
+            modules=modules,
+            apart=apart,
+            verifies=settings.verify != NEVER,
+        )
 
     def _learn(self, recorder: RerunRecorder | ReplayRecorder, frame: Frame | ReentrantFrame, sort: Any) -> None:
         if recorder.rows is not None:

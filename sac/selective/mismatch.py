@@ -44,6 +44,16 @@ def swapped_problem(
     )
 
 
+def overwritten_problem(path: str, op: Any) -> Problem:
+    """Return the problem that a result of ``op``, which chooses, was overwritten unseen, and that it chooses anew."""
+    return Problem(
+        where=path or "region",
+        found=f"what {op} returned in forward was overwritten afterwards by something that is not an op (NumPy, or a "
+        "kernel on raw pointers), and the op returns something else in recomputation",
+        fix="write to a copy of it",
+    )
+
+
 def _made_by(plan: Plan | None) -> str:
     if plan is None:
         return "an input, a parameter or a part of an op's result"

@@ -16,14 +16,15 @@ from sac.region.handles import ToTheEnd
 from sac.region.parking import Parked, fetch
 from sac.region.states.rng_trackers import state_of, states_of
 from sac.selective.bare_mode import RegionMode
+from sac.selective.checksum import same, sums_of
 from sac.selective.forward_state import ForwardState
 from sac.selective.labels import Labels
-from sac.selective.mismatch import agree, swapped_problem, unmatched_problem
+from sac.selective.mismatch import agree, overwritten_problem, swapped_problem, unmatched_problem
 from sac.selective.module_passes import SavingPass, ServingPass
 from sac.selective.record import CallRecord, SavedValue, default_generators, written_tensors
 from sac.selective.rows import Rows
 from sac.selective.table import BoundRule, Plan, run_op
-from sac.selective.tensors import map_tensors, storage_address, tensor_parts, tensors_of
+from sac.selective.tensors import map_tensors, storage_address, tensor_parts, tensors_of, written_parts
 from sac.selective.weights import NOT_PARAMETERS, is_large
 from sac.selective.whole_modules import SavedCall
 
@@ -148,7 +149,9 @@ class ForwardMode(RegionMode):
     def _run_inside(self, call: SavedCall, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an op of a saved module: see what it writes to, and count its FLOPs."""
         table, path = self.record.table, call.place[0]
-        plan = table.scope(path).get(func) or table.plan(func, path)
+        plan = table.scope(path).get(id(func)) or table.plan(func, path)
+        if plan.light:  # torch asks nested tensors for their layout where an error would end the process
+            return plan.run(*args, **kwargs)
         if plan.writes:
             self.record.before_write(plan, args, kwargs)
         out = run_op(plan, args, kwargs)
@@ -167,7 +170,6 @@ class ForwardMode(RegionMode):
         twin = record.twins[signature]
         record.twins[signature] = twin + 1
         saves, rule = decide(record, plan, args, kwargs, out)
-        saves = saves and (plan.must_save or call not in plan.overwritten_calls)
         if rule is not None:
             record.hits[rule.index] += 1
         moved = [(g, now) for g, state in before if not equal(now := state_of(g), state)] if saves else []
@@ -205,11 +207,14 @@ class RecomputeMode(RegionMode):
         self._was_paused, self.record.paused = self.record.paused, not self.record.forward_over
         self.record.lenient = self.record.lenient or not self.record.forward_over
         self.live: list[tuple[Plan, Any]] = []  # calls that ran although a saved value of the same op waits
+        self.record.look_for_overwritten()
         self.waiting = {(value.signature, value.twin): value for value in self.record.saved}
         # Now, above autograd and outside of this mode: an outer region runs again for them, whole.
         self._fetched: dict[int, torch.Tensor] = {}
         for value in self.record.saved:
             map_tensors(value.outputs, self._fetch)
+        modules = self.record.modules
+        self._results = modules.fetch_recomputed() if modules is not None else {}
         self.twins: defaultdict[int, int] = defaultdict(int)
         self.calls: defaultdict[Plan, int] = defaultdict(int)
         served = (g for value in self.record.saved for g, _ in value.rng_after)  # serving moves these
@@ -221,7 +226,10 @@ class RecomputeMode(RegionMode):
     def whole_modules(self) -> ServingPass | None:
         """Return what serves them."""
         modules = self.record.modules
-        return ServingPass(modules, self, self.labels) if modules is not None else None
+        if modules is None:
+            return None
+        fetched, self._results = self._results, {}
+        return ServingPass(modules, fetched, self, self.labels)
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
@@ -248,14 +256,17 @@ class RecomputeMode(RegionMode):
         signature, foreign, _ = labels.signature(plan.key, args, kwargs)
         if plan.is_random:
             signature = labels.draw(plan.key, signature)
+        value = None
         if plan.counts or plan.candidates:  # the calls that forward counted, and no others
             value = self._find(plan, signature, args, kwargs)
-            if value is not None:
+            if value is not None and not value.overwritten:
                 filling.after_op()
                 return self._serve(value)
         if plan.writes:
             self._check_write(plan, args, kwargs)
         out = run_op(plan, args, kwargs) if plan.own_body else plan.run(*args, **kwargs)
+        if value is not None and value.must and not same(value.sums, sums_of(out)):
+            raise RegionError(overwritten_problem(self.record.path, plan.op))
         if plan.writes:
             _relabel(labels, plan, signature, foreign, args, kwargs)
         labels.makers[signature] = plan
@@ -370,7 +381,7 @@ def decide(record: Counting, plan: Plan, args: Any, kwargs: Any, out: Any) -> tu
 
 
 def _written_parts(plan: Plan, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    return [part for tensor in written_tensors(plan, args, kwargs) for part in tensor_parts(tensor)]
+    return [part for tensor in written_tensors(plan, args, kwargs) for part in written_parts(tensor)]
 
 
 def _relabel(

@@ -16,11 +16,19 @@ from sac.region.parking import PackHooks, park
 from sac.region.states.bindings import UnseenWriteError
 from sac.region.states.rng import default_generator
 from sac.region.storages import describe, version_of
+from sac.selective.checksum import Sums, find_different, sums_of
 from sac.selective.compact import compact_views
-from sac.selective.forward_state import Images, image_of, note_generator
+from sac.selective.forward_state import Images, forget_freed, image_of, note_generator
 from sac.selective.labels import Description, Labels
 from sac.selective.table import BoundRule, Plan, Table, plan_name
-from sac.selective.tensors import map_tensors, storage_address, storage_bytes, tensor_parts, tensors_of
+from sac.selective.tensors import (
+    map_tensors,
+    storage_address,
+    storage_bytes,
+    tensor_parts,
+    tensors_of,
+    written_parts,
+)
 from sac.selective.whole_modules import SavedCall, SavedModules
 
 # Note [What is kept, and what is not]
@@ -53,12 +61,14 @@ class SavedValue:
         "foreign",
         "must",
         "outputs",
+        "overwritten",
         "packs_before",
         "plan",
         "read",
         "rng_after",
         "rule",
         "signature",
+        "sums",
         "twin",
         "written",
     )
@@ -76,6 +86,8 @@ class SavedValue:
         self.packs_before = 0
         self.rng_after: list[tuple[torch.Generator, torch.Tensor]] = []
         self.read = False  # an op that is not saved reads it, and so will be in need of it in recomputation
+        self.sums: Sums = ()  # checksums of the results, if they are compared
+        self.overwritten = False  # something that is no op has written to the results: the op runs again
         self.written = False  # the region writes to it later: it is held, and served, as a copy
 
 
@@ -90,8 +102,10 @@ class CallRecord:
         *,
         freeze_buffers: bool = True,
         modules: SavedModules | None = None,
+        verifies: bool = True,
     ) -> None:
         self.table = table
+        self.verifies = verifies  # whether what is served is compared with what was saved
         self.modules = modules
         self.inside: SavedCall | None = None  # the saved module that runs now, and is watched
         self.path = path
@@ -131,12 +145,15 @@ class CallRecord:
         self.kept_places: set[int] | None = None  # inside torch.utils.checkpoint: which packed tensors are ours
         self.held_addresses: frozenset[int] = frozenset()
         self._packed_since_op: list[Handle] = []
+        self._is_parked = False
 
     # Forward
 
     def save(self, value: SavedValue, out: Any) -> None:
         """Hold ``out``, the result of the call that ``value`` stands for, without its graph."""
         value.outputs = map_tensors(out, _detached)
+        if self.verifies:
+            value.sums = sums_of(value.outputs)
         value.packs_before = self.packs
         self.saved.append(value)
         for tensor in tensors_of(out):
@@ -204,7 +221,7 @@ class CallRecord:
     def before_write(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """An op is about to write to some of its arguments: copy or image what lies there, if it is wanted as it is."""
         for tensor in written_tensors(plan, args, kwargs):
-            for part in tensor_parts(tensor):
+            for part in written_parts(tensor):
                 address = storage_address(part)
                 if self.modules is not None:
                     self.modules.before_write(address)
@@ -254,6 +271,7 @@ class CallRecord:
                 self.images[address] = image_of(tensor)
                 self.written_parameters.add(address)
         elif self.freeze_buffers and origin in ("foreign", "input"):
+            forget_freed(self.images)
             self.images[address] = image_of(tensor)
 
     def note_generator(self, generator: torch.Generator) -> None:
@@ -283,6 +301,7 @@ class CallRecord:
         self.decided, self.saved = self.saved, alive
         self.held_addresses = addresses_of(value for value in alive if not value.written)
         self.by_storage.clear()
+        forget_freed(self.images)
         for address in self.labels.parameter_addresses:  # FSDP gathers a parameter into a storage by an out= op
             if address not in self.written_parameters:
                 self.images.pop(address, None)
@@ -317,8 +336,22 @@ class CallRecord:
                     self.dead_bytes += storage_bytes(part)
         value.outputs = None
 
+    def look_for_overwritten(self) -> None:
+        """Compare what is held with what the ops returned: Python or a kernel may have written there, seen by no mode.
+
+        To hand that out would be to write twice.
+        """
+        if self._is_parked:
+            return  # hooks on saved tensors were given them as they were
+        values = [value for value in self.saved if value.sums and not value.overwritten]
+        different = find_different([(value.sums, sums_of(value.outputs)) for value in values])
+        for place in different:
+            values[place].overwritten = True
+
     def park(self, hooks: PackHooks) -> None:
         """Hand the held values to the saved-tensor hooks around the region."""
+        self.look_for_overwritten()
+        self._is_parked = True
         self.held_addresses = frozenset()  # what comes back from the hooks is nobody else's to write to
         for value in self.saved:
             value.outputs = map_tensors(value.outputs, lambda tensor: park(tensor, hooks))

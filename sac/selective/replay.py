@@ -15,7 +15,6 @@ from sac.region.frame import Frame
 from sac.region.handles import Handle
 from sac.region.inputs import KeptInputs
 from sac.region.storages import describe, version_of
-from sac.selective.checksum import checksum, same
 from sac.selective.replay_plan import plan_replay
 from sac.selective.replay_recorder import ReplayRecorder
 from sac.selective.replay_run import CannotReplay, ExternalChangeError, run_plan
@@ -143,8 +142,6 @@ class ReplayFrame(Frame):
     def _replay(self, waiting: dict[int, Handle]) -> None:
         recorder = self.recorder
         bindings = self.surroundings.bindings
-        if self.settings.checks_metadata and (problem := bindings.changed_parameter(self.path)) is not None:
-            raise RegionError(problem)
         before = bindings.copies()
         if before is None:
             raise CannotReplay("a buffer's data is elsewhere now")
@@ -153,6 +150,10 @@ class ReplayFrame(Frame):
         asked = frozenset(waiting) - recorder.spoilt.keys()
         if plan is None or plan.handles != asked:
             plan = plan_replay(recorder.tape, recorder.wanted(sorted(asked)))
+        if self.settings.checks_metadata:
+            read = frozenset(id(recorder.tape.leaves[value].tensor()) for value in plan.leaves)
+            if (problem := bindings.changed_parameter(self.path, read)) is not None:
+                raise RegionError(problem)
         filled: list[int] = []
 
         def fill(index: int, tensor: Tensor) -> None:
@@ -193,16 +194,13 @@ class ReplayFrame(Frame):
     def _verify(self, waiting: dict[int, Handle], filled: list[int]) -> None:
         """Compare what was replayed with what autograd saved; raises ``CannotReplay`` if that is something else."""
         recorder = self.recorder
-        assert recorder.checksums is not None
-        for index in filled:
-            value = waiting[index].value
-            if isinstance(value, Tensor) and not same(recorder.checksums[index], checksum(value)):
-                if recorder.may_differ(index, value.device):
-                    continue
-                found = f"saved tensor {index} ({describe(value)}) is replayed with other values than forward had"
-                if recorder.has_collectives:
-                    raise RegionError(self._problem(found, fix="set `engine: rerun` for this model"))
-                raise CannotReplay(found)
+        for index, value in recorder.different([(index, waiting[index].value) for index in filled]):
+            if recorder.may_differ(index, value.device):
+                continue
+            found = f"saved tensor {index} ({describe(value)}) is replayed with other values than forward had"
+            if recorder.has_collectives:
+                raise RegionError(self._problem(found, fix="set `engine: rerun` for this model"))
+            raise CannotReplay(found)
 
     def _run_python(self, reason: str, wanted: Handle, waiting: dict[int, Handle], task: int, *, last: bool) -> None:
         self._give_up(reason)

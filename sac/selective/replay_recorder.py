@@ -15,9 +15,9 @@ from sac.region.inputs import KeptInputs
 from sac.region.parking import PackHooks, park, surrounding_hooks
 from sac.region.settings import AUTO, Settings
 from sac.region.storages import describe, version_of
-from sac.selective.checksum import checksum
 from sac.selective.compact import compact_views
 from sac.selective.fallback import FallbackMode, Routed
+from sac.selective.forward_state import forget_freed
 from sac.selective.program import Program
 from sac.selective.replay_plan import ReplayPlan, Wanted, plan_replay
 from sac.selective.rows import Rows
@@ -70,6 +70,7 @@ class ReplayRecorder(TapeRecorder):
         """The region is about to run on ``inputs``, whose tensors are among ``leaves``."""
         self._inputs = inputs
         self._keeps_persistent = surrounding_hooks() is None
+        self._in_order = not self._keeps_persistent
         self.tape.lasting = self._lasting if self._keeps_persistent else set()
         for kept in inputs.tensors:
             self.tape.add_leaf(leaves[kept.position], kept.position, lasts=kept.stored is None)
@@ -111,16 +112,15 @@ class ReplayRecorder(TapeRecorder):
             self.recent.append((handle.index, tensor, root))
             return
         if root in self._lasting and (root not in tape.writers or tape.leaves[root].position < 0):
-            # As it is: it is one of the ancestors that autograd holds anyway. A parameter that the region has written to
-            # too: if it is written to once more, backward sees that as it would without us.
+            # As it is: it is one of the ancestors that autograd holds anyway. So is a parameter that the region has
+            # written to: if somebody writes to it once more, backward sees that as it would without us.
             handle.kept = handle.borrowed = True
             handle.version = version
             handle.value = handle.watched = tensor
             return
         self._places[handle.index] = value, len(tape.plans), version
         self.recent.append((handle.index, tensor, root))
-        if self.checksums is not None:
-            self.checksums[handle.index] = checksum(tensor)
+        self.sum_up(handle.index, tensor)
 
     def _pack_from_outside(self, tensor: Tensor, handle: Handle) -> None:
         """Autograd saves what no op of the region made: something that lives outside of it, or an unseen result."""
@@ -175,10 +175,9 @@ class ReplayRecorder(TapeRecorder):
     def end(self, kept: list[Handle], missing: list[int]) -> None:
         """The forward is over: work out what is to be replayed, and let go of what that does not need."""
         tape = self.tape
-        for value in [*self._sums]:
-            self._compare_kept(value)
         self.settle_suspects()
         self.recent = []
+        forget_freed(self.images)
         self.needs_mode = self.may_save or bool(
             self.images or self._generators or self._wrote_late or self._wrote_inputs
         )
@@ -207,6 +206,7 @@ class ReplayRecorder(TapeRecorder):
                 plan,
                 [tape.kept[value] for value in values],
                 written=any(tape.roots[value] not in self._kept_in for value in values),
+                sums=tuple(total for value in values for total in self._routing_sums.get(value, ())),
             )
             for plan, values in self._routing
         ]
@@ -260,8 +260,7 @@ class ReplayRecorder(TapeRecorder):
             tensor = reference() if (reference := alive.get(value)) is not None else None
             if tensor is not None and tensor._version == version:
                 self._places[handle] = value, len(tape.plans), version
-                if self.checksums is not None:
-                    self.checksums[handle] = checksum(tensor)
+                self.sum_up(handle, tensor)
             elif tensor is None or self.yields:
                 # Autograd's own GRU cells write to one part of what `unsafe_chunk` gives and have saved another.
                 writer = tape.plans[writers[-1]].op

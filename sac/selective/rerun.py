@@ -34,8 +34,9 @@ class RerunRecorder:
         freeze_buffers: bool = True,
         modules: SavedModules | None = None,
         apart: frozenset[int] = frozenset(),
+        verifies: bool = True,
     ) -> None:
-        self.record = CallRecord(table, path, owners, freeze_buffers=freeze_buffers, modules=modules)
+        self.record = CallRecord(table, path, owners, freeze_buffers=freeze_buffers, modules=modules, verifies=verifies)
         self.apart = apart
         self.rows = rows
         self.needs_mode = self.reads_values = False

@@ -91,7 +91,6 @@ class Plan:
         "must_save",
         "must_save_condition",
         "op",
-        "overwritten_calls",
         "own_body",
         "path",
         "places",
@@ -140,7 +139,6 @@ class Plan:
         self.savable_if = CONDITIONS[traits.savable_if] if traits.savable_if else None
         # Place on the tape -> shape of what an op of constants made there, and whether it was one still when read.
         self.constants: dict[int, tuple[torch.Size, bool]] = {}
-        self.overwritten_calls: set[int] = set()  # calls whose results something that is no op was seen to write to
         self.calls_on_inputs: set[int] = set()  # calls whose results were seen not to be made from parameters alone
         self.candidates: tuple[Candidate, ...] = ()
         self.final: BoundRule | None = None

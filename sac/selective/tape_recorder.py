@@ -12,9 +12,9 @@ from sac.ops.traits import FILLING, FILLING_PARTS
 from sac.region.detach import detached
 from sac.region.inputs import KeptInputs
 from sac.region.settings import Settings
-from sac.selective.checksum import Sums, checksum, same
+from sac.selective.checksum import Sums, checksum, find_different
 from sac.selective.draws import Draws
-from sac.selective.forward_state import Generators, Images, image_of, note_generator
+from sac.selective.forward_state import Generators, Images, forget_freed, image_of, note_generator
 from sac.selective.made_of import MadeOf
 from sac.selective.modes import decide
 from sac.selective.record import gathers, written_tensors
@@ -23,7 +23,7 @@ from sac.selective.table import BoundRule, Plan, Table, run_op
 from sac.selective.tape import Tape
 from sac.selective.tape_entries import HOLE
 from sac.selective.tape_mode import TapeMode, generators_of, new_tensors
-from sac.selective.tensors import storage_address, tensor_parts, tensors_of
+from sac.selective.tensors import storage_address, tensor_parts, tensors_of, written_parts
 from sac.selective.weights import NOT_PARAMETERS, is_large
 
 _LIFT_FRESH = torch.ops.aten.lift_fresh.default
@@ -50,7 +50,8 @@ class TapeRecorder:
         self._made_of = MadeOf(self.tape, owners)
         self._places: dict[int, tuple[int, int, int]] = {}  # missing handle -> value, number of the next entry, version
         self._kept_in = self.tape.kept_in
-        self._sums: dict[int, tuple[Plan, int, Sums]] = {}  # if verified: saved value -> call, its bits
+        self._in_order = False  # whether a value may come back with other strides
+        self._routing_sums: dict[int, Sums] = {}  # if verified: result of an op that chooses -> its checksum
         self._rules: dict[int, int] = {}  # kept value -> rule
         self._generators: Generators = {}
         self._routing: list[tuple[Plan, range]] = []  # calls of ops that may answer differently, and their results
@@ -79,7 +80,7 @@ class TapeRecorder:
             saves, rule = decide(self, plan, args, kwargs, out)
             if saves and plan.must_save:
                 for value in range(first, len(self.tape.roots)):
-                    self.keep(value, tensors[value - first])
+                    self._keep_routing(value, tensors[value - first])
                 self._routing.append((plan, range(first, len(self.tape.roots))))
         if rule is not None:
             self.hits[rule.index] += 1
@@ -111,7 +112,7 @@ class TapeRecorder:
         tape.sync()
         roots = []
         for tensor in written_tensors(plan, args, kwargs):
-            for part in tensor_parts(tensor):
+            for part in written_parts(tensor):
                 if part.layout is not torch.strided:
                     tape.fail(f"{plan.op} writes to a tensor without strides")
                     continue
@@ -212,10 +213,8 @@ class TapeRecorder:
         number = rule.index if rule is not None else NO_RULE
         tensors = (out,) if count == 1 and type(out) is Tensor else new_tensors(out)
         for value in new:
-            self.keep(value, tensors[value - first])
+            (self._keep_routing if plan.must_save else self.keep)(value, tensors[value - first])
             self._rules[value] = number
-            if self.checksums is not None:
-                self._sums[value] = plan, call, checksum(self.tape.kept[value])
         if len(new) < count:  # a compiled graph gives back arguments that its backward reads
             for value in range(first, first + count):
                 if roots[value] < first:
@@ -237,6 +236,23 @@ class TapeRecorder:
         self.tape.kept[value] = tensor.data if type(tensor) is Tensor else detached(tensor)
         self._kept_in.setdefault(self.tape.roots[value], []).append(value)
 
+    def _keep_routing(self, value: int, tensor: Tensor) -> None:
+        self.keep(value, tensor)
+        if self.checksums is not None:
+            self._routing_sums[value] = checksum(self.tape.kept[value])
+
+    def sum_up(self, handle: int, tensor: Tensor) -> None:
+        """If the call is verified: note the bits of what autograd has saved as ``handle``."""
+        if self.checksums is not None:
+            self.checksums[handle] = checksum(tensor, in_order=self._in_order)
+
+    def different(self, values: list[tuple[int, Any]]) -> list[tuple[int, Tensor]]:
+        """Return those of these handles with their values that are not what autograd saved in forward."""
+        assert self.checksums is not None
+        there = [(handle, value) for handle, value in values if isinstance(value, Tensor)]
+        pairs = [(self.checksums[handle], checksum(value, in_order=self._in_order)) for handle, value in there]
+        return [there[place] for place in find_different(pairs)]
+
     def _look_at_recent(self, entry: int) -> None:
         """An op has run: see whether it wrote to what autograd had saved right before it."""
         if written := self.tape.writes.get(entry):
@@ -253,8 +269,7 @@ class TapeRecorder:
             if tensor._version == version:
                 value, _, _ = self._places[handle]
                 self._places[handle] = value, entry + 1, version
-                if self.checksums is not None:
-                    self.checksums[handle] = checksum(tensor)
+                self.sum_up(handle, tensor)
         self.suspects.clear()
 
     def _explain(self, root: int, tensor: Tensor, op: Any) -> None:
@@ -278,7 +293,6 @@ class TapeRecorder:
     def _copy_kept(self, root: int) -> None:
         kept = self.tape.kept
         for value in self._kept_in.pop(root):
-            self._compare_kept(value)
             kept[value] = kept[value].clone()  # which the modes around see: what measures memory among them
 
     def _image(self, root: int | None, address: int, tensor: Tensor, plan: Plan) -> None:
@@ -299,19 +313,13 @@ class TapeRecorder:
         elif not self._settings.freeze_buffers:
             self.tape.fail(f"{plan.op} writes to a tensor from outside, and freeze_buffers is off")
         elif address not in self.images:
+            forget_freed(self.images)
             self.images[address] = image_of(tensor)
 
     def _note_generators(self, args: Any, kwargs: Any) -> None:
         for generator in (*args, *kwargs.values()):
             if isinstance(generator, torch.Generator):
                 note_generator(self._generators, generator)
-
-    def _compare_kept(self, value: int) -> None:
-        """Tell the rerun engine, which would serve it, if what is held of a saved result is not what the op left."""
-        if value in self._sums:
-            plan, call, before = self._sums.pop(value)
-            if not same(before, checksum(self.tape.kept[value])):
-                plan.overwritten_calls.add(call)
 
 
 def _fills(plan: Plan) -> bool:

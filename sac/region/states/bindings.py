@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -98,11 +98,14 @@ class Bindings:
         """Take note of the parameters' versions: from now on nothing but the region's own runs may write to them."""
         self._versions = [version_of(one) for one in self._held]
 
-    def changed_parameter(self, where: str) -> Problem | None:
-        """Return the problem that a parameter was written to since ``note_parameters``, if one was."""
+    def changed_parameter(self, where: str, read: Collection[int] | None = None) -> Problem | None:
+        """Return the problem that a parameter was written to since ``note_parameters``, if one was.
+
+        ``read``: ids of the only parameters that matter. An optimizer may step in backward, parameter by parameter.
+        """
         written = {id(one) for one in self._written}  # the recorder holds what lay there
         for one, version in zip(self._held, self._versions, strict=True):
-            if version_of(one) != version and id(one) not in written:
+            if version_of(one) != version and id(one) not in written and (read is None or id(one) in read):
                 name = next(name for _, held in self._parameters for name, value in held.items() if value is one)
                 return Problem(
                     where=where or "region",

@@ -31,7 +31,7 @@ from sac.region.states.host_rng import is_random_source
 # What is reached: attributes of the region's modules and their tables of sub-modules; what a function holds (closure,
 # bound object, arguments of a partial); and from there lists, dicts, sets, deques and the attributes of objects, also
 # those in `__slots__`. Not reached: globals, attributes of classes, what libraries keep in objects of their own (torch,
-# the standard library), modules that are held in a list or an object only, and more than `_MOST` objects.
+# the standard library), iterators, modules that are held in a list or an object only, and more than `_MOST` objects.
 #
 # Noting is shallow and by reference: what an object held, not what that looks like. Tensors are noted by identity too;
 # writes to their memory are another matter (Note [Buffers advance once]). A tensor with a graph is not held, since that
@@ -58,11 +58,14 @@ _PLAIN_HOLDERS = (types.SimpleNamespace, UserDict, UserList)
 class _Leaf:
     """Stands for a tensor with a graph, which is not held: its data as a leaf of its own."""
 
-    __slots__ = ("_data", "original")
+    __slots__ = ("_data", "_original")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.original = weakref.ref(tensor)
+        self._original = weakref.ref(tensor)
         self._data = detached(tensor)
+
+    def is_for(self, value: Any) -> bool:
+        return self._original() is value
 
     def made(self) -> torch.Tensor:
         leaf = detached(self._data)
@@ -103,8 +106,8 @@ class ReachableState:
         """Put everything back as it was, and as it is now when ``stack`` is left."""
         for place in self._places:
             now = place.now()
+            stack.callback(place.put, now)  # whether it differs now or not: the recomputation may change it
             if place.differs(now):
-                stack.callback(place.put, now)
                 place.put(place.before())
 
     def drop(self) -> None:
@@ -238,7 +241,7 @@ class _DictPlace(_Place):
     def __init__(self, target: dict[Any, Any], apart: frozenset[str] = frozenset()) -> None:
         self._target = target
         self._apart = apart
-        self._held = _without_graphs(dict(target))
+        self._held = _with_leaves(dict(target))
 
     def now(self) -> dict[Any, Any]:
         return dict(self._target)
@@ -258,6 +261,8 @@ class _DictPlace(_Place):
     def put(self, wanted: dict[Any, Any]) -> None:
         target, apart = self._target, self._apart
         now = dict(target)
+        if len(now) == len(wanted) and all(map(is_, now, wanted)) and all(map(is_, now.values(), wanted.values())):
+            return
         if [*now] == [*wanted]:  # as a rule the names are the same, and keep their order
             changed = {key: value for key, value in wanted.items() if now[key] is not value and key not in apart}
             for key, value in changed.items():
@@ -280,14 +285,17 @@ class _OwnAttributesPlace(_DictPlace):
     def __init__(self, target: dict[str, Any], own: list[tuple[str, Any]]) -> None:
         self._target = target
         self._apart = _STANDARD
-        self._held = _without_graphs(dict(own))
+        self._held = _with_leaves(dict(own))
 
     def now(self) -> dict[str, Any]:
         return dict(islice(self._target.items(), _STANDARD_COUNT, None))
 
     def put(self, wanted: dict[str, Any]) -> None:
         target = self._target
-        for name in [name for name in self.now() if name not in wanted]:
+        now = self.now()
+        if len(now) == len(wanted) and all(map(is_, now.values(), wanted.values())) and [*now] == [*wanted]:
+            return
+        for name in now.keys() - wanted.keys():
             del target[name]
         target.update(wanted)
 
@@ -299,7 +307,7 @@ class _SequencePlace(_Place):
 
     def __init__(self, target: Any) -> None:
         self._target = target
-        self._held = [_without_graph(value) for value in target]
+        self._held = [_noted(value) for value in target]
 
     def now(self) -> list[Any]:
         return [*self._target]
@@ -350,7 +358,7 @@ class _CellPlace(_Place):
 
     def __init__(self, cell: types.CellType) -> None:
         self._cell = cell
-        self.held = _without_graph(self.now())
+        self.held = _noted(self.now())
 
     def now(self) -> Any:
         try:
@@ -379,7 +387,7 @@ class _SlotsPlace(_Place):
     def __init__(self, target: Any, slots: dict[str, Any]) -> None:
         self._target = target
         self._slots = slots
-        self._held = _without_graphs(self.now())
+        self._held = _with_leaves(self.now())
 
     def now(self) -> dict[str, Any]:
         found = {}
@@ -406,26 +414,27 @@ class _SlotsPlace(_Place):
                 slot.__delete__(self._target)
 
 
-def _without_graphs(held: dict[Any, Any]) -> dict[Any, Any]:
+def _with_leaves(held: dict[Any, Any]) -> dict[Any, Any]:
     for key, value in held.items():
-        if type(value) not in PLAIN and isinstance(value, torch.Tensor) and value.grad_fn is not None:
-            held[key] = _Leaf(value)
+        if type(value) not in PLAIN and (noted := _noted(value)) is not value:
+            held[key] = noted
     return held
 
 
-def _without_graph(value: Any) -> Any:
+def _noted(value: Any) -> Any:
+    """Return what is held of ``value``: itself, or what stands for it."""
     return _Leaf(value) if isinstance(value, torch.Tensor) and value.grad_fn is not None else value
 
 
 def _is_same(held: Any, now: Any) -> bool:
-    return (held.original() if type(held) is _Leaf else held) is now
+    return held.is_for(now) if type(held) is _Leaf else held is now
 
 
 def _made(held: Any, now: Any) -> Any:
-    """Return what is to be put back for ``held``: itself, or where its graph was let go, a leaf on the same data."""
+    """Return what is to be put back for ``held``."""
     if type(held) is not _Leaf:
         return held
-    return now if held.original() is now else held.made()
+    return now if held.is_for(now) else held.made()
 
 
 def holds_state(value: Any) -> bool:
