@@ -23,6 +23,18 @@ STATES = {  # what the argument `state` is: how it is made, and how a field of i
     "dict": ("dict({0})", 'state["{0}"]'),
     "nested": ("SimpleNamespace(inner=[dict({0})])", 'state.inner[0]["{0}"]'),
 }
+PASSING = {  # how a block is called
+    "by position": "call(self.blocks[at], {0})",
+    "by keyword": "call(self.blocks[at], {1})",
+    "in a list": "call(self.blocks[at], [{0}])",
+}
+RETURNS = {  # what a block returns, and how it is taken apart
+    "a tensor": ("h", "out"),
+    "a tuple": ("(h, h.sin().mean(0))", "out[0] + out[1]"),
+    "a dict": ('{"h": h, "extra": [h.sin().mean(0), len(h)]}', 'out["h"] + out["extra"][0]'),
+    "an object": ("SimpleNamespace(h=h, extra=h.sin().mean(0))", "out.h + out.extra"),
+    "a dataclass": ("Record(h, h.sin().mean(0), [], 0)", "out.h + out.load"),
+}
 
 
 @dataclass(frozen=True)
@@ -47,6 +59,8 @@ class Program:
     kinds: tuple[str, ...]  # one of KINDS for each step
     state: str = "namespace"
     keeps_state: bool = False  # the argument `state` lives as long as the model
+    passing: str = "by position"  # one of PASSING
+    returns: str = "a tensor"  # one of RETURNS
     autocast: tuple[bool, ...] = (False,) * STEPS
 
 
@@ -314,7 +328,12 @@ def draw_program(seed: int, attempt: int = 0) -> Program:
     if pick.random() < 0.15:
         autocast = tuple(pick.random() < 0.5 for _ in range(STEPS))
     state = pick.choice(sorted(STATES))
-    return Program(seed, blocks, tuple(classes), tuple(order), changes, kinds, state, pick.random() < 0.3, autocast)
+    keeps_state = pick.random() < 0.3
+    passing = "by position" if pick.random() < 0.7 else pick.choice(sorted(PASSING))
+    returns = "a tensor" if pick.random() < 0.7 else pick.choice(sorted(RETURNS))
+    return Program(
+        seed, blocks, tuple(classes), tuple(order), changes, kinds, state, keeps_state, passing, returns, autocast
+    )
 
 
 def _items(pick: Random, count: int, depth: int, share: float) -> tuple[Item, ...]:
@@ -346,7 +365,12 @@ def write_program(program: Program) -> tuple[str, frozenset[str], frozenset[str]
         writer = Writer(whole, *(f"model.blocks[{place}]" for place, one in enumerate(program.classes) if one == at))
         _write_items(writer, items)
         writers.append(writer)
-    classes = [writer.module(f"Block{at}", whole.arguments) for at, writer in enumerate(writers)]
+    signature = ", ".join(["h"] + [f"{name}=None" for name in whole.arguments.split(", ")[1:]])
+    entrance = _entrance(program, whole)
+    classes = [
+        writer.module(f"Block{at}", signature, *(("run", entrance) if entrance else ()))
+        for at, writer in enumerate(writers)
+    ]
     around = ['torch.autocast("cpu", torch.bfloat16, enabled=AUTOCAST[step])']
     for change in program.changes:
         whole.features.add(change.name)
@@ -358,6 +382,10 @@ def write_program(program: Program) -> tuple[str, frozenset[str], frozenset[str]
     whole.features |= {kind for kind in program.kinds if kind != "plain"}
     if whole.uses_state:
         whole.features.add(f"state: {program.state}{', kept' if program.keeps_state else ''}")
+    if program.passing != "by position":
+        whole.features.add(f"called {program.passing}")
+    if program.returns != "a tensor":
+        whole.features.add(f"returns {program.returns}")
     if any(program.autocast):
         whole.features.add("autocast")
     if len(program.order) > len(program.classes):
@@ -377,7 +405,10 @@ def write_program(program: Program) -> tuple[str, frozenset[str], frozenset[str]
         classes="\n\n".join(text.rstrip() for text in classes),
         blocks=", ".join(f"Block{at}()" for at in program.classes),
         order=list(program.order),
-        arguments=whole.arguments,
+        arguments=PASSING[program.passing].format(
+            whole.arguments, ", ".join(f"{name}={name}" for name in whole.arguments.split(", "))
+        ),
+        out=RETURNS[program.returns][1],
         state=given if whole.uses_state else "None",
         fresh_state="" if program.keeps_state or not whole.uses_state else f"state = {given}",
         kinds=program.kinds,
@@ -388,6 +419,17 @@ def write_program(program: Program) -> tuple[str, frozenset[str], frozenset[str]
         **{part: indent(parts[part], "    " * (part not in ("extra", "between"))) for part in PARTS},
     )
     return source, frozenset(whole.features), frozenset(whole.hidden)
+
+
+def _entrance(program: Program, whole: Whole) -> str:
+    """The `forward` of a block that takes its arguments apart or returns more than a tensor; else nothing."""
+    if program.passing != "in a list" and program.returns == "a tensor":
+        return ""
+    given = (
+        "given" if program.passing == "in a list" else ", ".join(f"{name}=None" for name in whole.arguments.split(", "))
+    )
+    run = "*given" if program.passing == "in a list" else whole.arguments
+    return f"def forward(self, {given}):\n    h = self.run({run})\n    return {RETURNS[program.returns][0]}\n"
 
 
 def _write_items(w: Writer, items: tuple[Item, ...]) -> None:
@@ -447,6 +489,10 @@ def smaller(program: Program) -> Iterator[Program]:
     for at, items in enumerate(program.blocks):
         for fewer in _fewer(items):
             yield replace(program, blocks=(*program.blocks[:at], fewer, *program.blocks[at + 1 :]))
+    if program.passing != "by position":
+        yield replace(program, passing="by position")
+    if program.returns != "a tensor":
+        yield replace(program, returns="a tensor")
     if program.state != "namespace":
         yield replace(program, state="namespace")
     if program.keeps_state:
@@ -516,8 +562,8 @@ class Record:
     count: int
 
 
-def call(block, *args):  # a way to checkpoint inside the model puts its own function here
-    return block(*args)
+def call(block, *args, **kwargs):  # a way to checkpoint inside the model puts its own function here
+    return block(*args, **kwargs)
 
 
 {top}
@@ -534,7 +580,8 @@ class Model(nn.Module):
 
     def forward(self, h, state, option):
         for at in self.order:
-            h = call(self.blocks[at], {arguments})
+            out = {arguments}
+            h = {out}
         return h
 
 

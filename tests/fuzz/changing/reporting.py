@@ -20,7 +20,9 @@ PUT = {
     "checkpoint": "    program.call = sac.checkpoint",
     "context_fn": (
         "    made = {block: sac.context_fn(VALUE['policy'], module=block) for block in model.blocks}\n"
-        "    program.call = lambda block, *args: checkpoint(block, *args, use_reentrant=False, context_fn=made[block])"
+        "    program.call = lambda block, *args, **kwargs: checkpoint(\n"
+        "        block, *args, use_reentrant=False, context_fn=made[block], **kwargs\n"
+        "    )"
     ),
 }
 MAIN = '''

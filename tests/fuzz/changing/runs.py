@@ -126,7 +126,8 @@ def value_of(way: str, seed: int) -> dict[str, Any]:
     """The config value under which the program of a seed runs in a way: the same each time."""
     pick = Random(f"{seed} {way}")
     if way == "full":
-        return {"mode": "full", "blocks": ["blocks.*"], "early_stop": pick.random() < 0.8}
+        value = {"mode": "full", "blocks": ["blocks.*"], "early_stop": pick.random() < 0.8}
+        return value | ({"store": "host", "keep": "all"} if pick.random() < 0.1 else {})
     rules = [
         {"id": f"rule-{at}", **rule, **({"optional": True} if pick.random() < 0.9 else {})}
         for at, rule in enumerate(pick.choice(WHOLE_MODULES if way == "modules" else RULES))
@@ -141,6 +142,7 @@ def value_of(way: str, seed: int) -> dict[str, Any]:
     if way in (*ENGINES, "modules", "rerun"):
         value["engine"] = pick.choice(ENGINES) if way == "modules" else way
         value["verify"] = pick.choice(["first", "first", "first", "always", "never"])
+        value["early_stop"] = pick.random() < 0.8
     return value
 
 
@@ -153,10 +155,10 @@ def put(way: str, value: dict[str, Any], module: ModuleType, model: Any) -> None
     elif way == "context_fn":
         made: dict[Any, Any] = {}
 
-        def call(block: Any, *args: Any) -> Any:
+        def call(block: Any, *args: Any, **kwargs: Any) -> Any:
             if block not in made:
                 made[block] = sac.context_fn(value["policy"], module=block)
-            return checkpoint(block, *args, use_reentrant=False, context_fn=made[block])
+            return checkpoint(block, *args, use_reentrant=False, context_fn=made[block], **kwargs)
 
         module.call = call
     else:

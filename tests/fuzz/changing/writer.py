@@ -98,8 +98,8 @@ class Writer:
         """Say that the program has state that cannot be seen from a region's modules and arguments."""
         self.whole.hidden.add(what)
 
-    def module(self, name: str, signature: str) -> str:
-        """The source of the class."""
+    def module(self, name: str, signature: str, method: str = "forward", more: str = "") -> str:
+        """The source of the class: the lines are those of `method`, and `more` is another one."""
         return "\n".join(
             [
                 f"class {name}(nn.Module):",
@@ -107,9 +107,10 @@ class Writer:
                 "        super().__init__()",
                 *(indent(text, "        ") for text in self.inits),
                 "",
-                f"    def forward(self, {signature}):",
+                f"    def {method}(self, {signature}):",
                 *(indent(text, "        ") for text in self.lines),
                 "        return h",
                 "",
+                indent(more, "    "),
             ]
         )
