@@ -26,7 +26,7 @@ import sac
 
 STEPS = 6
 MATMULS = {"rules": [{"id": "matmuls", "ops": ["matmul"], "do": "save", "optional": True}]}
-MODULE = {"rules": [{"id": "module", "module": "up", "do": "save", "optional": True}]}
+MODULE = {"rules": [{"id": "module", "module": "{up,part}", "do": "save", "optional": True}]}
 NO_MATCH = {"rules": [{"id": "nothing", "ops": ["attention"], "do": "save", "optional": True}]}
 
 
@@ -262,6 +262,33 @@ class Flag(Block):
         return x + (self.mlp(x) if self.flag else self.up.bias.sum())
 
 
+class Part(Block):
+    """Leaves something behind: in attributes, in a list, in Python's and NumPy's random states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.items: list[int] = []
+        self.last = torch.zeros(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.items.append(self.calls)
+        self.last = x.detach() * 2
+        return self.mlp(x) * random.random() + numpy.random.rand()
+
+
+class AroundPart(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Part()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.part(x.exp())
+        z = (y * self.part.calls).sin() * len(self.part.items) * random.random()
+        return z + self.part.last.cos() * y.tanh() * numpy.random.rand()
+
+
 def without_grad_between(model: Model, x: Tensor, step: int) -> Tensor:
     loss = model(x).square().mean()
     with torch.no_grad():
@@ -331,6 +358,11 @@ def test_attributes_that_change_between_forward_and_backward_are_those_of_the_fo
 @pytest.mark.parametrize("way", WAYS)
 def test_a_call_without_grad_between_the_passes(way: str) -> None:
     assert_same(Flag, way, without_grad_between)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_state_that_a_module_leaves_behind(way: str) -> None:
+    assert_same(AroundPart, way)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -110,6 +110,16 @@ class ReachableState:
             if place.differs(now):
                 place.put(place.before())
 
+    def keep_changes(self) -> None:
+        """Hold from now on what has changed since this was made, as it is now."""
+        self._places = [place.again() for place in self._places if place.differs(place.now())]
+        self.tensors, self.generators, self.others = {}, [], []
+
+    def put_back(self) -> None:
+        """Let all that is held be as it was noted, for good."""
+        for place in self._places:
+            place.put(place.before())
+
     def drop(self) -> None:
         """Hold nothing any more."""
         self._places, self.tensors, self.generators, self.others = [], {}, [], []
@@ -232,6 +242,10 @@ class _Place:
         """Let just ``wanted`` be held."""
         raise NotImplementedError
 
+    def again(self) -> _Place:
+        """Return a note of what the same place holds now."""
+        raise NotImplementedError
+
 
 class _DictPlace(_Place):
     """A dictionary, but for the entries ``apart``."""
@@ -276,6 +290,9 @@ class _DictPlace(_Place):
         for key, value in kept.items():
             kind.__setitem__(target, key, value)
 
+    def again(self) -> _DictPlace:
+        return _DictPlace(self._target, self._apart)
+
 
 class _OwnAttributesPlace(_DictPlace):
     """The entries of a module's dict after the standard ones."""
@@ -298,6 +315,9 @@ class _OwnAttributesPlace(_DictPlace):
         for name in now.keys() - wanted.keys():
             del target[name]
         target.update(wanted)
+
+    def again(self) -> _OwnAttributesPlace:
+        return _OwnAttributesPlace(self._target, [*self.now().items()])
 
 
 class _SequencePlace(_Place):
@@ -329,6 +349,9 @@ class _SequencePlace(_Place):
             deque.clear(target)
             deque.extend(target, wanted)
 
+    def again(self) -> _SequencePlace:
+        return _SequencePlace(self._target)
+
 
 class _SetPlace(_Place):
     __slots__ = ("_held", "_target")
@@ -349,6 +372,9 @@ class _SetPlace(_Place):
     def put(self, wanted: frozenset[Any]) -> None:
         set.clear(self._target)
         set.update(self._target, wanted)
+
+    def again(self) -> _SetPlace:
+        return _SetPlace(self._target)
 
 
 class _CellPlace(_Place):
@@ -377,6 +403,9 @@ class _CellPlace(_Place):
             del self._cell.cell_contents
         else:
             self._cell.cell_contents = wanted
+
+    def again(self) -> _CellPlace:
+        return _CellPlace(self._cell)
 
 
 class _SlotsPlace(_Place):
@@ -412,6 +441,9 @@ class _SlotsPlace(_Place):
                 slot.__set__(self._target, wanted[name])
             elif name in self.now():
                 slot.__delete__(self._target)
+
+    def again(self) -> _SlotsPlace:
+        return _SlotsPlace(self._target, self._slots)
 
 
 def _with_leaves(held: dict[Any, Any]) -> dict[Any, Any]:
