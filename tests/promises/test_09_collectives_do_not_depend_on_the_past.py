@@ -43,9 +43,18 @@ class Layer(nn.Module):
             return Sum.apply(self.up(x))
         if self.place == "last":
             return Sum.apply(self.down(torch.tanh(self.up(x))))
+        if self.place == "aside":
+            return Sum.apply(self.up(x)) + self.down(x)  # backward reads nothing but inputs and parameters
         if self.place == "middle":
             return self.down(torch.tanh(Sum.apply(self.up(x))))
-        return F.rrelu(Sum.apply(self.down(torch.tanh(self.up(x)))), training=True)
+        return Sum.apply(self.down(torch.tanh(self.up(x)))).sin()
+
+
+class FilledLate(Layer):
+    """Its class names an op that fills what autograd has saved before: always recorded."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rrelu(super().forward(x), training=True)
 
 
 class Sent(TorchDispatchMode):
@@ -60,7 +69,7 @@ class Sent(TorchDispatchMode):
 
 def sent_in_backward(place: str, recorded: bool) -> list[int]:
     torch.manual_seed(0)
-    model = nn.Sequential(Layer(place))
+    model = nn.Sequential(FilledLate("last") if place == "before rrelu" else Layer(place))
     sac.apply(model, {"mode": "full", "blocks": "0"})
     region = model[0].forward.__self__.region
     counts = []
@@ -74,7 +83,7 @@ def sent_in_backward(place: str, recorded: bool) -> list[int]:
 
 
 @pytest.mark.parametrize("recorded", [False, True], ids=["alike", "one rank has a recorder"])
-@pytest.mark.parametrize("place", ["alone", "last", "middle", "before rrelu"])
+@pytest.mark.parametrize("place", ["alone", "last", "aside", "middle", "before sin", "before rrelu"])
 def test_full_sends_the_same_in_every_call(place: str, recorded: bool) -> None:
     one, other = run_ranks(2, sent_in_backward, place, recorded)
     assert one == other == [one[0]] * CALLS
