@@ -12,6 +12,7 @@ from tests.fuzz.changing.programs import STEPS, Item, Program, draw_program, wri
 from tests.fuzz.changing.runs import (
     ENGINES,
     EQUAL,
+    LIMIT,
     MODES,
     REFUSED,
     UNSEEN,
@@ -33,7 +34,7 @@ def test_engines_are_exact(first: int) -> None:
         prepared = program_of(seed)
         for way in ways_of(seed, ENGINES, 1):
             result = outcome(prepared, way)
-            assert result.kind == EQUAL, told(seed, way, result)
+            assert result.kind in (EQUAL, LIMIT), told(seed, way, result)
 
 
 @pytest.mark.parametrize("first", range(100, 140, 10))
@@ -41,9 +42,9 @@ def test_ways_that_run_python_twice_are_exact_or_refuse(first: int) -> None:
     """Where the state that they would have to compare can be seen."""
     for seed in range(first, first + 10):
         prepared = program_of(seed)
-        for way in ways_of(seed, MODES, 2):
+        for way in ways_of(seed, MODES, 1):
             result = outcome(prepared, way)
-            assert result.kind in (EQUAL, REFUSED, UNSEEN), told(seed, way, result)
+            assert result.kind in (EQUAL, LIMIT, REFUSED, UNSEEN), told(seed, way, result)
 
 
 def told(seed: int, way: str, result: Outcome) -> str:

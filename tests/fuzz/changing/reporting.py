@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.fuzz.changing import comparing
-from tests.fuzz.changing.runs import ENGINES, EQUAL, ERROR, REFUSED, UNSEEN, WRONG, Outcome, Prepared, value_of
+from tests.fuzz.changing.runs import ENGINES, EQUAL, ERROR, LIMIT, REFUSED, UNSEEN, WRONG, Outcome, Prepared, value_of
 
-KINDS = (EQUAL, REFUSED, WRONG, UNSEEN, ERROR)
+KINDS = (EQUAL, LIMIT, REFUSED, WRONG, UNSEEN, ERROR)
 FAILURES = {True: (WRONG, ERROR, REFUSED), False: (WRONG, ERROR)}  # what must not be: of an engine, of another way
 Results = dict[int, tuple[frozenset[str], dict[str, Outcome]]]
 PUT = {
@@ -81,10 +81,10 @@ def tables(results: Results, ways: tuple[str, ...], seconds: float, jobs: int, r
     speed = f"{len(results) / seconds / jobs:.1f} programs/s for each of {jobs} process{'es' * (jobs > 1)}"
     yield f"{len(results)} programs, {runs} runs, {seconds:.0f} s: {speed}"
     yield ""
-    yield f"{'way':<12}{'programs':>9}" + "".join(f"{kind:>9}" for kind in KINDS)
+    yield f"{'way':<12}{'programs':>9}" + "".join(f"{kind:>8}" for kind in KINDS)
     for way in ways:
         counts = Counter(outcomes[way].kind for _, outcomes in results.values() if way in outcomes)
-        yield f"{way:<12}{sum(counts.values()):>9}" + "".join(f"{counts[kind] or '':>9}" for kind in KINDS)
+        yield f"{way:<12}{sum(counts.values()):>9}" + "".join(f"{counts[kind] or '':>8}" for kind in KINDS)
     yield ""
     yield from _by_feature(results, tuple(way for way in ways if way != "torch"), rows)
     yield ""

@@ -18,7 +18,7 @@ from sac.errors import SacError
 from tests.fuzz.changing.comparing import differences, seeded, state_of
 from tests.fuzz.changing.programs import Program, draw_program, write_program
 
-EQUAL, REFUSED, WRONG, UNSEEN, ERROR = "equal", "refused", "wrong", "unseen", "error"
+EQUAL, LIMIT, REFUSED, WRONG, UNSEEN, ERROR = "equal", "limit", "refused", "wrong", "unseen", "error"
 ENGINES = ("auto", "replay")  # which have to be right on every program
 MODES = (
     "modules",
@@ -29,7 +29,7 @@ MODES = (
 )  # which may refuse, and where state cannot be seen be wrong
 WAYS = (*ENGINES, *MODES, "torch")  # the last is torch's own checkpoint, for comparison
 
-AS_TORCH = (  # what torch's own checkpoint, which is under `context_fn`, and its hooks raise too
+LIMITS = (  # of errors that the documentation announces, or that torch's own checkpoint and hooks raise too
     "don't yet support saved tensor hooks",
     "has been modified by an inplace operation",
 )
@@ -178,14 +178,18 @@ def outcome(prepared: Prepared, way: str) -> Outcome:
                     kind = UNSEEN if prepared.hidden and way not in ENGINES else WRONG
                     return Outcome(kind, step, ", ".join(differing))
                 step += 1
-        except (SacError, CheckpointError) as error:
-            return Outcome(REFUSED, step, f"{type(error).__name__}: {error}")
         except Exception as error:
-            kind = REFUSED if way == "torch" or any(word in str(error) for word in AS_TORCH) else ERROR
-            return Outcome(kind, step, f"{type(error).__name__}: {error}")
+            return Outcome(_kind_of(error, prepared, way), step, f"{type(error).__name__}: {error}")
     if step < len(prepared.expected):
         return Outcome(ERROR, step, "fewer steps than without us")
     return Outcome(EQUAL)
+
+
+def _kind_of(error: Exception, prepared: Prepared, way: str) -> str:
+    written = "weights written between passes" in prepared.features and "was changed in place after" in str(error)
+    if written or (way != "torch" and any(words in str(error) for words in LIMITS)):
+        return LIMIT
+    return REFUSED if way == "torch" or isinstance(error, (SacError, CheckpointError)) else ERROR
 
 
 def ways_of(seed: int, ways: tuple[str, ...], count: int) -> list[str]:
