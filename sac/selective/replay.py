@@ -88,7 +88,7 @@ class ReplayFrame(Frame):
         recorder.end(kept, missing)
         if recorder.tape.trouble:
             self._give_up(recorder.tape.trouble)
-        self._hold_inputs(needed=needed)
+        self._hold_inputs(kept, needed=needed)
         if self.hooks is not None:
             recorder.needs_mode = recorder.needs_mode or bool(kept or recorder.tape.kept)  # so that they are again
             recorder.park(self.hooks)
