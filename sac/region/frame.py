@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from sac.errors import Problem, RegionError
 from sac.region.call import RETAIN, RegionCall, graph_is_retained
 from sac.region.eager import never_compiled
-from sac.region.handles import Filling, Handle, StopRecompute
+from sac.region.handles import ALL, Filling, Handle, StopRecompute
 from sac.region.inputs import KeptInputs
 from sac.region.parking import fetch
 from sac.region.states.ambient import subclasses_on
@@ -77,6 +77,8 @@ class Frame(RegionCall):
         """Hold what backward will need for these handles; return those that keep a value of their own."""
         kept = [handle for handle in alive if handle.kept]
         last_missing = max((handle.index for handle in alive if not handle.kept), default=-1)
+        if last_missing >= 0 and not self.settings.early_stop:
+            last_missing = ALL  # recomputation reaches what comes later too
         self._keep(kept, last_missing)
         return kept
 

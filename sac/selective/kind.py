@@ -225,8 +225,16 @@ class Region:
             if not sees_ops:
                 return ModuleRecorder(modules, apart)
         rows = self._new_rows()
-        freeze = settings.freeze_buffers
-        return RerunRecorder(table, self.path, owners, rows, freeze_buffers=freeze, modules=modules, apart=apart)
+        return RerunRecorder(
+            table,
+            self.path,
+            owners,
+            rows,
+            freeze_buffers=settings.freeze_buffers,
+            early_stop=settings.early_stop,
+            modules=modules,
+            apart=apart,
+        )
 
     def _learn(self, recorder: RerunRecorder | ReplayRecorder, frame: Frame | ReentrantFrame, sort: Any) -> None:
         if recorder.rows is not None:

@@ -16,7 +16,6 @@ from sac.region.handles import Handle
 from sac.region.inputs import KeptInputs
 from sac.region.storages import describe, version_of
 from sac.selective.checksum import checksum, same
-from sac.selective.replay_plan import plan_replay
 from sac.selective.replay_recorder import ReplayRecorder
 from sac.selective.replay_run import CannotReplay, ExternalChangeError, run_plan
 
@@ -147,7 +146,7 @@ class ReplayFrame(Frame):
         plan = recorder.plan
         asked = frozenset(waiting) - recorder.spoilt.keys()
         if plan is None or plan.handles != asked:
-            plan = plan_replay(recorder.tape, recorder.wanted(sorted(asked)))
+            plan = recorder.plan_of(sorted(asked))
         filled: list[int] = []
 
         def fill(index: int, tensor: Tensor) -> None:

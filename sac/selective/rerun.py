@@ -32,11 +32,13 @@ class RerunRecorder:
         rows: Rows | None = None,
         *,
         freeze_buffers: bool = True,
+        early_stop: bool = True,
         modules: SavedModules | None = None,
         apart: frozenset[int] = frozenset(),
     ) -> None:
         self.record = CallRecord(table, path, owners, freeze_buffers=freeze_buffers, modules=modules)
         self.apart = apart
+        self.early_stop = early_stop
         self.rows = rows
         self.needs_mode = False
         self.figures: KeptFigures | None = None
@@ -48,7 +50,8 @@ class RerunRecorder:
         self.record.inputs = inputs
         if self.record.modules is not None:
             self.record.modules.begin(inputs)
-        self.record.keeps_persistent = surrounding_hooks() is None
+        # To the end: what is kept asks for no recomputation, and every rank has to run one.
+        self.record.keeps_persistent = self.early_stop and surrounding_hooks() is None
         for kept in inputs.tensors:
             if isinstance(kept.data, torch.Tensor):
                 self.record.labels.name_input(kept.data, kept.position, lasts=kept.stored is None)
