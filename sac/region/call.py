@@ -77,7 +77,7 @@ class RegionCall(ABC):
         self.recorder = recorder
         self.owners = owners
         self.settings = settings
-        self.input_bytes = (0, 0)  # on devices and on the host for them; 0 where no recomputation will come
+        self.input_bytes = (0, 0)  # on devices and on the host for them: held by this region, or else by its handles
         self.kept_whole: Problem | None = None  # after the forward: why its activations are kept after all
         self.is_evidence = False  # whether somebody will ask ``moved_host_rng``
         self.moved_host_rng = False  # after the forward: whether it drew from Python's or NumPy's generators
@@ -118,13 +118,15 @@ class RegionCall(ABC):
         idle = self.recorder is not None and self.recorder.close(kept, last_missing)
         if idle and not (self.compares and self.settings.checks_metadata):
             self.recorder = None
-        self._hold_inputs(needed=last_missing >= 0)
+        self._hold_inputs(kept, needed=last_missing >= 0)
         if self.hooks is not None and self.recorder is not None:
             self.recorder.park(self.hooks)
 
-    def _hold_inputs(self, *, needed: bool) -> None:
-        """Hold the inputs until backward, or nothing at all if no recomputation will come."""
+    def _hold_inputs(self, kept: list[Handle], *, needed: bool) -> None:
+        """Hold the inputs until backward, or nothing at all if no recomputation will come: autograd holds ``kept``."""
         if not needed:
+            held = [one.value for one in kept if one.borrowed and isinstance(one.value, torch.Tensor)]
+            self.input_bytes = self.inputs.bytes_among(held), 0
             self._drop()
             return
         self.input_bytes = self.inputs.bytes()

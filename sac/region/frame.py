@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from sac.errors import Problem, RegionError
 from sac.region.call import RETAIN, RegionCall, graph_is_retained
 from sac.region.eager import never_compiled
-from sac.region.handles import Filling, Handle, StopRecompute
+from sac.region.handles import ALL, Filling, Handle, StopRecompute
 from sac.region.inputs import KeptInputs
 from sac.region.parking import fetch
 from sac.region.states.ambient import subclasses_on
@@ -104,6 +104,8 @@ class Frame(RegionCall):
         """Hold what backward will need for these handles; return those that keep a value of their own."""
         kept = [handle for handle in alive if handle.kept]
         last_missing = max((handle.index for handle in alive if not handle.kept), default=-1)
+        if last_missing >= 0 and not self.settings.early_stop:
+            last_missing = ALL  # recomputation reaches what comes later too
         self._keep(kept, last_missing)
         return kept
 
@@ -169,6 +171,8 @@ class Frame(RegionCall):
             handle.index for handle in map(_call, self._handles) if handle is not None and self._waits(handle, task)
         )
         early = self.settings.early_stop
+        if not early and not self._forward_over:  # a gradient taken inside: the end is where the forward has got to
+            early, last_missing = True, len(self._handles) - 1
         seen = self.recorder is not None and self.recorder.sees_ops
         filling = Filling(self, last_missing, stop_in_pack=not seen, task=task, early_stop=early)
         args, kwargs, tensors = self._rebuild()

@@ -262,6 +262,7 @@ class Region:
             owners,
             rows,
             freeze_buffers=settings.freeze_buffers,
+            early_stop=settings.early_stop,
             modules=modules,
             apart=apart,
             verifies=settings.verify != NEVER,

@@ -15,7 +15,6 @@ from sac.region.frame import Frame
 from sac.region.handles import Handle
 from sac.region.inputs import KeptInputs
 from sac.region.storages import describe, version_of
-from sac.selective.replay_plan import plan_replay
 from sac.selective.replay_recorder import ReplayRecorder
 from sac.selective.replay_run import CannotReplay, ExternalChangeError, run_plan
 
@@ -95,7 +94,7 @@ class ReplayFrame(Frame):
         recorder.end(kept, missing)
         if recorder.tape.trouble:
             self._give_up(recorder.tape.trouble)
-        self._hold_inputs(needed=needed)
+        self._hold_inputs(kept, needed=needed)
         if self.hooks is not None:
             recorder.needs_mode = recorder.needs_mode or bool(kept or recorder.tape.kept)  # so that they are again
             recorder.park(self.hooks)
@@ -162,7 +161,7 @@ class ReplayFrame(Frame):
         plan = recorder.plan
         asked = frozenset(waiting) - recorder.spoilt.keys()
         if plan is None or plan.handles != asked:
-            plan = plan_replay(recorder.tape, recorder.wanted(sorted(asked)))
+            plan = recorder.plan_of(sorted(asked))
         if self.settings.checks_metadata:
             read = frozenset(id(recorder.tape.leaves[value].tensor()) for value in plan.leaves)
             if (problem := bindings.changed_parameter(self.path, read)) is not None:

@@ -74,8 +74,8 @@ class ReplayRecorder(TapeRecorder):
     def begin(self, inputs: KeptInputs, leaves: list[Any]) -> None:
         """The region is about to run on ``inputs``, whose tensors are among ``leaves``."""
         self._inputs = inputs
-        self._keeps_persistent = surrounding_hooks() is None
-        self._in_order = not self._keeps_persistent
+        self._in_order = surrounding_hooks() is not None
+        self._keeps_persistent = self._settings.early_stop and not self._in_order
         self.tape.lasting = self._lasting if self._keeps_persistent else set()
         for kept in inputs.tensors:
             self.tape.add_leaf(leaves[kept.position], kept.position, lasts=kept.stored is None)
@@ -191,7 +191,7 @@ class ReplayRecorder(TapeRecorder):
         if not tape.trouble:
             program = self.program
             if program is None or not program.fits(tape, self._places, missing):
-                program = Program(tape, self._places, missing, plan_replay(tape, self.wanted(missing)))
+                program = Program(tape, self._places, missing, self.plan_of(missing))
             self.program = program
             program.lend(tape)
             self.plan = program.plan
@@ -222,6 +222,10 @@ class ReplayRecorder(TapeRecorder):
         """Return what the tape knows of these handles, without those that have been spoilt."""
         places = self._places
         return [Wanted(handle, *places[handle][:2]) for handle in handles if handle not in self.spoilt]
+
+    def plan_of(self, handles: list[int]) -> ReplayPlan:
+        """Return what to replay for these handles."""
+        return plan_replay(self.tape, self.wanted(handles), early_stop=self._settings.early_stop)
 
     def park(self, hooks: PackHooks) -> None:
         """Hand the held values to the saved-tensor hooks around the region."""

@@ -32,12 +32,14 @@ class RerunRecorder:
         rows: Rows | None = None,
         *,
         freeze_buffers: bool = True,
+        early_stop: bool = True,
         modules: SavedModules | None = None,
         apart: frozenset[int] = frozenset(),
         verifies: bool = True,
     ) -> None:
         self.record = CallRecord(table, path, owners, freeze_buffers=freeze_buffers, modules=modules, verifies=verifies)
         self.apart = apart
+        self.early_stop = early_stop
         self.rows = rows
         self.needs_mode = self.reads_values = False
         self.figures: KeptFigures | None = None
@@ -50,8 +52,10 @@ class RerunRecorder:
         if self.record.modules is not None:
             self.record.modules.begin(inputs)
         # Without rules the calls of a region that have a recorder and those that have none must run the same ops again:
-        # the collectives among them have to meet those of other ranks.
-        self.record.keeps_persistent = bool(self.record.table.rules) and surrounding_hooks() is None
+        # the collectives among them have to meet those of other ranks. To the end: what is kept asks for no
+        # recomputation, and every rank has to run one.
+        has_rules = bool(self.record.table.rules)
+        self.record.keeps_persistent = has_rules and self.early_stop and surrounding_hooks() is None
         for kept in inputs.tensors:
             if isinstance(kept.data, torch.Tensor):
                 self.record.labels.name_input(kept.data, kept.position, lasts=kept.stored is None)
