@@ -192,7 +192,7 @@ def test_with_nothing_wrong_a_model_is_built(name: str) -> None:
 def test_check_builds_no_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "llama"]) == 0
     capsys.readouterr()
-    assert 'there is no shipped policy "lama"' in refusal(capsys, "check", "lama")
+    assert 'no shipped policy is called "lama"' in refusal(capsys, "check", "lama")
 
 
 def test_folders_cannot_be_written(tmp_path: Path) -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +38,7 @@ def build_from_config(
     made_by, config = class_and_config(path, scale)
     check_batches(made_by, config, scale, text_path=text_path)
     try:
-        with _without_initialization() if build is not build_with_data else nullcontext():
-            model = build(partial(made_by, config), DTYPES[scale.dtype]).train()
+        model = build(partial(made_by, config), DTYPES[scale.dtype]).train()
     except SacError:
         raise
     except Exception as error:
@@ -50,20 +47,6 @@ def build_from_config(
     turn_off_cache(model)  # training does not read it: no mode is to pay for it
     inputs_of_step = batches_of(model, scale, text_path=text_path, seed=seed)
     return BuiltModel(model, inputs_of_step, f"{type(model).__name__} ({Path(path).name})")
-
-
-def _without_initialization() -> AbstractContextManager[Any]:
-    """Return a context in which models leave their weights as they are: without data there is nothing to fill.
-
-    Some of what fills weights looks at data. The name is in one of two places (transformers 4 and 5).
-    """
-    for place in ("transformers.initialization", "transformers.modeling_utils"):
-        with suppress(ImportError):
-            made = getattr(import_module(place), "no_init_weights", None)
-            if made is not None:
-                context: AbstractContextManager[Any] = made()
-                return context
-    return nullcontext()
 
 
 def class_and_config(path: str, scale: Scale) -> tuple[Any, Any]:

@@ -51,7 +51,7 @@ def fake_build(mode: FakeTensorMode) -> Build:
             with mode:
                 model = make()
                 _cast(model, dtype)
-        except _NEEDS_DATA:  # it reads numbers that it has computed, as of stochastic depth: with data then, for once
+        except _NEEDS_DATA:  # to fill weights (ViT), or for its own sizes (stochastic depth)
             return fake_copy(make().to(dtype), mode)
         return model
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from sac.errors import Problem, RegionError
+from sac.region.advice import OTHER_KIND, closure_of
 from sac.region.handles import Ending, Handle
 from sac.region.inputs import KeptInputs
 from sac.region.parking import PackHooks, surrounding_hooks
@@ -19,7 +20,6 @@ from sac.region.settings import PLAIN, Settings
 from sac.region.surroundings import Surroundings
 
 RETAIN = "pass retain_graph=True to the backward call before this one"
-_REPEATABLE = "make the region's forward depend on its inputs, parameters and random state only"
 
 
 class Recorder(Protocol):
@@ -79,6 +79,7 @@ class RegionCall(ABC):
         self.input_bytes = (0, 0)  # on devices and on the host for them; 0 where no recomputation will come
         self._lock = threading.RLock()
         self._dropped = False
+        self._closure = closure_of(function)
 
     @abstractmethod
     def run(self, inputs: KeptInputs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -142,7 +143,7 @@ class RegionCall(ABC):
         if self.recorder is not None:
             stack.enter_context(self.recorder.recompute_mode(inputs, ending))
 
-    def _problem(self, found: str, fix: str = _REPEATABLE) -> Problem:
+    def _problem(self, found: str, fix: str = OTHER_KIND) -> Problem:
         return Problem(where=self.path or "region", found=found, fix=fix)
 
 
