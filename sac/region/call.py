@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from sac.errors import Problem, RegionError
+from sac.region.advice import OTHER_KIND, closure_of
 from sac.region.handles import Ending, Handle
 from sac.region.inputs import KeptInputs
 from sac.region.parking import PackHooks, surrounding_hooks
@@ -20,7 +21,6 @@ from sac.region.settings import PLAIN, Settings
 from sac.region.surroundings import Surroundings
 
 RETAIN = "pass retain_graph=True to the backward call before this one"
-_REPEATABLE = "make the region's forward depend on its inputs, parameters and random state only"
 
 
 class Recorder(Protocol):
@@ -83,6 +83,7 @@ class RegionCall(ABC):
         self.moved_host_rng = False  # after the forward: whether it drew from Python's or NumPy's generators
         self._lock = threading.RLock()
         self._dropped = False
+        self._closure = closure_of(function)
 
     @abstractmethod
     def run(self, inputs: KeptInputs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -156,7 +157,7 @@ class RegionCall(ABC):
         if self.recorder is not None:
             stack.enter_context(self.recorder.recompute_mode(inputs, ending))
 
-    def _problem(self, found: str, fix: str = _REPEATABLE) -> Problem:
+    def _problem(self, found: str, fix: str = OTHER_KIND) -> Problem:
         return Problem(where=self.path or "region", found=found, fix=fix)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from sac.errors import Problem, RegionError
+from sac.region.advice import OTHER_PATH, advised
 from sac.region.call import RETAIN, RegionCall, graph_is_retained
 from sac.region.eager import never_compiled
 from sac.region.handles import ALL, Filling, Handle, StopRecompute
@@ -134,8 +135,11 @@ class Frame(RegionCall):
         retains = task == -1 or graph_is_retained()
         with self._lock:
             if handle.value is None:
-                with outside_transforms():
-                    self._recompute(handle, task, last=not retains)
+                try:
+                    with outside_transforms():
+                        self._recompute(handle, task, last=not retains)
+                except RegionError as error:
+                    raise advised(error, self.path, self._closure, self.settings) from error
             value = handle.value
             if value is None:
                 raise RegionError(self._unfilled(handle))
@@ -209,10 +213,12 @@ class Frame(RegionCall):
         return self._problem(
             f"recomputation saves more tensors than forward did ({len(self._handles)}); the first one more is "
             f"number {index}, {describe(tensor)}",
+            OTHER_PATH,
         )
 
     def _too_few(self, count: int) -> Problem:
-        return self._problem(f"recomputation saved {count} tensors, forward saved {len(self._handles)}")
+        found = f"recomputation saved {count} tensors, forward saved {len(self._handles)}"
+        return self._problem(found, OTHER_PATH)
 
     def _unfilled(self, handle: Handle) -> Problem:
         return self._problem(

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from sac.errors import Problem, RegionError
+from sac.region.advice import OTHER_KIND
 from sac.region.detach import cloned
 from sac.region.handles import Ending, ToTheEnd
 from sac.region.storages import describe
@@ -81,7 +82,7 @@ class FallbackMode(RegionMode):
                     Problem(
                         self._region or "region",
                         f"{one.plan.op} gave {describe(kept)} in forward and gives {describe(found)} in recomputation",
-                        fix="make the region's forward depend on its inputs, parameters and random state only",
+                        fix=OTHER_KIND,
                     )
                 )
         if one.sums and not same(one.sums, sums_of(one.outputs)):

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import sac
 from sac.errors import RegionError
 from sac.full import FullConfig
+from sac.region.advice import OTHER_KIND
 from tests.support.cases import WIDTH, Run, Seen, hidden, layer, loss_of, seen
 from tests.support.recording import Recorder
 from tests.support.reentrant import (
@@ -255,7 +256,7 @@ class Changing:
         return self.bodies.pop(0)(h) if len(self.bodies) > 1 else self.bodies[0](h)
 
 
-REPEAT = "    fix: make the region's forward depend on its inputs, parameters and random state only"
+REPEAT = f"    fix: {OTHER_KIND}"
 
 
 @pytest.mark.parametrize(
