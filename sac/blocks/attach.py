@@ -15,7 +15,7 @@ from sac.blocks.find import Block, drop_frozen, find_blocks, submodules
 from sac.blocks.paths import parts_of
 from sac.blocks.stages import idle_note, is_stage, rules_here
 from sac.blocks.switches import cover_switches
-from sac.blocks.wrap import Applied, install, ours_on, regions_of
+from sac.blocks.wrap import Applied, InstalledForward, install, ours_on, regions_of
 from sac.blocks.zero_hits import HitWatch
 from sac.config import Config, family_policy, parse_config, usable_policy
 from sac.errors import ConfigError, ModelError, PolicyError, Problem, SacWarning
@@ -75,7 +75,7 @@ def apply(
     chains = find_chains(model, blocks, config.layers) if isinstance(config.layers, Chunks) else ()
     pairs = [] if chains else kinds_of(bound, blocks, config.mode)
     rules = rules_here(policy.rules, blocks) if stage else policy.rules
-    watch = HitWatch((block.path for block, _ in pairs), rules, strict=config.strict, stage=stage)
+    watch = HitWatch((block.path for block, _ in pairs), rules, strict=config.strict)
     applied = Applied(config.mode, (), watch, tuple(block.path for block in left_alone), notes, settings)
     for note in notes:  # now: a warning may be made an error, and the model is to be as it was then
         warnings.warn(note, SacWarning, stacklevel=2)
@@ -96,6 +96,11 @@ def _refuse_second(model: nn.Module) -> None:
     if installed is not None:
         where = installed.region.path or name
         raise ModelError(Problem(where, "sac.apply has been called on this model before", fix=fix))
+    offloaded = [path for path, forward in present if isinstance(forward, InstalledForward)]
+    if offloaded:
+        found = "sac.compat.fsdp.offload_wrapper is on this module"
+        fix = "call sac.remove(model), then sac.apply, and then offload_wrapper for modules outside of the blocks"
+        raise ModelError(Problem(offloaded[0] or name, found, fix=fix))
     if not present[0][0]:
         fix = "call sac.remove on the whole model first, or leave this part as it is"
         raise ModelError(Problem(name, "this module is part of a block that sac is on already", fix=fix))

@@ -52,8 +52,11 @@ def refuse_regions(blocks: Iterable[Block]) -> None:
     """Raise ``ModelError`` for blocks that are regions already, or have checkpointing of their own."""
     problems = []
     for block in blocks:
-        if isinstance(ours_on(block.module), InstalledForward):
+        forward = ours_on(block.module)
+        if isinstance(forward, InstalledForward):
             found = "this module is a region of sac already"
+            if not forward.regions:
+                found = "offload_wrapper is on this module: make it a region before, not after"
             problems.append(Problem(block.path, found, fix="call sac.remove(model) first"))
         refuse_own_checkpointing(block.module)
     if problems:

@@ -5,10 +5,10 @@ A block that writes its keys and values into a cache does so again when it is re
 as long. So the cache is turned off where training reads the switch: on the model's config and each config below it.
 ``generation_config`` keeps its own: ``generate`` runs without grad and hands its switch to the forward itself, so
 generating stays as fast as it was (held by a test). A call that asks for a cache all the same, or brings one, is right
-too (Note [Caches as arguments] in ``sac.region.states.caches``), but holds all keys and values until backward.
+too (Note [Objects as arguments] in ``sac.region.states.arguments``), but holds all keys and values until backward.
 
 Models whose layers read the keys and values of another layer (Gemma 3n, Gemma 4) hand these through a dictionary that
-attention writes into: an argument of each block, which recomputation finds as the forward did (Note [Caches as
+attention writes into: an argument of each block, which recomputation finds as the forward did (Note [Objects as
 arguments]), so that whole blocks can be regions. Older releases hand them through the cache, and in the reentrant mode
 gradients of what is read from the dictionary would be lost: there only the other sub-modules are regions. Where the
 cache is what layers share by, its switch is left as it is.
@@ -28,7 +28,7 @@ from sac.blocks.find import Block, part_of, substantial_children
 from sac.blocks.own import own_checkpointing
 from sac.blocks.paths import Node, root_node
 from sac.errors import ModelError, Problem
-from sac.region.states.caches import SHARED_STATES
+from sac.region.states.arguments import SHARED_STATES
 
 __all__ = [
     "Restore",

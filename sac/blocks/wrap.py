@@ -92,7 +92,7 @@ class RegionForward(InstalledForward):
         if not region.stats.calls:
             refuse_callers(module, region.path)
         output = run_modules(region, self.original, module, self.applied.settings, args, kwargs)
-        if watch.waits:
+        if watch.waits and region.stats.calls:  # none yet where this call ran without checkpointing
             watch.saw(region.path, region.kind.table, region.stats)
         return output
 

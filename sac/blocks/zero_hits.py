@@ -14,22 +14,22 @@ COMPILED = "compiled"  # the save-set of compiled graphs as a whole
 
 
 class HitWatch:
-    """Adds up the hits of each region's first call; when all regions have run, tells of rules without any.
+    """Adds up the hits of each region's first call; when all regions have run, reports rules without any.
 
-    ``stage``: what matches may be on another pipeline stage, so that no hit at all is not an error by itself.
+    ``strict``: that is an error. Otherwise it is a warning, also if no rule at all has a hit: rules may match in later
+    steps, when sequences are longer or the batch is no longer empty.
     """
 
-    def __init__(self, paths: Iterable[str], rules: Iterable[Rule], *, strict: bool, stage: bool = False) -> None:
+    def __init__(self, paths: Iterable[str], rules: Iterable[Rule], *, strict: bool) -> None:
         self._pending = set(paths)
         self._compiled: list[str] = []
         self._rules = list(rules)
         self._hit: set[str] = set()
         self.strict = strict
-        self.stage = stage
         self.waits = bool(self._pending)
 
     def saw(self, path: str, table: Table, stats: RegionStats) -> None:
-        """A region has run; ``stats`` holds the hits of its call. Raises ``RegionError`` if the policy did nothing."""
+        """A region has run; ``stats`` holds the hits of its call. Raises ``RegionError`` under ``strict``."""
         self._hit.update(table.rules[place].rule.id for place in _places(table, stats))
         self._pending.discard(path)
         if stats.compiled_graphs:
@@ -41,7 +41,7 @@ class HitWatch:
         idle = self.idle()
         if not idle:
             return
-        if self.strict or not (self._hit or self.stage):
+        if self.strict:
             raise RegionError([_problem(rule) for rule in idle])
         for rule in idle:
             warnings.warn(str(_problem(rule)), SacWarning, stacklevel=2)

@@ -6,6 +6,7 @@ the import from ``torch.distributed.algorithms._checkpoint.checkpoint_wrapper``.
 What is different: there is no wrapper. The module itself becomes a region and is returned, so that its class, its name
 and the names of its parameters stay, and ``sac.remove`` takes the region off again. Buffers advance once, routing ops
 keep their results, and a model's K/V cache is turned off. What a wrapper could do and a region cannot is an error.
+``offload_wrapper`` on a module that is not a region moves what autograd saves in it, as torch's does.
 """
 
 from __future__ import annotations
@@ -16,19 +17,24 @@ from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
+from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
 from sac.blocks.attach_modules import Chosen, blocks_at, put_regions, refuse_regions
 from sac.blocks.stacks import is_callable
-from sac.blocks.wrap import RegionForward, ours_on, remove
+from sac.blocks.wrap import Applied, InstalledForward, RegionForward, ours_on, remove, set_forward
+from sac.blocks.zero_hits import HitWatch
 from sac.errors import ConfigError, ModelError, Problem, listing, nearest
 from sac.full.checkpoint import checkpoint
 from sac.full.full_config import DEFAULT_CONFIG, CallOptions, FullConfig, settings_of
 from sac.full.function_regions import FULL
 from sac.policy.model import Policy
 from sac.selective.contexts import checkpoint_contexts
+from sac.selective.kind import Region
+from sac.selective.scope import ScopedForward
 
 __all__ = ["CheckpointImpl", "apply_activation_checkpointing", "checkpoint_wrapper", "offload_wrapper"]
 
@@ -66,20 +72,47 @@ def checkpoint_wrapper(
 
 
 def offload_wrapper(module: nn.Module) -> nn.Module:
-    """Keep the inputs of the region ``module`` in host memory until backward, and return it.
+    """Keep in host memory until backward what ``module`` leaves for it, and return the module.
 
-    Raises ``ModelError`` for a module that is no region, or whose inputs are kept elsewhere already.
+    Of a region that is its inputs. Of any other module it is all that autograd saves in its forward, as with torch's
+    function; nothing is run again. ``sac.remove`` takes it off.
+
+    Raises ``ModelError`` for a module inside a region, and for one whose tensors are kept elsewhere already.
     """
     forward = ours_on(module)
-    if not isinstance(forward, RegionForward):
-        found = "it is no region: what its ops save for backward cannot be moved to the host"
-        fix = "make it a region: checkpoint_wrapper(module, offload_to_cpu=True) moves its inputs"
-        raise ModelError(Problem(type(module).__name__, found, fix=fix))
-    if forward.applied.settings.keeping is not None:
-        raise ModelError(Problem(forward.region.path, "its inputs are kept elsewhere already"))
-    keeping = settings_of(_ON_HOST, CallOptions(), _NAME).keeping
-    forward.applied = replace(forward.applied, settings=replace(forward.applied.settings, keeping=keeping))
+    if isinstance(forward, RegionForward):
+        if forward.applied.settings.keeping is not None:
+            raise ModelError(Problem(forward.region.path, "its inputs are kept elsewhere already"))
+        keeping = settings_of(_ON_HOST, CallOptions(), _NAME).keeping
+        forward.applied = replace(forward.applied, settings=replace(forward.applied.settings, keeping=keeping))
+        return module
+    name = type(module).__name__
+    if isinstance(forward, ScopedForward):
+        found = "it is inside a region, which does not keep what its modules save"
+        raise ModelError(Problem(name, found, fix="call offload_wrapper on the region: its inputs are moved then"))
+    if forward is not None:
+        raise ModelError(Problem(name, "what it saves is kept elsewhere already", fix="call sac.remove(module) first"))
+    if not is_callable(module):
+        found = "it is not called itself, so that nothing is saved in its forward"
+        raise ModelError(Problem(name, found, fix="call offload_wrapper on each of its children"))
+    set_forward(module, OffloadedForward(module, Applied("offload", (), HitWatch((), (), strict=False))))
     return module
+
+
+class OffloadedForward(InstalledForward):
+    """Runs a module that is not a region, and moves what autograd saves in it to host memory."""
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        """There are none."""
+        return ()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module."""
+        if not torch.is_grad_enabled():
+            return self.original(*args, **kwargs)
+        with save_on_cpu(pin_memory=True):  # which pins only where there is a CUDA device
+            return self.original(*args, **kwargs)
 
 
 def apply_activation_checkpointing(
@@ -158,7 +191,7 @@ def _chosen(modules: tuple[nn.Module, ...], given: Mapping[str, Any]) -> Chosen:
     problems = [problem for key in tuple(given) for problem in _refused(key, given[key])]
     impl, context_fn = given.get("checkpoint_impl", CheckpointImpl.NO_REENTRANT), given.get("context_fn")
     is_reentrant = given.get("use_reentrant", getattr(impl, "name", None) == CheckpointImpl.REENTRANT.name)
-    policy = _policy_of(context_fn)
+    policy = policy_of_contexts(context_fn)
     if is_reentrant and policy is not None:
         found = "per-op decisions need the non-reentrant mode"
         problems.append(Problem(f"{_NAME}.context_fn", found, fix="use CheckpointImpl.NO_REENTRANT"))
@@ -177,7 +210,7 @@ def _chosen(modules: tuple[nn.Module, ...], given: Mapping[str, Any]) -> Chosen:
 _ON_HOST = FullConfig(store="host", keep="all")
 
 
-def _policy_of(context_fn: Any) -> Policy | None:
+def policy_of_contexts(context_fn: Any) -> Policy | None:
     """Return the policy that ``sac.context_fn`` made a context function of; None for all else."""
     if isinstance(context_fn, partial) and context_fn.func is checkpoint_contexts:
         policy: Policy = context_fn.args[0].policy
@@ -200,7 +233,7 @@ def _refused(key: str, value: Any) -> list[Problem]:
         if not isinstance(value, bool):
             return [Problem(where, f"{value!r} is not true or false", expected="true, false")]
     elif key == "context_fn":
-        if value not in (None, noop_context_fn) and _policy_of(value) is None:
+        if value not in (None, noop_context_fn) and policy_of_contexts(value) is None:
             found = "contexts of the caller's around forward and recomputation are not entered"
             fix = "choose per op with context_fn=sac.context_fn(policy), or put state back with FullConfig(state=...)"
             return [Problem(where, found, fix=fix)]

@@ -60,11 +60,12 @@ _RELEASING = FullConfig(release_input=True)
 
 
 def checkpoint(
-    function: Callable[..., Any], distribute_saved_activations: bool, *args: Any, release_input: bool = False
+    function: Callable[..., Any], distribute_saved_activations: bool | None, *args: Any, release_input: bool = False
 ) -> Any:
     """Run ``function(*args)`` as a region that is recomputed in backward; return its result.
 
-    ``distribute_saved_activations``: keep the first floating-point input scattered over the tensor-parallel group.
+    ``distribute_saved_activations``: keep the first floating-point input scattered over the tensor-parallel group;
+    None is false, as there.
     ``release_input``: with that, and as Megatron does, the caller's tensor holds this rank's share only, flat, from the
     end of the forward until backward. The tracker of ``get_cuda_rng_tracker`` is put back for recomputation, always.
     Without grad mode it is the plain call.
@@ -72,6 +73,8 @@ def checkpoint(
     Raises ``ConfigError`` if there is no group to scatter over, for ``release_input`` without scattering, and for FP8
     around the call; ``RegionError`` in backward as ``sac.checkpoint``.
     """
+    if distribute_saved_activations is None:
+        distribute_saved_activations = False
     if not isinstance(distribute_saved_activations, bool):
         found = f"a {type(distribute_saved_activations).__name__} is not true or false"
         fix = "call checkpoint(function, distribute_saved_activations, *args)"

@@ -7,32 +7,55 @@ What is different: nothing is wrapped. The layers themselves become regions, so 
 ``sac.remove`` takes the regions off. What is saved is said by a policy file (the one of the model's family, where there
 is one) and not by a list in code; ``SAC_TRACE`` and ``sac.report`` tell it. The policy of a family may choose other
 matrix products than every second one.
+
+A region by itself puts back the attention backends of its forward, TransformerEngine's choice included, and runs ops
+that only recomputation runs. So the functions that make context functions, and those that let ops be ignored, change
+nothing for regions: they are for calls of torch's own ``checkpoint`` that remain.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
+from typing import Any, TypeAlias
 
+import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.utils.checkpoint import noop_context_fn
 
 from sac.blocks.attach_modules import Chosen, put_regions
 from sac.blocks.cache import is_attention, shares_kv, turn_off_cache
 from sac.blocks.context import context_fn
 from sac.blocks.paths import Node, children_of, root_node
 from sac.blocks.stacks import is_callable
+from sac.blocks.wrap import InstalledForward, ours_on
+from sac.compat.fsdp import policy_of_contexts
 from sac.config import family_policy
-from sac.errors import ModelError, Problem, SacWarning
+from sac.errors import ConfigError, ModelError, Problem, SacWarning
+from sac.full.function_regions import FULL
+from sac.policy.model import Policy
+from sac.region.states.process_flags import ProcessFlags, attention_choice
 
 __all__ = [
     "SELECTIVE_AC_WRAPPER_FLAG",
+    "apply_full_layer_checkpointing_to_layers",
     "apply_selective_checkpointing_to_layers",
     "apply_submodule_checkpointing",
     "detect_kv_sharing_and_maybe_disable_cache",
+    "ensure_fsdp_ops_sac_ignored",
+    "ensure_profiler_ops_sac_ignored",
+    "ignore_sac_ops",
     "is_selective_activation_checkpointing",
     "make_selective_checkpoint_context_fn",
+    "sdpa_backend_snapshot_context_fn",
+    "transformer_engine_attention_backend_snapshot_context_fn",
+    "unwrap_checkpoint_wrapper",
 ]
+
+Contexts: TypeAlias = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 # What NeMo sets on a wrapper, so that the wrapper is compiled and not what is in it. Without wrappers a layer is always
 # compiled with its region, so nothing has it; the name is here for those who import it.
@@ -47,6 +70,94 @@ def is_selective_activation_checkpointing(activation_checkpointing: object) -> b
 def make_selective_checkpoint_context_fn() -> Callable[[], Any]:
     """Return a context function for non-reentrant ``torch.utils.checkpoint``, with the policy for any model."""
     return context_fn("general")
+
+
+def unwrap_checkpoint_wrapper(module: nn.Module) -> nn.Module:
+    """Return the module inside torch's ``checkpoint_wrapper``, or ``module`` itself: a region has no wrapper."""
+    inner: nn.Module = getattr(module, "_checkpoint_wrapped_module", module)
+    return inner
+
+
+class _AsInForward(AbstractContextManager[None]):
+    """The flags of the process as they were when this was made, with ``inner`` inside; may be entered repeatedly."""
+
+    def __init__(self, inner: AbstractContextManager[Any] | None = None) -> None:
+        self._flags = ProcessFlags()
+        self._inner = inner
+        self._entered: list[ExitStack] = []
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            self._flags.enter_on(stack)
+            if self._inner is not None:
+                stack.enter_context(self._inner)
+            self._entered.append(stack.pop_all())
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.pop().__exit__(*error)
+
+
+def sdpa_backend_snapshot_context_fn() -> Contexts:
+    """Return the two contexts of a checkpointed call that starts now; the second puts back what chooses the kernels.
+
+    That is what Note [Flags of the process] in ``sac.region.states.process_flags`` lists: attention backends and their
+    order, the function at ``torch.nn.functional.scaled_dot_product_attention``, precisions and more. Regions do so by
+    themselves; this is for ``context_fn`` of torch's ``checkpoint``.
+    """
+    return nullcontext(), _AsInForward()
+
+
+def transformer_engine_attention_backend_snapshot_context_fn(
+    context_fn: Callable[[], Contexts] | None = None,
+) -> Contexts:
+    """Return the contexts of ``context_fn``, the second with TransformerEngine's choice of backend put back around it.
+
+    Where TransformerEngine is not loaded they are those of ``context_fn``. Regions put the choice back by themselves;
+    this is for ``context_fn`` of torch's ``checkpoint``.
+    """
+    forward, recompute = context_fn() if context_fn is not None else (nullcontext(), nullcontext())
+    return forward, recompute if attention_choice() is None else _AsInForward(recompute)
+
+
+_RANGES = ("_record_function_enter", "_record_function_enter_new", "_record_function_exit")
+# What FSDP2 runs to gather parameters, in recomputation only where the forward found them prefetched.
+_GATHERING = (
+    ("fsdp", "all_gather_copy_in", "default"),
+    ("fsdp", "split_with_sizes_copy", "default"),
+    ("fsdp", "chunk_cat", "default"),
+    ("fsdp", "copy_", "default"),
+    ("c10d", "_allgather_base_", "default"),
+    ("aten", "empty", "memory_format"),
+    ("aten", "empty_like", "default"),
+    ("aten", "view", "default"),
+)
+
+
+def ignore_sac_ops(ops: Iterable[object | None]) -> None:
+    """Add ops, but for None, to those that torch's own selective checkpointing does not count.
+
+    Regions need none of it: what only recomputation runs is run there.
+    """
+    # Private to torch (2.4 to 2.13). Without it torch counts them all, as it did before.
+    ignored = getattr(torch.utils.checkpoint, "SAC_IGNORED_OPS", None)
+    if ignored is not None:
+        ignored.update(op for op in ops if op is not None)
+
+
+def ensure_profiler_ops_sac_ignored() -> None:
+    """Let torch's own selective checkpointing pass over what ``record_function`` runs."""
+    packets = [getattr(torch.ops.profiler, name, None) for name in _RANGES]
+    ignore_sac_ops(getattr(packet, name) for packet in packets if packet is not None for name in packet.overloads())
+
+
+def ensure_fsdp_ops_sac_ignored() -> None:
+    """Let torch's own selective checkpointing pass over what FSDP2 runs to gather parameters."""
+    ignore_sac_ops(_op(*names) for names in _GATHERING)
+
+
+def _op(namespace: str, name: str, overload: str) -> object | None:
+    packet = getattr(getattr(torch.ops, namespace), name, None)
+    return getattr(packet, overload, None)
 
 
 def detect_kv_sharing_and_maybe_disable_cache(model: nn.Module) -> bool:
@@ -72,28 +183,82 @@ def apply_selective_checkpointing_to_layers(
     """
     del enable_compile
     if has_kv_sharing:
-        warnings.warn(
-            "these layers share keys and values, so that attention cannot be recomputed: their other sub-modules are "
-            "recomputed as a whole",
-            SacWarning,
-            stacklevel=2,
-        )
+        _tell_of_sharing()
         apply_submodule_checkpointing(layers, has_kv_sharing)
         return
     put_regions(model, [Chosen(tuple(layers), family_policy(model))])
 
 
-def apply_submodule_checkpointing(layers: list[nn.Module], has_kv_sharing: bool) -> None:
-    """Make the parts of each layer (attention, MLP, norms) regions that are recomputed as a whole.
+def apply_full_layer_checkpointing_to_layers(model: nn.Module, layers: list[nn.Module]) -> None:
+    """Make each of ``layers``, transformer blocks of ``model``, a region that is recomputed as a whole.
 
-    With ``has_kv_sharing`` those that are or hold attention are left alone. Raises ``ModelError``, with nothing
-    changed, for parts that are regions already, and if there are none at all.
+    Layers that are regions already, or that torch's ``checkpoint_wrapper`` is around, are passed over. Where layers of
+    the model share keys and values their parts without attention become regions, with a warning.
+
+    Raises ``ModelError``, with nothing changed, for layers with checkpointing of their own.
     """
+    layers = [one for one in layers if not isinstance(one, CheckpointWrapper) and not _is_region(one)]
+    if layers and shares_kv(model):
+        _tell_of_sharing()
+        apply_submodule_checkpointing(layers, has_kv_sharing=True)
+        return
+    put_regions(model, [Chosen(tuple(layers))])
+
+
+def apply_submodule_checkpointing(
+    layers: list[nn.Module],
+    has_kv_sharing: bool,
+    *,
+    context_fn: Callable[[], Any] | None = sdpa_backend_snapshot_context_fn,
+) -> None:
+    """Make the parts of each layer (attention, MLP, norms) regions.
+
+    With ``has_kv_sharing`` those that are or hold attention are left alone. ``context_fn``: what ``sac.context_fn`` or
+    ``make_selective_checkpoint_context_fn`` returns, whose policy the regions get; the functions of this module that
+    put attention backends back, and None, all mean regions that are recomputed as a whole.
+
+    Raises ``ConfigError`` for another ``context_fn``; ``ModelError``, with nothing changed, for parts that are regions
+    already, and if there are none at all.
+    """
+    policy = _policy_in(context_fn)
     parts = tuple(part for layer in layers for part in _parts(root_node(layer), without_attention=has_kv_sharing))
     if layers and not parts:
         kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
         raise ModelError(Problem(kinds, "these layers have no sub-modules with parameters that could be regions"))
-    put_regions(nn.ModuleList(layers), [Chosen(parts)])
+    put_regions(nn.ModuleList(layers), [Chosen(parts, policy)])
+
+
+def _is_region(module: nn.Module) -> bool:
+    return isinstance(ours_on(module), InstalledForward)
+
+
+def _tell_of_sharing() -> None:
+    warnings.warn(
+        "these layers share keys and values, so that attention cannot be recomputed: their other sub-modules are "
+        "recomputed as a whole",
+        SacWarning,
+        stacklevel=3,
+    )
+
+
+def _policy_in(context_fn: Any) -> Policy:
+    """Return the policy that a context function stands for; raises ``ConfigError`` if it stands for none."""
+    inner = context_fn
+    while isinstance(inner, partial) and inner.func is transformer_engine_attention_backend_snapshot_context_fn:
+        inner = inner.args[0] if inner.args else inner.keywords.get("context_fn")
+    ours = (sdpa_backend_snapshot_context_fn, transformer_engine_attention_backend_snapshot_context_fn)
+    if inner is None or inner is noop_context_fn or inner in ours:
+        return FULL
+    policy = policy_of_contexts(inner)
+    if policy is None:
+        found = f"{_name_of(inner)} makes contexts of the caller's around forward and recomputation, which regions do "
+        fix = "choose per op with context_fn=sac.context_fn(policy), or leave it out"
+        raise ConfigError(Problem("apply_submodule_checkpointing.context_fn", f"{found}not enter", fix=fix))
+    return policy
+
+
+def _name_of(function: Any) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))
 
 
 def _parts(node: Node, *, without_attention: bool) -> Iterator[nn.Module]:

@@ -45,8 +45,9 @@ def checkpoint(
     or a mesh of one dimension, with this rank in it): each rank holds 1 / group size of it until backward.
     ``get_rng_state_tracker``: returns a tracker of named RNG states (ours, Megatron's, TransformerEngine's,
     DeepSpeed's), which is put back too. ``preserve_rng_state``: whether random states are put back at all.
-    ``early_stop``: end recomputation when all that backward needs is there. ``determinism_check``: ``default``
-    compares what recomputation saves with what forward saved, ``none`` does not.
+    ``early_stop``: end recomputation when all that backward needs is there; what torch's
+    ``set_checkpoint_early_stop`` says around the call takes precedence. ``determinism_check``: ``default`` compares
+    what recomputation saves with what forward saved, ``none`` does not.
     ``config``: everything else.
 
     Raises ``ConfigError`` at the call for options that cannot be carried out; ``RegionError`` in backward when the

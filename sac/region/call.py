@@ -143,6 +143,8 @@ class RegionCall(ABC):
         bindings = self.surroundings.bindings
         if self.settings.checks_metadata and (problem := bindings.changed_parameter(self.path)) is not None:
             raise RegionError(problem)
+        if self.settings.checks_metadata and (problem := bindings.changed_tensor(self.path)) is not None:
+            raise RegionError(problem)
         stack.callback(bindings.note_parameters)
         self.surroundings.enter_on(stack)
         stack.enter_context(torch.enable_grad())

@@ -99,6 +99,42 @@ def placed_on(storage: torch.UntypedStorage, tensor: torch.Tensor) -> torch.Tens
         del guard
 
 
+def laid_out(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return the values of a plain tensor, laid out as ``like`` lies in memory, made unseen by any mode.
+
+    ``like``, a tensor on the meta device say, has no two elements at one place.
+    """
+    guard = _Unseen() if _Unseen is not None else None
+    try:
+        fresh = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=tensor.device)
+        found = fresh.conj() if like.is_conj() else fresh
+        found = torch._neg_view(found) if like.is_neg() else found
+        found.copy_(tensor)
+        tell_of(fresh)
+        return found.detach()
+    finally:
+        del guard
+
+
+def layout_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return a tensor without data that says how ``tensor``, a plain one, lies in memory: see ``laid_out``.
+
+    None if several of its elements may share a place.
+    """
+    end = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= end:
+            return None
+        end += (size - 1) * stride
+    guard = _Unseen() if _Unseen is not None else None
+    try:
+        empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        empty = empty.conj() if tensor.is_conj() else empty
+        return torch._neg_view(empty) if tensor.is_neg() else empty
+    finally:
+        del guard
+
+
 def write_onto(target: torch.Tensor, value: torch.Tensor) -> None:
     """Write ``value`` to ``target`` without a graph; of plain tensors unseen by any mode."""
     plain = type(target) in (torch.Tensor, torch.nn.Parameter) and type(value) is torch.Tensor

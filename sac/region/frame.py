@@ -18,6 +18,7 @@ from sac.region.parking import fetch
 from sac.region.states.ambient import subclasses_on
 from sac.region.states.bindings import UnseenWriteError
 from sac.region.storages import describe, metadata, version_of
+from sac.region.transforms import outside_transforms
 
 # Note [The walk of a region]
 #
@@ -38,9 +39,10 @@ from sac.region.storages import describe, metadata, version_of
 # whether they can be recomputed; if not, the handles keep them, with one warning, and later calls have a recorder. The
 # peak of a step is no higher for it: the region's backward holds all of them at once too.
 #
-# Example. `full`, and a block that normalises its weight under `no_grad` in every third step, by a counter in a list. In
-# the first two steps nothing needs a recorder. In the third one the weight's version has moved when the forward ends: the
-# block's activations are kept in this step, and from the fourth on a recorder copies the weight before it is written to.
+# Example. `full`, and a block that normalises its weight under `no_grad` in every third step, by a counter in a list.
+# In the first two steps nothing needs a recorder. In the third one the weight's version has moved when the forward
+# ends: the block's activations are kept in this step, and from the fourth on a recorder copies the weight before it is
+# written to.
 #
 # How often. If this backward retains its graph, handles give their value away and everything that can run the region
 # again stays. If it does not, everything else is dropped after that one run and the values lie on their handles until
@@ -130,7 +132,8 @@ class Frame(RegionCall):
         retains = task == -1 or graph_is_retained()
         with self._lock:
             if handle.value is None:
-                self._recompute(handle, task, last=not retains)
+                with outside_transforms():
+                    self._recompute(handle, task, last=not retains)
             value = handle.value
             if value is None:
                 raise RegionError(self._unfilled(handle))

@@ -12,6 +12,7 @@ from sac.region.identity import Identity
 from sac.region.kept_tensor import KeptTensor, Start
 from sac.region.parking import PackHooks
 from sac.region.parts import PLAIN, sort_of
+from sac.region.states.arguments import KeptObject, is_kept_object
 from sac.region.storages import storage_sizes
 from sac.region.stores.gathering import Call
 from sac.region.stores.placements import Keeping, Stored
@@ -26,7 +27,7 @@ class KeptInputs:
     more than once is kept once, under its first position, and is one tensor again in recomputation.
     """
 
-    __slots__ = ("_call", "_keywords", "_leaves", "_spec", "kind", "owners", "tensors")
+    __slots__ = ("_call", "_keywords", "_leaves", "_objects", "_spec", "kind", "owners", "tensors")
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         leaves: list[Any] = [*args, *kwargs.values()]
@@ -46,6 +47,7 @@ class KeptInputs:
         self.kind: tuple[Any, ...] | None = tuple(kind) if kind else None
         self._call: Call | None = None
         known: dict[int, KeptTensor] = {}
+        objects: dict[int, KeptObject] = {}
         kept_leaves = [*leaves]
         for position, leaf in enumerate(leaves):
             plain = type(leaf) is torch.Tensor  # asked first: whether it is a Parameter is a question that costs
@@ -56,13 +58,15 @@ class KeptInputs:
                 elif self.kind is not None:  # the function may ask whether two of its arguments are one
                     self.kind += ((position, kept.position),)
                 kept_leaves[position] = kept
+            elif self._spec is not None and is_kept_object(leaf):
+                kept_leaves[position] = objects[id(leaf)] = objects.get(id(leaf)) or KeptObject(leaf)
         self.tensors = list(known.values())
+        self._objects = list(objects.values())
         self._leaves: list[Any] | None = kept_leaves
 
-    @property
-    def are_plain(self) -> bool:
-        """Whether each argument by itself is a tensor or a plain value."""
-        return self._spec is None
+    def tensors_in_objects(self) -> dict[int, torch.Tensor]:
+        """Return the tensors that objects among the arguments held when this was made, by id."""
+        return {key: tensor for kept in self._objects for key, tensor in kept.tensors.items()}
 
     def _look_at(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         identity = Identity()
@@ -145,7 +149,11 @@ class KeptInputs:
         storages: dict[int, torch.UntypedStorage] = {}
         fetched = {kept.stored: kept.stored.fetch(path) for kept in self.tensors if kept.stored is not None}
         again = {kept: kept.rebuild(storages, fetched, path, start) for kept in self.tensors}
-        leaves = [again[leaf] if isinstance(leaf, KeptTensor) else leaf for leaf in self._leaves]
+        objects = {kept: kept.rebuild() for kept in self._objects}
+        leaves = [
+            again[leaf] if isinstance(leaf, KeptTensor) else objects[leaf] if isinstance(leaf, KeptObject) else leaf
+            for leaf in self._leaves
+        ]
         args, kwargs = self.unflatten(leaves)
         for stored in fetched:
             stored.placed.prefetch()
@@ -174,7 +182,7 @@ class KeptInputs:
         for kept in self.tensors:
             if kept.stored is not None:
                 kept.stored.drop()
-        self._leaves, self.tensors = None, []
+        self._leaves, self.tensors, self._objects = None, [], []
 
 
 def argument_name(args: tuple[Any, ...], kwargs: dict[str, Any], position: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -24,6 +24,7 @@ _NAMES = frozenset(
         # As the save-set `nondeterministic`, but for `mode`, which is the name of too much else.
         *("topk", "sort", "msort", "argsort", "multinomial", "kthvalue", "median", "nanmedian", "argmax", "argmin"),
         *("bincount", "histc", "nonzero", "unique", "unique_consecutive"),
+        "data",  # what is written through it moves no version
         *("rrelu", "rrelu_", "rrelu_with_noise", "RReLU"),
     }
 )
@@ -34,8 +35,7 @@ def needs_recorder(modules: Iterable[nn.Module]) -> bool:
     return any(_class_tells(type(one)) or getattr(one, "max_norm", None) is not None for one in modules)
 
 
-@lru_cache(maxsize=1024)
-def _class_tells(kind: type) -> bool:
+def _looks_like_it(kind: Any) -> bool:
     if issubclass(kind, nn.RReLU):
         return True
     return any(
@@ -50,3 +50,6 @@ def _class_tells(kind: type) -> bool:
 def _code_of(value: Any) -> types.CodeType | None:
     function = getattr(value, "__func__", value)
     return function.__code__ if type(function) is types.FunctionType else None
+
+
+_class_tells: Callable[[Any], bool] = lru_cache(maxsize=1024)(_looks_like_it)

@@ -10,7 +10,7 @@ import torch
 
 PackHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
-_FRAMES = ("sac.region.frame", "sac.selective.replay", "torch.utils.checkpoint")
+_FRAMES = ("sac.region.frame", "sac.selective.replay", "sac.selective.contexts", "torch.utils.checkpoint")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,8 @@ class Parked:
     @property
     def is_recomputed(self) -> bool:
         """Whether an outer region has it, ours or torch's, and runs again to give it back."""
-        return getattr(self.unpack, "__module__", "") in _FRAMES
+        unpack = getattr(self.unpack, "func", self.unpack)  # that of ``sac.context_fn`` is a partial
+        return getattr(unpack, "__module__", "") in _FRAMES
 
 
 def park(tensor: torch.Tensor, hooks: PackHooks | None) -> torch.Tensor | Parked:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+import torch.utils.checkpoint
 
 from sac.region.stores.placements import Keeping
 
@@ -65,3 +66,11 @@ class Settings:
 
 
 PLAIN = Settings()
+
+
+def as_torch_says(settings: Settings) -> Settings:
+    """Return the settings of a call that starts now: what ``set_checkpoint_early_stop`` says takes precedence."""
+    # Private to torch (2.8 to 2.13), and the only trace of that context manager: None outside of it. torch reads it in
+    # the forward, too. Without it the context manager has no effect here.
+    said = getattr(torch.utils.checkpoint, "_enable_checkpoint_early_stop", None)
+    return settings if said is None or said == settings.early_stop else replace(settings, early_stop=said)

@@ -27,7 +27,7 @@ class Surroundings:
     """What was there at the start of one region call: random states, Python state, buffers, flags and modes.
 
     ``function``: what the region runs, beside the modules that own it. ``recorded``: whether a recorder sees the ops of
-    the forward. ``apart``: see ``Bindings``.
+    the forward. ``apart``: see ``Bindings``. ``beside_torch``: torch's checkpoint puts torch's random states back.
     """
 
     __slots__ = ("_recorded", "autocast", "bindings", "flags", "host_rng", "modes", "provided", "reachable", "rng")
@@ -41,13 +41,15 @@ class Surroundings:
         *,
         recorded: bool = True,
         apart: frozenset[int] = frozenset(),
+        beside_torch: bool = False,
     ) -> None:
         self._recorded = recorded
         self.reachable = reachable = ReachableState(owners, function)
         self.provided = ProvidedState(settings.providers) if settings.providers else None
         self.rng = self.host_rng = None
-        if settings.preserve_rng_state:
+        if settings.preserve_rng_state and not beside_torch:
             self.rng = RngSnapshot(tensors, settings, reachable.generators)
+        if settings.preserve_rng_state:
             self.host_rng = HostRandomState(reachable.others)
         self.bindings = Bindings(
             owners,

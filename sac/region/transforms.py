@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,3 +31,35 @@ def refuse_transforms(path: str) -> None:
                 "torch.func.functional_call by itself is fine",
             )
         )
+
+
+# Private to torch (1.8 to 2.13): how deep the `vmap` of `is_grads_batched` is nested, which no function tells. Without
+# them what a recomputation draws is torch's error.
+_enter_vmap: Any = getattr(torch._C, "_vmapmode_increment_nesting", None)
+_leave_vmap: Any = getattr(torch._C, "_vmapmode_decrement_nesting", None)
+
+
+@contextmanager
+def outside_transforms() -> Iterator[None]:
+    """Leave the transforms that are on, as those around a batched backward, and enter them again at the end.
+
+    A recomputation reads nothing of theirs: it runs once for all gradients of the batch, on what the forward ran on.
+    Inside a ``vmap`` it could draw no random numbers.
+    """
+    depth = 0
+    if _enter_vmap is not None and _leave_vmap is not None:
+        depth = _enter_vmap() - 1
+        _leave_vmap()
+    for _ in range(depth):
+        _leave_vmap()
+    try:
+        if _innermost is None or _innermost() is None:
+            yield
+        else:
+            from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+            with temporarily_clear_interpreter_stack():
+                yield
+    finally:
+        for _ in range(depth):
+            _enter_vmap()

@@ -12,7 +12,7 @@ import torch
 # at the op's call is in the snapshot that torch takes for reentrant dispatch. An op with an autocast kernel of its own
 # has had its casts made before the mode sees it, and its body runs without autocast in either case.
 
-_BUILT_IN = frozenset({"aten", "prims", "_c10d_functional", "c10d", "fsdp", "profiler", "inductor"})
+_BUILT_IN = frozenset({"aten", "prim", "prims", "_c10d_functional", "c10d", "fsdp", "profiler", "inductor"})
 
 
 def has_own_body(op: Any) -> bool:

@@ -14,11 +14,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
+from sac.errors import Problem, RegionError
 from sac.region.detach import detached
 from sac.region.handles import ALL, Handle, ToTheEnd
 from sac.region.parking import PackHooks, surrounding_hooks
 from sac.region.settings import Settings
 from sac.region.states.bindings import owners_of
+from sac.region.states.uninitialized import has_uninitialized
 from sac.region.storages import shares_storage
 from sac.region.surroundings import Surroundings
 from sac.selective.modes import ForwardMode, RecomputeMode
@@ -76,22 +78,26 @@ class CheckpointForwardMode(ForwardMode):
                 self.record.park(outer)
 
 
-_BESIDE_TORCH = Settings(preserve_rng_state=False)  # random states are torch's part here
-_IN_A_GRAPH = Settings()  # and not here: torch leaves them to the compiler, which a backend that runs the graph is not
+_FIRST = "run the model once under torch.no_grad() before training"
+_SETTINGS = Settings()
 
 
 class _State:
     """What surrounded the forward and torch's checkpoint does not put back; buffers are those of ``module``."""
 
-    def __init__(self, module: nn.Module | None, settings: Settings) -> None:
+    def __init__(self, module: nn.Module | None, *, in_graph: bool) -> None:
         self._module = module
-        self._settings = settings
+        self._in_graph = in_graph
         self._surroundings: Surroundings | None = None
         self._entered: list[ExitStack] = []  # a region can be recomputed inside its own recomputation
 
     def note(self) -> None:
-        """The forward begins."""
-        self._surroundings = Surroundings((), owners_of(self._module), self._settings)
+        """The forward begins; raises ``RegionError`` if modules would make their parameters in it."""
+        if has_uninitialized(owners_of(self._module)):
+            found = "a lazy module would make its parameters in this checkpointed call, and its recomputation would not"
+            raise RegionError(Problem("sac.context_fn", found, fix=_FIRST))
+        # In a graph torch leaves random states to the compiler, which a backend that runs the graph as it is is not.
+        self._surroundings = Surroundings((), owners_of(self._module), _SETTINGS, beside_torch=not self._in_graph)
 
     def forward_is_over(self) -> None:
         """Keep nothing of buffers that are what they were."""
@@ -249,7 +255,7 @@ def checkpoint_contexts(
         forward, recompute = create_selective_checkpoint_contexts(TracedPolicy(table, path, module))
         return forward, recompute
     table.left_in_eager += in_graph
-    modules = SavedModules(table, path, _IN_A_GRAPH, table.learnt) if table.speaks_of_modules else None
+    modules = SavedModules(table, path, _SETTINGS, table.learnt) if table.speaks_of_modules else None
     record = CallRecord(table, path, owners_of(module), modules=modules)
-    state = _State(module, _IN_A_GRAPH if in_graph else _BESIDE_TORCH)
+    state = _State(module, in_graph=in_graph)
     return CheckpointForwardMode(record, state), CheckpointRecomputeMode(record, state)

@@ -12,8 +12,8 @@ from sac.region.detach import copy_of, overwrite, version_watch
 from sac.region.states.rng import default_generator
 from sac.region.states.rng_trackers import state_of, states_of
 
-# Private to torch (2.1 to 2.13; FSDP2 uses it). Without it a recomputation that writes to a parameter moves its version,
-# and whoever has saved the parameter raises in backward. See test_a_written_parameter_keeps_its_version.
+# Private to torch (2.1 to 2.13; FSDP2 uses it). Without it a recomputation that writes to a parameter moves its
+# version, and whoever has saved the parameter raises in backward. See test_a_written_parameter_keeps_its_version.
 _set_versions: Any = getattr(torch._C._autograd, "_unsafe_set_version_counter", None)
 
 
@@ -37,7 +37,6 @@ class Image:
     reference: int
     copy: torch.UntypedStorage
     watch: torch.Tensor
-    version: int
 
     def __del__(self) -> None:
         torch.UntypedStorage._free_weak_ref(self.reference)
@@ -48,11 +47,6 @@ class Image:
         found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self.reference)
         return found
 
-    @property
-    def is_written(self) -> bool:
-        """Whether somebody has written there in a way that autograd was to notice, since this was made."""
-        return self.watch._version != self.version
-
 
 Images = dict[int, Image]
 Generators = dict[int, tuple[torch.Generator, torch.Tensor]]
@@ -62,7 +56,7 @@ def image_of(tensor: torch.Tensor) -> Image:
     """Return an image of the storage of a strided tensor that is about to be written to."""
     storage = tensor.untyped_storage()
     reference: Any = storage._weak_ref()
-    return Image(reference, copy_of(storage), version_watch(tensor), tensor._version)
+    return Image(reference, copy_of(storage), version_watch(tensor))
 
 
 def forget_freed(images: Images) -> None:

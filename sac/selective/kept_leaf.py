@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_unflatten
 
-from sac.region.detach import detached, version_watch, write_onto
+from sac.region.detach import detached, laid_out, layout_of, version_watch, write_onto
 from sac.region.kept_tensor import Alias, copied
 from sac.region.parking import PackHooks, Parked, fetch, park
 from sac.region.storages import version_of
@@ -21,12 +21,13 @@ from sac.selective.tensors import storage_address
 class Serving:
     """One recomputation's call of a saved module.
 
-    ``given``: the leaves of its arguments. ``name`` is told which tensor now holds each kept value. ``storages``: the
-    copies made for it so far.
+    ``given``: the leaves of its arguments. ``name`` is told which tensor now holds each kept value. ``fetched``: values
+    that are at hand, by the id of the leaf. ``storages``: the copies made for it so far.
     """
 
     given: list[Any]
     name: Callable[[KeptLeaf, torch.Tensor], None]
+    fetched: dict[int, torch.Tensor]
     storages: dict[int, torch.UntypedStorage] = field(default_factory=dict)
 
 
@@ -37,7 +38,7 @@ class KeptLeaf:
     gradient, a parameter as a rule, and stays itself.
     """
 
-    __slots__ = ("_needs_grad", "_version", "_watch", "copied", "data", "is_borrowed", "places")
+    __slots__ = ("_layout", "_needs_grad", "_version", "_watch", "copied", "data", "is_borrowed", "places")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.is_borrowed = tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
@@ -45,6 +46,7 @@ class KeptLeaf:
         self.data: torch.Tensor | Parked | None = tensor if self.is_borrowed else detached(tensor)
         self._watch: torch.Tensor | None = self.data
         self._version = version_of(tensor)
+        self._layout: torch.Tensor | None = None  # without data: how it lay in memory, where it is held otherwise
         self.copied = False  # the region writes to it: it is held, and given out, as a copy
         self.places: list[tuple[int, int]] = []
 
@@ -66,7 +68,8 @@ class KeptLeaf:
 
     def compact(self) -> None:
         """Hold the elements only, and not the whole storage."""
-        if isinstance(self.data, torch.Tensor):
+        if isinstance(self.data, torch.Tensor) and (layout := layout_of(self.data)) is not None:
+            self._layout = layout
             self._watch = version_watch(self.data) if self._watch is not None else None
             self.data = self.data.clone(memory_format=torch.preserve_format)
 
@@ -82,29 +85,38 @@ class KeptLeaf:
 
     def made(self, serving: Serving) -> torch.Tensor:
         """Return the tensor for one recomputation."""
-        tensor = self._tensor(serving.storages)
+        tensor = self._tensor(serving)
         serving.name(self, tensor)
         return tensor
 
-    def _tensor(self, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:
+    def _value(self, serving: Serving) -> torch.Tensor:
         assert self.data is not None, "a result was given out after it had been let go"
-        data = fetch(self.data)
+        found = serving.fetched.pop(id(self), None)
+        return fetch(self.data) if found is None else found
+
+    def _tensor(self, serving: Serving) -> torch.Tensor:
+        data = self._value(serving)
         if self.is_borrowed:
             return data
-        fresh = copied(data, storages) if self.copied else detached(data)
+        if self._layout is not None and not _lies_as(data, self._layout):
+            data = laid_out(data, self._layout)  # kernels choose their order of sums by it
+        fresh = copied(data, serving.storages) if self.copied else detached(data)
         if not self._needs_grad:
             return fresh.detach() if fresh.requires_grad else fresh
         fresh.requires_grad_()
         return Alias.apply(fresh) if self.copied else fresh  # type: ignore[no-untyped-call]
 
-    def write_to(self, target: torch.Tensor) -> None:
+    def write_to(self, target: torch.Tensor, serving: Serving) -> None:
         """Let ``target`` hold this value, as an op in place would have left it."""
-        assert self.data is not None
-        value = fetch(self.data)
+        value = self._value(serving)
         if storage_address(value) != storage_address(target):
             write_onto(target, value)
         if self._needs_grad and not target.requires_grad:
             give_history(target, detached(value).requires_grad_())
+
+
+def _lies_as(tensor: torch.Tensor, layout: torch.Tensor) -> bool:
+    return (tensor.stride(), tensor.is_conj(), tensor.is_neg()) == (layout.stride(), layout.is_conj(), layout.is_neg())
 
 
 class Argument:

@@ -143,7 +143,7 @@ class KeptResult:
     def build(self, serving: Serving) -> Any:
         """Return what the module would have returned; its arguments are written to as it would have written to them."""
         for place, written in self.writes:
-            written.write_to(serving.given[place])
+            written.write_to(serving.given[place], serving)
             serving.name(written, serving.given[place])
         leaves = [made(leaf, serving) for leaf in self._leaves]
         return leaves[0] if self._spec is None else tree_unflatten(leaves, self._spec)

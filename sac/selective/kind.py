@@ -16,9 +16,10 @@ from sac.region.inputs import KeptInputs
 from sac.region.known_writers import needs_recorder
 from sac.region.parking import surrounding_hooks
 from sac.region.reentrant import ReentrantFrame
-from sac.region.settings import ALWAYS, FIRST, NEVER, REPLAY, RERUN, Settings
+from sac.region.settings import ALWAYS, FIRST, NEVER, REPLAY, RERUN, Settings, as_torch_says
 from sac.region.states.bindings import UnseenWriteError
-from sac.region.states.caches import OnCaches, caches_in, sort_of_shared, without
+from sac.region.states.uninitialized import has_uninitialized
+from sac.region.tangents import OnTangents, dual_level_is_on, refuse_reentrant
 from sac.region.transforms import refuse_transforms
 from sac.selective.announce import announce
 from sac.selective.bind import rebuild_table
@@ -41,12 +42,12 @@ from sac.selective.whole_modules import Learnt, SavedModules, saved_modules
 # Where rules decide on ops, and where `engine: replay` is asked for, every call runs under a recorder. In `full`, and
 # where rules speak of whole modules only, a recorder is not needed for most regions, and takes longer than all else. So
 # the first call on each sort of inputs runs under one. If that shows nothing that needs a dispatch mode (no op that
-# chooses, no generator passed by the caller, no write to something from outside, no last op that writes to what autograd
-# has saved), later calls on the same sort of inputs enter none. Inputs are of one sort if dtypes, shapes, needed
-# gradients and plain values are the same, and if the function is made of the same parts as before (Note [Which function
-# is it]). Evidence is per region.
-#  - A call that read a tensor's value, or drew from Python's or NumPy's random numbers, may have branched on it: it shows
-#    nothing about other calls.
+# chooses, no generator passed by the caller, no write to something from outside, no last op that writes to what
+# autograd has saved), later calls on the same sort of inputs enter none. Inputs are of one sort if dtypes, shapes,
+# needed gradients and plain values are the same, and if the function is made of the same parts as before (Note [Which
+# function is it]). Evidence is per region.
+#  - A call that read a tensor's value, or drew from Python's or NumPy's random numbers, may have branched on it: it
+#    shows nothing about other calls.
 #  - A region that has once needed a recorder has one in every later call.
 #  - A call without one is right by itself, whatever it does: what it can reach is noted before and put back (Note
 #    [Python state], Note [Buffers advance once]), and if it has written to something of which there is no copy, its
@@ -114,20 +115,28 @@ class Region:
         """Run one call; gradients are those of ``function(*args, **kwargs)``.
 
         ``owners`` are the function's modules. Calls with another ``mark``, which stands for what the function is made
-        of, share no evidence; those without one have none, nor have most calls with a cache (Note [Caches as
-        arguments]).
+        of, share no evidence; those without one have none.
         """
         refuse_transforms(self.path)
+        settings = as_torch_says(settings)
+        if not self.stats.calls and has_uninitialized(owners):
+            return function(*args, **kwargs)  # see Note [Lazy modules]
+        in_dual_level = dual_level_is_on()
+        if in_dual_level:  # see Note [Tangents]
+            on_tangents = OnTangents(function, owners, self.path)
+            primals = on_tangents.taken_from(args, kwargs)
+            if on_tangents.is_needed:
+                if settings.use_reentrant:
+                    refuse_reentrant(self.path)
+                if self.kind.table.speaks_of_modules:
+                    return function(*args, **kwargs)  # the result that is kept of a module has no tangents
+                function, (args, kwargs) = on_tangents, primals
         inputs = KeptInputs(args, kwargs)
-        if not inputs.are_plain and (caches := caches_in(args, kwargs, owners)):
-            shared = sort_of_shared(caches)
-            function = OnCaches(function, caches)
-            args, kwargs = without(caches, args, kwargs)
-            inputs = KeptInputs(args, kwargs)
-            inputs.kind = None if inputs.kind is None or shared is None else inputs.kind + shared
         if inputs.owners:
             owners += inputs.owners
         sort = None
+        if in_dual_level:
+            inputs.kind = None
         if mark is not None and inputs.kind is not None:
             sort = (mark, settings.freeze_buffers, settings.use_reentrant, inputs.kind)
         everything = self.kind.table.saves_everything

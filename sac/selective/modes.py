@@ -24,7 +24,7 @@ from sac.selective.module_passes import SavingPass, ServingPass
 from sac.selective.record import CallRecord, SavedValue, default_generators, written_tensors
 from sac.selective.rows import Rows
 from sac.selective.table import BoundRule, Plan, run_op
-from sac.selective.tensors import map_tensors, storage_address, tensor_parts, tensors_of
+from sac.selective.tensors import map_tensors, storage_address, tensor_parts, tensors_of, written_parts
 from sac.selective.weights import NOT_PARAMETERS, is_large
 from sac.selective.whole_modules import SavedCall
 
@@ -149,7 +149,9 @@ class ForwardMode(RegionMode):
     def _run_inside(self, call: SavedCall, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an op of a saved module: see what it writes to, and count its FLOPs."""
         table, path = self.record.table, call.place[0]
-        plan = table.scope(path).get(func) or table.plan(func, path)
+        plan = table.scope(path).get(id(func)) or table.plan(func, path)
+        if plan.light:  # torch asks nested tensors for their layout where an error would end the process
+            return plan.run(*args, **kwargs)
         if plan.writes:
             self.record.before_write(plan, args, kwargs)
         out = run_op(plan, args, kwargs)
@@ -211,6 +213,8 @@ class RecomputeMode(RegionMode):
         self._fetched: dict[int, torch.Tensor] = {}
         for value in self.record.saved:
             map_tensors(value.outputs, self._fetch)
+        modules = self.record.modules
+        self._results = modules.fetch_recomputed() if modules is not None else {}
         self.twins: defaultdict[int, int] = defaultdict(int)
         self.calls: defaultdict[Plan, int] = defaultdict(int)
         served = (g for value in self.record.saved for g, _ in value.rng_after)  # serving moves these
@@ -222,7 +226,10 @@ class RecomputeMode(RegionMode):
     def whole_modules(self) -> ServingPass | None:
         """Return what serves them."""
         modules = self.record.modules
-        return ServingPass(modules, self, self.labels) if modules is not None else None
+        if modules is None:
+            return None
+        fetched, self._results = self._results, {}
+        return ServingPass(modules, fetched, self, self.labels)
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
@@ -374,7 +381,7 @@ def decide(record: Counting, plan: Plan, args: Any, kwargs: Any, out: Any) -> tu
 
 
 def _written_parts(plan: Plan, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    return [part for tensor in written_tensors(plan, args, kwargs) for part in tensor_parts(tensor)]
+    return [part for tensor in written_tensors(plan, args, kwargs) for part in written_parts(tensor)]
 
 
 def _relabel(

@@ -96,7 +96,8 @@ class SavingPass:
             self.watcher.returned(call, forward, out)
         if modules.is_watched:
             modules.watch_gradients(call, out)
-        modules.add(call)
+        with mode_off(self.watcher):  # a copy that is made of a result is not an op of the region
+            modules.add(call)
         return out
 
     def _run(self, call: SavedCall, forward: ScopedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -112,11 +113,14 @@ class SavingPass:
 class ServingPass:
     """What a recomputation makes active: gives out what saved modules left behind, and does not run them.
 
-    ``mode`` is the one that is on, ``labels`` are its labels.
+    ``fetched``: what ``fetch_recomputed`` has returned. ``mode`` is the one that is on, ``labels`` are its labels.
     """
 
-    def __init__(self, modules: SavedModules, mode: Any = None, labels: Labels | None = None) -> None:
+    def __init__(
+        self, modules: SavedModules, fetched: dict[int, torch.Tensor], mode: Any = None, labels: Labels | None = None
+    ) -> None:
         self.modules = modules
+        self._fetched = fetched
         self._mode = mode
         self._labels = labels
         self._counts: defaultdict[str, int] = defaultdict(int)
@@ -138,7 +142,8 @@ class ServingPass:
             return self._run_again(forward, args, kwargs)
         if call.result.serves(given):
             call.states.put_back()
-            return call.result.build(Serving(given, self._name_again))
+            with mode_off(self._mode):
+                return call.result.build(Serving(given, self._name_again, self._fetched))
         if call.result.was_changed:
             self.modules.learnt.copies.add(place)
         before = versions_of(given)

@@ -49,7 +49,7 @@ class ModuleRecorder:
 
     def recompute_mode(self, inputs: list[tuple[int, torch.Tensor]], ending: Ending) -> AbstractContextManager[Any]:
         """Return the context in which saved modules are not run."""
-        return _active(ServingPass(self.modules))
+        return _active(ServingPass(self.modules, self.modules.fetch_recomputed()))
 
     def check_recomputed(self) -> None:
         """Nothing: what is kept is asked for by path and call."""

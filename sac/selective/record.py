@@ -20,8 +20,15 @@ from sac.selective.checksum import Sums, find_different, sums_of
 from sac.selective.compact import compact_views
 from sac.selective.forward_state import Images, forget_freed, image_of, note_generator
 from sac.selective.labels import Description, Labels
-from sac.selective.table import BoundRule, Plan, Table
-from sac.selective.tensors import map_tensors, storage_address, storage_bytes, tensor_parts, tensors_of
+from sac.selective.table import BoundRule, Plan, Table, plan_name
+from sac.selective.tensors import (
+    map_tensors,
+    storage_address,
+    storage_bytes,
+    tensor_parts,
+    tensors_of,
+    written_parts,
+)
 from sac.selective.whole_modules import SavedCall, SavedModules
 
 # Note [What is kept, and what is not]
@@ -40,6 +47,9 @@ from sac.selective.whole_modules import SavedCall, SavedModules
 # A tensor from outside that the region writes to (a buffer, an input) is imaged right before the first write; the image
 # is put back for recomputation, and the present value after it. So statistics and counters advance once. Not with
 # `freeze_buffers=False`: then only inputs and held outputs are copied.
+
+
+_GATHERING = frozenset({"aten.split_with_sizes_copy", "aten.set_", "aten.resize_"})  # FSDP's
 
 
 class SavedValue:
@@ -105,6 +115,7 @@ class CallRecord:
         self.saved: list[SavedValue] = []
         self.decided: list[SavedValue] = []  # after the forward: all that was decided to be saved, for the report
         self.by_storage: dict[int, list[SavedValue]] = {}
+        self.written_parameters: set[int] = set()  # addresses of parameters that the region itself writes to
         self._versions: dict[int, int] = {}  # storage address -> version counter when its result was saved
         self.generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
         self.images: Images = {}  # by the address of the storage: what lay there before the first write
@@ -210,7 +221,7 @@ class CallRecord:
     def before_write(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """An op is about to write to some of its arguments: copy or image what lies there, if it is wanted as it is."""
         for tensor in written_tensors(plan, args, kwargs):
-            for part in tensor_parts(tensor):
+            for part in written_parts(tensor):
                 address = storage_address(part)
                 if self.modules is not None:
                     self.modules.before_write(address)
@@ -256,8 +267,9 @@ class CallRecord:
         elif address in self.images or tensor.layout is not torch.strided:
             return
         elif origin == "parameter":
-            if not plan.traits.is_infrastructure and not tensor.is_inference():
+            if not (gathers(plan) or tensor.is_inference()):
                 self.images[address] = image_of(tensor)
+                self.written_parameters.add(address)
         elif self.freeze_buffers and origin in ("foreign", "input"):
             forget_freed(self.images)
             self.images[address] = image_of(tensor)
@@ -291,8 +303,8 @@ class CallRecord:
         self.by_storage.clear()
         forget_freed(self.images)
         for address in self.labels.parameter_addresses:  # FSDP gathers a parameter into a storage by an out= op
-            if address in self.images and not self.images[address].is_written:
-                del self.images[address]
+            if address not in self.written_parameters:
+                self.images.pop(address, None)
         self.known = self.labels.makers.keys()
         self.visitors = (
             self.labels.visitors
@@ -382,6 +394,11 @@ def _copy_if_at(tensor: torch.Tensor, address: int) -> torch.Tensor:
 
 def _detached(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach()
+
+
+def gathers(plan: Plan) -> bool:
+    """Whether an op fills parameters with what their shards hold, so that its writes are not the region's own."""
+    return plan.traits.is_infrastructure or plan.is_collective or plan_name(plan) in _GATHERING
 
 
 def written_tensors(plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:

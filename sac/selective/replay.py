@@ -69,6 +69,7 @@ class ReplayFrame(Frame):
 
     def _begin(self, inputs: KeptInputs) -> None:
         super()._begin(inputs)
+        self.recorder.tape.outside = self.surroundings.reachable.tensors | inputs.tensors_in_objects()
         self.recorder.draws.begin(self.surroundings.rng)
 
     def _pack(self, tensor: Tensor) -> Handle:
@@ -141,12 +142,18 @@ class ReplayFrame(Frame):
     def _replay(self, waiting: dict[int, Handle]) -> None:
         recorder = self.recorder
         bindings = self.surroundings.bindings
-        if self.settings.checks_metadata and (problem := bindings.changed_parameter(self.path)) is not None:
-            raise RegionError(problem)
+        before = bindings.copies()
+        if before is None:
+            raise CannotReplay("a buffer's data is elsewhere now")
+        before |= {address: image.copy for address, image in recorder.images.items()}
         plan = recorder.plan
         asked = frozenset(waiting) - recorder.spoilt.keys()
         if plan is None or plan.handles != asked:
             plan = plan_replay(recorder.tape, recorder.wanted(sorted(asked)))
+        if self.settings.checks_metadata:
+            read = frozenset(id(recorder.tape.leaves[value].tensor()) for value in plan.leaves)
+            if (problem := bindings.changed_parameter(self.path, read)) is not None:
+                raise RegionError(problem)
         filled: list[int] = []
 
         def fill(index: int, tensor: Tensor) -> None:
@@ -160,7 +167,7 @@ class ReplayFrame(Frame):
         try:
             self._rebuilt = rebuilt = self._rebuild()
             with self.surroundings.process_flags():
-                run_plan(plan, recorder.tape, dict(rebuilt[2]), recorder.images, fill)
+                run_plan(plan, recorder.tape, dict(rebuilt[2]), before, fill)
         except ExternalChangeError as change:
             problem = self._problem(
                 f"a tensor from outside the region ({describe(change.tensor)}) was changed in place after the "

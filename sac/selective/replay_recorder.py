@@ -94,7 +94,11 @@ class ReplayRecorder(TapeRecorder):
             value = found[1]
             if version != tape.versions[value]:
                 value = tape.look_at_version(tensor, value)
-        elif tape.is_known(tensor) or cast_of(tensor) is not None:
+        elif (
+            tape.is_known(tensor)
+            or cast_of(tensor) is not None
+            or (tensor.grad_fn is not None and id(tensor) in tape.outside)
+        ):
             value = tape.find(tensor, "autograd")
         else:
             self._pack_from_outside(tensor, handle)
@@ -107,8 +111,9 @@ class ReplayRecorder(TapeRecorder):
             handle.storage = storage_address(tensor)
             self.recent.append((handle.index, tensor, root))
             return
-        if root in self._lasting and root not in tape.writers:
-            # As it is: it is one of the ancestors that autograd holds anyway.
+        if root in self._lasting and (root not in tape.writers or tape.leaves[root].position < 0):
+            # As it is: it is one of the ancestors that autograd holds anyway. So is a parameter that the region has
+            # written to: if somebody writes to it once more, backward sees that as it would without us.
             handle.kept = handle.borrowed = True
             handle.version = version
             handle.value = handle.watched = tensor
@@ -176,8 +181,6 @@ class ReplayRecorder(TapeRecorder):
         self.needs_mode = self.may_save or bool(
             self.images or self._generators or self._wrote_late or self._wrote_inputs
         )
-        if any(not self.images[address].is_written for address in self._parameter_images if address in self.images):
-            tape.fail("a parameter's data is exchanged while the region runs")  # as FSDP does, unseen by autograd
         if tape.writers and not tape.trouble:
             self._look_for_spoilt(missing)
         if not tape.trouble:
@@ -193,9 +196,8 @@ class ReplayRecorder(TapeRecorder):
                 self._check_unsaved(kept)
         if tape.trouble:
             self.plan = self.program = None
-            for address in self._gathered | self._parameter_images:
-                if address in self.images and not self.images[address].is_written:
-                    del self.images[address]
+            for address in self._gathered - self._written_parameters:
+                self.images.pop(address, None)
             if self.may_run_again(kept, missing):
                 self.forget_what_lives(kept)
                 kept[:] = [handle for handle in kept if handle.kept]

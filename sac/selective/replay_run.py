@@ -14,7 +14,6 @@ from sac.region.parking import fetch
 from sac.region.states.rng_trackers import state_of
 from sac.region.storages import version_of
 from sac.selective.autocast import as_then
-from sac.selective.forward_state import Images
 from sac.selective.replay_plan import ReplayPlan
 from sac.selective.table import Plan
 from sac.selective.tape import Tape
@@ -42,11 +41,14 @@ class ExternalChangeError(Exception):
         self.tensor, self.version = tensor, version
 
 
-def run_plan(plan: ReplayPlan, tape: Tape, inputs: dict[int, Tensor], images: Images, fill: Fill) -> None:
+Before = dict[int, torch.UntypedStorage]
+
+
+def run_plan(plan: ReplayPlan, tape: Tape, inputs: dict[int, Tensor], before: Before, fill: Fill) -> None:
     """Run the steps of ``plan``; ``fill`` is given each waiting handle's number with its tensor.
 
-    ``inputs`` are the region's, by position; ``images`` what the region wrote to from outside, as it was before. Raises
-    ``CannotReplay`` and ``ExternalChangeError``, before any op runs.
+    ``inputs`` are the region's, by position; ``before``: what lay in tensors from outside that were written to since,
+    by the address of their storage. Raises ``CannotReplay`` and ``ExternalChangeError``, before any op runs.
     """
     values: list[Any] = [None] * len(tape.roots)
     for value in plan.kept:  # above autograd: to fetch one may be to run an outer region again
@@ -54,13 +56,13 @@ def run_plan(plan: ReplayPlan, tape: Tape, inputs: dict[int, Tensor], images: Im
     generators = {id(g): g for step in plan.steps for g, _ in tape.states.get(step.number, ())}
     # Modes that are on see the ops, as in the handler of one; autograd and autocast do not.
     with torch.enable_grad(), _BELOW_AUTOGRAD(), _NO_AUTOCAST(), ExitStack() as stack:
-        _load(plan, tape, inputs, images, values)
+        _load(plan, tape, inputs, before, values)
         for generator in generators.values():
             stack.callback(generator.set_state, state_of(generator))
         _run(plan, tape, values, fill)
 
 
-def _load(plan: ReplayPlan, tape: Tape, inputs: dict[int, Tensor], images: Images, values: list[Any]) -> None:
+def _load(plan: ReplayPlan, tape: Tape, inputs: dict[int, Tensor], before: Before, values: list[Any]) -> None:
     copies: dict[int, torch.UntypedStorage] = {}
     for value in plan.leaves:
         leaf = tape.leaves[value]
@@ -71,10 +73,13 @@ def _load(plan: ReplayPlan, tape: Tape, inputs: dict[int, Tensor], images: Image
         if tensor is None:
             raise CannotReplay("a tensor from outside that an op read is not there any more")
         address = storage_address(tensor)
-        if address in images:
-            copy = copies.setdefault(address, copy_of(images[address].copy))
-            values[value] = tensor.new_empty(0).set_(copy, *_place(metadata(tensor)))
+        if address in before:
+            if address not in copies:
+                copies[address] = copy_of(before[address])
+            values[value] = tensor.new_empty(0).set_(copies[address], *_place(metadata(tensor)))
             continue
+        if tape.roots[value] in tape.writers:
+            raise CannotReplay("the data of a tensor that the region has written to is elsewhere now")
         if tensor.shape != leaf.shape or (not storage_bytes(tensor) and tensor.numel()):
             raise CannotReplay("the data of a parameter that an op read is elsewhere now")
         if not leaf.lasts and version_of(tensor) != leaf.version:

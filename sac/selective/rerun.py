@@ -49,7 +49,9 @@ class RerunRecorder:
         self.record.inputs = inputs
         if self.record.modules is not None:
             self.record.modules.begin(inputs)
-        self.record.keeps_persistent = surrounding_hooks() is None
+        # Without rules the calls of a region that have a recorder and those that have none must run the same ops again:
+        # the collectives among them have to meet those of other ranks.
+        self.record.keeps_persistent = bool(self.record.table.rules) and surrounding_hooks() is None
         for kept in inputs.tensors:
             if isinstance(kept.data, torch.Tensor):
                 self.record.labels.name_input(kept.data, kept.position, lasts=kept.stored is None)

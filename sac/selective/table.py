@@ -20,7 +20,9 @@ from sac.selective.autocast import as_called, has_own_body
 if TYPE_CHECKING:
     from sac.selective.whole_modules import Learnt
 
-_VALUE_READERS = frozenset(f"aten.{name}" for name in ("_local_scalar_dense", "item", "equal", "is_nonzero", "allclose"))
+_VALUE_READERS = frozenset(
+    f"aten.{name}" for name in ("_local_scalar_dense", "item", "equal", "is_nonzero", "allclose")
+)
 
 Condition = Callable[[tuple[Any, ...], Mapping[str, Any], Any], bool]
 

@@ -78,6 +78,7 @@ class Tape:
         "lasting",
         "leaves",
         "lost",
+        "outside",
         "parts",
         "plans",
         "reads",
@@ -117,6 +118,8 @@ class Tape:
         self.given_out: set[int] = set()  # roots of which the region's own forward has unpacked something
         self.lost: set[int] = set()  # kept values that something else has written to
         self.lasting: set[int] = set()  # roots of leaves that last
+        # By id: tensors that the region could reach when it began. It may let go of them, so that the tape holds them.
+        self.outside: dict[int, Tensor] = {}
         self.factories: dict[int, int] = {}  # root -> entry that made it of nothing, while no op has written to it
         self.states: dict[int, States] = {}  # entry -> generators that it moves, as they stood before it
         self.draws_after: dict[int, tuple[int, ...]] = {}  # entry -> those that leave generators as it has to find them
@@ -331,6 +334,8 @@ class Tape:
         held: Any = weakref.ref(tensor)
         if position < 0 and kind is Tensor and tensor.numel() <= SMALL_NUMEL and not tensor.requires_grad:
             held = _Held(tensor)
+        elif position < 0 and id(tensor) in self.outside:
+            held = _Held(tensor if tensor.grad_fn is None else detached(tensor))
         lasts = lasts if position >= 0 else is_parameter
         self.leaves[value] = Leaf(position, held, self.versions[value], tensor.shape, lasts)
         if lasts:
@@ -350,7 +355,7 @@ class Tape:
     def close(self) -> None:
         """The forward is over: what finds tensors again is of no more use."""
         self.ids, self.by_storage, self.parts, self.unsynced = {}, {}, {}, []
-        self.seen_at, self.factories = {}, {}
+        self.seen_at, self.factories, self.outside = {}, {}, {}
         self.storages = WeakStorages()
 
     def drop(self) -> None:

@@ -17,13 +17,13 @@ from sac.selective.draws import Draws
 from sac.selective.forward_state import Generators, Images, forget_freed, image_of, note_generator
 from sac.selective.made_of import MadeOf
 from sac.selective.modes import decide
-from sac.selective.record import written_tensors
+from sac.selective.record import gathers, written_tensors
 from sac.selective.stats import NO_RULE
 from sac.selective.table import BoundRule, Plan, Table, run_op
 from sac.selective.tape import Tape
 from sac.selective.tape_entries import HOLE
 from sac.selective.tape_mode import TapeMode, generators_of, new_tensors
-from sac.selective.tensors import storage_address, tensor_parts, tensors_of
+from sac.selective.tensors import storage_address, tensor_parts, tensors_of, written_parts
 from sac.selective.weights import NOT_PARAMETERS, is_large
 
 _LIFT_FRESH = torch.ops.aten.lift_fresh.default
@@ -55,7 +55,7 @@ class TapeRecorder:
         self._rules: dict[int, int] = {}  # kept value -> rule
         self._generators: Generators = {}
         self._routing: list[tuple[Plan, range]] = []  # calls of ops that may answer differently, and their results
-        self._parameter_images: set[int] = set()  # addresses of parameters that an op has written to
+        self._written_parameters: set[int] = set()  # addresses of parameters that the region itself writes to
         self._gathered: set[int] = set()  # after trouble: addresses of parameters, which FSDP may have filled in here
         self._inputs: KeptInputs | None = None
         self._wrote_inputs = False
@@ -112,7 +112,7 @@ class TapeRecorder:
         tape.sync()
         roots = []
         for tensor in written_tensors(plan, args, kwargs):
-            for part in tensor_parts(tensor):
+            for part in written_parts(tensor):
                 if part.layout is not torch.strided:
                     tape.fail(f"{plan.op} writes to a tensor without strides")
                     continue
@@ -301,15 +301,15 @@ class TapeRecorder:
             assert self._inputs is not None
             self._inputs.copy_storage(address)
             self._wrote_inputs = True
+        elif (leaf is not None and leaf.lasts) or isinstance(tensor, nn.Parameter):
+            if gathers(plan) or type(tensor) not in (Tensor, nn.Parameter):
+                self.tape.fail(f"{plan.op} writes to a parameter")
+            elif address not in self.images:
+                self._written_parameters.add(address)
+                self.images[address] = image_of(tensor)
         elif plan.traits.is_infrastructure:
             # FSDP of FullyShardedDataParallel: parameters are gathered for a module inside the region, and let go of.
             self.tape.fail(f"{plan.op} writes to a tensor from outside")
-        elif (leaf is not None and leaf.lasts) or isinstance(tensor, nn.Parameter):
-            self._parameter_images.add(address)
-            if type(tensor) not in (Tensor, nn.Parameter):
-                self.tape.fail(f"{plan.op} writes to a parameter of class {type(tensor).__name__}")
-            elif address not in self.images:
-                self.images[address] = image_of(tensor)
         elif not self._settings.freeze_buffers:
             self.tape.fail(f"{plan.op} writes to a tensor from outside, and freeze_buffers is off")
         elif address not in self.images:

@@ -38,6 +38,12 @@ def tensor_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     return wrapped_parts(tensor)
 
 
+def written_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return those of ``tensor_parts`` that an op in place on ``tensor`` writes to: not where jagged rows begin."""
+    parts = tensor_parts(tensor)
+    return parts[:1] if len(parts) > 1 and tensor.layout is torch.jagged else parts
+
+
 def wrapped_parts(tensor: Any) -> list[torch.Tensor]:
     """Return the plain tensors inside a wrapper subclass such as DTensor."""
     parts: list[torch.Tensor] = []

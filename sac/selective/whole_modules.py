@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from sac.region.parking import PackHooks
+from sac.region.parking import PackHooks, Parked
 from sac.region.settings import Settings
 from sac.region.storages import storage_sizes
 from sac.selective.kept_leaf import KeptLeaf
@@ -167,6 +167,15 @@ class SavedModules:
         for call in self.calls.values():
             for kept in call.result.kept if call.result is not None else ():
                 yield kept, call.rule
+
+    def fetch_recomputed(self) -> dict[int, torch.Tensor]:
+        """Return, by the id of each kept leaf, what an outer region runs again to give back.
+
+        Called before a recomputation makes anything of its own active: the ops and modules of the outer region are not
+        those of this one.
+        """
+        parked = [(kept, kept.data) for kept, _ in self.held() if isinstance(kept.data, Parked)]
+        return {id(kept): data.fetch() for kept, data in parked if data.is_recomputed}
 
     def park(self, hooks: PackHooks) -> None:
         """Hand what is held to the saved-tensor hooks around the region."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import warnings
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from sac.errors import Problem, RegionError
+from sac.errors import Problem, RegionError, SacWarning
 from sac.region.detach import copy_of, overwrite
 from sac.region.storages import describe, version_of
 
@@ -21,9 +23,12 @@ from sac.region.storages import describe, version_of
 #  - Changed in place, in ops that the recorder sees: the recorder images what is written, whatever it is, see
 #    Note [What is kept, and what is not].
 #  - Changed in place where nobody sees it, inside a compiled function, or because no call before had needed a recorder
-#    (Note [Evidence]): each small buffer, as statistics and counters are, is copied before the forward, and the copies
-#    of those are dropped whose version shows that nobody wrote to them. A write to a large one is an error if there is
-#    no recorder. From then on the region runs under it.
+#    (Note [Evidence]): each small buffer, as statistics and counters are, is copied before the forward. If the forward
+#    has written to a large one, or to a parameter, and there is no recorder, the call is not recomputed at all (Note
+#    [The walk of a region]). From then on the region has one.
+#  - Changed by somebody else between forward and backward: a small one is put back. A large one is an error, or if it
+#    is a buffer, a warning.
+# All of this holds for other tensors that the region's modules can reach, too (Note [Python state]).
 # With `freeze_buffers=False` none of this is done, and recomputation works on the buffers as they are at that time.
 #
 # Each module's `training` flag is put back likewise: a model that is put into evaluation between forward and backward
@@ -81,8 +86,8 @@ class Bindings:
 
     def close(self) -> None:
         """The forward is over: drop the copies of what was not written to."""
-        if self._watched:
-            self._watched = [one for one in self._watched if one.was_changed]
+        for one in self._watched:
+            one.close()
         before = self._versions
         self.note_parameters()
         if before != self._versions:
@@ -93,10 +98,14 @@ class Bindings:
         """Take note of the parameters' versions: from now on nothing but the region's own runs may write to them."""
         self._versions = [version_of(one) for one in self._held]
 
-    def changed_parameter(self, where: str) -> Problem | None:
-        """Return the problem that a parameter was written to since ``note_parameters``, if one was."""
+    def changed_parameter(self, where: str, read: Collection[int] | None = None) -> Problem | None:
+        """Return the problem that a parameter was written to since ``note_parameters``, if one was.
+
+        ``read``: ids of the only parameters that matter. An optimizer may step in backward, parameter by parameter.
+        """
+        written = {id(one) for one in self._written}  # the recorder holds what lay there
         for one, version in zip(self._held, self._versions, strict=True):
-            if version_of(one) != version:
+            if version_of(one) != version and id(one) not in written and (read is None or id(one) in read):
                 name = next(name for _, held in self._parameters for name, value in held.items() if value is one)
                 return Problem(
                     where=where or "region",
@@ -110,17 +119,51 @@ class Bindings:
     @property
     def were_written(self) -> bool:
         """Whether the forward wrote to buffers or parameters in place; after ``close``."""
-        return bool(self._written) or any(not one.is_apart for one in self._watched)
+        return bool(self._written) or any(one.was_written and not one.is_apart for one in self._watched)
 
     def unseen_write(self, where: str) -> Problem | None:
         """Return the problem that the forward wrote to something of which there is no copy, if it did.
 
         After ``close``. ``where`` names the region.
         """
-        lost = next((one.tensor for one in self._watched if not (one.is_apart or one.is_copied)), None)
+        lost = next((one.tensor for one in self._watched if one.is_lost and not one.is_apart), None)
         if lost is None:
             lost = next(iter(self._written), None)
         return None if lost is None else self._unseen(lost, where)
+
+    def changed_tensor(self, where: str) -> Problem | None:
+        """Return the problem that somebody has written to a large tensor since the forward, if that is so.
+
+        For a buffer it warns: recomputation reads its current value, as in torch. DDP broadcasts buffers anew in each
+        forward, for one.
+        """
+        for one in self._watched:
+            if one.was_written or one.has_copy or not one.was_changed:
+                continue
+            problem = Problem(
+                where=where or "region",
+                found=f"{self._named(one.tensor)}({describe(one.tensor)}) was changed in place after the forward",
+                fix="do not write to it between forward and backward; determinism_check: none turns this check off",
+            )
+            if not self._is_buffer(one.tensor):
+                return problem
+            if not one.is_reported:
+                one.is_reported = True
+                told = replace(
+                    problem, fix="recomputation reads what is there now: gradients are right if that is the same"
+                )
+                warnings.warn(str(told), SacWarning, stacklevel=2)
+        return None
+
+    def copies(self) -> dict[int, torch.UntypedStorage] | None:
+        """Return what lay in tensors that somebody has written to since the forward, by the address of the storage.
+
+        None if one of them lies elsewhere now.
+        """
+        changed = [one for one in self._watched if not one.was_written and one.was_changed]
+        if any(one.was_moved for one in changed):
+            return None
+        return {one.address: one.copy for one in changed if one.copy is not None}
 
     def enter_on(self, stack: ExitStack) -> None:
         """Let names, data and flags be those of the forward, and those of now when ``stack`` is left."""
@@ -150,22 +193,41 @@ class Bindings:
         self._held, self._need_grad, self._versions, self._written = [], [], [], []
 
     def _unseen(self, tensor: torch.Tensor, where: str) -> Problem:
-        buffers = (("buffer", name, value) for _, held in self._buffers for name, value in held.items())
-        parameters = (("parameter", name, value) for _, held in self._parameters for name, value in held.items())
-        named = (f"{kind} {name!r} " for kind, name, value in (*buffers, *parameters) if value is tensor)
         return Problem(
             where=where or "region",
-            found=f"this call changed {next(named, 'a tensor that the region holds ')}({describe(tensor)}) in place, "
-            "which no earlier call did",
+            found=f"this call changed {self._named(tensor)}({describe(tensor)}) in place, which no earlier call did",
             fix="none is needed: the activations of this call are kept until its backward instead of being recomputed, "
             "and later calls of the region keep a copy of what they write to",
         )
 
+    def _named(self, tensor: torch.Tensor) -> str:
+        buffers = (("buffer", name, value) for _, held in self._buffers for name, value in held.items())
+        parameters = (("parameter", name, value) for _, held in self._parameters for name, value in held.items())
+        named = (f"{kind} {name!r} " for kind, name, value in (*buffers, *parameters) if value is tensor)
+        return next(named, "a tensor that the region holds ")
+
+    def _is_buffer(self, tensor: torch.Tensor) -> bool:
+        return any(value is tensor for _, held in self._buffers for value in held.values())
+
 
 class _Watched:
-    """One buffer during a forward: its version, its storage, and a copy of that if it has at most ``most`` bytes."""
+    """A tensor that the region can write to: its version, its storage, and a copy of that, of at most ``most`` bytes.
 
-    __slots__ = ("_copy", "_geometry", "_storage", "_version", "is_apart", "tensor")
+    ``was_written``, after ``close``: by the forward. The copy of one that the forward has not written to is kept if it
+    is small: somebody else may write to it before backward.
+    """
+
+    __slots__ = (
+        "_geometry",
+        "_storage",
+        "_version",
+        "copy",
+        "is_apart",
+        "is_lost",
+        "is_reported",
+        "tensor",
+        "was_written",
+    )
 
     def __init__(self, tensor: torch.Tensor, most: int, is_apart: bool) -> None:
         self.tensor = tensor
@@ -173,26 +235,44 @@ class _Watched:
         self._version = version_of(tensor)
         self._storage = storage = tensor.untyped_storage()
         self._geometry = tensor.storage_offset(), tensor.shape, tensor.stride()
-        self._copy = copy_of(storage) if storage.nbytes() <= most else None
+        self.copy = copy_of(storage) if storage.nbytes() <= most else None
+        self.was_written = self.is_lost = self.is_reported = False
+
+    def close(self) -> None:
+        """The forward is over."""
+        version = version_of(self.tensor)
+        self.was_written = version != self._version or self.was_moved
+        self.is_lost = self.copy is None and version != self._version
+        if not self.was_written and self.copy is not None and self.copy.nbytes() > _MOST_COPIED_BYTES_UNRECORDED:
+            self.copy = None
 
     @property
-    def is_copied(self) -> bool:
+    def address(self) -> int:
+        """The address of the storage in which it lay in the forward."""
+        address: int = self._storage._cdata
+        return address
+
+    @property
+    def has_copy(self) -> bool:
         """Whether what it held before the forward can be put back."""
-        return self._copy is not None or version_of(self.tensor) == self._version
+        return self.copy is not None
 
     @property
     def was_changed(self) -> bool:
-        """Whether the buffer was written to, or given another storage (``buffer.data = ...``)."""
-        return version_of(self.tensor) != self._version or self._was_moved
+        """Whether it was written to since it is watched, or given another storage (``buffer.data = ...``)."""
+        return version_of(self.tensor) != self._version or self.was_moved
 
     @property
-    def _was_moved(self) -> bool:
+    def was_moved(self) -> bool:
+        """Whether it lies in another storage now."""
         return bool(self.tensor.untyped_storage()._cdata != self._storage._cdata)
 
     def enter_on(self, stack: ExitStack) -> None:
-        """Put the buffer's data of the forward back, and those of now when ``stack`` is left."""
-        storage, copy = self._storage, self._copy
-        if self._was_moved:
+        """Put its data of the forward back, and those of now when ``stack`` is left."""
+        if not (self.was_written or self.was_changed):
+            return
+        storage, copy = self._storage, self.copy
+        if self.was_moved:
             stack.callback(setattr, self.tensor, "data", self.tensor.data)
             self.tensor.data = self.tensor.new_empty(0).set_(storage, *self._geometry)
         if copy is not None and copy.nbytes() == storage.nbytes():

@@ -77,7 +77,7 @@ class _NumPy:
 
     def _words(self, numpy_random: Any) -> bytes:
         get: Any = getattr(numpy_random, "get_bit_generator", None)  # NumPy 1.24
-        source = get() if get is not None else None
+        source: Any = get() if get is not None else None
         if type(source).__name__ != "MT19937":
             return b""
         return ctypes.string_at(source.ctypes.state_address, self._BYTES)

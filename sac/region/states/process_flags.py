@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -15,8 +16,9 @@ from torch.nn import functional
 # Recomputation has to run the kernels of the forward. Which ones they are hangs on the tensors, and on flags of the
 # process that somebody may have set around the forward only. These are put back: what `sdpa_kernel` sets (backends and
 # their order), the callable at `torch.nn.functional.scaled_dot_product_attention` (context-parallel code replaces it
-# during the forward), the default dtype, what `torch.backends.cudnn.flags` and `torch.backends.mkldnn.flags` set,
-# deterministic algorithms, and the precision of float32 products.
+# during the forward), the attention backend that TransformerEngine has chosen last, the default dtype, what
+# `torch.backends.cudnn.flags` and `torch.backends.mkldnn.flags` set, deterministic algorithms, and the precision of
+# float32 products.
 #
 # These are not, since a program sets them once, if at all: reductions in half precision, preferred BLAS and linear
 # algebra libraries, the number of threads, flushing of denormals (which cannot be read), filling of uninitialised
@@ -47,6 +49,7 @@ def _flags() -> Iterator[Flag]:
             yield getattr(core, reader), getattr(core, setter)
     yield torch.get_default_dtype, torch.set_default_dtype
     yield _attention, _put_attention
+    yield attention_choice, _put_attention_choice
     if hasattr(core, "_set_deterministic_algorithms"):  # the public function loads the compiler's configuration
         yield core._get_deterministic_algorithms, _put_deterministic
         yield core._get_deterministic_algorithms_warn_only, _put_warn_only
@@ -61,6 +64,47 @@ def _attention() -> Any:
 
 def _put_attention(function: Any) -> None:
     functional.scaled_dot_product_attention = function
+
+
+# Private to TransformerEngine (1.x to 2.x), a dict of the module: the parameters of the last choice, and what was
+# chosen. A call with the same parameters does not choose again, so that a recomputation would run other code than its
+# forward did. Without the name nothing is put back.
+_TRANSFORMER_ENGINE = "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
+
+
+class AttentionChoice:
+    """What TransformerEngine's dict held; equal if the same objects are in it (they may hold tensors)."""
+
+    __slots__ = ("values",)
+
+    def __init__(self, values: dict[Any, Any]) -> None:
+        self.values = values
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, AttentionChoice) or self.values.keys() != other.values.keys():
+            return False
+        return all(value is other.values[key] for key, value in self.values.items())
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _attention_choices() -> dict[Any, Any] | None:
+    module = sys.modules.get(_TRANSFORMER_ENGINE)
+    choices = getattr(module, "_attention_backends", None) if module is not None else None
+    return choices if isinstance(choices, dict) else None
+
+
+def attention_choice() -> AttentionChoice | None:
+    """Return what TransformerEngine has chosen last, None where it is not loaded."""
+    choices = _attention_choices()
+    return None if choices is None else AttentionChoice(dict(choices))
+
+
+def _put_attention_choice(wanted: AttentionChoice | None) -> None:
+    choices = _attention_choices()
+    if choices is not None and wanted is not None:
+        choices.clear()
+        choices.update(wanted.values)
 
 
 def _put_deterministic(on: bool) -> None:

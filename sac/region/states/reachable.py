@@ -7,10 +7,11 @@ import sys
 import types
 import weakref
 from collections import OrderedDict, UserDict, UserList, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import lru_cache, partial
 from itertools import islice
+from operator import is_
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from sac.region.states.host_rng import is_random_source
 # What is reached: attributes of the region's modules and their tables of sub-modules; what a function holds (closure,
 # bound object, arguments of a partial); and from there lists, dicts, sets, deques and the attributes of objects, also
 # those in `__slots__`. Not reached: globals, attributes of classes, what libraries keep in objects of their own (torch,
-# the standard library), modules that are held in a list or an object only, and more than `_MOST` objects.
+# the standard library), iterators, modules that are held in a list or an object only, and more than `_MOST` objects.
 #
 # Noting is shallow and by reference: what an object held, not what that looks like. Tensors are noted by identity too;
 # writes to their memory are another matter (Note [Buffers advance once]). A tensor with a graph is not held, since that
@@ -42,7 +43,9 @@ from sac.region.states.host_rng import is_random_source
 
 _MOST = 1024  # objects and containers that are looked into
 _LONGEST = 4096  # entries of a container that is noted
-_STANDARD = frozenset(vars(nn.Module()))  # what nn.Module itself puts into a module's dict: noted elsewhere, or not ours
+_STANDARD = frozenset(
+    vars(nn.Module())
+)  # what nn.Module itself puts into a module's dict: noted elsewhere, or not ours
 _STANDARD_COUNT = len(_STANDARD)
 _MISSING = object()
 _OURS_AND_TORCH = frozenset({"torch", "sac"})
@@ -55,11 +58,14 @@ _PLAIN_HOLDERS = (types.SimpleNamespace, UserDict, UserList)
 class _Leaf:
     """Stands for a tensor with a graph, which is not held: its data as a leaf of its own."""
 
-    __slots__ = ("_data", "original")
+    __slots__ = ("_data", "_original")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.original = weakref.ref(tensor)
+        self._original = weakref.ref(tensor)
         self._data = detached(tensor)
+
+    def is_for(self, value: Any) -> bool:
+        return self._original() is value
 
     def made(self) -> torch.Tensor:
         leaf = detached(self._data)
@@ -100,8 +106,8 @@ class ReachableState:
         """Put everything back as it was, and as it is now when ``stack`` is left."""
         for place in self._places:
             now = place.now()
+            stack.callback(place.put, now)  # whether it differs now or not: the recomputation may change it
             if place.differs(now):
-                stack.callback(place.put, now)
                 place.put(place.before())
 
     def drop(self) -> None:
@@ -117,11 +123,17 @@ class ReachableState:
             self._add(_DictPlace(children))
         if len(held) <= _STANDARD_COUNT or not _is_open(type(module)):
             return
-        self._add(_DictPlace(held, _STANDARD))
         # The standard entries come first, except where something was set before nn.Module.__init__ ran.
-        late = next(iter(held)) == "training"
-        for value in islice(held.values(), _STANDARD_COUNT, None) if late else tuple(held.values()):
+        if next(iter(held)) != "training":
+            self._add(_DictPlace(held, _STANDARD))
+            own = [*held.items()]
+        else:
+            own = [*islice(held.items(), _STANDARD_COUNT, None)]
+            self._add(_OwnAttributesPlace(held, own))
+        for name, value in own:
             if type(value) not in PLAIN:
+                if name == "forward" and _is_library(type(getattr(value, "__self__", None)).__module__):
+                    value = getattr(value.__self__, "before", None)  # what sac has put there is not the user's state
                 self._reach(value)
 
     def _add(self, place: _Place) -> None:
@@ -229,7 +241,7 @@ class _DictPlace(_Place):
     def __init__(self, target: dict[Any, Any], apart: frozenset[str] = frozenset()) -> None:
         self._target = target
         self._apart = apart
-        self._held = _without_graphs(dict(target))
+        self._held = _with_leaves(dict(target))
 
     def now(self) -> dict[Any, Any]:
         return dict(self._target)
@@ -240,13 +252,17 @@ class _DictPlace(_Place):
 
     def differs(self, now: dict[Any, Any]) -> bool:
         held, apart = self._held, self._apart
-        if len(now) != len(held) or now.keys() != held.keys():
+        if len(now) == len(held) and all(map(is_, now, held)) and all(map(is_, now.values(), held.values())):
+            return False  # as a rule; the rest is for leaves, and for names that are equal and not one object
+        if [*now] != [*held]:
             return True
         return any(not _is_same(value, now[key]) and key not in apart for key, value in held.items())
 
     def put(self, wanted: dict[Any, Any]) -> None:
         target, apart = self._target, self._apart
         now = dict(target)
+        if len(now) == len(wanted) and all(map(is_, now, wanted)) and all(map(is_, now.values(), wanted.values())):
+            return
         if [*now] == [*wanted]:  # as a rule the names are the same, and keep their order
             changed = {key: value for key, value in wanted.items() if now[key] is not value and key not in apart}
             for key, value in changed.items():
@@ -261,6 +277,29 @@ class _DictPlace(_Place):
             kind.__setitem__(target, key, value)
 
 
+class _OwnAttributesPlace(_DictPlace):
+    """The entries of a module's dict after the standard ones."""
+
+    __slots__ = ()
+
+    def __init__(self, target: dict[str, Any], own: list[tuple[str, Any]]) -> None:
+        self._target = target
+        self._apart = _STANDARD
+        self._held = _with_leaves(dict(own))
+
+    def now(self) -> dict[str, Any]:
+        return dict(islice(self._target.items(), _STANDARD_COUNT, None))
+
+    def put(self, wanted: dict[str, Any]) -> None:
+        target = self._target
+        now = self.now()
+        if len(now) == len(wanted) and all(map(is_, now.values(), wanted.values())) and [*now] == [*wanted]:
+            return
+        for name in now.keys() - wanted.keys():
+            del target[name]
+        target.update(wanted)
+
+
 class _SequencePlace(_Place):
     """A list or a deque."""
 
@@ -268,7 +307,7 @@ class _SequencePlace(_Place):
 
     def __init__(self, target: Any) -> None:
         self._target = target
-        self._held = [_without_graph(value) for value in target]
+        self._held = [_noted(value) for value in target]
 
     def now(self) -> list[Any]:
         return [*self._target]
@@ -319,7 +358,7 @@ class _CellPlace(_Place):
 
     def __init__(self, cell: types.CellType) -> None:
         self._cell = cell
-        self.held = _without_graph(self.now())
+        self.held = _noted(self.now())
 
     def now(self) -> Any:
         try:
@@ -348,7 +387,7 @@ class _SlotsPlace(_Place):
     def __init__(self, target: Any, slots: dict[str, Any]) -> None:
         self._target = target
         self._slots = slots
-        self._held = _without_graphs(self.now())
+        self._held = _with_leaves(self.now())
 
     def now(self) -> dict[str, Any]:
         found = {}
@@ -375,41 +414,59 @@ class _SlotsPlace(_Place):
                 slot.__delete__(self._target)
 
 
-def _without_graphs(held: dict[Any, Any]) -> dict[Any, Any]:
+def _with_leaves(held: dict[Any, Any]) -> dict[Any, Any]:
     for key, value in held.items():
-        if isinstance(value, torch.Tensor) and value.grad_fn is not None:
-            held[key] = _Leaf(value)
+        if type(value) not in PLAIN and (noted := _noted(value)) is not value:
+            held[key] = noted
     return held
 
 
-def _without_graph(value: Any) -> Any:
+def _noted(value: Any) -> Any:
+    """Return what is held of ``value``: itself, or what stands for it."""
     return _Leaf(value) if isinstance(value, torch.Tensor) and value.grad_fn is not None else value
 
 
 def _is_same(held: Any, now: Any) -> bool:
-    return (held.original() if type(held) is _Leaf else held) is now
+    return held.is_for(now) if type(held) is _Leaf else held is now
 
 
 def _made(held: Any, now: Any) -> Any:
-    """Return what is to be put back for ``held``: itself, or where its graph was let go, a leaf on the same data."""
+    """Return what is to be put back for ``held``."""
     if type(held) is not _Leaf:
         return held
-    return now if held.original() is now else held.made()
+    return now if held.is_for(now) else held.made()
 
 
-@lru_cache(maxsize=1024)
-def slots_of(kind: type) -> dict[str, Any]:
+def holds_state(value: Any) -> bool:
+    """Return whether an object may hold state of the user's: a container, or of a class that is open."""
+    return isinstance(value, (list, dict, set, deque)) or (
+        not isinstance(value, (*_IGNORED, *_FUNCTIONS)) and _is_open(type(value))
+    )
+
+
+def attributes_in(value: Any) -> dict[str, Any]:
+    """Return what an object holds under names: in its dict and in ``__slots__``."""
+    held = getattr(value, "__dict__", None)
+    found = dict(held) if type(held) is dict else {}
+    for name, slot in slots_of(type(value)).items():
+        try:
+            found[name] = slot.__get__(value)
+        except AttributeError:  # not set
+            continue
+    return found
+
+
+def _slots_of(kind: Any) -> dict[str, Any]:
     """Return the descriptors of the attributes that objects of a class keep in ``__slots__``, by name."""
     found: dict[str, Any] = {}
     for base in kind.__mro__:
         for name, descriptor in vars(base).items():
-            if isinstance(descriptor, types.MemberDescriptorType):
+            if isinstance(descriptor, types.MemberDescriptorType) and name not in ("__dict__", "__weakref__"):
                 found.setdefault(name, descriptor)
     return found
 
 
-@lru_cache(maxsize=1024)
-def _is_open(kind: type) -> bool:
+def _is_open_class(kind: Any) -> bool:
     """Return whether objects of a class hold the user's state: not those of torch, of sac and the standard library.
 
     Layers of ``torch.nn`` do: anybody may put attributes on them.
@@ -423,3 +480,7 @@ def _is_open(kind: type) -> bool:
 
 def _is_library(module: Any) -> bool:
     return str(module).partition(".")[0] in _OURS_AND_TORCH
+
+
+slots_of: Callable[[Any], dict[str, Any]] = lru_cache(maxsize=1024)(_slots_of)
+_is_open: Callable[[Any], bool] = lru_cache(maxsize=1024)(_is_open_class)

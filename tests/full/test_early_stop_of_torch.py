@@ -1,0 +1,105 @@
+"""``torch.utils.checkpoint.set_checkpoint_early_stop`` around a forward takes precedence over what sac was told."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import set_checkpoint_early_stop
+
+import sac
+from sac.region.settings import PLAIN, Settings, as_torch_says
+from tests.full.layers import stack
+from tests.semantics.recording import Recorder
+
+Around = Callable[[], AbstractContextManager[Any]]
+LAST = "aten.addmm.default"
+
+
+def off() -> AbstractContextManager[Any]:
+    return set_checkpoint_early_stop(False)
+
+
+def on() -> AbstractContextManager[Any]:
+    return set_checkpoint_early_stop(True)
+
+
+def products(run: Callable[[Tensor], Tensor], around: Around, around_backward: Around = nullcontext) -> int:
+    """How many linear maps backward runs again."""
+    with around():
+        out = run(torch.ones(2, 8, 32, requires_grad=True))
+    with around_backward(), Recorder() as backward:
+        out.sum().backward()
+    return backward.count(LAST)
+
+
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("around", [nullcontext, off, on])
+def test_a_function_is_run_again_as_far_as_by_torch(around: Around, given: bool) -> None:
+    layer = stack(1)[0]
+    found = products(lambda x: sac.checkpoint(layer, x, early_stop=given), around)
+    expected = products(lambda x: torch_checkpoint(layer, x, use_reentrant=False, early_stop=given), around)
+    assert found == expected
+    assert expected == (3 if (around is nullcontext and given) or around is on else 4)
+
+
+def test_only_what_is_said_around_the_forward_counts() -> None:
+    layer = stack(1)[0]
+    assert products(lambda x: sac.checkpoint(layer, x), nullcontext, off) == 3
+    assert products(lambda x: sac.checkpoint(layer, x), off, on) == 4
+
+
+@pytest.mark.parametrize("first", [nullcontext, off])
+def test_each_call_is_asked_anew(first: Around) -> None:
+    model = sac.apply(stack(2), "full")
+    products(model, first)
+    assert [products(model, around) for around in (nullcontext, off, nullcontext)] == [6, 8, 6]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"mode": "full"},
+        {"mode": "full", "store": "host"},
+        {"mode": "selective", "engine": "rerun"},
+        {"mode": "selective", "engine": "auto"},
+        {"mode": "selective", "engine": "replay"},
+        {"mode": "selective", "policy": {"rules": [{"module": "up", "do": "save"}]}},
+    ],
+    ids=str,
+)
+def test_it_means_what_the_key_of_the_config_means(value: dict[str, Any]) -> None:
+    plain = stack(2)
+    said, given = copy.deepcopy(plain), copy.deepcopy(plain)
+    sac.apply(said, value)
+    sac.apply(given, {**value, "early_stop": False})
+    for _ in range(2):
+        assert products(said, off) == products(given, nullcontext)
+        assert gradients(said, off) == gradients(plain, nullcontext)
+
+
+def gradients(model: nn.Module, around: Around) -> list[list[float]]:
+    model.zero_grad()
+    torch.manual_seed(0)
+    with around():
+        out = model(torch.ones(2, 8, 32))
+    out.square().sum().backward()
+    return [one.grad.flatten().tolist() for one in model.parameters()]
+
+
+def test_without_the_private_name_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.utils.checkpoint, "_enable_checkpoint_early_stop")
+    assert as_torch_says(PLAIN) is PLAIN
+
+
+def test_settings_are_left_as_they_are_where_they_say_the_same() -> None:
+    settings = Settings(early_stop=False)
+    with off():
+        assert as_torch_says(settings) is settings
+    assert as_torch_says(settings) is settings

@@ -1,0 +1,478 @@
+"""Promise 1 where programs change from step to step, and where they write to what is theirs.
+
+The oracle is the same model without sac: loss, gradients, parameters, buffers and the Python state of the model are
+equal, bit for bit, after each of six steps.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+import random
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import sac
+
+STEPS = 6
+MATMULS = {"rules": [{"id": "matmuls", "ops": ["matmul"], "do": "save", "optional": True}]}
+MODULE = {"rules": [{"id": "module", "module": "up", "do": "save", "optional": True}]}
+NO_MATCH = {"rules": [{"id": "nothing", "ops": ["attention"], "do": "save", "optional": True}]}
+
+
+def _config(mode: str, policy: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+    value = {"mode": mode, "blocks": "layers.*", **more}
+    return value if policy is None else {**value, "policy": {"schema": "sac/v1", "name": "test", **policy}}
+
+
+APPLIED = {
+    "full": _config("full"),
+    "auto": _config("selective", MATMULS),
+    "replay": _config("selective", MATMULS, engine="replay"),
+    "rerun": _config("selective", MATMULS, engine="rerun"),
+    "whole module": _config("selective", MODULE),
+    "no match": _config("selective", NO_MATCH),
+    "no match, replay": _config("selective", NO_MATCH, engine="replay"),
+}
+WAYS = [*APPLIED, "sac.checkpoint"]
+
+
+class Block(nn.Module):
+    """What the blocks of these tests have in common."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 6)
+        self.down = nn.Linear(6, 4)
+
+    def mlp(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x)).sin())
+
+
+class Model(nn.Module):
+    def __init__(self, make: Callable[[], nn.Module], way: str | None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(make() for _ in range(2))
+        self.way = way
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = sac.checkpoint(layer, x) if self.way == "sac.checkpoint" else layer(x)
+        return x
+
+
+def _own_state(module: nn.Module) -> Any:
+    standard = vars(nn.Module()).keys() | {"forward", "way"}
+    return [
+        copy.deepcopy({name: value for name, value in vars(one).items() if name not in standard})
+        for one in module.modules()
+    ]
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, torch.Generator):
+        return torch.equal(one.get_state(), other.get_state())
+    if isinstance(one, numpy.random.Generator):
+        return one.bit_generator.state == other.bit_generator.state
+    if isinstance(one, random.Random):
+        return one.getstate() == other.getstate()
+    if isinstance(one, dict):
+        return [*one] == [*other] and all(_is_equal(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple, collections.deque)):
+        return len(one) == len(other) and all(map(_is_equal, one, other))
+    if hasattr(one, "__dict__") and not callable(one):
+        return _is_equal(vars(one), vars(other))
+    return bool(one == other)
+
+
+Loop = Callable[[Model, Tensor, int], Tensor]
+
+
+def usual(model: Model, x: Tensor, step: int) -> Tensor:
+    loss = model(x).square().mean()
+    loss.backward()
+    return loss
+
+
+def train(make: Callable[[], nn.Module], way: str | None, loop: Loop = usual, seed: int = 0) -> list[Any]:
+    """Train for some steps; return all that has to be equal after each of them."""
+    torch.manual_seed(seed), random.seed(seed), numpy.random.seed(seed)
+    model = Model(make, way)
+    if way in APPLIED:
+        sac.apply(model, APPLIED[way])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for step in range(STEPS):
+        x = torch.randn(3, 4, requires_grad=True)
+        loss = loop(model, x, step)
+        tensors = [loss.detach(), x.grad, *(one.grad for one in model.parameters())]
+        optimizer.step()
+        tensors += [*model.parameters(), *model.buffers()]
+        state = [None if one is None else one.detach().clone() for one in tensors], _own_state(model)
+        found.append((*state, random.random(), numpy.random.rand(), torch.rand(())))
+        optimizer.zero_grad()
+    return found
+
+
+def assert_same(make: Callable[[], nn.Module], way: str, loop: Loop = usual) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", sac.errors.SacWarning)
+        for seed in range(2):
+            expected, found = train(make, None, loop, seed), train(make, way, loop, seed)
+            for step, (one, other) in enumerate(zip(expected, found, strict=True)):
+                assert _is_equal(one, other), f"step {step}, seed {seed}"
+
+
+class ForcedNorm(Block):
+    """Writes its own weight, as forced weight normalisation does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.up.weight.copy_(F.normalize(self.up.weight) * 1.7)
+        return x + self.mlp(x)
+
+
+class ForcedNormByData(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        self.up.weight.data.mul_(0.9)
+        return x + self.mlp(x)
+
+
+class LateForcedNorm(Block):
+    """Begins to write its weight late, by a counter that is not an attribute of the module itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = [0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count[0] += 1
+        if self.count[0] % 3 == 0:
+            with torch.no_grad():
+                self.up.weight.copy_(F.normalize(self.up.weight) * 1.7)
+        return x + self.mlp(x)
+
+
+class MaxNorm(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 4, max_norm=0.7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(x + self.embedding((x.detach()[:, 0].abs() * 5).long() % 5))
+
+
+class Dropped(Block):
+    """Stochastic depth in a block with an explicit generator, `rrelu` as its last op, and a write to a plain tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(1)
+        self.seen = torch.zeros(200)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.rand(()).item() < 0.5:
+            return x + 0 * self.up.bias.sum()
+        h = self.mlp(x) * torch.rand(3, 4, generator=self.generator)
+        self.seen.add_(h.detach().mean())
+        return F.rrelu(h * self.seen.mean().sigmoid(), training=True)
+
+
+class DroppedByPython(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.random = random.Random(3)
+        self.numpy = numpy.random.default_rng(3)
+        self.generators = {"torch": torch.Generator().manual_seed(1)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        if random.random() < 0.4:
+            x = x + self.mlp(x)
+        if numpy.random.rand() < 0.4:
+            x = self.mlp(x * self.random.random())
+        x = x + torch.rand(4, generator=self.generators["torch"])
+        return self.mlp(x + float(self.numpy.random()) + float(numpy.random.randn()))
+
+
+class Memory(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = torch.zeros(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.mlp(x + self.memory) * self.memory.cos()
+        self.memory = h.detach()
+        return x + h
+
+
+class Load(Block):
+    """Adds up what it has seen in tensors that are no buffers: an attribute, one in a dict, one that it rebinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.load = torch.zeros(300)
+        self.held = {"sum": torch.zeros(4)}
+        self.mean: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.mlp(x)
+        with torch.no_grad():
+            self.load += h.mean()
+            self.held["sum"].add_(h.sum(0))
+            self.mean = h.mean(0) if self.mean is None else self.mean * 0.9 + h.mean(0)
+        return x + h * self.held["sum"].sigmoid() * self.load.mean().cos() * self.mean.cos()
+
+
+class Counters(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.log: list[float] = []
+        self.last: collections.deque[int] = collections.deque(maxlen=3)
+        self.state = types.SimpleNamespace(depth=1.0, names={"a"})
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.log.append(self.calls * 0.5)
+        self.last.append(self.calls)
+        self.state.depth *= 1.1
+        self.state.names.add(str(self.calls % 3))
+        return x + self.mlp(x) * len(self.log) * sum(self.last) * self.state.depth / 10
+
+
+class Flag(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.flag = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.flag = not self.flag
+        return x + (self.mlp(x) if self.flag else self.up.bias.sum())
+
+
+def without_grad_between(model: Model, x: Tensor, step: int) -> Tensor:
+    loss = model(x).square().mean()
+    with torch.no_grad():
+        model(x + 1)
+    loss.backward()
+    return loss
+
+
+def stepping_in_backward(model: Model, x: Tensor, step: int) -> Tensor:
+    """Steps each parameter as soon as its gradient is there."""
+
+    def step_on(parameter: Tensor) -> None:
+        with torch.no_grad():
+            parameter.sub_(parameter.grad * 0.1)
+
+    hooks = [one.register_post_accumulate_grad_hook(step_on) for one in model.parameters()]
+    loss = usual(model, x, step)
+    for hook in hooks:
+        hook.remove()
+    return loss
+
+
+class Switched(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(4, 6)
+        self.active = "up"
+        self.act = torch.tanh
+        self.mask = torch.ones(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.act(getattr(self, self.active)(x * self.mask.sin())).sin())
+
+
+def switching(model: Model, x: Tensor, step: int) -> Tensor:
+    """Changes the model between forward and backward."""
+    loss = model(x).square().mean()
+    for layer in model.layers:
+        layer.active = "other" if layer.active == "up" else "up"
+        layer.act = torch.sigmoid if layer.act is torch.tanh else torch.tanh
+        layer.mask.copy_(torch.rand(4))
+    loss.backward()
+    return loss
+
+
+def two_forwards(model: Model, x: Tensor, step: int) -> Tensor:
+    loss = model(x).square().mean() + model(x + 1).square().mean()
+    loss.backward()
+    return loss
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "make",
+    [ForcedNorm, ForcedNormByData, LateForcedNorm, MaxNorm, Dropped, DroppedByPython, Memory, Load, Counters],
+    ids=lambda make: make.__name__,
+)
+def test_program_that_changes_is_exact(make: Callable[[], nn.Module], way: str) -> None:
+    assert_same(make, way)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_attributes_that_change_between_forward_and_backward_are_those_of_the_forward(way: str) -> None:
+    assert_same(Switched, way, switching)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_call_without_grad_between_the_passes(way: str) -> None:
+    assert_same(Flag, way, without_grad_between)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_optimizer_that_steps_in_backward(way: str) -> None:
+    assert_same(Counters, way, stepping_in_backward)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("make", [MaxNorm, Memory, Load, Counters], ids=lambda make: make.__name__)
+def test_two_forwards_before_a_backward(make: Callable[[], nn.Module], way: str) -> None:
+    assert_same(make, way, two_forwards)
+
+
+# Fields of arguments
+
+
+@dataclasses.dataclass
+class AsDataclass:
+    h: Any
+    count: int = 0
+
+
+class AsSlots:
+    __slots__ = ("count", "h")
+
+    def __init__(self, h: Any, count: int = 0) -> None:
+        self.h, self.count = h, count
+
+
+class AsUserDict(collections.UserDict):  # type: ignore[type-arg]
+    pass
+
+
+class AsDict(dict):  # type: ignore[type-arg]
+    pass
+
+
+STATES: dict[str, Callable[[Tensor], Any]] = {
+    "dataclass": AsDataclass,
+    "namespace": lambda h: types.SimpleNamespace(h=h, count=0),
+    "slots": AsSlots,
+    "UserDict": lambda h: AsUserDict(h=h, count=0),
+    "dict subclass": lambda h: AsDict(h=h, count=0),
+    "in a list": lambda h: [types.SimpleNamespace(h=h, count=0)],
+}
+
+
+class OnState(Block):
+    def forward(self, state: Any) -> Tensor:
+        held = state[0] if isinstance(state, list) else state
+        if isinstance(held, (dict, collections.UserDict)):
+            held["count"] += 1
+            held["h"] = held["h"] + self.mlp(held["h"]) * held["count"]
+            return held["h"]
+        held.count += 1
+        held.h = held.h + self.mlp(held.h) * held.count
+        return held.h
+
+
+class StateModel(Model):
+    make_state: Callable[[Tensor], Any]
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = self.make_state(x)
+        for layer in self.layers:
+            x = sac.checkpoint(layer, state) if self.way == "sac.checkpoint" else layer(state)
+        return x
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", STATES)
+def test_fields_of_an_argument_that_the_block_rebinds(kind: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StateModel, "make_state", staticmethod(STATES[kind]), raising=False)
+    monkeypatch.setattr(f"{__name__}.Model", StateModel)
+    assert_same(OnState, way)
+
+
+# How it comes about
+
+
+def test_replay_runs_python_once_although_no_rule_matches() -> None:
+    runs = []
+
+    class Counting(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            runs.append(1)
+            return x + self.mlp(x)
+
+    train(Counting, "no match, replay")
+    assert len(runs) == 2 * STEPS
+
+
+def test_unseen_write_to_a_parameter_warns_once_and_names_it() -> None:
+    with pytest.warns(sac.errors.SacWarning) as caught:
+        train(LateForcedNorm, "full")
+    assert [str(one.message) for one in caught] == [
+        f"{path}: this call changed parameter 'weight' (float32[6, 4]) in place, which no earlier call did\n"
+        "    fix: none is needed: the activations of this call are kept until its backward instead of being "
+        "recomputed, and later calls of the region keep a copy of what they write to"
+        for path in ("layers.0", "layers.1")
+    ]
+
+
+def test_a_written_parameter_keeps_its_version() -> None:
+    """Whoever else has saved the parameter must not find that the recomputation has written to it."""
+    torch.manual_seed(0)
+    model = Model(ForcedNorm, "full")
+    sac.apply(model, APPLIED["full"])
+    x = torch.randn(3, 4)
+    loss = (model(x) @ model.layers[0].up.weight.t()).sum()  # autograd saves the weight outside of the region
+    versions = [one._version for one in model.parameters()]
+    loss.backward()
+    assert [one._version for one in model.parameters()] == versions
+
+
+def test_a_policy_is_not_lost_by_a_call_that_took_a_short_path() -> None:
+    class Sometimes(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.mlp(x) if x.sum().item() > 0 else x + self.up.bias.sum()
+
+    model = Model(Sometimes, None)
+    sac.apply(model, APPLIED["auto"])
+    model(-torch.ones(3, 4)).sum().backward()
+    model(torch.ones(3, 4)).sum().backward()
+    (kind,) = sac.report(model).kinds
+    assert [(one.rule, one.hits) for one in kind.rules] == [("matmuls", 2)]  # per region
+
+
+def test_context_fn_puts_the_python_state_of_its_module_back() -> None:
+    class Contexts(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                contexts = sac.context_fn({"schema": "sac/v1", "name": "test", **MATMULS}, layer)
+                x = checkpoint(layer, x, use_reentrant=False, context_fn=contexts) if self.way else layer(x)
+            return x
+
+    for make in (Counters, DroppedByPython, Memory):
+        results = []
+        for way in (None, "context_fn"):
+            torch.manual_seed(0), random.seed(0), numpy.random.seed(0)
+            model = Contexts(make, way)
+            for _ in range(STEPS):
+                model(torch.randn(3, 4)).square().mean().backward()
+            results.append(([one.grad for one in model.parameters()], _own_state(model)))
+        assert _is_equal(*results)
