@@ -14,7 +14,7 @@ from sac.region.detach import detached
 from sac.region.handles import Ending, Handle
 from sac.region.inputs import KeptInputs
 from sac.region.parking import PackHooks
-from sac.region.storages import storage_sizes
+from sac.region.storages import storage_sizes, version_of
 from sac.selective import scope
 from sac.selective.around import CAN_TAKE_OFF, mode_off
 from sac.selective.bare_mode import BareMode
@@ -24,7 +24,7 @@ from sac.selective.modes import decide
 from sac.selective.scope import ScopedForward
 from sac.selective.stats import NO_RULE, KeptFigures
 from sac.selective.table import Plan, Table, run_op
-from sac.selective.tensors import tensors_of
+from sac.selective.tensors import storage_address, tensors_of
 
 # Note [Choices alone]
 #
@@ -58,6 +58,7 @@ class ChoiceRecorder:
         self.packs = 0
         self.paused = False  # a recomputation runs inside the region's own forward: nothing of it is recorded
         self.made: list[tuple[tuple[str, Plan], Routed, int]] = []  # in order; and how much autograd had saved before
+        self._versions: dict[int, int] = {}  # storage address of a choice -> its version counter when it was made
         self.figures = KeptFigures(0, 0, {}, {})
 
     def begin(self, inputs: KeptInputs) -> None:
@@ -72,18 +73,28 @@ class ChoiceRecorder:
         if not decide(self, plan, args, kwargs, out)[0]:
             return
         outputs = [detached(tensor) for tensor in tensors_of(out)]
+        self._versions.update((storage_address(one), version_of(one)) for one in outputs)
         self.made.append(((path, plan), Routed(plan, outputs, written=True, sums=sums_of(outputs)), self.packs))
 
     def pack(self, tensor: torch.Tensor, handle: Handle) -> None:
-        """Autograd saves ``tensor``."""
+        """Autograd saves ``tensor``: keep it if it is a choice, as a recorder that sees all ops does."""
         self.packs += 1
+        if self._versions and not self.paused:
+            address = storage_address(tensor)
+            if self._versions.get(address) == version_of(tensor):
+                handle.keep(tensor)
+                handle.storage = address
 
     def close(self, kept: list[Handle], last_missing: int) -> bool:
         """The forward is over: drop what recomputation does not reach; return whether nothing is left."""
         every = self.made
         self.made = [one for one in every if one[2] <= last_missing]
         held = _sizes(self.made)
+        for handle in kept:
+            if isinstance(handle.value, torch.Tensor):
+                held.update(storage_sizes(handle.value))
         dead = sum(size for address, size in _sizes(every).items() if address not in held)
+        self._versions = {}
         total = sum(held.values())
         self.figures = KeptFigures(total, dead, {NO_RULE: total} if every else {}, {})
         return not self.made

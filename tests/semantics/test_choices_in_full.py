@@ -1,4 +1,4 @@
-"""`full` keeps what a mixture of experts chooses, in every call, and looks at the ops of the modules that choose only."""
+"""`full` keeps what a mixture of experts chooses, in every call, and looks at ops of modules that choose only."""
 
 from __future__ import annotations
 
