@@ -42,6 +42,8 @@ class RerunRecorder:
         self.early_stop = early_stop
         self.rows = rows
         self.needs_mode = self.reads_values = False
+        self.writes_or_draws = True  # after the forward: whether this alone needs a recorder
+        self.chose_at: frozenset[str] = frozenset()  # after the forward: paths of modules in which ops chose
         self.figures: KeptFigures | None = None
         self._recompute: RecomputeMode | None = None
         self._reached = -1
@@ -74,6 +76,8 @@ class RerunRecorder:
         free = self.record.close(kept, last_missing)
         self.figures = figures_of(self.record, kept)
         self.record.decided = []
+        self.writes_or_draws = self.record.writes_or_draws
+        self.chose_at = frozenset(plan.path for plan in self.record.calls if plan.must_save)
         self.needs_mode, self.reads_values = self.record.needs_mode, self.record.reads_values
         return free
 
