@@ -16,8 +16,9 @@ import sac
 from sac.errors import RegionError
 from sac.full.discarding import discard, lent_inputs, run_discardable
 from sac.full.saved_by_graph import nodes_between
+from sac.region.advice import OTHER_LAYOUT, WRITTEN_LATER
 from sac.region.settings import PLAIN
-from tests.full.discarding_programs import (
+from tests.support.discarding_programs import (
     WIDTH,
     Runner,
     gradients,
@@ -26,8 +27,8 @@ from tests.full.discarding_programs import (
     normed,
     seeded,
 )
-from tests.semantics.runs import Noted
-from tests.semantics.training import assert_same
+from tests.support.runs import Noted
+from tests.support.training import assert_same
 
 
 def chain(runner: Runner, stages: list[nn.Module], x: Tensor, memories: list[StorageWeakRef]) -> tuple[Tensor, Any]:
@@ -152,7 +153,7 @@ def test_an_output_that_lies_otherwise_in_recomputation_is_an_error():
     assert str(error.value) == (
         "region: output 0 was float32[2, 3] with strides (3, 1), 0 elements into 24 bytes in forward and is "
         "float32[2, 3] with strides (1, 2), 0 elements into 24 bytes in recomputation\n"
-        "    fix: make the region's forward depend on its inputs, parameters and random state only"
+        f"    fix: {OTHER_LAYOUT}"
     )
 
 
@@ -167,7 +168,7 @@ def test_an_output_in_memory_that_others_write_to_is_an_error_as_it_is_without_r
         out.backward()
     assert str(error.value) == (
         "region: output 0 lies in memory that is not the region's own and was written to after the forward\n"
-        "    fix: make the region's forward depend on its inputs, parameters and random state only"
+        f"    fix: {WRITTEN_LATER}"
     )
 
 

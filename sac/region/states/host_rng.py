@@ -38,10 +38,17 @@ class HostRandomState:
         """Return whether one of the generators has moved since this was made."""
         return any(not _equal(read(), state) for read, _, state in self._states)
 
-    def moved(self) -> list[tuple[Writer, Any]]:
-        """Return the generators that have moved since this was made: how to write to each, and its state now."""
-        states = ((write, read(), state) for read, write, state in self._states)
-        return [(write, now) for write, now, state in states if not _equal(now, state)]
+    def again(self) -> HostRandomState:
+        """Return the states of the same generators as they are now."""
+        found = HostRandomState.__new__(HostRandomState)
+        found._states = [(read, write, read()) for read, write, _ in self._states]
+        found._entered = []
+        return found
+
+    def put_back(self) -> None:
+        """Let all generators stand where they stood when this was made, for good."""
+        for _, write, state in self._states:
+            write(state)
 
     def __enter__(self) -> None:
         present = [read() for read, _, _ in self._states]

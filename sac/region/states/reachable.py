@@ -85,7 +85,7 @@ class ReachableState:
         self.tensors: dict[int, torch.Tensor] = {}
         self.generators: list[torch.Generator] = []
         self.others: list[Any] = []
-        self._places: list[Place] = []
+        self._places: list[_Place] = []
         self._seen: set[int] = set()
         self._waiting: list[Any] = []
         self._left = _MOST
@@ -110,9 +110,15 @@ class ReachableState:
             if place.differs(now):
                 place.put(place.before())
 
-    def changed(self) -> list[Place]:
-        """Return the places that hold something else by now, each with what it holds."""
-        return [place.again() for place in self._places if place.differs(place.now())]
+    def keep_changes(self) -> None:
+        """Hold from now on what has changed since this was made, as it is now."""
+        self._places = [place.again() for place in self._places if place.differs(place.now())]
+        self.tensors, self.generators, self.others = {}, [], []
+
+    def put_back(self) -> None:
+        """Let all that is held be as it was noted, for good."""
+        for place in self._places:
+            place.put(place.before())
 
     def drop(self) -> None:
         """Hold nothing any more."""
@@ -140,7 +146,7 @@ class ReachableState:
                     value = getattr(value.__self__, "before", None)  # what sac has put there is not the user's state
                 self._reach(value)
 
-    def _add(self, place: Place) -> None:
+    def _add(self, place: _Place) -> None:
         self._places.append(place)
 
     def _reach(self, value: Any) -> None:
@@ -215,7 +221,7 @@ class ReachableState:
             self._reach(value)
 
 
-class Place:
+class _Place:
     """Something that holds other things: what it held, and how to put that back."""
 
     __slots__ = ()
@@ -236,16 +242,12 @@ class Place:
         """Let just ``wanted`` be held."""
         raise NotImplementedError
 
-    def again(self) -> Place:
-        """Return the same place with what is held now."""
+    def again(self) -> _Place:
+        """Return a note of what the same place holds now."""
         raise NotImplementedError
 
-    def put_back(self) -> None:
-        """Let be held what was."""
-        self.put(self.before())
 
-
-class _DictPlace(Place):
+class _DictPlace(_Place):
     """A dictionary, but for the entries ``apart``."""
 
     __slots__ = ("_apart", "_held", "_target")
@@ -318,7 +320,7 @@ class _OwnAttributesPlace(_DictPlace):
         return _OwnAttributesPlace(self._target, [*self.now().items()])
 
 
-class _SequencePlace(Place):
+class _SequencePlace(_Place):
     """A list or a deque."""
 
     __slots__ = ("_held", "_target")
@@ -351,7 +353,7 @@ class _SequencePlace(Place):
         return _SequencePlace(self._target)
 
 
-class _SetPlace(Place):
+class _SetPlace(_Place):
     __slots__ = ("_held", "_target")
 
     def __init__(self, target: set[Any]) -> None:
@@ -375,7 +377,7 @@ class _SetPlace(Place):
         return _SetPlace(self._target)
 
 
-class _CellPlace(Place):
+class _CellPlace(_Place):
     """A cell of a closure."""
 
     __slots__ = ("_cell", "held")
@@ -406,7 +408,7 @@ class _CellPlace(Place):
         return _CellPlace(self._cell)
 
 
-class _SlotsPlace(Place):
+class _SlotsPlace(_Place):
     """The attributes of an object that lie in ``__slots__``."""
 
     __slots__ = ("_held", "_slots", "_target")
