@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.semantics.blocks import Attention, GatedMLP, LlamaLikeBlock, rotate
+from tests.support.blocks import Attention, GatedMLP, LlamaLikeBlock, rotate
 
 CHOSEN_EXPERTS = 2
 

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench_terminal import Progress, environment, print_table, shown_progress
 from full_ways import SCATTERED, WAYS, Case, Row, measure
 
-from tests.full.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 SMALL = Case("small", layers=8, d=32, heads=4, batch=2, seq=8, rounds=200, warm_up=10)
 LAYER = Case("layer", layers=1, d=1024, heads=16, batch=2, seq=256, rounds=10, warm_up=2)

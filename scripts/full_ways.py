@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import sac
-from tests.full.layers import stack
-from tests.semantics.recording import Recorder
+from tests.support.layers import stack
+from tests.support.recording import Recorder
 
 Step = Callable[[Tensor], Tensor]
 BASELINE, TORCH, TORCH_REENTRANT = "none", "torch", "torch reentrant"

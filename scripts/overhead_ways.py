@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import sac
-from tests.semantics.blocks import LlamaLikeBlock, alternate, policy, save
+from tests.support.blocks import LlamaLikeBlock, alternate, policy, save
 
 Step = Callable[[Tensor], Tensor]
 

@@ -21,7 +21,7 @@ from sac.selective.table import BoundRule, Table, TracedCalls, paths_up
 #
 # Nothing of a module runs when its ops are traced: Dynamo has inlined it, and leaves on each node of its graph the
 # stack of modules that the node came from, outermost first: id, the way by which Dynamo came to it, class (torch 2.13,
-# held by tests/face/test_compile_modules.py). Which module of the region that is, the ids tell where the region's block
+# see tests/stacks/test_compile_modules.py). Which module of the region that is, the ids tell where the region's block
 # is at hand. Otherwise the ways do: torch calls the context function before it traces the first op of a region, with
 # the call of the region itself as the node at work, so that the innermost module is the block then. None is at work
 # where the block is what is compiled (`block.compile()`): ways then begin at our own forward (`L['self'].module.mlp`).

@@ -20,8 +20,8 @@ from sac.blocks.cache import (
 )
 from sac.blocks.find import find_blocks
 from sac.errors import ModelError
-from tests.model_zoo import FAMILIES, tiny
-from tests.plain_zoo import Block, plain
+from tests.support.model_zoo import FAMILIES, tiny
+from tests.support.plain_zoo import Block, plain
 
 WITHOUT_CACHE = {"distilbert", "albert", "vit", "dinov2", "siglip", "clip", "swin"}
 SHARING = {"gemma3n", "gemma4"}

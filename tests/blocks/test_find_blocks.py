@@ -8,8 +8,8 @@ from torch import nn
 
 from sac.blocks.find import Block, find_blocks
 from sac.policy.patterns import PathPattern
-from tests.plain_zoo import DIM, PLAIN, Attention, Experts, Staged, SwiGLU, TitanStyle, plain
-from tests.plain_zoo import Block as PlainBlock
+from tests.support.plain_zoo import DIM, PLAIN, Attention, Experts, Staged, SwiGLU, TitanStyle, plain
+from tests.support.plain_zoo import Block as PlainBlock
 
 EXPECTED = {
     "titan": ["layers.0", "layers.1", "layers.2"],

@@ -9,8 +9,8 @@ from sac.blocks.find import Block, find_blocks
 from sac.blocks.towers import parse_scope, tower_of
 from sac.errors import ConfigError, ModelError
 from sac.policy.patterns import PathPattern
-from tests.plain_zoo import Block as PlainBlock
-from tests.plain_zoo import plain
+from tests.support.plain_zoo import Block as PlainBlock
+from tests.support.plain_zoo import plain
 
 
 def paths(blocks: tuple[Block, ...]) -> list[str]:

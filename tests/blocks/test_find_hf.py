@@ -12,7 +12,7 @@ from sac.blocks.find import Block, drop_frozen, find_blocks, is_trained
 from sac.blocks.towers import tower_of
 from sac.errors import ModelError
 from sac.policy.patterns import PathPattern
-from tests.model_zoo import FAMILIES, tiny
+from tests.support.model_zoo import FAMILIES, tiny
 
 DECODER = "model.layers"
 # family -> {(stack, block class, tower): number of blocks}

@@ -11,8 +11,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from sac.blocks.find import Block, clean_path, find_blocks
 from sac.policy.patterns import PathPattern
-from tests.plain_zoo import Block as PlainBlock
-from tests.plain_zoo import plain
+from tests.support.plain_zoo import Block as PlainBlock
+from tests.support.plain_zoo import plain
 
 LAYERS = ["layers.0", "layers.1", "layers.2"]
 

@@ -13,11 +13,11 @@ import sac
 from sac.blocks.wrap import regions_of
 from sac.errors import PolicyError, SacWarning
 from sac.trace import regions_by_kind
-from tests.model_zoo import tiny
-from tests.semantics.blocks import ENGINES, llama_stack, policy, save, selective, tokens
-from tests.semantics.recording import backward_ops
-from tests.semantics.training import assert_same, assert_same_training, built
 from tests.stacks.parallel_llama import Llama, Sizes, batch
+from tests.support.blocks import ENGINES, llama_stack, policy, save, selective, tokens
+from tests.support.model_zoo import tiny
+from tests.support.recording import backward_ops
+from tests.support.training import assert_same, assert_same_training, built
 
 SIZES = Sizes(n_layers=8)
 PLAIN = (

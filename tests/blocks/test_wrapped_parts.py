@@ -13,8 +13,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import sac
-from tests.semantics.blocks import GatedMLP, llama_stack, policy, save, selective, tokens
-from tests.semantics.training import built
+from tests.support.blocks import GatedMLP, llama_stack, policy, save, selective, tokens
+from tests.support.training import built
 
 GATES = selective(policy(save("matmul", module="mlp.gate_proj"), save("matmul", module="mlp.*")), strict=True)
 

@@ -19,8 +19,8 @@ import sac.compat.deepspeed as checkpointing
 from sac.errors import ConfigError, RegionError
 from sac.full import RngTracker
 from tests.compat.programs import WIDTH, forking, gradients_of, plainly, same_everywhere, trained
-from tests.full.ranks import run_ranks
-from tests.semantics.training import assert_same
+from tests.support.ranks import run_ranks
+from tests.support.training import assert_same
 
 CALLS = {"reentrant": checkpointing.checkpoint, "non-reentrant": checkpointing.non_reentrant_checkpoint}
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import sac.compat.deepspeed as checkpointing
 from sac.compat.deepspeed_config import ActivationCheckpointing, read_section
 from sac.errors import ConfigError
-from tests.full.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 EVERYTHING = {
     "partition_activations": True,

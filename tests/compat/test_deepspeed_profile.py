@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import sac.compat.deepspeed as checkpointing
 from sac.compat import deepspeed_profile
 from tests.compat.programs import WIDTH, plainly, trained
-from tests.semantics.training import assert_same
+from tests.support.training import assert_same
 
 CALLS = {"reentrant": checkpointing.checkpoint, "non-reentrant": checkpointing.non_reentrant_checkpoint}
 

@@ -37,9 +37,9 @@ from tests.compat.wrapping import (
     region_paths,
     train,
 )
-from tests.full.layers import PreNormLayer
-from tests.full.ranks import run_ranks
-from tests.semantics.recording import Recorder
+from tests.support.layers import PreNormLayer
+from tests.support.ranks import run_ranks
+from tests.support.recording import Recorder
 
 
 def wrapped_paths(network: nn.Module) -> list[str]:

@@ -16,8 +16,8 @@ from sac.compat import megatron, megatron_job
 from sac.errors import ConfigError
 from sac.full import RngTracker
 from tests.compat.programs import WIDTH, forking, gradients_of, plainly, same_everywhere, trained
-from tests.full.ranks import run_ranks
-from tests.semantics.training import assert_same
+from tests.support.ranks import run_ranks
+from tests.support.training import assert_same
 
 RANDOM = "megatron.core.tensor_parallel.random"
 STATE = "megatron.core.parallel_state"

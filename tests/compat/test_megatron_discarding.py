@@ -18,7 +18,7 @@ import sac
 from sac.compat import megatron
 from sac.errors import ConfigError, RegionError, SacWarning
 from tests.compat.programs import WIDTH, gradients_of
-from tests.semantics.training import assert_same
+from tests.support.training import assert_same
 
 Program = Callable[[bool], dict[str, Tensor]]
 

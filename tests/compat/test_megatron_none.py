@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sac.compat import megatron
-from tests.full.layers import stack
+from tests.support.layers import stack
 
 
 def test_none_scatters_nothing() -> None:

@@ -24,9 +24,9 @@ from sac.compat.nemo import (
     make_selective_checkpoint_context_fn,
 )
 from sac.errors import ModelError, SacWarning
-from tests.full.layers import PreNormLayer, stack
-from tests.model_zoo import tiny
-from tests.semantics.recording import Recorder
+from tests.support.layers import PreNormLayer, stack
+from tests.support.model_zoo import tiny
+from tests.support.recording import Recorder
 
 
 def step(model: nn.Module, inputs: Any) -> list[Tensor]:

@@ -23,9 +23,9 @@ import sac
 from sac.blocks.wrap import regions_of
 from sac.compat import nemo
 from sac.errors import ConfigError, SacWarning
-from tests.full.layers import stack
-from tests.model_zoo import tiny
-from tests.semantics.recording import Recorder
+from tests.support.layers import stack
+from tests.support.model_zoo import tiny
+from tests.support.recording import Recorder
 
 FLASH = "aten._scaled_dot_product_flash_attention_for_cpu.default"
 PRODUCTS = {"schema": "sac/v1", "name": "products", "rules": [{"id": "products", "ops": "matmul", "do": "save"}]}

@@ -15,8 +15,8 @@ from sac.blocks.wrap import ours_on
 from sac.compat import fsdp as ours
 from sac.errors import ModelError
 from tests.compat.wrapping import is_layer, model, train
-from tests.model_zoo import tiny
-from tests.semantics.recording import Recorder
+from tests.support.model_zoo import tiny
+from tests.support.recording import Recorder
 
 
 def offloaded() -> nn.Module:

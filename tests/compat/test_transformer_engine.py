@@ -16,8 +16,8 @@ from sac.compat import transformer_engine as te
 from sac.errors import ConfigError, RegionError
 from sac.full import RngTracker
 from tests.compat.programs import WIDTH, forking, gradients_of, plainly, same_everywhere, trained
-from tests.full.ranks import run_ranks
-from tests.semantics.training import assert_same
+from tests.support.ranks import run_ranks
+from tests.support.training import assert_same
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
 
 from sac.blocks.wrap import regions_of
-from tests.full.layers import PreNormLayer
+from tests.support.layers import PreNormLayer
 
 Put = Callable[[Any, nn.Module], Any]  # a face (torch's or ours) and the model
 

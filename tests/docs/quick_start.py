@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import sac
 from sac.blocks.wrap import regions_of
 from tests.docs.pages import fenced, sections
-from tests.test_docs import WIDTH, Layer, Model
+from tests.docs.snippet_models import WIDTH, Layer, Model
 
 PAGE = "docs/quick-start.md"
 Names = dict[str, Any]
@@ -55,8 +55,8 @@ def pipeline() -> Names:
 
 
 def hugging_face() -> Names:
-    from tests.model_zoo import tiny
     from tests.stacks.hf_training import arguments, rows
+    from tests.support.model_zoo import tiny
 
     model, batch = tiny("llama")
     folder = Path(tempfile.mkdtemp(dir="."))

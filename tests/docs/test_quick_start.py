@@ -6,7 +6,7 @@ import pytest
 
 from tests.docs.pages import fenced, sections
 from tests.docs.quick_start import PAGE, SECTIONS, run_section, skip_without
-from tests.full.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 ON = "activation checkpointing: selective,"
 

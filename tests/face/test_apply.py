@@ -13,10 +13,10 @@ from torch import nn
 import sac
 from sac.blocks.wrap import regions_of
 from sac.errors import ConfigError, ModelError, PolicyError, RegionError, SacWarning
-from tests.model_zoo import tiny
-from tests.semantics.blocks import llama_stack, policy, save
-from tests.semantics.test_invisible import flat
-from tests.semantics.training import built
+from tests.promises.test_11_invisible import flat
+from tests.support.blocks import llama_stack, policy, save
+from tests.support.model_zoo import tiny
+from tests.support.training import built
 
 POLICY = "activation_checkpointing.policy"
 OPTIONAL = "mark the rule `optional: true` if it may match nothing"

@@ -13,9 +13,9 @@ from sac.config import parse_config
 from sac.errors import PolicyError
 from sac.ops.sets import SET_NAMES
 from sac.selective.bind import bind_policy
-from tests.semantics.blocks import llama_stack
-from tests.semantics.test_invisible import flat
-from tests.semantics.training import built
+from tests.promises.test_11_invisible import flat
+from tests.support.blocks import llama_stack
+from tests.support.training import built
 
 OFFLOADS = """schema: sac/v1
 default: offload

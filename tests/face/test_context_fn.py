@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 import sac
 from sac.errors import ConfigError, ModelError, PolicyError
-from tests.model_zoo import tiny
-from tests.semantics.blocks import alternate, install, llama_stack, policy, save, selective, tokens, with_dropout
-from tests.semantics.recording import backward_ops
-from tests.semantics.training import assert_same, assert_same_training, built, train
+from tests.support.blocks import alternate, install, llama_stack, policy, save, selective, tokens, with_dropout
+from tests.support.model_zoo import tiny
+from tests.support.recording import backward_ops
+from tests.support.training import assert_same, assert_same_training, built, train
 
 PLAIN = 28  # products in the backward of two blocks without checkpointing; each block has seven
 

@@ -17,8 +17,8 @@ from torch import nn
 import sac
 from sac.blocks.cache import turn_off_cache
 from sac.blocks.wrap import regions_of
-from tests.model_zoo import FAMILIES, tiny
-from tests.semantics.training import assert_same
+from tests.support.model_zoo import FAMILIES, tiny
+from tests.support.training import assert_same
 
 QUICK = (
     "llama",

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import sac
 from sac.errors import RegionError, SacWarning
-from tests.semantics.blocks import FunctionBlock, Stack, policy, save, selective
-from tests.semantics.training import built
+from tests.support.blocks import FunctionBlock, Stack, policy, save, selective
+from tests.support.training import built
 
 WIDTH = 8
 ENGINES = ("auto", "replay", "rerun")

@@ -13,10 +13,10 @@ from torch import nn
 import sac
 from sac.errors import ConfigError
 from sac.trace import decisions_of, group_label
-from tests.model_zoo import tiny
-from tests.semantics.blocks import alternate, llama_stack, policy, save, selective, tokens
-from tests.semantics.recording import Recorder
-from tests.semantics.training import built
+from tests.support.blocks import alternate, llama_stack, policy, save, selective, tokens
+from tests.support.model_zoo import tiny
+from tests.support.recording import Recorder
+from tests.support.training import built
 
 VALUE = selective(policy(save("attention"), alternate("matmul", module="self_attn.**")))
 

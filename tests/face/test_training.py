@@ -10,8 +10,8 @@ import torch
 
 import sac
 from sac.policy.files import shipped_policies
-from tests.model_zoo import tiny
-from tests.semantics.recording import Recorder, without_collector
+from tests.support.model_zoo import tiny
+from tests.support.recording import Recorder, without_collector
 
 STEPS = 20
 DROPOUT = {"attention_dropout": 0.1, "attn_implementation": "eager"}  # the only dropout that a Llama has

@@ -15,11 +15,11 @@ import sac
 from sac.blocks.wrap import regions_of
 from sac.errors import ConfigError, RegionError
 from sac.full import RngTracker
-from tests.full.ranks import run_ranks
-from tests.semantics.blocks import FULL, Stack, llama_stack, policy, save, selective, tokens, with_dropout
-from tests.semantics.recording import step
-from tests.semantics.test_invisible import flat
-from tests.semantics.training import assert_same, built, train
+from tests.promises.test_11_invisible import flat
+from tests.support.blocks import FULL, Stack, llama_stack, policy, save, selective, tokens, with_dropout
+from tests.support.ranks import run_ranks
+from tests.support.recording import step
+from tests.support.training import assert_same, built, train
 
 PRODUCTS = selective(policy(save("matmul", module="mlp.**")))
 CHUNKS = {"mode": "full", "layers": {"uniform": 2}}

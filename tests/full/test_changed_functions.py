@@ -10,8 +10,8 @@ import pytest
 from torch import Tensor, nn
 
 from sac.region.identity import Identity
-from tests.full import flags
-from tests.full.quiet_and_loud import (
+from tests.support import flags
+from tests.support.quiet_and_loud import (
     Block,
     Plain,
     Slotted,

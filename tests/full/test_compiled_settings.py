@@ -17,9 +17,9 @@ import sac
 from sac.blocks.wrap import regions_of
 from sac.errors import ConfigError
 from sac.full import FullConfig, RngTracker
-from tests.face.compiling import Compiled, count
-from tests.semantics.blocks import FULL, llama_stack, policy, save, selective, tokens, with_dropout
-from tests.semantics.training import assert_same, built, train
+from tests.support.blocks import FULL, llama_stack, policy, save, selective, tokens, with_dropout
+from tests.support.compiling import Compiled, count
+from tests.support.training import assert_same, built, train
 
 
 class Counting:

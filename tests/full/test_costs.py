@@ -23,9 +23,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import sac
-from tests.full.layers import PreNormLayer, mixed, stack
-from tests.full.ranks import run_ranks
-from tests.semantics.recording import Recorder
+from tests.support.layers import PreNormLayer, mixed, stack
+from tests.support.ranks import run_ranks
+from tests.support.recording import Recorder
 
 Step = Callable[[Tensor], Tensor]
 CALLS = 3  # the first under the recorder, the others without a mode

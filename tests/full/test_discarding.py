@@ -16,7 +16,7 @@ from sac.errors import SacWarning
 from sac.full import saved_by_graph
 from sac.full.discarding import discard, run_discardable
 from sac.region.settings import PLAIN
-from tests.full.discarding_programs import (
+from tests.support.discarding_programs import (
     PROGRAMS,
     WIDTH,
     Runner,
@@ -27,7 +27,7 @@ from tests.full.discarding_programs import (
     normed,
     seeded,
 )
-from tests.semantics.training import assert_same
+from tests.support.training import assert_same
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda one: one.__name__)

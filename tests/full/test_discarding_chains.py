@@ -17,7 +17,7 @@ from sac.errors import RegionError
 from sac.full.discarding import discard, lent_inputs, run_discardable
 from sac.full.saved_by_graph import nodes_between
 from sac.region.settings import PLAIN
-from tests.full.discarding_programs import (
+from tests.support.discarding_programs import (
     WIDTH,
     Runner,
     gradients,
@@ -26,7 +26,7 @@ from tests.full.discarding_programs import (
     normed,
     seeded,
 )
-from tests.semantics.training import assert_same
+from tests.support.training import assert_same
 
 
 def chain(runner: Runner, stages: list[nn.Module], x: Tensor, memories: list[StorageWeakRef]) -> tuple[Tensor, Any]:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from sac.full.discarding import Discardable, discard, run_discardable
 from sac.region.settings import PLAIN
-from tests.semantics.training import assert_same
+from tests.support.training import assert_same
 
 SIZE = 6
 STEPS = (3, 7)

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 
 import sac
 from sac.region.settings import PLAIN, Settings, as_torch_says
-from tests.full.layers import stack
-from tests.semantics.recording import Recorder
+from tests.support.layers import stack
+from tests.support.recording import Recorder
 
 Around = Callable[[], AbstractContextManager[Any]]
 LAST = "aten.addmm.default"

@@ -17,8 +17,8 @@ from sac.errors import ConfigError
 from sac.full import FullConfig
 from sac.full.full_config import CALL_KEYS, KEYS, CallOptions, settings_of
 from sac.region.settings import PLAIN
-from tests.semantics.blocks import FULL, llama_stack
-from tests.semantics.training import built
+from tests.support.blocks import FULL, llama_stack
+from tests.support.training import built
 
 FLAG = "    legal: true, false"
 QUOTE = "    fix: quote the word that is meant: YAML 1.1 reads on, off, yes and no as booleans"

@@ -2,71 +2,20 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-import sac
-from sac.full import FullConfig
-from tests.full.cases import CASES, Case, Run, Seen, written_after, written_inside
-from tests.full.ranks import run_ranks
-from tests.semantics.training import same_bits
-
-HERE = ("whole", "host", "contiguous", "contiguous+host")
-OVER_RANKS = ("scattered", "scattered+host", "scattered+contiguous")
-MODES = {"non-reentrant": False, "reentrant": True}
-SEVERAL_SIZES = ("sizes_that_do_not_divide", "views", "strided", "micro_batches_in_flight")
+from tests.support.cases import CASES, written_after, written_inside
+from tests.support.pairs import in_pairs, in_turn
+from tests.support.ranks import run_ranks
+from tests.support.stored_regions import HERE, MODES, OVER_RANKS, as_region, compare, differences, does_not_fit, plainly
 
 
-def plainly(function: Any, *args: Any, **kwargs: Any) -> Any:
-    return function(*args, **kwargs)
-
-
-def as_region(store: str, reentrant: bool, one: Case | None = None, group: Any = None, **more: Any) -> Run:
-    config = FullConfig(store=store, num_checkpoints=8 if "contiguous" in store else None, **more)
-    tracker = one.tracker if one is not None else None
-
-    def run(function: Any, *args: Any, **kwargs: Any) -> Any:
-        ours = {"use_reentrant": reentrant, "tp_group": group, "get_rng_state_tracker": tracker, "config": config}
-        return sac.checkpoint(function, *args, **ours, **kwargs)
-
-    return run
-
-
-def differences(plain: Seen, ours: Seen, *, exact: bool = True) -> list[str]:
-    """Names of what differs."""
-    if plain.keys() != ours.keys():
-        return sorted(plain.keys() ^ ours.keys())
-    return [name for name in plain if not (same_bits if exact else nearly_same)(plain[name], ours[name])]
-
-
-def nearly_same(left: torch.Tensor, right: torch.Tensor) -> bool:
-    return torch.allclose(left.double(), right.double(), rtol=1e-5, atol=1e-6)
-
-
-def compare(name: str, store: str, reentrant: bool, group: Any = None, **more: Any) -> list[str]:
-    """Run a case plainly, and thrice as regions: the first call of a function is run in another way than later ones."""
-    one = CASES[name]
-    torch.manual_seed(3)
-    plain = one.program(plainly)
-    run = as_region(store, reentrant, one, group, **more)
-    wrong = []
-    for turn in range(3):
-        torch.manual_seed(3)
-        found = differences(plain, one.program(run), exact=not (reentrant and one.rounds))
-        wrong += [f"run {turn}: {what}" for what in found]
-    return wrong
-
-
-def cases_for(store: str) -> list[str]:
-    """One buffer has slots of one size: what happens with others is told in test_contiguous."""
-    return [name for name in CASES if "contiguous" not in store or name not in SEVERAL_SIZES]
-
-
-@pytest.mark.parametrize(("store", "name"), [(store, name) for store in HERE for name in cases_for(store)])
-@pytest.mark.parametrize("mode", MODES)
+@in_pairs(mode=MODES.keys(), store=HERE, name=CASES.keys(), unless=does_not_fit)
 def test_one_process(mode, store, name):
     assert compare(name, store, MODES[mode]) == []
 
@@ -75,16 +24,13 @@ def compare_on_rank(name: str, store: str, reentrant: bool, more: dict[str, Any]
     return compare(name, store, reentrant, dist.group.WORLD, **more)
 
 
-@pytest.mark.parametrize(("store", "name"), [(store, name) for store in OVER_RANKS for name in cases_for(store)])
-@pytest.mark.parametrize("mode", MODES)
+@in_pairs(mode=MODES.keys(), store=OVER_RANKS, name=CASES.keys(), unless=does_not_fit)
 def test_two_ranks(mode, store, name):
     assert run_ranks(2, compare_on_rank, name, store, MODES[mode], {}) == [[], []]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("store", OVER_RANKS[:2])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "store", "name"), in_turn([*CASES], [*product(MODES, OVER_RANKS[:2])]))
 def test_four_ranks(mode, store, name):
     assert run_ranks(4, compare_on_rank, name, store, MODES[mode], {}) == [[]] * 4
 

@@ -21,8 +21,8 @@ import sac
 from sac.full import FullConfig, RngTracker
 from tests.fuzz.programs import Program, programs
 from tests.fuzz.test_random_programs import BACKWARDS, CALM, live_after, needs_grad, trained
-from tests.semantics.blocks import FULL, Stack, policy, save, selective
-from tests.semantics.training import Backward, assert_same, built
+from tests.support.blocks import FULL, Stack, policy, save, selective
+from tests.support.training import Backward, assert_same, built
 
 TRACKER = RngTracker("cpu")
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sac.full import RngTracker
-from tests.full.named_streams import assert_numbers, numbers_of, refusal, two_streams
-from tests.full.trackers import DeepSpeedLike, MegatronLike
+from tests.support.named_streams import assert_numbers, numbers_of, refusal, two_streams
+from tests.support.trackers import DeepSpeedLike, MegatronLike
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sac.full import RngTracker
-from tests.full.named_streams import assert_numbers, numbers_of, refusal, two_streams
+from tests.support.named_streams import assert_numbers, numbers_of, refusal, two_streams
 
 
 @pytest.fixture

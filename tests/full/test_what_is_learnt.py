@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.full.quiet_and_loud import (
+from tests.support.quiet_and_loud import (
     Block,
     EqualToAll,
     Plain,

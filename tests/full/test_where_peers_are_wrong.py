@@ -20,9 +20,9 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import sac
 from sac.errors import RegionError
 from sac.full import FullConfig, RngTracker
-from tests.full.cases import CASES, WIDTH, Run, Seen, hidden, layer, loss_of, seen
-from tests.full.ranks import run_ranks
-from tests.full.test_matrix import differences, plainly
+from tests.support.cases import CASES, WIDTH, Run, Seen, hidden, layer, loss_of, seen
+from tests.support.ranks import run_ranks
+from tests.support.stored_regions import differences, plainly
 
 
 def scattered(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import sac
 from sac.full.full_config import FullConfig
-from tests.full.quiet_and_loud import (
+from tests.support.quiet_and_loud import (
     MAKERS,
     Block,
     EqualToAll,

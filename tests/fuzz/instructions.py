@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.semantics import custom_ops
+from tests.support import custom_ops
 
 WIDTH = 8
 Instruction = Callable[..., Tensor]

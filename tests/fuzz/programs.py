@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.fuzz.instructions import INSTRUCTIONS, READ_TWICE, WIDTH, batch_norm, operands_of
-from tests.semantics.blocks import FULL, Stack, policy, selective
+from tests.support.blocks import FULL, Stack, policy, selective
 
 
 @dataclass(frozen=True)

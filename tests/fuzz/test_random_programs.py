@@ -25,9 +25,9 @@ from sac.errors import SacWarning
 from sac.selective.replay_run import CannotReplay
 from tests.fuzz.instructions import INSTRUCTIONS, READ_TWICE, operands_of
 from tests.fuzz.programs import Line, Program, policies, programs, values
-from tests.semantics.blocks import APPLY, install, policy, selective
-from tests.semantics.recording import Recorder, without_collector
-from tests.semantics.training import Backward, assert_same, built, deterministic, summed, train
+from tests.support.blocks import APPLY, install, policy, selective
+from tests.support.recording import Recorder, without_collector
+from tests.support.training import Backward, assert_same, built, deterministic, summed, train
 
 Entries = tuple[str, ...]  # under each of which one program is run, and compared with one run without us
 BOTH_ENGINES: list[Entries] = [APPLY]

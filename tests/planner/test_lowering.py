@@ -25,7 +25,7 @@ from sac.planner.lowering import lowered_to, not_lowered
 from sac.planner.plans import make_plan
 from sac.planner.prepare import prepare
 from sac.policy.files import dump_policy, load_policy
-from tests.model_zoo import tiny
+from tests.support.model_zoo import tiny
 
 fake_mode()  # what it imports is imported once, not in each child
 H100, A100 = device_named("h100"), device_named("a100")

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 import sac
 from sac.errors import PlanError
-from tests.model_zoo import tiny
 from tests.planner.small_model import Block, Model
+from tests.support.model_zoo import tiny
 
 WIDTH = 64
 

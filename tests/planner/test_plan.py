@@ -23,9 +23,9 @@ from sac.planner.plans import make_plan
 from sac.planner.prepare import prepare
 from sac.policy.model import Policy
 from sac.selective.rows import Rows
-from tests.model_zoo import tiny
 from tests.planner.small_model import INPUTS, Block, Model, stops
 from tests.planner.truth import MODELS, measured, model_named, put_on
+from tests.support.model_zoo import tiny
 
 
 def state_of(model: nn.Module) -> list[Any]:

@@ -25,12 +25,12 @@ from sac.planner.tracing import profile_regions
 from sac.policy.files import dump_policy, load_policy
 from sac.selective.rows import signature
 from sac.trace import regions_by_kind
-from tests.face.compiling import Compiled
-from tests.full.ranks import run_ranks
-from tests.model_zoo import tiny
-from tests.semantics.blocks import ENGINES, llama_stack, policy, save, selective, tokens
-from tests.semantics.recording import without_collector
-from tests.semantics.training import assert_same, assert_same_training, built, train
+from tests.support.blocks import ENGINES, llama_stack, policy, save, selective, tokens
+from tests.support.compiling import Compiled
+from tests.support.model_zoo import tiny
+from tests.support.ranks import run_ranks
+from tests.support.recording import without_collector
+from tests.support.training import assert_same, assert_same_training, built, train
 
 OTHER = "0123456789abcdef"
 FIX = "    fix: plan again for this model, torch version and device: `sac plan …`"

@@ -20,7 +20,7 @@ from sac.planner.profile import RegionProfile
 from sac.planner.tracing import profile_regions
 from sac.trace import regions_by_kind
 from tests.planner.truth import MODELS, model_named, put_on
-from tests.semantics.recording import Recorder
+from tests.support.recording import Recorder
 
 Profiles = tuple[RegionProfile, ...]
 

@@ -14,7 +14,7 @@ from sac.planner.fakes import fake_copy, fake_mode
 from sac.planner.plans import make_plan
 from sac.planner.prepare import prepare
 from sac.planner.sharding import fake_ranks, fsdp_over
-from tests.full.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 WIDTH, LAYERS = 32, 4
 

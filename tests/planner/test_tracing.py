@@ -19,8 +19,8 @@ from sac.planner.profile import RegionProfile
 from sac.planner.tracing import CannotProfile, profile_regions
 from sac.selective.rows import OpRow
 from sac.trace import regions_by_kind
-from tests.model_zoo import tiny
 from tests.planner.truth import MODELS, model_named, put_on
+from tests.support.model_zoo import tiny
 
 DIM = 8
 

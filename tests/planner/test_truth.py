@@ -19,7 +19,7 @@ from sac.planner.prepare import prepare
 from tests.docs.pages import text_of
 from tests.planner.small_model import DIM, INPUTS, Block, Model
 from tests.planner.truth import CONFIGS, EVERYTHING, MODELS, Bytes, measured, model_named, predicted, put_on, saving
-from tests.script_runs import run_script
+from tests.support.script_runs import run_script
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "plan_accuracy.py"
 QUICK = ("none", "selective")

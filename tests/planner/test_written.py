@@ -23,8 +23,8 @@ from sac.planner.written import seconds_text, written
 from sac.policy.files import load_policy
 from sac.policy.model import Policy, Rule
 from sac.policy.sizes import bytes_text
-from tests.model_zoo import tiny
 from tests.planner.plan_models import stack
+from tests.support.model_zoo import tiny
 
 SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in ("gpt2", "t5")]  # dropout, two stacks
 

@@ -18,7 +18,7 @@ from sac.planner.fakes import call, fake_copy, fake_inputs, fake_mode
 from sac.planner.ledger import Ledger
 from sac.planner.scratch import Scratch
 from sac.planner.step import run_step, scalar_loss
-from tests.model_zoo import tiny
+from tests.support.model_zoo import tiny
 
 Inputs = tuple[Any, ...] | dict[str, Any]
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.model_zoo import RECIPES, VOCAB, Recipe, build
 from tests.policies.plain_families import diffusion_transformer, torchtitan_llama, vision_transformer
+from tests.support.model_zoo import RECIPES, VOCAB, Recipe, build
 
 Built = tuple[nn.Module, dict[str, Any]]
 

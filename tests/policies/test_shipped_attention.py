@@ -9,9 +9,9 @@ from torch import nn
 
 import sac
 from sac.trace import decisions_of
-from tests.model_zoo import tiny
 from tests.policies.families import loss_of
 from tests.policies.training import DROPOUT, Trained, train, turn_off_cache, unequal
+from tests.support.model_zoo import tiny
 
 EAGER = ("llama", "phi3", "gemma2", "gemma3", "gpt2", "gpt_neox", "opt", "bert", "t5", "bart", "mixtral", "vit")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 from torch import nn
@@ -64,8 +65,10 @@ def test_quick_families_exist() -> None:
 
 
 @pytest.mark.parametrize("family", CASES)
-def test_gradients_are_those_of_the_model_alone_and_every_rule_is_hit(family: Family) -> None:
+def test_gradients_rules_that_are_hit_and_kept_bytes(family: Family) -> None:
+    """Gradients are those of the model alone, every rule is hit, less is kept, and the report says how much."""
     plain, ours, inputs = pair(family, chosen(family))
+    holds_kept_bytes(family, *(copy.deepcopy(model) for model in (plain, ours)), inputs)
     trained = train(ours, inputs)
     assert unequal(train(plain, inputs), trained) == []
     needed = {rule.id for rule in load_policy(family.policy).rules if not rule.optional}
@@ -73,9 +76,8 @@ def test_gradients_are_those_of_the_model_alone_and_every_rule_is_hit(family: Fa
     assert not needed & set(sac.report(ours).zero_hit_rules)
 
 
-@pytest.mark.parametrize("family", CASES)
-def test_kept_bytes_are_lower_than_without_and_what_the_report_says(family: Family) -> None:
-    plain, ours, inputs = pair(family, chosen(family))
+def holds_kept_bytes(family: Family, plain: nn.Module, ours: nn.Module, inputs: dict[str, Any]) -> None:
+    """What is kept is less than without, and what the report says."""
     full = sac.apply(copy.deepcopy(plain), "full")
     without, kept, least = (kept_bytes(model, inputs) for model in (plain, ours, full))
     assert least < kept < without

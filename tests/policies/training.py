@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import sac
 from sac.blocks.wrap import regions_of
 from tests.policies.families import Family, loss_of
-from tests.semantics.recording import Recorder, without_collector
+from tests.support.recording import Recorder, without_collector
 
 DROPOUT = 0.1
 STEPS = 2  # the second one runs with what the first has shown

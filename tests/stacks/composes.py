@@ -6,8 +6,8 @@ import functools
 import importlib
 from typing import Any
 
-from tests.full.ranks import run_ranks
 from tests.stacks.composition import Outcome, differences
+from tests.support.ranks import run_ranks
 
 
 @functools.cache

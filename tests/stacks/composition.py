@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from sac.measuring.step_flops import count_flops
 from sac.memory_timeline import mark, measure_memory
-from tests.semantics.training import same_bits
+from tests.support.training import same_bits
 
 FORWARD_DONE = "forward done"
 RELEASE_SECONDS = 0.005

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.semantics.blocks import GatedMLP, RootMeanSquareNorm
+from tests.support.blocks import GatedMLP, RootMeanSquareNorm
 
 WIDTH, HEADS, TOKENS, BLOCKS = 32, 4, 8, 2
 DROPOUT = 0.1

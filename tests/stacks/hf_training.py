@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from sac.blocks.cache import turn_off_cache
-from tests.model_zoo import tiny
-from tests.semantics.training import same_bits
 from tests.stacks.composition import WRAPPED_NAMES, Outcome, forward_done, outcome
+from tests.support.model_zoo import tiny
+from tests.support.training import same_bits
 
 STEPS = 3
 

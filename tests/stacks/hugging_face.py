@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import sac
-from tests.model_zoo import VOCAB, tiny
 from tests.stacks.composition import Outcome, forward_done, outcome
+from tests.support.model_zoo import VOCAB, tiny
 
 LAYERS = 4
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import sac
-from tests.semantics.blocks import llama_stack
 from tests.stacks.composition import Outcome, forward_done, outcome
+from tests.support.blocks import llama_stack
 
 QUIET = {
     "accelerator": "cpu",

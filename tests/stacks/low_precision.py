@@ -23,8 +23,8 @@ from torchao.quantization import quantize_
 from torchao.quantization.quantize_.common import KernelPreference
 from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import linear_nf4, to_nf4
 
-from tests.semantics.blocks import Stack, llama_stack, tokens
-from tests.semantics.recording import Recorder
+from tests.support.blocks import Stack, llama_stack, tokens
+from tests.support.recording import Recorder
 
 WIDTH, LINEARS = 64, 7  # of each block: four of attention, three of the MLP
 SCALING = ("aten.max.default", "aten.amax.default")

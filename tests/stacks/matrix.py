@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from tests.full.ranks import RankError
 from tests.stacks.composition import Outcome, differences
 from tests.stacks.registry import NONE, Stack, trained
+from tests.support.ranks import RankError
 
 EQUAL, CLOSE, DIFFER = "equal", "close", "DIFFER"
 RELATIVE, ABSOLUTE = 1e-4, 1e-6  # of the largest number of a gradient, where a stack adds in another order

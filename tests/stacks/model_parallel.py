@@ -241,11 +241,11 @@ def experts(mode: Any) -> Outcome:
 
 
 def transformers_plan(mode: Any, *, saved: str, family: str) -> Outcome:
-    """Train a model of `tests.model_zoo`, saved in the folder `saved`, by transformers' own tensor parallel plan."""
+    """Train a model of `tests.support.model_zoo`, saved in the folder `saved`, by its own tensor parallel plan."""
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
-    from tests.model_zoo import tiny
+    from tests.support.model_zoo import tiny
 
     rank, world = str(dist.get_rank()), str(dist.get_world_size())
     os.environ.update({"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world})  # as torchrun sets them

@@ -16,8 +16,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import sac
-from tests.semantics.blocks import LlamaLikeBlock, Stack, llama_stack
 from tests.stacks.composition import Outcome, differences, forward_done, outcome
+from tests.support.blocks import LlamaLikeBlock, Stack, llama_stack
 
 Step = Callable[[nn.Module], nn.Module]
 APPLY = "apply"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.semantics.blocks import GatedMLP, RootMeanSquareNorm, rotate
+from tests.support.blocks import GatedMLP, RootMeanSquareNorm, rotate
 
 MAX_TOKENS = 16
 

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.full.ranks import run_ranks
 from tests.stacks.composition import Outcome
+from tests.support.ranks import run_ranks
 
 NONE = "none"
 MODES: dict[str, Any] = {

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 import sac
 from sac.blocks.cache import turn_off_cache
 from sac.blocks.wrap import regions_of
-from tests.full.ranks import RankError, run_ranks
-from tests.model_zoo import tiny
 from tests.stacks.composition import Outcome, differences, forward_done, outcome
+from tests.support.model_zoo import tiny
+from tests.support.ranks import RankError, run_ranks
 
 pytest.importorskip("accelerate", reason="tests of Accelerate need accelerate")
 

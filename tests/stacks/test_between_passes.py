@@ -1,7 +1,7 @@
 """What a training program may change between forward and backward: it is as without us, or an error.
 
 Buffers, statistics, flags and modes are held in tests/full/test_state_*.py, writes to weights in
-tests/full/test_changed_parameters.py.
+tests/region/test_changed_parameters.py.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.full.stateful import ON_EACH_WAY, Way, as_it_is
-from tests.semantics.blocks import Stack, square
-from tests.semantics.training import assert_same, built, train
+from tests.support.blocks import Stack, square
+from tests.support.stateful import ON_EACH_WAY, Way, as_it_is
+from tests.support.training import assert_same, built, train
 
 Change = Callable[[Stack], None]
 

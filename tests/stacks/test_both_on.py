@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import sac
 from sac.blocks.switches import ENABLING
 from sac.errors import ModelError, RegionError
-from tests.model_zoo import tiny
-from tests.plain_zoo import plain
+from tests.support.model_zoo import tiny
+from tests.support.plain_zoo import plain
 
 pytest.importorskip("transformers", reason="tests/stacks needs transformers")
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import sac
-from tests.semantics.recording import Recorder
+from tests.support.recording import Recorder
 
 WIDTH = 4
 

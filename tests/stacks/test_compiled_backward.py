@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 import sac
 from sac.errors import SacWarning
-from tests.face.compiling import Compiled, nothing, train_compiled
-from tests.semantics.blocks import FULL, LlamaLikeBlock, Stack, llama_stack, policy, save, selective, tokens
-from tests.semantics.training import assert_same, built
 from tests.stacks.composition import differences, forward_done, outcome
+from tests.support.blocks import FULL, LlamaLikeBlock, Stack, llama_stack, policy, save, selective, tokens
+from tests.support.compiling import Compiled, nothing, train_compiled
+from tests.support.training import assert_same, built
 
 PRODUCTS = selective(policy(save("matmul")))
 VALUES = {"full": FULL, "products": PRODUCTS}
@@ -131,11 +131,16 @@ def test_a_graph_break_with_fullgraph_is_torchs_error() -> None:
         torch.compile(model, backend="aot_eager", fullgraph=True)(*tokens())
 
 
+@functools.cache
+def without_us() -> tuple[dict[str, Tensor], Compiled]:
+    return train_compiled(llama_stack, nothing)
+
+
 @pytest.mark.parametrize(
     ("budget", "value", "products"), [(0.05, PRODUCTS, PLAIN), (0.05, FULL, PLAIN + 12), (0.0, PRODUCTS, 41)]
 )
 def test_a_memory_budget_is_told_and_has_no_say_unless_it_is_zero(budget: float, value: Any, products: int) -> None:
-    reference, _ = train_compiled(llama_stack, nothing)
+    reference, _ = without_us()
     with functorch_config.patch(activation_memory_budget=budget), pytest.warns(SacWarning) as caught:
         ours, log = train_compiled(llama_stack, lambda m: sac.apply(m, value))
     assert log.products() == [products]

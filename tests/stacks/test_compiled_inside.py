@@ -13,8 +13,8 @@ from torch import nn
 import sac
 from sac.errors import RegionError, SacWarning
 from sac.trace import decisions_of
-from tests.semantics.blocks import FULL, alternate, llama_stack, policy, save, selective, tokens
-from tests.semantics.training import assert_same, built, train
+from tests.support.blocks import FULL, alternate, llama_stack, policy, save, selective, tokens
+from tests.support.training import assert_same, built, train
 
 ATTENTION_AND_PRODUCTS = selective(policy(save("attention"), alternate("matmul")))
 

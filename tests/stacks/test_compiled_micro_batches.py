@@ -18,8 +18,9 @@ import sac
 from sac.errors import RegionError
 from sac.region import surroundings
 from sac.region.states import compiled_graphs
-from tests.semantics.blocks import FULL, Stack, policy, save, selective
-from tests.semantics.training import assert_same, built
+from tests.support.blocks import FULL, Stack, policy, save, selective
+from tests.support.pairs import in_pairs
+from tests.support.training import assert_same, built
 
 WIDTH = 8
 SHAPES = ((4, 6), (5, 7), (4, 6))
@@ -86,12 +87,14 @@ def trained(
 VALUES = {"full": FULL, "products": selective(policy(save("matmul")))}
 
 
-@pytest.mark.parametrize("value", VALUES.values(), ids=VALUES.keys())
-@pytest.mark.parametrize(("kind", "compile_it"), [(Averaging, as_forward), (InParts, as_part)], ids=["block", "part"])
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)], ids=["first in first out", "last in first out"])
-def test_recomputation_gets_the_graph_of_its_forward(kind: Any, compile_it: Any, value: Any, order: Any) -> None:
-    expected = trained(kind, compile_it, "none", order)
-    assert_same(expected, trained(kind, compile_it, value, order))
+@in_pairs(
+    value=VALUES,
+    compiled={"block": (Averaging, as_forward), "part": (InParts, as_part)},
+    order={"first in first out": (0, 1, 2), "last in first out": (2, 1, 0)},
+)
+def test_recomputation_gets_the_graph_of_its_forward(value: Any, compiled: Any, order: Any) -> None:
+    expected = trained(*compiled, "none", order)
+    assert_same(expected, trained(*compiled, value, order))
 
 
 def test_by_last_use_it_would_get_the_dynamic_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -12,9 +13,10 @@ from torch import Tensor, nn
 
 import sac
 from sac.errors import SacWarning
-from tests.face.compiling import Compiled, nothing, train_compiled
-from tests.semantics.blocks import FULL, alternate, llama_stack, policy, save, selective, tokens, with_dropout
-from tests.semantics.training import assert_same, built
+from tests.support.blocks import FULL, alternate, llama_stack, policy, save, selective, tokens, with_dropout
+from tests.support.compiling import Compiled, nothing, train_compiled
+from tests.support.pairs import in_pairs
+from tests.support.training import assert_same, built
 
 PER_BLOCK = 14  # matrix products in the backward of one block; `full` runs six of seven again
 VALUES = {"full": (FULL, 6), "in turn": (selective(policy(save("attention"), alternate("matmul"))), 3)}
@@ -51,16 +53,21 @@ def clean(seen: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name.replace("_orig_mod.", ""): value for name, value in seen.items()}
 
 
-@pytest.mark.parametrize(("value", "again"), VALUES.values(), ids=VALUES.keys())
-@pytest.mark.parametrize("order", ["apply, compile", "compile, apply"])
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
-def test_gradients_and_graphs(way: Way, order: str, value: Any, again: int) -> None:
+@functools.cache
+def without_us(way: Way) -> tuple[dict[str, Tensor], Compiled]:
+    return train_compiled(llama_stack, nothing, compile_it=way)
+
+
+@in_pairs(way=WAYS, order=["apply, compile", "compile, apply"], name=VALUES.keys())
+def test_gradients_and_graphs(way: Way, order: str, name: str) -> None:
+    value, again = VALUES[name]
+
     def compile_then_apply(model: nn.Module, backend: Any) -> Any:
         compiled = way(model, backend)
         sac.apply(model if compiled is None else compiled, value)
         return compiled
 
-    reference, plain = train_compiled(llama_stack, nothing, compile_it=way)
+    reference, plain = without_us(way)
     with warnings.catch_warnings():
         warnings.simplefilter("error", SacWarning)  # the region is in the graph, so there is nothing to warn of
         if order == "apply, compile":
@@ -87,21 +94,24 @@ def lengths(model: nn.Module, run: Any, sizes: tuple[int, ...]) -> dict[str, Ten
     return seen
 
 
-@pytest.mark.parametrize(("value", "again"), [(FULL, 7), VALUES["in turn"]], ids=VALUES.keys())
+@functools.cache
+def of_lengths(dynamic: bool | None, name: str) -> tuple[dict[str, Tensor], Compiled]:
+    torch._dynamo.reset()
+    log = Compiled()
+    value = VALUES[name][0] if name in VALUES else "none"
+    model = sac.apply(built(lambda: with_dropout(llama_stack(), 0.2)), value)
+    run = torch.compile(model, backend=log.backend, fullgraph=True, dynamic=dynamic)
+    return lengths(model, run, (8, 12, 6, 8)), log
+
+
+@pytest.mark.parametrize(("name", "again"), [("full", 7), ("in turn", 3)])
 @pytest.mark.parametrize("dynamic", [None, True], ids=["automatic", "from the start"])
-def test_lengths(dynamic: bool | None, value: Any, again: int) -> None:
+def test_lengths(dynamic: bool | None, name: str, again: int) -> None:
     """As many graphs as without us, static and dynamic ones, and the policy is in each.
 
     With dropout `full` runs the last product again too: its result is an argument of the draw.
     """
-    told = []
-    for config in ("none", value):
-        torch._dynamo.reset()
-        log = Compiled()
-        model = sac.apply(built(lambda: with_dropout(llama_stack(), 0.2)), config)
-        run = torch.compile(model, backend=log.backend, fullgraph=True, dynamic=dynamic)
-        told.append((lengths(model, run, (8, 12, 6, 8)), log))
-    (expected, plain), (ours, log) = told
+    (expected, plain), (ours, log) = (of_lengths(dynamic, one) for one in ("none", name))
     assert len(log.forward) == len(plain.forward) == (1 if dynamic else 2)
     assert log.products() == [2 * (PER_BLOCK + again)] * len(log.forward)
     assert_same(expected, ours)

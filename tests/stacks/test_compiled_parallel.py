@@ -15,10 +15,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import sac
-from tests.full.ranks import run_ranks
-from tests.semantics.blocks import FULL, alternate, llama_stack, policy, save, selective, tokens
-from tests.semantics.training import built
 from tests.stacks.composition import Outcome, differences, forward_done, outcome
+from tests.support.blocks import FULL, alternate, llama_stack, policy, save, selective, tokens
+from tests.support.ranks import run_ranks
+from tests.support.training import built
 
 VALUES = {"full": FULL, "in turn": selective(policy(save("attention"), alternate("matmul")))}
 
@@ -98,11 +98,10 @@ def assert_composes(function: Callable[..., Outcome], reference: list[Outcome], 
         assert full.collectives == chosen.collectives == none.collectives
 
 
-def also_slow(*values: Any) -> list[Any]:
-    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+# What other orders do is in test_wrong_order.
 
 
-@pytest.mark.parametrize("order", ["apply last", *also_slow("apply first", "apply to DDP")])
+@pytest.mark.parametrize("order", ["apply last", "apply to DDP"])
 def test_ddp(order: str) -> None:
     assert_composes(by_ddp, plain(by_ddp, ""), order)
 
@@ -113,12 +112,9 @@ def test_ddp_whose_optimizer_cuts_the_graph() -> None:
     assert_composes(by_cut_ddp, plain(by_cut_ddp))
 
 
-@pytest.mark.parametrize("order", ["apply first", *also_slow("apply last")])
-def test_fsdp2_with_compiled_blocks(order: str) -> None:
-    assert_composes(by_fsdp2, plain(by_fsdp2, "", False), order, False)
+def test_fsdp2_with_compiled_blocks() -> None:
+    assert_composes(by_fsdp2, plain(by_fsdp2, "", False), "apply first", False)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("order", ["apply first", "apply last"])
-def test_fsdp2_compiled_whole(order: str) -> None:
-    assert_composes(by_fsdp2, plain(by_fsdp2, "", True), order, True)
+def test_fsdp2_compiled_whole() -> None:
+    assert_composes(by_fsdp2, plain(by_fsdp2, "", True), "apply last", True)

@@ -22,8 +22,8 @@ from torch.utils.checkpoint import checkpoint
 import sac
 from sac.errors import SacWarning
 from sac.memory_timeline import mark, measure_memory
-from tests.semantics.blocks import FULL, policy, save, selective
-from tests.semantics.training import assert_same, train
+from tests.support.blocks import FULL, policy, save, selective
+from tests.support.training import assert_same, train
 
 LAYERS, STEPS, WIDTH = 2, 3, 16
 MATMULS = policy({**save("matmul"), "optional": True})

@@ -11,10 +11,10 @@ from torch import nn
 import sac
 from sac.errors import SacWarning
 from sac.selective import traced
-from tests.face.compiling import skip_if_results_are_not_told, train_compiled
-from tests.semantics.blocks import FULL, alternate, llama_stack, policy, save, selective, tokens
-from tests.semantics.training import built
 from tests.stacks.test_compiled_inside import ATTENTION_AND_PRODUCTS
+from tests.support.blocks import FULL, alternate, llama_stack, policy, save, selective, tokens
+from tests.support.compiling import skip_if_results_are_not_told, train_compiled
+from tests.support.training import built
 
 VALUES = {
     "full": FULL,

@@ -7,12 +7,13 @@ import torch
 import torch.distributed as dist
 
 from sac.errors import SacWarning
-from tests.full.ranks import run_ranks
 from tests.stacks.composes import assert_same_gradients
 from tests.stacks.composition import gradients_of
 from tests.stacks.parallel_claims import assert_full, assert_selective, flops, sent
 from tests.stacks.parallel_llama import Sizes, batch, built, cross_entropy
 from tests.stacks.ring_attention import context_parallel
+from tests.support.ranks import run_ranks
+from tests.support.training import assert_nearly_same, new_tensors_in
 
 CP = "ring_attention:context_parallel"
 
@@ -50,7 +51,8 @@ def told(mode: str) -> str:
 
 
 def summed_gradients() -> dict[str, torch.Tensor]:
-    found = context_parallel("full").gradients
+    with new_tensors_in(torch.float64):
+        found = context_parallel("full").gradients
     return {name.removeprefix("step 0 "): _mean(one) for name, one in sorted(found.items()) if "step 0" in name}
 
 
@@ -61,10 +63,9 @@ def _mean(gradient: torch.Tensor) -> torch.Tensor:
 
 def test_the_ring_is_that_of_the_whole_sequence() -> None:
     """Up to rounding, as a ring adds in another order: the stand-in kernel is what the tests above rest on."""
-    model = built(Sizes())
     ids, labels = batch(Sizes())
-    cross_entropy(model(ids), labels).backward()
+    with new_tensors_in(torch.float64):
+        model = built(Sizes())
+        cross_entropy(model(ids), labels).backward()
     whole, found = gradients_of(model), run_ranks(2, summed_gradients)[0]
-    assert whole.keys() == found.keys()
-    for name, gradient in whole.items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-5)
+    assert_nearly_same(whole, found)

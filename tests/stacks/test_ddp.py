@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.full.ranks import RankError
 from tests.stacks.composes import assert_composes, assert_full_figures, assert_same_gradients, outcomes
 from tests.stacks.data_parallel import SCATTERED
+from tests.support.ranks import RankError
 
 BOTH = pytest.mark.parametrize("mode", ["full", "selective"])
 UNUSED: dict[str, Any] = {"block": "two ways", "find_unused_parameters": True}

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.full.ranks import RankError
 from tests.stacks.composes import (
     assert_composes,
     assert_everything_figures,
@@ -16,6 +15,7 @@ from tests.stacks.composes import (
     outcomes,
 )
 from tests.stacks.data_parallel import SCATTERED
+from tests.support.ranks import RankError
 
 BOTH = pytest.mark.parametrize("mode", ["full", "selective"])
 EXPERTS: dict[str, Any] = {"block": "experts", "nested": True}

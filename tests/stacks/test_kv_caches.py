@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import sac
 from sac.blocks.cache import turn_off_cache
 from sac.blocks.wrap import regions_of
-from tests.model_zoo import tiny
 from tests.stacks.composition import Outcome, differences, forward_done, outcome
+from tests.support.model_zoo import tiny
 
 transformers = pytest.importorskip("transformers", reason="tests/stacks needs transformers")
 

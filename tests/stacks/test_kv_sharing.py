@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import sac
 from sac.blocks.wrap import regions_of
-from tests.model_zoo import tiny
-from tests.semantics.blocks import alternate, policy
 from tests.stacks.composition import Outcome, differences, forward_done, outcome
+from tests.support.blocks import alternate, policy
+from tests.support.model_zoo import tiny
 
 transformers = pytest.importorskip("transformers", reason="tests/stacks needs transformers")
 

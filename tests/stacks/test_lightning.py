@@ -12,10 +12,10 @@ import torch
 
 import sac
 from sac.blocks.wrap import regions_of
-from tests.full.ranks import run_ranks
 from tests.stacks.composes import least_kept
 from tests.stacks.composition import Outcome, differences
 from tests.stacks.other_trainers import assert_composes, lightning, lightning_ddp, lightning_fsdp2
+from tests.support.ranks import run_ranks
 
 lightning_package = pytest.importorskip("lightning", reason="lightning is in the extra `stacks`")
 

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.full.ranks import RankError, run_ranks
 from tests.stacks.composition import Outcome
 from tests.stacks.matrix import CLOSE, DIFFER, EQUAL, Line, compared, line_of, missing_in
 from tests.stacks.registry import EVERY_MODE, MODES, STACKS, Stack, stack_named
+from tests.support.ranks import RankError, run_ranks
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "composition_matrix.py"

@@ -13,10 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sac
 from sac.measuring.step_flops import count_flops
-from tests.full.ranks import run_ranks
-from tests.semantics.blocks import FULL, LlamaLikeBlock, Stack, alternate, llama_stack, policy, save, selective
-from tests.semantics.training import assert_same
 from tests.stacks.composition import gradients_of
+from tests.support.blocks import FULL, LlamaLikeBlock, Stack, alternate, llama_stack, policy, save, selective
+from tests.support.ranks import run_ranks
+from tests.support.training import assert_same
 
 VALUES: dict[str, Any] = {"full": FULL, "selective": selective(policy(save("attention"), alternate("matmul")))}
 ON_EACH_VALUE = pytest.mark.parametrize("value", VALUES.values(), ids=VALUES.keys())

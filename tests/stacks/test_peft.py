@@ -14,10 +14,10 @@ import sac
 from sac.blocks.cache import turn_off_cache
 from sac.blocks.wrap import regions_of
 from sac.errors import ModelError
-from tests.model_zoo import tiny
-from tests.semantics.training import same_bits
 from tests.stacks.composition import Outcome, differences, forward_done, outcome
 from tests.stacks.hf_training import measured
+from tests.support.model_zoo import tiny
+from tests.support.training import same_bits
 
 peft = pytest.importorskip("peft", reason="tests of adapters need peft")
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import sac
-from tests.semantics.blocks import policy, save
-from tests.semantics.recording import Recorder
 from tests.stacks import qlora_models as models
 from tests.stacks.composition import Outcome, differences
 from tests.stacks.other_trainers import assert_composes, measured, qlora
+from tests.support.blocks import policy, save
+from tests.support.recording import Recorder
 
 PRODUCT, DEQUANTISE = "bitsandbytes.gemm_4bit", "bitsandbytes.dequantize_4bit"
 CASTS = {"mode": "selective", "policy": policy(save([DEQUANTISE, "bitsandbytes.dequantize_blockwise"]))}

@@ -18,11 +18,11 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 import sac
-from tests.full.ranks import run_ranks
-from tests.semantics.training import assert_same
 from tests.stacks.composition import gradients_of
 from tests.stacks.data_parallel import Batches, put, shard_fsdp2
 from tests.stacks.decoders import BLOCK_OF, Decoder, ExpertsBlock, decoder
+from tests.support.ranks import run_ranks
+from tests.support.training import assert_same
 
 Seen = dict[str, Tensor]
 BOTH = pytest.mark.parametrize("mode", ["full", "selective"])

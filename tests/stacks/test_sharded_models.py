@@ -12,11 +12,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import sac
-from tests.full.ranks import run_ranks
-from tests.model_zoo import tiny
 from tests.stacks.composition import Outcome, differences, forward_done, outcome
 from tests.stacks.data_parallel import trained, units_of
 from tests.stacks.decoders import BLOCKS, ExpertsBlock, decoder
+from tests.support.model_zoo import tiny
+from tests.support.ranks import run_ranks
 
 SCATTERED = {"mode": "selective", "distribute_saved_activations": True, "prefetch": 1}
 CHUNKS = {"mode": "full", "layers": {"uniform": 2}}

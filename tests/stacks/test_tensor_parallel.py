@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from sac.errors import RegionError
-from tests.full.ranks import run_ranks
 from tests.stacks.composes import assert_same_gradients
 from tests.stacks.model_parallel import tensor_parallel
 from tests.stacks.parallel_claims import (
@@ -19,6 +18,7 @@ from tests.stacks.parallel_claims import (
     kept_bytes,
     sent,
 )
+from tests.support.ranks import run_ranks
 
 TP = "model_parallel:tensor_parallel"
 KINDS = pytest.mark.parametrize("kind", ["replicated", "sequence", "dtensor"])
@@ -111,7 +111,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Folders that `from_pretrained` reads, by family."""
     pytest.importorskip("transformers", reason="transformers' own tensor parallel plan")
     pytest.importorskip("transformers.distributed", reason="transformers' own tensor parallel plan")
-    from tests.model_zoo import tiny
+    from tests.support.model_zoo import tiny
 
     folders = {}
     for family in ("llama", "qwen3_moe"):

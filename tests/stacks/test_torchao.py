@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import sac
-from tests.semantics.blocks import llama_stack, policy, save, tokens
-from tests.semantics.recording import kept_bytes
 from tests.stacks.other_trainers import assert_composes, low_precision
+from tests.support.blocks import llama_stack, policy, save, tokens
+from tests.support.recording import kept_bytes
 
 pytest.importorskip("torchao", reason="torchao is in the extra `stacks`")
 

@@ -15,8 +15,8 @@ from torch import nn
 import sac
 from sac.blocks.wrap import regions_of
 from sac.errors import ConfigError, ModelError, RegionError
-from tests.model_zoo import tiny
 from tests.stacks.hf_training import Trained, arguments, rows, saved_memory, train, untouched
+from tests.support.model_zoo import tiny
 
 transformers = pytest.importorskip("transformers", reason="tests/stacks needs transformers")
 pytest.importorskip("accelerate", reason="the Trainer needs accelerate")

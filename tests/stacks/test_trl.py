@@ -17,8 +17,8 @@ import sac
 from sac.blocks.cache import turn_off_cache
 from sac.blocks.wrap import ours_on, regions_of
 from sac.errors import ConfigError, ModelError
-from tests.model_zoo import tiny
 from tests.stacks.hf_training import Trained, arguments, saved_memory, told, untouched
+from tests.support.model_zoo import tiny
 
 trl = pytest.importorskip("trl", reason="tests of TRL need trl")
 peft = pytest.importorskip("peft", reason="tests of TRL need peft")

@@ -14,8 +14,8 @@ from torch.nn.utils import parametrizations, parametrize
 import sac
 from sac.errors import ModelError, RegionError
 from sac.measuring.step_flops import count_flops
-from tests.semantics.blocks import FULL, Stack, policy, save, selective
-from tests.semantics.training import assert_same, built
+from tests.support.blocks import FULL, Stack, policy, save, selective
+from tests.support.training import assert_same, built
 
 WIDTH = 16
 VALUES: dict[str, Any] = {"full": FULL, "selective": selective(policy(save("matmul", module="down*")))}

@@ -8,10 +8,10 @@ import pytest
 from torch import Tensor
 
 import sac
-from tests.model_zoo import tiny
 from tests.stacks.compiled import per_block, plain, whole
 from tests.stacks.composes import assert_same_gradients, outcomes
 from tests.stacks.composition import differences, forward_done, outcome
+from tests.support.model_zoo import tiny
 
 MODE = "whole modules"
 PARTS = {"schema": "sac/v1", "name": "parts", "rules": [{"id": "parts", "module": "{self_attn,mlp}", "do": "save"}]}

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 import sac
-from tests.full.ranks import run_ranks
-from tests.semantics.blocks import llama_stack, policy, save
 from tests.stacks.composition import Outcome, forward_done, outcome
 from tests.stacks.orders import APPLY, STEPS, WIDTH, compare, verdict
+from tests.support.blocks import llama_stack, policy, save
+from tests.support.ranks import run_ranks
 
 VALUES: dict[str, Any] = {"full": "full", "selective": {"mode": "selective", "policy": policy(save("attention"))}}
 ON_EACH_VALUE = pytest.mark.parametrize("value", VALUES.values(), ids=VALUES.keys())

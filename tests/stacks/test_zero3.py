@@ -11,9 +11,9 @@ from torch.utils.checkpoint import CheckpointError, noop_context_fn
 
 import sac
 from sac.measuring.step_flops import count_flops
-from tests.semantics.blocks import FULL, Stack, policy, save, selective
-from tests.semantics.training import assert_same, built
 from tests.stacks.zero3 import Sharded, its_linear
+from tests.support.blocks import FULL, Stack, policy, save, selective
+from tests.support.training import assert_same, built
 
 WIDTH = 16
 VALUES: dict[str, Any] = {

@@ -16,8 +16,8 @@ import torch
 # caching allocators need not be told of the side stream: memory returns to the stream it came from, which has waited.
 # (Pinned memory is guarded by torch too: it is not handed out again before the copies that used it are done.)
 #
-# Held by tests/full/test_streams.py, which runs regions on simulated streams and finds every access that is not
-# ordered, and by the tests marked gpu in tests/full/test_host.py.
+# Held by tests/region/stores/test_streams.py, which runs regions on simulated streams and finds every access that is
+# not ordered, and by the tests marked gpu in tests/region/stores/test_host.py.
 
 
 class Copying(Protocol):

@@ -1,0 +1,217 @@
+"""`sac check`, `sac trace` and the command as a whole: what is printed, as text and as JSON, and the exit codes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from sac.cli import main
+from sac.commands.check import limits_of
+from sac.commands.units import flops_text, parameters_text, time_text
+from sac.policy.files import load_policy
+from sac.policy.sizes import bytes_text
+
+ROOT = Path(__file__).parents[2]
+LLAMA = ROOT / "examples" / "llama-3.2-1b.json"
+POLICY = """\
+schema: sac/v1
+name: mine
+models: [llama]
+sets: {fast: [no_such_lib::kernel, aten.bmm]}
+rules:
+  - id: fast-ones
+    ops: fast
+    do: save
+    optional: true
+  - id: projections
+    ops: [aten.mm, aten.addmm]
+    module: "self_attn.{q,k}_proj"
+    layers: {first: 2}
+    call: {index: [0]}
+    shape: [_, ">=64"]
+    dtype: bfloat16
+    min_bytes: 1KiB
+    do: alternate
+"""
+
+
+@pytest.fixture
+def policy_file(tmp_path):
+    def write(text: str) -> str:
+        path = tmp_path / "mine.yaml"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def tiny_llama(tmp_path):
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+    }
+    config = {**json.loads(LLAMA.read_text()), **sizes, "num_hidden_layers": 3}
+    path = tmp_path / "tiny.json"
+    path.write_text(json.dumps(config))
+    return ["--model", f"hf:{path}", "--vocab", "64", "--seq", "16"]
+
+
+def test_check_prints_a_row_per_rule(policy_file, capsys):
+    path = policy_file(POLICY)
+    assert main(["check", path]) == 0
+    out = capsys.readouterr().out
+    lines = {line.split()[0]: line for line in out.splitlines() if line.strip()}
+    assert f"{path}: policy mine, for llama" in out
+    assert "1 of 2" in lines["fast-ones"]
+    assert "2 of 2" in lines["projections"]
+    assert "alternate" in lines["projections"]
+    assert f"1 names are not in this build of torch ({torch.__version__}): --verbose lists them" in out
+    assert "no_such_lib" not in out
+
+
+def test_check_verbose_lists_what_this_build_lacks(policy_file, capsys):
+    assert main(["check", policy_file(POLICY), "--verbose"]) == 0
+    out = capsys.readouterr().out
+    assert out.endswith(f"not in this build of torch ({torch.__version__}):\n  fast-ones: no_such_lib.kernel\n")
+
+
+def test_check_tells_every_limit_of_a_rule(policy_file):
+    optional, limited = load_policy(policy_file(POLICY)).rules
+    assert limits_of(optional) == ["optional"]
+    assert limits_of(limited) == [
+        "module self_attn.{q,k}_proj", "layers first 2", "call 0", "shape [_, >=64]", "dtype bfloat16",
+        "min_bytes 1024",
+    ]  # fmt: skip
+
+
+def test_check_tells_the_blocks_of_a_rule(policy_file):
+    rules = "rules:\n  - {ops: matmul, blocks: [encoder.block.*, tail], module: fc, do: save}\n"
+    [rule] = load_policy(policy_file(f"schema: sac/v1\n{rules}")).rules
+    assert limits_of(rule) == ["blocks encoder.block.* or tail", "module fc"]
+
+
+@pytest.mark.parametrize(
+    ("layers", "text"),
+    [
+        ("{last: 3}", "last 3"),
+        ("{every: 2, offset: 1}", "every 2 from 1"),
+        ('["0-7", "12"]', "0-7, 12"),
+        ("{fraction: 0.5}", "fraction 0.5"),
+        ("all", "all"),
+    ],
+)
+def test_check_tells_layers_in_every_form(layers, text, policy_file, capsys):
+    assert main(["check", policy_file(POLICY + f"regions:\n  layers: {layers}\n")]) == 0
+    assert f"everything else: recompute; layers: {text}\n" in capsys.readouterr().out
+
+
+def test_check_json_has_the_names_themselves(policy_file, capsys):
+    path = policy_file(POLICY)
+    assert main(["check", path, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["policy"], found["source"], found["models"], found["default"]) == (
+        "mine",
+        path,
+        ["llama"],
+        "recompute",
+    )
+    fast, projections = found["rules"]
+    assert fast["names"] == ["aten.bmm"]
+    assert fast["missing"] == ["no_such_lib.kernel"]
+    assert projections["names"] == ["aten.mm", "aten.addmm"]
+    assert projections["place"] == f"{path}:10:5"
+
+
+def test_check_prints_all_problems_and_ends_with_one(policy_file, capsys):
+    path = policy_file(POLICY.replace("do: save", "do: sav").replace("optional: true", "optinal: true"))
+    assert main(["check", path]) == 1
+    streams = capsys.readouterr()
+    assert streams.out == ""
+    assert f"{path}:8:9: " in streams.err
+    assert f"{path}:9:5: " in streams.err
+
+
+def test_check_finds_names_that_no_op_has(policy_file, capsys):
+    path = policy_file(POLICY.replace("aten.addmm", "aten.admm"))
+    assert main(["check", path]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith(f"{path}:11:20: ")
+    assert "did you mean: aten.addmm" in err
+
+
+def test_every_shipped_policy_passes_check(capsys):
+    for path in sorted((ROOT / "policies").glob("*.yaml")):
+        assert main(["check", path.stem]) == 0, path.stem
+        assert f"policy {path.stem}" in capsys.readouterr().out
+
+
+def test_trace_shows_each_op_of_one_region_kind_with_its_rule(tiny_llama, policy_file, capsys):
+    path = policy_file(
+        "schema: sac/v1\nname: one\nrules:\n  - {id: queries, ops: aten.mm, module: '**.q_proj', do: save}\n"
+    )
+    assert main(["trace", *tiny_llama, "--policy", path]) == 0
+    out = capsys.readouterr().out
+    assert f"LlamaForCausalLM (tiny.json) under {path}" in out
+    assert out.count("model.layers.0-2 (x3)") == 1
+    (saved,) = [line.split() for line in out.splitlines() if "  save  " in line]
+    assert saved[:9] == ["self_attn.q_proj", "aten.mm.default", "0", "save", "queries", "2.0", "KiB", "32.8", "kFLOP"]
+    assert "  save: 1 ops, 2.0 KiB, 32.8 kFLOP\n" in out
+
+
+def test_trace_json_has_every_op(tiny_llama, capsys):
+    assert main(["trace", *tiny_llama, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert {row["region"] for row in rows} == {"model.layers.0-2 (x3)"}
+    matmuls = [row for row in rows if row["op"] == "aten.mm.default"]
+    assert [row["module"].rpartition(".")[2] for row in matmuls] == [
+        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+    ]  # fmt: skip
+    assert {row["decision"] for row in rows} == {"save", "recompute"}
+    assert any("view" in row["op"] for row in rows)
+
+
+def test_trace_with_a_value_that_means_nothing(tiny_llama, capsys):
+    assert main(["trace", *tiny_llama, "--policy", "selektive"]) == 1
+    streams = capsys.readouterr()
+    assert "selektive" in streams.err
+    assert "Traceback" not in streams.err
+
+
+def test_wrong_usage_ends_with_two(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["compare"])
+    assert ended.value.code == 2
+    assert "--model" in capsys.readouterr().err
+
+
+def test_help_names_the_commands(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0
+    assert {"check", "trace", "compare"} <= set(capsys.readouterr().out.split())
+
+
+def test_module_runs_as_a_script_and_leaves_stderr_empty():
+    run = subprocess.run(
+        [sys.executable, "-m", "sac.cli", "check", "general"], capture_output=True, text=True, cwd=ROOT
+    )
+    assert (run.returncode, run.stderr) == (0, "")
+    assert "policy general" in run.stdout
+
+
+def test_numbers_as_people_read_them():
+    assert [bytes_text(count) for count in (0, 1023, 1536, 3 * 2**20, -(2**20), 5 * 2**40)] == [
+        "0 B", "1023 B", "1.5 KiB", "3.0 MiB", "-1.0 MiB", "5.0 TiB",
+    ]  # fmt: skip
+    assert [flops_text(count) for count in (0, 999, 1500, 2.5e9, 7e12)] == [
+        "0 FLOP", "999 FLOP", "1.5 kFLOP", "2.5 GFLOP", "7.0 TFLOP",
+    ]  # fmt: skip
+    assert [time_text(ms) for ms in (0.04, 12.34, 1234)] == ["0.0 ms", "12.3 ms", "1.23 s"]
+    assert [parameters_text(count) for count in (12, 4_500, 243_300_000, 1.24e9)] == ["12", "4.5 k", "243.3 M", "1.2 B"]

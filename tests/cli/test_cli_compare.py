@@ -1,0 +1,222 @@
+"""`sac compare`: what it measures, held against counts by hand, and what it says when a mode fails."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from sac.cli import main
+from sac.errors import ConfigError
+from sac.extras import import_extra
+from sac.measuring.built_model import BuiltModel
+from sac.measuring.compare import compare
+from sac.measuring.mode_run import Training, blocks_of, largest_difference, loss_of
+
+WIDTH, ROWS, BLOCKS = 32, 8, 3
+
+
+class AttentionBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, 4, dropout=0.1, batch_first=True)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        normed = self.norm(x)
+        x = x + self.attention(normed, normed, normed, need_weights=False)[0]
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+class Toy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(AttentionBlock() for _ in range(BLOCKS))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def build() -> BuiltModel:
+    torch.manual_seed(0)
+    x = torch.randn(2, ROWS, WIDTH)
+    return BuiltModel(Toy().train(), lambda step: (x + step,), "toy")
+
+
+MODULE = """
+import torch
+from tests.cli.test_cli_compare import Toy, ROWS, WIDTH
+
+def toy():
+    return Toy(), (torch.randn(2, ROWS, WIDTH),)
+"""
+
+
+@pytest.fixture
+def toy_spec(tmp_path, monkeypatch):
+    (tmp_path / "toy_for_the_command_line.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return "toy_for_the_command_line:toy"
+
+
+@pytest.fixture(scope="module")
+def comparison():
+    return compare(build, ["none", "full", "selective"], Training(steps=4, optimizer="adamw"))
+
+
+def test_none_comes_first_whatever_was_asked_for():
+    modes = compare(build, ["full", "none", "full"], Training(steps=2)).rows
+    assert [row.mode for row in modes] == ["none", "full"]
+
+
+def test_gradients_and_losses_are_equal_in_every_mode(comparison):
+    assert not comparison.failed
+    losses = {row.losses for row in comparison.rows}
+    assert len(losses) == 1
+    assert len(set(losses.pop())) == 4  # it trains: no two losses are the same
+    assert [row.max_gradient_difference for row in comparison.rows] == [0.0, 0.0, 0.0]
+
+
+def test_recompute_is_what_a_step_costs_more_than_none(comparison):
+    none, full, selective = comparison.rows
+    assert none.recompute_flops == 0
+    assert full.recompute_flops == full.step_flops - none.step_flops
+    assert 0 < selective.recompute_flops < full.recompute_flops
+    tokens, linears = 2 * ROWS, 4 * WIDTH**2 + 2 * 4 * WIDTH**2
+    attention = 2 * 2 * 2 * ROWS * ROWS * WIDTH
+    assert full.recompute_flops <= BLOCKS * (2 * tokens * linears + attention)
+
+
+def test_less_is_kept_the_more_is_recomputed(comparison):
+    none, full, selective = comparison.rows
+    assert full.kept_bytes < selective.kept_bytes < none.kept_bytes
+    assert full.typical_region_bytes < selective.typical_region_bytes < none.typical_region_bytes
+
+
+def test_full_keeps_one_hidden_state_per_block(comparison):
+    full = comparison.rows[1]
+    assert list(full.region_kept_bytes) == ["layers.0", "layers.1", "layers.2"]
+    hidden, generator_state = 2 * ROWS * WIDTH * 4, torch.get_rng_state().nbytes  # for the dropout
+    assert all(hidden <= kept <= hidden + generator_state + 64 for kept in full.region_kept_bytes.values())
+
+
+def test_peak_is_not_below_what_is_kept_and_curves_are_whole(comparison):
+    for row in comparison.rows:
+        assert row.peak_bytes >= row.kept_bytes > 0
+        assert row.memory.live_bytes[0] == 0
+        assert row.memory.end_bytes < row.kept_bytes / 10
+        assert len(row.step_ms) == 3
+
+
+def test_progress_counts_every_pass_of_every_mode():
+    seen = []
+    compare(build, ["full"], Training(steps=2), progress=lambda *state: seen.append(state))
+    assert [done for done, _, _ in seen] == list(range(8))
+    assert {total for _, total, _ in seen} == {8}
+    assert seen[0][2] == "none: step 1"
+
+
+def test_mode_that_fails_keeps_its_row_and_the_others_run():
+    result = compare(build, ["no-such-policy", "full"], Training(steps=2))
+    failed, full = result.rows[1:]
+    assert result.failed
+    assert failed.to_dict() == {"mode": "no-such-policy", "error": failed.error}
+    assert "no-such-policy" in failed.error
+    assert full.max_gradient_difference == 0.0
+
+
+def test_table_shows_every_mode_and_the_end_is_zero(toy_spec, capsys):
+    assert main(["compare", "--model", toy_spec, "--steps", "2"]) == 0
+    out = capsys.readouterr().out
+    rows = [line.split()[0] for line in out.splitlines() if "(" in line and "×" in line]
+    assert rows == ["none", "full", "selective"]
+    assert torch.__version__ in out
+
+
+def test_failed_mode_shows_its_error_without_a_traceback(toy_spec, capsys):
+    assert main(["compare", "--model", toy_spec, "--steps", "2", "--modes", "none,no-such-policy"]) == 1
+    streams = capsys.readouterr()
+    assert "no-such-policy: " in streams.out
+    assert "Traceback" not in streams.out + streams.err
+
+
+def test_json_has_the_numbers_of_the_table(toy_spec, capsys):
+    assert main(["compare", "--model", toy_spec, "--steps", "3", "--json", "--modes", "full"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    none, full = found["modes"]
+    assert (found["model"], found["steps"], found["torch"]) == (toy_spec, 3, torch.__version__)
+    assert found["parameters"] == sum(parameter.numel() for parameter in Toy().parameters())
+    assert full["recompute_flops"] == full["step_flops"] - none["step_flops"] > 0
+    assert full["kept_bytes"] < none["kept_bytes"]
+    assert full["losses"] == none["losses"]
+    assert list(full["region_kept_bytes"]) == ["layers.0", "layers.1", "layers.2"]
+
+
+def test_picture_is_saved_in_a_new_folder(toy_spec, tmp_path, capsys):
+    path = tmp_path / "new" / "memory.png"
+    assert main(["compare", "--model", toy_spec, "--steps", "2", "--picture", str(path)]) == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert f"picture: {path}" in capsys.readouterr().err
+
+
+def test_training_that_cannot_be_run_is_refused_at_once(capsys):
+    with pytest.raises(ConfigError) as caught:
+        Training(steps=1, optimizer="adam", device="tpu")
+    assert str(caught.value) == (
+        "--steps: 1 steps cannot be timed: the first one warms up\n    legal: 2, 3, 4, …\n"
+        "--optimizer: unknown optimizer 'adam'\n    did you mean: adamw\n    legal: sgd, adamw\n"
+        "--device: 'tpu' cannot be measured\n    legal: cpu, cuda"
+    )
+    assert main(["compare", "--model", "hf:none.json", "--steps", "1"]) == 1
+    assert capsys.readouterr().err.startswith("--steps: 1 steps cannot be timed")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the refusal is for machines without CUDA")
+def test_cuda_is_refused_where_there_is_none():
+    with pytest.raises(ConfigError) as caught:
+        Training(device="cuda")
+    assert str(caught.value) == "--device: torch sees no CUDA device here\n    legal: cpu\n    fix: --device cpu"
+
+
+@pytest.mark.gpu
+def test_comparison_on_cuda_measures_the_same_things():
+    rows = compare(build, ["full"], Training(steps=2, device="cuda")).rows
+    none, full = rows
+    assert full.kept_bytes < none.kept_bytes
+    assert full.recompute_flops > 0
+    assert full.max_gradient_difference == 0.0
+
+
+def test_missing_extra_says_how_to_get_it():
+    with pytest.raises(ConfigError) as caught:
+        import_extra("no_such_package.part", "tools")
+    assert str(caught.value) == (
+        "python: the package 'no_such_package' is not installed\n    fix: pip install 'sac[tools]'"
+    )
+
+
+def test_largest_difference_is_zero_only_for_equal_tensors():
+    ones, nans = {"w": torch.ones(3), "b": torch.zeros(2)}, {"w": torch.full((3,), math.nan), "b": torch.zeros(2)}
+    assert largest_difference(ones, {name: tensor.clone() for name, tensor in ones.items()}) == 0.0
+    assert largest_difference(ones, {"w": torch.tensor([1.0, 1.25, 0.5]), "b": torch.zeros(2)}) == 0.5
+    assert math.isnan(largest_difference(ones, nans))
+    assert largest_difference(ones, {"w": torch.ones(3)}) == math.inf
+
+
+def test_loss_is_the_models_own_or_the_mean_square_of_its_first_tensor():
+    three = torch.tensor(3.0)
+    assert loss_of(SimpleNamespace(loss=three)) is three
+    assert loss_of({"loss": three, "logits": torch.ones(2)}) is three
+    assert loss_of(three) is three
+    assert loss_of((None, torch.full((2, 2), 2.0))) == 4.0
+    assert loss_of({"hidden": [torch.full((5,), 3.0)]}) == 9.0
+
+
+def test_blocks_around_which_is_measured_are_those_of_the_model():
+    assert list(blocks_of(Toy())) == ["layers.0", "layers.1", "layers.2"]

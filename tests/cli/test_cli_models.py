@@ -1,0 +1,271 @@
+"""Model specs of the command line: what each form builds, and the whole text of every refusal."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from sac.errors import ConfigError
+from sac.measuring.built_model import Scale
+from sac.measuring.hf_models import scale_config
+from sac.measuring.modelspec import load_model
+
+LLAMA = Path(__file__).parents[2] / "examples" / "llama-3.2-1b.json"
+TEXT = LLAMA.parent / "text.txt"
+FORMS = "hf:CONFIG.json (a Hugging Face config file), package.module:function (returns a model and its inputs)"
+
+
+def tiny_llama(**changes: object) -> dict[str, object]:
+    config = json.loads(LLAMA.read_text())
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+    }
+    return {
+        **config,
+        **sizes,
+        "num_hidden_layers": 4,
+        "vocab_size": 300,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        **changes,
+    }
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    def write(content: object) -> str:
+        path = tmp_path / "config.json"
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+        return f"hf:{path}"
+
+    return write
+
+
+def refusal(spec: str, scale: Scale | None = None, **options: object) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_model(spec, scale or Scale(), **options)
+    return str(caught.value)
+
+
+# What is built
+
+
+def test_llama_file_is_the_published_1b_model():
+    from transformers import AutoConfig, LlamaForCausalLM
+
+    raw = json.loads(LLAMA.read_text())
+    with torch.device("meta"):
+        model = LlamaForCausalLM(AutoConfig.for_model(**raw))
+    assert sum(parameter.numel() for parameter in model.parameters()) == 1_235_814_400
+
+
+def test_layers_seq_batch_vocab_and_dtype_scale_the_model(config_file):
+    built = load_model(config_file(tiny_llama()), Scale(layers=2, seq=16, batch=3, vocab=50, dtype="bfloat16"))
+    inputs = built.inputs_of_step(0)
+    assert len(built.model.model.layers) == 2
+    assert built.model.lm_head.weight.shape[0] == 50
+    assert built.model.lm_head.weight.dtype == torch.bfloat16
+    assert inputs["input_ids"].shape == (3, 16)
+    assert inputs["input_ids"].max() < 50
+    assert built.model(**inputs).loss.isfinite()
+
+
+def test_same_seed_gives_same_weights_and_batches_and_steps_differ(config_file):
+    spec = config_file(tiny_llama())
+    one, two, other = (load_model(spec, Scale(layers=1, seq=8), seed=seed) for seed in (3, 3, 4))
+    assert torch.equal(one.model.lm_head.weight, two.model.lm_head.weight)
+    assert not torch.equal(one.model.lm_head.weight, other.model.lm_head.weight)
+    assert torch.equal(one.inputs_of_step(1)["input_ids"], two.inputs_of_step(1)["input_ids"])
+    assert not torch.equal(one.inputs_of_step(0)["input_ids"], one.inputs_of_step(1)["input_ids"])
+
+
+def test_model_trains_without_a_key_value_cache(config_file):
+    built = load_model(config_file(tiny_llama()), Scale(layers=1, seq=8))
+    assert built.model.training
+    assert built.model(**built.inputs_of_step(0)).past_key_values is None
+
+
+def test_text_is_read_as_bytes_row_after_row(config_file):
+    built = load_model(config_file(tiny_llama()), Scale(layers=1, seq=10, batch=2), text_path=str(TEXT))
+    tokens = torch.cat([built.inputs_of_step(step)["input_ids"].flatten() for step in range(3)])
+    assert bytes(tokens.tolist()) == TEXT.read_bytes()[:60]
+    assert torch.equal(built.inputs_of_step(0)["labels"], built.inputs_of_step(0)["input_ids"])
+
+
+def test_text_starts_again_when_it_is_over(config_file, tmp_path):
+    (tmp_path / "short.txt").write_bytes(b"abcdefgh")
+    built = load_model(config_file(tiny_llama()), Scale(layers=1, seq=4), text_path=str(tmp_path / "short.txt"))
+    assert [bytes(built.inputs_of_step(step)["input_ids"][0].tolist()) for step in range(3)] == [
+        b"abcd",
+        b"efgh",
+        b"abcd",
+    ]
+
+
+SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 99}
+FAMILIES = {
+    "gpt2": ({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 32, "n_layer": 4, "n_head": 4,
+              "vocab_size": 99, "bos_token_id": 98, "eos_token_id": 98}, "GPT2LMHeadModel"),
+    "bert": ({"model_type": "bert", "architectures": ["BertForMaskedLM"], **SMALL}, "BertForMaskedLM"),
+    "classifier": ({"model_type": "bert", "architectures": ["BertForSequenceClassification"], **SMALL},
+                   "BertForSequenceClassification"),
+    "tagger": ({"model_type": "bert", "architectures": ["BertForTokenClassification"], **SMALL},
+               "BertForTokenClassification"),
+    "t5": ({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "d_model": 32, "d_kv": 8, "d_ff": 64,
+            "num_layers": 4, "num_decoder_layers": 4, "num_heads": 4, "vocab_size": 99, "pad_token_id": 0,
+            "decoder_start_token_id": 0}, "T5ForConditionalGeneration"),
+    "vit": ({"model_type": "vit", "architectures": ["ViTForImageClassification"], **SMALL, "image_size": 32,
+             "patch_size": 8}, "ViTForImageClassification"),
+    "no architectures": ({"model_type": "llama", **SMALL}, "LlamaForCausalLM"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_kind_of_model_is_cut_to_its_layers_and_gives_a_loss(family, config_file):
+    raw, expected_class = FAMILIES[family]
+    built = load_model(config_file(raw), Scale(layers=2, seq=8, batch=2))
+    lists = [module for module in built.model.modules() if isinstance(module, nn.ModuleList) and len(module) == 4]
+    assert type(built.model).__name__ == expected_class
+    assert not lists
+    assert built.model(**built.inputs_of_step(0)).loss.isfinite()
+
+
+def test_lists_with_one_entry_per_layer_and_sub_configs_are_cut_too():
+    raw = {"text_config": {"num_hidden_layers": 3, "layer_types": ["a", "b", "c"], "vocab_size": 9, "pad_token_id": 8},
+           "vision_config": {"num_hidden_layers": 5, "sizes": [1, 2]}, "torch_dtype": "bfloat16"}  # fmt: skip
+    assert scale_config(raw, Scale(layers=2, vocab=4)) == {
+        "text_config": {"num_hidden_layers": 2, "layer_types": ["a", "b"], "vocab_size": 4, "pad_token_id": 3},
+        "vision_config": {"num_hidden_layers": 2, "sizes": [1, 2]},
+    }
+
+
+MODULE = """
+import torch
+from torch import nn
+
+def with_tuple(seq=4, batch=1):
+    return nn.Linear(seq, 2), (torch.ones(batch, seq),)
+
+def with_dict():
+    return nn.Linear(3, 2), {"input": torch.ones(1, 3)}
+
+def without_inputs():
+    return nn.Linear(3, 2)
+"""
+
+
+@pytest.fixture
+def user_module(tmp_path, monkeypatch):
+    (tmp_path / "my_sac_models.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+@pytest.mark.usefixtures("user_module")
+def test_function_gets_the_sizes_that_it_takes():
+    built = load_model("my_sac_models:with_tuple", Scale(seq=7, batch=5))
+    assert built.inputs_of_step(0)[0].shape == (5, 7)
+    assert built.model(*built.inputs_of_step(0)).shape == (5, 2)
+
+
+@pytest.mark.usefixtures("user_module")
+def test_function_may_give_inputs_by_name():
+    built = load_model("my_sac_models:with_dict", Scale())
+    assert built.model(**built.inputs_of_step(0)).shape == (1, 2)
+
+
+# What is refused
+
+
+def test_spec_of_no_known_form():
+    assert refusal("llama.json") == (
+        f"--model: 'llama.json' is no model spec\n    did you mean: hf:llama.json\n    legal: {FORMS}"
+    )
+    assert refusal("hf:") == f"--model: 'hf:' is no model spec\n    legal: {FORMS}"
+
+
+def test_missing_module_and_function():
+    assert refusal("no_such_module:build") == (
+        "--model: 'no_such_module:build': no module named 'no_such_module'\n"
+        "    fix: run where the module can be imported, or put its folder on PYTHONPATH"
+    )
+
+
+@pytest.mark.usefixtures("user_module")
+def test_function_that_the_module_lacks_or_that_gives_no_inputs():
+    assert refusal("my_sac_models:with_tupel") == (
+        "--model: 'my_sac_models:with_tupel': module 'my_sac_models' has no function 'with_tupel'\n"
+        "    did you mean: with_tuple\n    legal: with_tuple, with_dict, without_inputs"
+    )
+    assert refusal("my_sac_models:without_inputs") == (
+        "--model: my_sac_models:without_inputs returned Linear\n"
+        "    legal: (model, inputs), where inputs is a tuple for model(*inputs) or a dict for model(**inputs)"
+    )
+
+
+def test_config_file_that_cannot_be_read(config_file, tmp_path):
+    assert refusal(f"hf:{tmp_path}/none.json") == (
+        f"--model: cannot read {tmp_path}/none.json: No such file or directory\n    legal: a config.json file"
+    )
+    assert refusal(config_file("{")) == (
+        f"--model: {tmp_path}/config.json is not JSON: Expecting property name enclosed in double quotes: "
+        "line 1 column 2 (char 1)\n    legal: a config.json file"
+    )
+    assert refusal(config_file([1])) == (
+        f"--model: {tmp_path}/config.json holds a list\n    legal: a JSON object with a model_type"
+    )
+
+
+def test_unknown_model_type_and_class(config_file, tmp_path):
+    import transformers
+
+    version = transformers.__version__
+    assert refusal(config_file(tiny_llama(model_type="lama"))) == (
+        f"--model: {tmp_path}/config.json: model_type 'lama' is unknown to transformers {version}\n"
+        "    did you mean: llama\n    legal: a model_type of transformers"
+    )
+    text = refusal(config_file(tiny_llama(architectures=["LlamaForCausalLN"])))
+    assert text.splitlines()[:2] == [
+        f"--model: {tmp_path}/config.json: transformers {version} has no class 'LlamaForCausalLN'",
+        "    did you mean: LlamaForCausalLM",
+    ]
+
+
+def test_model_whose_inputs_cannot_be_made_up(config_file):
+    raw = {"model_type": "wav2vec2", "architectures": ["Wav2Vec2Model"], **SMALL}
+    assert refusal(config_file(raw), Scale(layers=1)) == (
+        "--model: no batch can be made up for Wav2Vec2Model, which reads 'input_values'\n"
+        "    legal: models that read input_ids or pixel_values\n"
+        "    fix: write a function that returns (model, inputs) and name it as package.module:function"
+    )
+
+
+def test_text_that_does_not_fit(config_file, tmp_path):
+    spec = config_file(tiny_llama(num_hidden_layers=1))
+    assert refusal(spec, Scale(vocab=100), text_path=str(TEXT)) == (
+        "--vocab: 100 tokens cannot hold the bytes of a text\n    legal: 256 or more"
+    )
+    assert refusal(spec, text_path=str(tmp_path / "none.txt")) == (
+        f"--text: cannot read {tmp_path}/none.txt: No such file or directory\n    legal: a text file"
+    )
+    (tmp_path / "short.txt").write_text("short")
+    assert refusal(spec, text_path=str(tmp_path / "short.txt")) == (
+        f"--text: {tmp_path}/short.txt has 5 bytes, fewer than one row of 128 tokens\n"
+        "    fix: a longer text or a smaller --seq"
+    )
+
+
+def test_sizes_and_dtypes_that_no_model_has():
+    with pytest.raises(ConfigError) as caught:
+        Scale(layers=0, batch=-1, dtype="bfloat")
+    assert str(caught.value) == (
+        "--layers: 0 is not a size\n    legal: 1, 2, 3, …\n"
+        "--batch: -1 is not a size\n    legal: 1, 2, 3, …\n"
+        "--dtype: unknown dtype 'bfloat'\n    did you mean: bfloat16\n"
+        "    legal: float32, bfloat16, float16, float64"
+    )

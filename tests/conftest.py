@@ -1,0 +1,111 @@
+"""What every test needs of the process, and how the tests are dealt out to several processes."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+RANKS = "tests/support/ranks.py"
+IMPORT = re.compile(r"^\s*(?:from|import) (tests[\w.]*)(?: import ([\w, ]+))?", re.MULTILINE)
+
+
+@pytest.fixture(autouse=True)
+def random_state_is_left_alone() -> Iterator[None]:
+    """Begin each test from one random state, and give the process its own back."""
+    before = torch.get_rng_state()
+    torch.manual_seed(0)
+    yield
+    torch.set_rng_state(before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def first_step_is_behind() -> None:
+    """torch 2.13 keeps some tensors of the first step that a dispatch mode sees in a process, with or without us."""
+    from tests.support.blocks import llama_stack, tokens
+    from tests.support.recording import backward_ops
+    from tests.support.training import built
+
+    backward_ops(built(llama_stack), tokens())
+
+
+@pytest.fixture
+def in_float64() -> Iterator[None]:
+    """Where sums may be formed in another order: rounding is far below any mistake then."""
+    from tests.support.training import new_tensors_in
+
+    with new_tensors_in(torch.float64):
+        yield
+
+
+@pytest.fixture
+def entered(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The forwards that ran under a mode."""
+    from sac.selective import modes
+
+    seen: list[Any] = []
+    enter = modes.ForwardMode.__enter__
+
+    def counted(self: Any) -> Any:
+        seen.append(self)
+        return enter(self)
+
+    monkeypatch.setattr(modes.ForwardMode, "__enter__", counted)
+    return seen
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a CUDA device where there is none, however the tests were chosen."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+# Note [How tests are dealt out]
+# A file is one unit of work: what its tests share (a fixture of the module, outcomes that are kept) is made once. All
+# files that use process groups are one unit together, so that there is one pool of ranks per world size in the whole
+# run: ranks take seconds to start, and stay. While that worker waits for its ranks, the other one has a processor.
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Deal out files, those with ranks as one; nothing is said of a run without `--dist` or with another kind of it."""
+    if config.getvalue("dist") != "load":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.split("::", 1)[0]
+            return RANKS if uses_ranks(file) else file
+
+    return ByFile(config, log)
+
+
+@functools.cache
+def uses_ranks(file: str) -> bool:
+    """Whether a file of tests imports the pool of ranks, itself or by what it imports."""
+    return RANKS in imported_by(file)
+
+
+@functools.cache
+def imported_by(file: str) -> frozenset[str]:
+    """The files below tests/ that a file imports, and those that they do."""
+    seen: set[str] = set()
+    left = [file]
+    while left:
+        source = (ROOT / left.pop()).read_text(encoding="utf-8")
+        for module, names in IMPORT.findall(source):
+            path = module.replace(".", "/")
+            for found in (path, *(f"{path}/{name.strip()}" for name in names.split(","))):
+                if (ROOT / f"{found}.py").is_file() and f"{found}.py" not in seen:
+                    seen.add(f"{found}.py")
+                    left.append(f"{found}.py")
+    return frozenset(seen)

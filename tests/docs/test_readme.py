@@ -1,0 +1,157 @@
+"""README.md and docs/: their snippets run, their tables name what there is, their imports work."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import tempfile
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import yaml
+from torch import nn
+
+import sac
+from sac.blocks.wrap import regions_of
+from sac.compat import deepspeed, megatron_job
+from sac.config import OWN_KEYS, parse_config
+from sac.full import FullConfig
+from sac.full.checks import STORES
+from sac.full.full_config import CALL_KEYS, KEYS, CallOptions
+from tests.docs.pages import rows, snippets
+from tests.docs.snippet_models import WIDTH, Layer, Model
+from tests.support.ranks import run_ranks
+
+PAGE = "docs/full-recompute.md"
+
+
+class ModelParallelUnit:
+    """What DeepSpeed calls an mpu."""
+
+    def get_model_parallel_rank(self) -> int:
+        return dist.get_rank()
+
+    def get_model_parallel_world_size(self) -> int:
+        return dist.get_world_size()
+
+    def get_model_parallel_group(self) -> Any:
+        return dist.group.WORLD
+
+
+def names_of_a_user() -> dict[str, Any]:
+    """What snippets take for granted."""
+    models = {name: Model() for name in ("model", "other_model", "third_model")}
+    return {
+        **models,
+        **{"Layer": Layer, "layer": Layer(), "projection": nn.Linear(WIDTH, WIDTH), "mpu": ModelParallelUnit()},
+        "hidden": torch.randn(2, 3, WIDTH, requires_grad=True) * 1.5,
+        "mask": torch.rand(2, 3, WIDTH) < 0.5,
+        "tp_group": dist.group.WORLD,
+        "rank": dist.get_rank(),
+        "config": {"activation_checkpointing": "selective"},
+    }
+
+
+def run_snippets(page: str) -> list[str]:
+    """Run them in order, each with models and tensors of its own; train through what they made. Return what it was."""
+    torch.manual_seed(0)
+    names: dict[str, Any] = {}
+    trained = []
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(deepspeed, "_process", deepspeed._Process())  # the process goes on to other tests
+        patch.setattr(megatron_job, "_job", megatron_job._Job())
+        Path("ds_config.json").write_text(json.dumps({"activation_checkpointing": {"partition_activations": True}}))
+        for number, snippet in enumerate(snippets(page, "python")):
+            names |= names_of_a_user()
+            exec(compile(snippet, f"{page}, snippet {number}", "exec"), names)
+            trained += [f"{number}: {what}" for what in trained_in(names)]
+    return trained
+
+
+def trained_in(names: dict[str, Any]) -> list[str]:
+    """Train through results and through models that sac is on; the results are taken out of `names`."""
+    found = [name for name in ("out", "projected") if name in names]
+    if found:
+        torch.autograd.backward([names.pop(name).sum() for name in found])
+    for name in ("model", "other_model", "third_model"):
+        if next(regions_of(names[name]), None) is not None:
+            names[name](names["hidden"].detach()).sum().backward()
+            found.append(f"{name}, {str(sac.report(names[name])).splitlines()[0]}")
+    return found
+
+
+ON = "activation checkpointing:"
+
+
+def test_snippets_of_the_readme():
+    expected = [f"0: model, {ON} selective, 3 regions", "1: out", f"1: model, {ON} full, 3 regions"]
+    assert run_ranks(2, run_snippets, "README.md") == [expected] * 2
+
+
+def test_snippets_of_the_page_on_full_recomputation():
+    expected = [
+        *("0: out", f"0: model, {ON} full, 3 regions"),
+        *("1: out", "2: out", "3: out", "4: out", "5: out", "5: projected", "6: out"),
+        *(f"7: other_model, {ON} full, 3 regions", f"8: third_model, {ON} selective, 3 regions"),
+    ]
+    assert run_ranks(2, run_snippets, PAGE) == [expected] * 2
+
+
+def _in_code(cell: str) -> str:
+    return re.fullmatch(r"`([^`]*)`", cell)[1]  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("head", "keys", "defaults"),
+    [("key of `FullConfig`", KEYS, FullConfig()), ("key of the call", CALL_KEYS, CallOptions())],
+    ids=["FullConfig", "call"],
+)
+def test_tables_of_keys_have_every_key_and_its_default(head, keys, defaults):
+    told = {_in_code(key): yaml.safe_load(_in_code(default)) for key, default, _ in rows(PAGE, head)}
+    assert told == {key: "()" if getattr(defaults, key) == () else getattr(defaults, key) for key in keys}
+
+
+def test_stores_in_the_table_are_all_there_are():
+    assert tuple(_in_code(store) for store, _ in rows(PAGE, "`store`")) == STORES
+
+
+def test_config_values_for_arguments_of_megatron():
+    for _, value in rows(PAGE, "Megatron's arguments"):
+        assert parse_config(yaml.safe_load(_in_code(value))).mode in ("full", "selective")
+
+
+def test_imports_that_take_the_place_of_others():
+    pairs = [(cells[0], _in_code(cells[1])) for cells in rows(PAGE, "from")]
+    for theirs, ours in pairs:
+        names: dict[str, Any] = {}
+        exec(ours, names)
+        left = re.search(r" import ([\w, ]+)`", theirs)[1]  # type: ignore[index]
+        for name in left.split(", "):
+            assert name in names, f"{ours} lacks {name}"
+            if isinstance(names[name], ModuleType):
+                assert names[name].__all__
+            else:
+                module = importlib.import_module(ours.split()[1])
+                assert name in module.__all__
+
+
+def test_names_of_torch_are_those_that_torch_has():
+    theirs = next(cells[0].strip("`") for cells in rows(PAGE, "from") if "checkpoint_wrapper import" in cells[0])
+    exec(theirs, {})
+
+
+def test_the_readme_has_the_whole_face():
+    told = {match for first, _ in rows("README.md", "name") for match in re.findall(r"`sac\.(\w+)", first)}
+    assert told == set(sac.__all__)
+
+
+def test_the_readme_has_every_key_of_a_config_value():
+    (line,) = [second for first, second in rows("README.md", "name") if first.startswith("`sac.apply(")]
+    assert set(OWN_KEYS) <= set(re.findall(r"`(\w+)`", line))
+    assert "docs/full-recompute.md" in line

@@ -1,0 +1,305 @@
+"""`sac.report` says what was really kept: its numbers against storages that were seen to live."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import sac
+from tests.support.blocks import (
+    FULL,
+    FunctionBlock,
+    LlamaLikeBlock,
+    Stack,
+    alternate,
+    llama_stack,
+    policy,
+    save,
+    selective,
+    square,
+    tokens,
+)
+from tests.support.model_zoo import tiny
+from tests.support.recording import kept_bytes
+from tests.support.simulated_streams import simulated_streams
+from tests.support.training import built
+
+ATTENTION_AND_ALTERNATING = selective(policy(save("attention"), alternate("matmul")))
+
+
+def routed(block: FunctionBlock, x: Tensor) -> Tensor:
+    weights, chosen = (x @ block.a).softmax(-1).topk(2)
+    return (x @ block.b).gather(1, chosen) * weights
+
+
+def sliced(block: FunctionBlock, x: Tensor) -> Tensor:
+    return ((x @ block.a)[:1] * 2).sin()
+
+
+def routed_stack() -> nn.Module:
+    return Stack(FunctionBlock(routed))
+
+
+def sliced_stack() -> nn.Module:
+    return Stack(FunctionBlock(sliced))
+
+
+CASES: dict[str, tuple[Any, Callable[[], nn.Module], Callable[[], tuple[Tensor, ...]]]] = {
+    "full": (FULL, llama_stack, tokens),
+    "all products": (selective(policy(save("matmul"))), llama_stack, tokens),
+    "one linear": (selective(policy(save("matmul", module="mlp.gate_proj"))), llama_stack, tokens),
+    "attention and alternating": (ATTENTION_AND_ALTERNATING, llama_stack, tokens),
+    "products and norms": (selective(policy(save(["matmul", "aten.rsqrt", "aten.mul"]))), llama_stack, tokens),
+    "must-save in full": (FULL, routed_stack, square),
+    "small view": (selective(policy(save("matmul"))), sliced_stack, square),
+}
+
+
+@pytest.mark.parametrize(("value", "build", "make_input"), CASES.values(), ids=CASES.keys())
+def test_bytes_are_those_that_live(value: Any, build: Any, make_input: Any) -> None:
+    model = sac.apply(built(build), value)
+    inputs = make_input()
+    measured = kept_bytes(model, tuple(x.requires_grad_() for x in inputs))
+    report = sac.report(model)
+    first_input = inputs[0].untyped_storage().nbytes()  # made by the test, and so not measured
+    held = any(kind.input_bytes for kind in report.kinds)
+    assert report.kept_bytes - (first_input if held else 0) == measured
+
+
+@pytest.mark.parametrize(("value", "build", "make_input"), CASES.values(), ids=CASES.keys())
+def test_bytes_of_the_rules_add_up(value: Any, build: Any, make_input: Any) -> None:
+    model = sac.apply(built(build), value)
+    model(*make_input())
+    for kind in sac.report(model).kinds:
+        assert sum(use.saved_bytes for use in kind.rules) == kind.saved_bytes
+        assert kind.kept_bytes == kind.saved_bytes + kind.input_bytes
+
+
+def copied_view(block: FunctionBlock, x: Tensor) -> Tensor:
+    return (x @ block.a).sin()[:2] @ block.b
+
+
+def test_bytes_of_a_rule_are_those_of_the_copied_view() -> None:
+    model = sac.apply(built(lambda: Stack(FunctionBlock(copied_view))), selective(policy(save("aten.sin"))))
+    model(*square())
+    [kind] = sac.report(model).kinds
+    assert kind.saved_bytes == 64
+    assert [use.saved_bytes for use in kind.rules] == [64]
+
+
+def test_bytes_under_surrounding_hooks() -> None:
+    model = sac.apply(built(llama_stack), selective(policy(save("matmul"))))
+    with torch.autograd.graph.save_on_cpu():
+        model(*tokens())
+    for kind in sac.report(model).kinds:
+        assert sum(use.saved_bytes for use in kind.rules) == kind.saved_bytes
+
+
+SHOWN = """activation checkpointing: selective, 2 regions
+blocks.0-1 (x2): keeps 12.2 KiB per region (10.2 KiB saved, 2.0 KiB of inputs)
+  rule rule-0: 1 calls, 2.2 KiB saved
+  rule rule-1: 7 calls, 8.0 KiB saved
+  let go, since backward never reads it: 2.0 KiB
+  recomputed by default, dearest first: aten.mul.Tensor (x9, 20.0 KiB), aten.add.Tensor (x6, 8.1 KiB), \
+aten.cat.default (x2, 4.0 KiB), aten.pow.Tensor_Scalar (x2, 4.0 KiB), aten.silu.default (x1, 4.0 KiB)"""
+
+
+def test_print() -> None:
+    model = sac.apply(built(llama_stack), ATTENTION_AND_ALTERNATING)
+    model(*tokens())
+    assert str(sac.report(model)) == SHOWN
+
+
+def test_rules_of_a_region() -> None:
+    model = sac.apply(built(llama_stack), ATTENTION_AND_ALTERNATING)
+    model(*tokens())
+    [kind] = sac.report(model).kinds
+    attention, products = kind.rules
+    # The result (2 x 8 x 32 floats) and its log-sum-exp (2 x 4 x 8); products: q, v, the gate; down is dead.
+    assert (attention.rule, attention.hits, attention.saved_bytes) == ("rule-0", 1, 2048 + 256)
+    assert (products.rule, products.hits, products.saved_bytes) == ("rule-1", 7, 2048 + 2048 + 4096)
+    assert kind.dead_bytes == 2048
+    assert (kind.regions, kind.count, kind.calls) == ("blocks.0-1 (x2)", 2, 2)
+
+
+def test_last_call_is_told_and_calls_are_counted() -> None:
+    model = sac.apply(built(llama_stack), ATTENTION_AND_ALTERNATING)
+    model(*tokens())
+    small = sac.report(model).kept_bytes
+    model(*tokens(batch=4))
+    report = sac.report(model)
+    assert report.kept_bytes == 2 * small
+    assert [kind.calls for kind in report.kinds] == [4]
+
+
+def test_forward_without_grad_does_not_count() -> None:
+    model = sac.apply(built(llama_stack), ATTENTION_AND_ALTERNATING)
+    model(*tokens())
+    before = sac.report(model)
+    with torch.no_grad():
+        model(*tokens(batch=4))
+    assert sac.report(model) == before
+
+
+def test_before_the_first_forward() -> None:
+    report = sac.report(sac.apply(built(llama_stack), ATTENTION_AND_ALTERNATING))
+    assert report.kept_bytes == 0
+    assert report.zero_hit_rules == ()
+    assert [(kind.count, kind.calls, kind.saved_bytes, kind.unmatched) for kind in report.kinds] == [(2, 0, 0, ())]
+    assert str(report) == (
+        "activation checkpointing: selective, 2 regions\n"
+        "no forward with grad has run yet\n"
+        "blocks.0-1 (x2): keeps 0 B per region (0 B saved, 0 B of inputs)\n"
+        "  rule rule-0: 0 calls, 0 B saved\n"
+        "  rule rule-1: 0 calls, 0 B saved"
+    )
+
+
+def test_a_model_without_regions_has_a_report_that_says_so() -> None:
+    for model in (built(llama_stack), sac.apply(built(llama_stack), "none")):
+        report = sac.report(model)
+        assert str(report) == "activation checkpointing: none, 0 regions on this model"
+        assert report.to_dict()["kinds"] == ()
+        assert report.kept_bytes == 0
+
+
+def test_plain_values() -> None:
+    model = sac.apply(built(llama_stack), ATTENTION_AND_ALTERNATING)
+    model(*tokens())
+    report = sac.report(model)
+    plain = json.loads(json.dumps(report.to_dict()))
+    assert plain["mode"] == "selective"
+    assert plain["kept_bytes"] == report.kept_bytes
+    assert plain["kinds"][0]["kept_bytes"] == report.kinds[0].kept_bytes
+    assert plain["kinds"][0]["rules"][0] == {"rule": "rule-0", "hits": 1, "saved_bytes": 2304}
+    assert plain["kinds"][0]["unmatched"][0]["op"] == "aten.mul.Tensor"
+
+
+def test_zero_hit_rules() -> None:
+    model = sac.apply(built(llama_stack), selective(policy(save("matmul"), save("convolution", optional=True))))
+    model(*tokens())
+    report = sac.report(model)
+    assert report.zero_hit_rules == ("rule-1",)
+    assert str(report).splitlines()[-1] == "rules without a hit: rule-1"
+
+
+def test_must_save_is_told() -> None:
+    model = sac.apply(built(routed_stack), FULL)
+    model(*square())
+    [kind] = sac.report(model).kinds
+    # topk of 8 rows: two floats and two integers of eight bytes each
+    assert [(use.rule, use.hits, use.saved_bytes) for use in kind.rules] == [("must-save", 1, 8 * 2 * (4 + 8))]
+
+
+def test_default_that_saves_is_told() -> None:
+    value = selective(policy({"ops": "aten.mm", "do": "recompute"}, default="save"))
+    model = sac.apply(built(llama_stack), value)
+    model(*(x.requires_grad_() for x in tokens()))
+    [kind] = sac.report(model).kinds
+    assert [use.rule for use in kind.rules] == ["rule-0", "default"]
+    assert kind.rules[1].saved_bytes > 0
+    assert kind.rules[1].hits > 0
+
+
+def test_dearest_ops_that_nothing_matched() -> None:
+    model = sac.apply(built(llama_stack), selective(policy(save("attention"))))
+    model(*tokens())
+    [kind] = sac.report(model).kinds
+    first = kind.unmatched[0]
+    d, hidden, rows = 32, 64, 2 * 8
+    assert (first.op, first.calls) == ("aten.mm.default", 7)
+    assert first.flops == 2 * rows * d * (4 * d + 3 * hidden)
+    assert first.bytes == 4 * rows * (5 * d + 2 * hidden)
+    assert len(kind.unmatched) == 5
+
+
+def test_regions_that_differ_are_told_apart() -> None:
+    model = sac.apply(built(lambda: llama_stack(3)), selective(policy(save("matmul", layers={"first": 1}))))
+    model(*tokens())
+    kinds = sac.report(model).kinds
+    assert [(kind.regions, kind.count) for kind in kinds] == [("blocks.0", 1), ("blocks.1-2 (x2)", 2)]
+    assert [kind.saved_bytes > 0 for kind in kinds] == [True, False]
+
+
+def test_hugging_face_model_is_grouped() -> None:
+    model, inputs = tiny("llama", num_hidden_layers=4)
+    sac.apply(model, {"mode": "full", "layers": {"every": 2}})
+    model(**inputs)
+    assert [kind.regions for kind in sac.report(model).kinds] == ["model.layers.0,2 (x2)"]
+
+
+def test_frozen_tower_is_left_alone() -> None:
+    model, inputs = tiny("llava")
+    model.model.vision_tower.requires_grad_(False)
+    sac.apply(model, "full")
+    model(**inputs)
+    report = sac.report(model)
+    assert report.left_alone == tuple(f"model.vision_tower.encoder.layers.{layer}" for layer in range(2))
+    assert str(report).splitlines()[-1] == "frozen, left alone: model.vision_tower.encoder.layers.0-1 (x2)"
+    assert [kind.regions for kind in report.kinds] == ["model.language_model.layers.0-1 (x2)"]
+
+
+def test_model_that_is_one_block_has_a_name() -> None:
+    model = sac.apply(built(LlamaLikeBlock), "full")
+    model(*tokens())
+    assert [kind.regions for kind in sac.report(model).kinds] == ["(model)"]
+
+
+STORES = {
+    "host": ({"store": "host"}, "the first floating-point one is kept in host memory"),
+    "contiguous": (
+        {"store": "contiguous", "num_checkpoints": 2, "keep": "all"},
+        "all floating-point ones are kept in one buffer of 2 slots",
+    ),
+    "contiguous+host": (
+        {"store": "contiguous+host", "num_checkpoints": 2, "keep": lambda position, tensor: True},
+        "those that `keep` chooses are kept in one buffer of 2 slots in host memory",
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", [FULL, ATTENTION_AND_ALTERNATING], ids=["full", "selective"])
+@pytest.mark.parametrize(("store", "told"), STORES.values(), ids=STORES.keys())
+def test_inputs_kept_elsewhere(mode: Any, store: dict[str, Any], told: str) -> None:
+    model = sac.apply(built(llama_stack), {**mode, **store})
+    [x] = tokens()
+    x.requires_grad_()
+    measured = kept_bytes(model, (x,))
+    report = sac.report(model)
+    assert [kind.input_bytes for kind in report.kinds] == [2048]
+    assert report.input_host_bytes == 0  # of an input on the CPU the copy lies where the input does
+    buffered = 2 * 2048 if "num_checkpoints" in store else 0  # made in an earlier step, and so not measured
+    assert report.kept_bytes == measured + buffered
+    assert report.kept_inputs == report.to_dict()["kept_inputs"] == told
+    assert str(report).splitlines()[1] == f"of each region's inputs: {told}"
+
+
+def test_inputs_kept_in_host_memory_for_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = sac.apply(built(llama_stack), {**FULL, "store": "host"})
+    with simulated_streams(monkeypatch):
+        model(*tokens())
+    report = sac.report(model)
+    [kind] = report.kinds
+    assert (kind.input_bytes, kind.input_host_bytes, kind.kept_bytes) == (0, 2048, 0)
+    assert str(report) == (
+        "activation checkpointing: full, 2 regions\n"
+        "of each region's inputs: the first floating-point one is kept in host memory\n"
+        "blocks.0-1 (x2): keeps 0 B per region (0 B saved, 0 B of inputs; 2.0 KiB of inputs in host memory)\n"
+        f"{str(report).splitlines()[-1]}"
+    )
+    plain = json.loads(json.dumps(report.to_dict()))
+    assert (plain["kept_bytes"], plain["input_host_bytes"]) == (0, 4096)
+    assert plain["kinds"][0]["input_host_bytes"] == 2048
+
+
+def test_inputs_that_the_caller_holds_are_no_news() -> None:
+    model = sac.apply(built(llama_stack), "full")
+    model(*tokens())
+    report = sac.report(model)
+    assert report.kept_inputs == ""
+    assert not any("host" in line or "of each region" in line for line in str(report).splitlines())

@@ -1,0 +1,228 @@
+"""Errors around random states: what is no tracker, exceptions half-way, graphs that are captured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import sac
+from sac.errors import ConfigError, RegionError
+from sac.full import RngTracker
+from sac.region.states import rng
+from tests.support.trackers import MAKERS, TiedGenerator, TiedTracker, draws, filled, leaf, states_of
+
+SEVERAL = ("ours", "Megatron", "TransformerEngine, graph-safe")
+ON_SEVERAL_TRACKERS = pytest.mark.parametrize("maker", [MAKERS[name] for name in SEVERAL], ids=SEVERAL)
+
+
+# What is no tracker
+
+
+@pytest.mark.parametrize(
+    ("returned", "found"),
+    [
+        (None, "it returned None, which has no get_states() and set_states(states)"),
+        ({"a": 1}, "it returned {'a': 1}, which has no get_states() and set_states(states)"),
+    ],
+)
+def test_a_getter_that_returns_no_tracker_is_an_error_at_the_call(returned, found):
+    x, ran = leaf(), []
+    with pytest.raises(ConfigError) as error:
+        sac.checkpoint(ran.append, x, get_rng_state_tracker=lambda: returned)
+    assert str(error.value) == (
+        f"get_rng_state_tracker: {found}\n"
+        "    legal: a function that returns a tracker of named random states, such as sac.full.RngTracker"
+    )
+    assert not ran
+
+
+def test_the_class_of_a_tracker_is_no_getter():
+    with pytest.raises(ConfigError) as error:
+        sac.checkpoint(torch.sin, leaf(), get_rng_state_tracker=RngTracker)
+    assert str(error.value) == (
+        "get_rng_state_tracker: it is the class RngTracker, which makes a new tracker at each call\n"
+        "    legal: a function that returns the tracker whose streams the region forks: lambda: tracker"
+    )
+
+
+class Strange:
+    """A tracker with states of any sort."""
+
+    def __init__(self, states: Any) -> None:
+        self.states = states
+
+    def get_states(self) -> Any:
+        return self.states
+
+    def set_states(self, states: Any) -> None:
+        self.states = states
+
+
+@pytest.mark.parametrize(
+    ("states", "text"),
+    [
+        (None, "get_states() of its tracker returned None\n    legal: a mapping of name to state"),
+        ({"a": 7}, "the state of 'a' in its tracker is 7\n    legal: a tensor, or a torch.Generator"),
+    ],
+)
+def test_a_tracker_without_states_is_an_error_at_the_call(states, text):
+    with pytest.raises(ConfigError) as error:
+        sac.checkpoint(torch.sin, leaf(), get_rng_state_tracker=lambda: Strange(states))
+    assert str(error.value) == f"get_rng_state_tracker: {text}"
+
+
+def test_a_tracker_without_any_stream_is_fine():
+    x = leaf()
+    sac.checkpoint(torch.sin, x, get_rng_state_tracker=lambda: RngTracker("cpu")).sum().backward()
+    assert torch.equal(x.grad, x.detach().cos())
+
+
+# Errors
+
+
+class Failure(Exception):
+    """Of the user's own."""
+
+
+@ON_SEVERAL_TRACKERS
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_an_exception_in_recomputation_leaves_no_state_rewound_and_backward_can_be_tried_again(maker, use_reentrant):
+    """TransformerEngine and DeepSpeed leave every state as it was in forward."""
+    tracker, fails = filled(maker), False
+
+    def failing(x: Tensor) -> Tensor:
+        h = draws(tracker, x)
+        with tracker.fork("expert-parallel-rng"):
+            if fails:
+                raise Failure
+            return draws(tracker, h)
+
+    x, y = leaf(), leaf()
+    out = sac.checkpoint(failing, x, get_rng_state_tracker=lambda: tracker, use_reentrant=use_reentrant)
+    torch.rand(7)
+    before, fails = states_of(tracker), True
+    with pytest.raises(Failure):
+        out.sum().backward()
+    assert states_of(tracker) == before
+    fails = False
+    out.sum().backward()
+    assert states_of(tracker) == before
+    torch.manual_seed(0)
+    tracker = filled(maker)
+    failing(y).sum().backward()
+    assert torch.equal(x.grad, y.grad)
+
+
+class Refusing(RngTracker):
+    """A tracker that does not take states at some times."""
+
+    refusals: tuple[int, ...] = ()
+    asked = 0
+
+    def set_states(self, states: Any) -> None:
+        self.asked += 1
+        if self.asked in self.refusals:
+            raise Failure
+        super().set_states(states)
+
+
+def test_entering_that_fails_half_way_undoes_what_it_did():
+    first, second = filled(lambda: RngTracker("cpu")), filled(lambda: Refusing("cpu"))
+    settings = rng.Settings(trackers=(lambda: first, lambda: second), generators=(torch.Generator(),))
+    snapshot = rng.RngSnapshot([], settings)
+    torch.rand(3)
+    settings.generators[0].manual_seed(7)
+    for tracker in (first, second):
+        with tracker.fork():
+            torch.rand(3)
+    before = (states_of(first), states_of(second), settings.generators[0].get_state().tolist())
+    second.refusals = (1,)
+    with pytest.raises(Failure):
+        snapshot.__enter__()
+    assert (states_of(first), states_of(second), settings.generators[0].get_state().tolist()) == before
+    with snapshot:
+        pass
+    assert (states_of(first), states_of(second), settings.generators[0].get_state().tolist()) == before
+
+
+def test_a_generator_that_takes_no_state_leaves_the_others_as_they_were():
+    class Refusing(TiedGenerator):
+        refuses = False
+
+        def set_state(self, state: Tensor) -> TiedGenerator:
+            if self.refuses:
+                Refusing.refuses = False
+                raise Failure
+            return super().set_state(state)
+
+    tracker, last = filled(MAKERS["ours"]), Refusing.seeded(1)
+    snapshot = rng.RngSnapshot([], rng.Settings(trackers=(lambda: tracker,), generators=(last,)))
+    torch.rand(3)
+    with tracker.fork():
+        torch.rand(3)
+    before, Refusing.refuses = states_of(tracker), True
+    with pytest.raises(Failure):
+        snapshot.__enter__()
+    assert states_of(tracker) == before
+
+
+def test_leaving_goes_on_after_an_error_of_one_tracker():
+    first, second = filled(lambda: RngTracker("cpu")), filled(lambda: Refusing("cpu"))
+    snapshot = rng.RngSnapshot([], rng.Settings(trackers=(lambda: first, lambda: second)))
+    torch.rand(3)
+    with first.fork():
+        torch.rand(3)
+    before = states_of(first)
+    second.refusals = (2,)
+    snapshot.__enter__()
+    assert states_of(first) != before
+    with pytest.raises(Failure):
+        snapshot.__exit__(None, None, None)
+    assert states_of(first) == before
+
+
+# CUDA graphs
+
+
+def test_a_captured_graph_is_told_of(monkeypatch):
+    """While a CUDA graph is captured, torch refuses to read or to set the state of a generator."""
+
+    class Captured(TiedGenerator):
+        captured = True
+
+        def get_state(self) -> Tensor:
+            if self.captured:
+                raise RuntimeError("Cannot call CUDAGeneratorImpl::current_seed during CUDA graph capture.")
+            return super().get_state()
+
+    default = Captured.seeded(3)
+    tracker = filled(lambda: TiedTracker(default))
+    tracker.states_["captured"] = Captured.seeded(4)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    text = (
+        "preserve_rng_state: random states can be neither read nor put back while a CUDA graph is captured\n"
+        "    fix: pass preserve_rng_state=False if the region draws no random numbers, or capture it without "
+        "checkpointing"
+    )
+    x = leaf()
+    with pytest.raises(RegionError) as error:
+        sac.checkpoint(torch.exp, x, get_rng_state_tracker=lambda: tracker)
+    assert str(error.value) == text
+    Captured.captured = False
+    out = sac.checkpoint(torch.exp, x, get_rng_state_tracker=lambda: tracker)
+    Captured.captured = True
+    with pytest.raises(RegionError) as error:
+        out.sum().backward()
+    assert str(error.value) == text
+    Captured.captured = False
+    out.sum().backward()
+    assert torch.equal(x.grad, x.detach().exp())
+    Captured.captured = True
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    with pytest.raises(RuntimeError, match="current_seed"):
+        sac.checkpoint(torch.exp, x, get_rng_state_tracker=lambda: tracker)
+    sac.checkpoint(torch.exp, x, get_rng_state_tracker=lambda: tracker, preserve_rng_state=False)

@@ -1,0 +1,297 @@
+"""What a region does to random states: as in forward for its recomputation, and then as they were found."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import sac
+from sac.errors import RegionError
+from sac.full import FullConfig, RngTracker
+from sac.region.states import rng
+from tests.support.blocks import FunctionBlock, Stack, policy, save, selective
+from tests.support.recording import Recorder
+from tests.support.trackers import MAKERS, MegatronLike, TiedGenerator, bytes_of, draws, filled, leaf, states_of
+
+SEVERAL = ("ours", "Megatron", "TransformerEngine, graph-safe")
+ON_SEVERAL_TRACKERS = pytest.mark.parametrize("maker", [MAKERS[name] for name in SEVERAL], ids=SEVERAL)
+
+
+# Off
+
+
+def test_without_preserving_nothing_is_put_back_and_no_tracker_is_asked():
+    tracker = filled(MAKERS["ours"])
+    x, y = leaf(), leaf()
+    drawn = []
+
+    def drawing(x: Tensor) -> Tensor:
+        with tracker.fork():
+            drawn.append(torch.rand(3).tolist())
+        drawn.append(torch.rand(3).tolist())
+        return F.dropout(x.sin(), 0.5)
+
+    def unasked() -> Any:
+        raise AssertionError
+
+    out = sac.checkpoint(drawing, x, get_rng_state_tracker=unasked, preserve_rng_state=False)
+    out.sum().backward()
+    torch.manual_seed(0)
+    tracker = filled(MAKERS["ours"])
+    expected, drawn = drawn, []
+    drawing(y)
+    drawing(y)
+    assert expected == drawn
+
+
+def test_without_preserving_a_saved_random_op_leaves_no_state_rewound():
+    def body(block: FunctionBlock, x: Tensor) -> Tensor:
+        h = x @ block.a
+        return (h * torch.bernoulli(torch.full_like(h, 0.5)) @ block.b).sin()
+
+    model = sac.apply(Stack(FunctionBlock(body)), selective(policy(save("random")), preserve_rng_state=False))
+    for _ in range(2):
+        out = model(leaf())
+        torch.rand(3)
+        before = torch.get_rng_state()
+        out.sum().backward()
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_without_gradients_no_tracker_is_asked():
+    with torch.no_grad():
+        sac.checkpoint(torch.sin, leaf(), get_rng_state_tracker=lambda: pytest.fail("asked"))
+
+
+# Generators that the caller names
+
+
+def unseen_draw(generator: torch.Generator, x: Tensor) -> Tensor:
+    """Numbers made of the generator's state, which no op is given."""
+    state = generator.get_state()
+    numbers = torch.sin(
+        torch.arange(x.numel()) * 1.3 + float(state.double().dot(torch.arange(float(state.numel())).double()) % 97)
+    )
+    generator.manual_seed(int(state.long().sum()) + 1)
+    return numbers.view(x.shape)
+
+
+def test_a_generator_that_no_op_is_given_is_put_back_on_request():
+    outcomes = []
+    for region in (False, True):
+        generator = torch.Generator().manual_seed(3)
+        config = FullConfig(generators=(generator,))
+        function = functools.partial(lambda g, x: (x * unseen_draw(g, x)).sin(), generator)
+        x = leaf()
+        for _ in range(3):  # the later calls enter no dispatch mode
+            out = sac.checkpoint(function, x, config=config) if region else function(x)
+            generator.manual_seed(int(generator.initial_seed()) + 5)
+            before = generator.get_state()
+            out.sum().backward()
+            assert torch.equal(generator.get_state(), before)
+        outcomes.append(x.grad)
+    assert torch.equal(*outcomes)
+
+
+def test_a_generator_that_no_op_is_given_is_missed_in_the_first_recomputation():
+    generator = torch.Generator().manual_seed(3)
+    out = sac.checkpoint(functools.partial(lambda g, x: (x * unseen_draw(g, x)).sin(), generator), leaf())
+    with pytest.raises(RegionError, match="computed from other values"):
+        out.sum().backward()
+
+
+def test_a_generator_that_an_op_is_given_needs_no_request():
+    outcomes = []
+    for region in (False, True):
+        generator = torch.Generator().manual_seed(3)
+        function = functools.partial(lambda g, x: (x * torch.rand(x.shape, generator=g)).sin(), generator)
+        x = leaf()
+        for _ in range(3):
+            (sac.checkpoint(function, x) if region else function(x)).sum().backward()
+        outcomes.append((x.grad, generator.get_state()))
+    assert all(torch.equal(*pair) for pair in zip(*outcomes, strict=True))
+
+
+# Order, threads, repetition
+
+
+def both(work: Callable[[Any, Callable[..., Tensor]], list[Tensor]], maker: Callable[[], Any], **options: Any) -> None:
+    """Hold that ``work(tracker, call)`` returns the same with regions as without, and leaves the same states."""
+    outcomes = []
+    for region in (False, True):
+        torch.manual_seed(0)
+        tracker = filled(maker)
+        call: Callable[..., Tensor] = functools.partial(draws, tracker)
+        if region:
+            getter = functools.partial(lambda one: one, tracker)
+            call = functools.partial(sac.checkpoint, call, get_rng_state_tracker=getter, **options)
+        outcomes.append([*work(tracker, call), *bytes_of(tracker).values(), torch.get_rng_state()])
+    assert len(outcomes[0]) == len(outcomes[1])
+    assert all(torch.equal(*pair) for pair in zip(*outcomes, strict=True))
+
+
+@ON_SEVERAL_TRACKERS
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("order", [(1, 0), (0, 1), (2, 0, 1)])
+def test_several_micro_batches_in_flight(maker, order, use_reentrant):
+    def work(tracker: Any, call: Callable[..., Tensor]) -> list[Tensor]:
+        inputs = [leaf(seed) for seed in range(len(order))]
+        outputs = [call(call(x)) for x in inputs]
+        for place in order:
+            outputs[place].sum().backward()
+            with tracker.fork():
+                torch.rand(2)
+        return [x.grad for x in inputs]
+
+    both(work, maker, use_reentrant=use_reentrant)
+
+
+@ON_SEVERAL_TRACKERS
+def test_backward_again_draws_the_same_again(maker):
+    def work(tracker: Any, call: Callable[..., Tensor]) -> list[Tensor]:
+        x = leaf()
+        out = call(call(x)).sum()
+        first = torch.autograd.grad(out, x, create_graph=True)[0]
+        second = torch.autograd.grad(first.sum(), x, retain_graph=True)[0]
+        return [first, second, torch.autograd.grad(out, x)[0]]
+
+    both(work, maker)
+
+
+@ON_SEVERAL_TRACKERS
+def test_a_gradient_taken_inside_a_region_and_inside_a_fork(maker):
+    def work(tracker: Any, call: Callable[..., Tensor]) -> list[Tensor]:
+        x = leaf()
+
+        def outer(x: Tensor) -> Tensor:
+            with tracker.fork():
+                h = call(F.dropout(x, 0.2))
+                slope = torch.autograd.grad(h.sum(), x, create_graph=True)[0]
+                return F.dropout(h * slope.sin(), 0.3)
+
+        if isinstance(call, functools.partial) and call.func is sac.checkpoint:
+            out = sac.checkpoint(outer, x, get_rng_state_tracker=lambda: tracker)
+        else:
+            out = outer(x)
+        return [*torch.autograd.grad(out.sum(), x)]
+
+    both(work, maker)
+
+
+@ON_SEVERAL_TRACKERS
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_backward_on_another_thread(maker, use_reentrant):
+    def work(tracker: Any, call: Callable[..., Tensor]) -> list[Tensor]:
+        x = leaf()
+        out = call(call(x)).sum()
+        with tracker.fork():
+            thread = threading.Thread(target=out.backward)
+            thread.start()
+            thread.join()
+            after = torch.rand(3)
+        return [x.grad, after]
+
+    both(work, maker, use_reentrant=use_reentrant)
+
+
+def test_a_mode_around_the_region_sees_no_bookkeeping():
+    tracker = filled(MAKERS["DeepSpeed"])
+    with Recorder() as seen:
+        sac.checkpoint(torch.sin, leaf(), get_rng_state_tracker=lambda: tracker).sum().backward()
+    assert seen.count("clone") == 0
+
+
+# What trackers do
+
+
+class InPlace(RngTracker):
+    """A tracker that hands out the very tensors that it then writes to, and keeps those that it is given."""
+
+    def get_states(self) -> dict[str, Tensor]:
+        return self._states
+
+    def set_states(self, states: Any) -> None:
+        self._states = states
+
+    def _leave(self, name: str, *state: Any) -> None:
+        held = self._states[name]
+        super()._leave(name, *state)
+        self._states[name] = held.copy_(self._states[name])
+
+
+def test_states_that_a_tracker_writes_to_are_copied():
+    both(lambda tracker, call: _grads_twice(call), lambda: InPlace("cpu"))
+
+
+def _grads_twice(call: Callable[..., Tensor]) -> list[Tensor]:
+    x = leaf()
+    out = call(call(x)).sum()
+    return [torch.autograd.grad(out, x, retain_graph=True)[0], torch.autograd.grad(out, x)[0]]
+
+
+def test_a_tracker_that_is_not_in_use_stays_so():
+    """Layers ask Megatron's tracker whether it is initialised, and fork only then."""
+
+    class Lazy(MegatronLike):
+        is_initialized = False
+
+        def set_states(self, states: dict[str, Any]) -> None:
+            super().set_states(states)
+            self.is_initialized = True
+
+    tracker, seen = Lazy(), []
+
+    def asking(x: Tensor) -> Tensor:
+        seen.append(tracker.is_initialized)
+        return x.sin().cos()
+
+    sac.checkpoint(asking, leaf(), get_rng_state_tracker=lambda: tracker).sum().backward()
+    assert seen == [False, False]
+    assert not tracker.is_initialized
+
+
+def test_the_getter_is_asked_anew_for_the_recomputation():
+    """Backward may run on another thread, and a getter may know one tracker per thread."""
+    used = filled(MAKERS["ours"])
+    x, y = leaf(), leaf()
+    out = sac.checkpoint(lambda x: draws(used, x), x, get_rng_state_tracker=lambda: used)
+    used = filled(MAKERS["ours"])
+    with used.fork():
+        torch.rand(5)
+    before = states_of(used)
+    out.sum().backward()
+    assert states_of(used) == before
+    torch.manual_seed(0)
+    draws(filled(MAKERS["ours"]), y).sum().backward()
+    assert torch.equal(x.grad, y.grad)
+
+
+# Devices
+
+
+def test_the_current_device_and_those_of_the_inputs_are_taken(monkeypatch):
+    generators = tuple(TiedGenerator.seeded(seed) for seed in range(4))
+    monkeypatch.setattr(torch.cuda, "default_generators", generators)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
+
+    class Input:
+        def __init__(self, device: str) -> None:
+            self.device = torch.device(device)
+
+    inputs: Any = [Input("cuda:3"), Input("cpu"), Input("meta"), Input("cuda:1"), Input("cuda:3")]
+    assert rng._accelerator_generators(inputs) == [generators[1], generators[3], generators[2]]
+    assert rng._accelerator_generators([]) == [generators[2]]
+    assert rng.default_generator(torch.device("cuda")) is generators[2]
+    assert rng.default_generator(torch.device("cuda:1")) is generators[1]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)  # not yet, or in a forked process
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: pytest.fail("initialises the device"))
+    assert rng._accelerator_generators([]) == []

@@ -1,0 +1,274 @@
+"""Recomputation gets the kernels of the forward: flags of the process that were set around the forward only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import sac
+from sac.region.states import process_flags
+from tests.support.blocks import FULL, FunctionBlock, install
+from tests.support.recording import Recorder
+from tests.support.stateful import ON_EACH_WAY, WAYS, Surrounding, Way, as_it_is, stack_of, stepped
+from tests.support.training import assert_same, built
+
+core = torch._C
+MATH, FLASH = SDPBackend.MATH, SDPBackend.FLASH_ATTENTION
+
+
+@contextmanager
+def changed(read: Callable[[], Any], put: Callable[[Any], Any], value: Any) -> Iterator[None]:
+    before = read()
+    put(value)
+    try:
+        yield
+    finally:
+        put(before)
+
+
+def flag(read: Callable[[], Any], put: Callable[[Any], Any], value: Any) -> tuple[Surrounding, Callable[[], Any]]:
+    return lambda: changed(read, put, value), read
+
+
+def backends() -> list[Any]:
+    names = ("flash", "mem_efficient", "math", "cudnn", "overrideable", "fa3")
+    return [getattr(core, f"_get_{name}_sdp_enabled")() for name in names if hasattr(core, f"_get_{name}_sdp_enabled")]
+
+
+def deterministic() -> tuple[bool, bool]:
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def be_deterministic(on: bool, warns: bool) -> None:
+    torch.use_deterministic_algorithms(on, warn_only=warns)
+
+
+def cudnn() -> tuple[bool, ...]:
+    flags = torch.backends.cudnn
+    return flags.enabled, flags.benchmark, flags.deterministic, flags.allow_tf32
+
+
+def another_attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    """What context-parallel code puts in the place of torch's: here it scales the queries."""
+    return torch.softmax(3 * query @ key.transpose(-2, -1), -1) @ value
+
+
+FLAGS: dict[str, tuple[Surrounding, Callable[[], Any]]] = {
+    "backends": (lambda: sdpa_kernel(MATH), backends),
+    "overrideable": (lambda: sdpa_kernel([MATH, SDPBackend.OVERRIDEABLE]), backends),
+    "order of backends": (lambda: sdpa_kernel([MATH, FLASH], set_priority=True), core._get_sdp_priority_order),
+    "attention": flag(
+        lambda: F.scaled_dot_product_attention,
+        lambda function: setattr(F, "scaled_dot_product_attention", function),
+        another_attention,
+    ),
+    "default dtype": flag(torch.get_default_dtype, torch.set_default_dtype, torch.float64),
+    "matmul precision": flag(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"),
+    "newer matmul precision": flag(
+        lambda: torch.backends.cuda.matmul.fp32_precision,
+        lambda value: setattr(torch.backends.cuda.matmul, "fp32_precision", value),
+        "tf32",
+    ),
+    "cudnn": (lambda: torch.backends.cudnn.flags(False, True, deterministic=True, allow_tf32=False), cudnn),
+    "mkldnn": flag(core._get_mkldnn_enabled, core._set_mkldnn_enabled, False),
+    "deterministic": flag(deterministic, lambda value: be_deterministic(*value), (True, False)),
+    "deterministic, warns": flag(deterministic, lambda value: be_deterministic(*value), (True, True)),
+}
+ON_EACH_FLAG = pytest.mark.parametrize(("surrounding", "read"), FLAGS.values(), ids=FLAGS.keys())
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind() -> Iterator[None]:
+    torch.set_float32_matmul_precision("highest")  # by default it is neither set nor unset
+    before = process_flags._read()
+    yield
+    assert process_flags._read() == before
+    assert process_flags._changes == []
+    process_flags._put_matmul_precision(("none", "none"))
+
+
+def attention(block: FunctionBlock, x: Tensor) -> Tensor:
+    """Depends on each of the flags that matter on a CPU."""
+    q, k, v = ((x.float() @ weight).view(1, 2, 4, 8).cos() for weight in (block.a, block.b, block.a.sin()))
+    h = F.scaled_dot_product_attention(q, k, v, is_causal=True).reshape(8, 8)
+    return (torch.ones(8) * 0.3 * h.sin()).cos()  # in the default dtype, if that is a wider one
+
+
+@ON_EACH_WAY
+@ON_EACH_FLAG
+def test_recomputation_sees_the_flags_of_forward(surrounding: Surrounding, read: Callable[[], Any], way: Way) -> None:
+    seen: list[Any] = []
+
+    def body(block: FunctionBlock, x: Tensor) -> Tensor:
+        seen.append(read())
+        return attention(block, x)
+
+    before = read()
+    assert_same(
+        stepped(stack_of(body), as_it_is, forward=surrounding),
+        stepped(stack_of(body), way, forward=surrounding),
+    )
+    assert len(seen) == 6 + (6 if way is WAYS["replay"] else 12)
+    assert all(value == seen[0] for value in seen)
+    assert seen[0] != before
+
+
+@ON_EACH_WAY
+@ON_EACH_FLAG
+def test_recomputation_does_not_see_the_flags_of_backward(
+    surrounding: Surrounding, read: Callable[[], Any], way: Way
+) -> None:
+    seen: list[Any] = []
+
+    def body(block: FunctionBlock, x: Tensor) -> Tensor:
+        seen.append(read())
+        return attention(block, x)
+
+    before = read()
+    assert_same(
+        stepped(stack_of(body), as_it_is, backward=surrounding),
+        stepped(stack_of(body), way, backward=surrounding),
+    )
+    assert all(value == before for value in seen)
+
+
+def test_precision_of_matmuls_shows_in_the_numbers() -> None:
+    """Else the tests above would hold nothing of it; a CPU without bfloat16 units has none to show."""
+
+    def body(block: FunctionBlock, x: Tensor) -> Tensor:
+        wide = (x @ block.a).repeat(32, 32)
+        return ((wide @ wide.T.sin())[:8, :8] / 256 @ block.b).sin()
+
+    medium = FLAGS["matmul precision"][0]
+    plain = stepped(stack_of(body), as_it_is, forward=medium)
+    if torch.equal(plain["0 output"], stepped(stack_of(body), as_it_is)["0 output"]):
+        pytest.skip("this CPU multiplies float32 in one way only")
+    assert_same(plain, stepped(stack_of(body), lambda model: install(model, FULL), forward=medium))
+
+
+@pytest.mark.parametrize("chosen", [MATH, FLASH], ids=["math", "flash"])
+def test_attention_is_recomputed_by_the_backend_of_forward(chosen: SDPBackend) -> None:
+    def body(block: FunctionBlock, x: Tensor) -> Tensor:
+        q, k, v = ((x @ weight).view(1, 2, 4, 8).cos() for weight in (block.a, block.b, block.a.sin()))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).reshape(8, 8).sin()
+
+    model = install(built(stack_of(body)), FULL)
+    x = torch.randn(8, 8, requires_grad=True)
+    for _ in range(2):
+        with sdpa_kernel(chosen), Recorder() as forward:
+            out = model(x)
+        with sdpa_kernel(FLASH if chosen is MATH else MATH), Recorder() as backward:
+            out.sum().backward()
+        flash = "aten._scaled_dot_product_flash_attention_for_cpu.default"
+        expected = 2 if chosen is FLASH else 0
+        assert forward.ops[flash] == backward.ops[flash] == expected
+
+
+@ON_EACH_FLAG
+def test_flags_are_put_back_when_recomputation_raises(surrounding: Surrounding, read: Callable[[], Any]) -> None:
+    seen: list[Any] = []
+
+    def body(x: Tensor) -> Tensor:
+        seen.append(read())
+        if len(seen) == 2:
+            raise KeyError("the user's own")
+        return x.sin().cos()
+
+    x = torch.ones(2, requires_grad=True)
+    before = read()
+    with surrounding():
+        out = sac.checkpoint(body, x)
+    with pytest.raises(KeyError):
+        out.sum().backward()
+    assert read() == before
+    out.sum().backward()
+    assert seen[0] == seen[1] == seen[2] != before == read()
+
+
+def test_a_region_that_sets_a_flag_for_good_sets_it_once() -> None:
+    """As in plain training: what forward left behind stands after backward, though recomputation began without it."""
+    seen: list[str] = []
+
+    def body(x: Tensor) -> Tensor:
+        seen.append(torch.get_float32_matmul_precision())
+        torch.set_float32_matmul_precision("high")
+        return x.sin().cos()
+
+    x = torch.ones(2, requires_grad=True)
+    try:
+        sac.checkpoint(body, x).sum().backward()
+        assert seen == ["highest", "highest"]
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_flags_inside_a_region_that_stops_early_are_put_back() -> None:
+    x = torch.ones(1, 1, 4, 8, requires_grad=True)
+
+    def body(x: Tensor) -> Tensor:
+        with sdpa_kernel(MATH):
+            h = F.scaled_dot_product_attention(x, x, x)
+            return h.sin()
+
+    before = backends()
+    sac.checkpoint(body, x).sum().backward()
+    assert backends() == before
+
+
+def test_a_gradient_taken_inside_the_region_sees_the_flags_of_its_place() -> None:
+    """The inner region is recomputed inside the recomputation of the outer one, under other flags than either found."""
+    seen: list[Any] = []
+
+    def inner(x: Tensor) -> Tensor:
+        seen.append(("inner", backends()))
+        return x.sin().cos()
+
+    def outer(x: Tensor) -> Tensor:
+        with sdpa_kernel(FLASH):
+            h = sac.checkpoint(inner, x)
+        with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+            (slope,) = torch.autograd.grad(h.sum(), x, create_graph=True)
+            seen.append(("outer", backends()))
+        seen.append(("after", backends()))
+        return slope.sin() * h
+
+    x = torch.ones(2, requires_grad=True)
+    with sdpa_kernel(MATH):
+        out = sac.checkpoint(outer, x)
+    out.sum().backward()
+    found = {name: {tuple(value) for place, value in seen if place == name} for name, _ in seen}
+    assert {name: len(values) for name, values in found.items()} == {"inner": 1, "outer": 1, "after": 1}
+    with sdpa_kernel(MATH):
+        assert found["after"] == {tuple(backends())}
+    with sdpa_kernel(FLASH):
+        assert found["inner"] == {tuple(backends())}
+
+
+def test_older_and_newer_words_for_a_precision_stay_in_step() -> None:
+    """torch raises where it is asked for the older one and they differ."""
+    seen: list[Any] = []
+
+    def body(x: Tensor) -> Tensor:
+        seen.append((torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32))
+        return x.sin().cos()
+
+    x = torch.ones(2, requires_grad=True)
+    for word in ("high", "medium", "highest"):
+        with FLAGS["cudnn"][0](), changed(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, word):
+            out = sac.checkpoint(body, x)
+        out.sum().backward()
+        assert seen[-1] == seen[-2] == (word, False)
+        assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == ("highest", True)
+
+
+def test_the_names_of_torch_are_there() -> None:
+    """All the flags that the Note lists: torch 2.13 has 18 of them."""
+    assert len(process_flags._READERS) >= 16

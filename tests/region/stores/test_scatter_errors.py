@@ -1,0 +1,196 @@
+"""What cannot be scattered is told at the call, on every rank, before the function runs."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import sac
+from sac.errors import ConfigError, RegionError, SacError
+from sac.region.stores.contiguous import ContiguousBuffer
+from sac.region.stores.host import Host
+from sac.region.stores.placements import Here, Keeping
+from sac.region.stores.replicas import bit_checksum
+from sac.region.stores.scatter import Scattered
+from tests.support.ranks import run_ranks
+from tests.support.scattering import mlp, scattered
+
+LEGAL = "\n    legal: a process group that holds this rank, or a mesh of one dimension"
+MEMBER_FIX = "\n    fix: pass each rank the tensor-parallel group that it is in"
+
+
+def never_called(*args: Any) -> Any:
+    raise AssertionError("the function ran")
+
+
+def error_of(call: Callable[[], Any], kind: type[SacError] = ConfigError) -> str:
+    try:
+        call()
+    except (kind, AssertionError) as error:
+        return str(error)
+    return "no error"
+
+
+def refused(group: Any) -> str:
+    x = torch.randn(3, 5, requires_grad=True)
+    return error_of(lambda: sac.checkpoint(never_called, x, tp_group=group, distribute_saved_activations=True))
+
+
+def test_without_a_group():
+    assert refused(None) == (
+        "sac.checkpoint.tp_group: inputs are to be scattered, and there is no group to scatter them over"
+        f"{LEGAL}\n    fix: pass tp_group=, the group whose ranks all have this input"
+    )
+
+
+def test_before_torch_distributed_is_initialised():
+    assert not dist.is_initialized()
+    assert refused("tp") == (
+        "sac.checkpoint.tp_group: torch.distributed is not initialised"
+        "\n    fix: call torch.distributed.init_process_group first"
+    )
+
+
+def test_apply_leaves_the_model_as_it_was():
+    model = nn.Sequential(mlp(5), mlp(5))
+    with pytest.raises(ConfigError) as error:
+        sac.apply(model, {"mode": "full", "distribute_saved_activations": True})
+    assert str(error.value).startswith("sac.apply.tp_group: inputs are to be scattered, and there is no group")
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def wrong_groups() -> list[str]:
+    others = dist.new_group([1])
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    nameless = init_device_mesh("cpu", (1, 2))
+    elsewhere = DeviceMesh("cpu", [1])
+    destroyed = dist.new_group([0, 1])
+    dist.destroy_process_group(destroyed)
+    return [refused(group) for group in ("tp", 3, object(), others, elsewhere, mesh, nameless, destroyed)]
+
+
+def test_wrong_groups():
+    where = "sac.checkpoint.tp_group: "
+    wrong_type = [f"{where}{what} is no group{LEGAL}" for what in ("'tp'", "3", "an object of type object")]
+    dimensions = [
+        f'{where}the mesh has 2 dimensions (dp, tp){LEGAL}\n    fix: pass one of them: mesh["tp"]',
+        f"{where}the mesh has 2 dimensions{LEGAL}\n    fix: name its dimensions and pass one of them",
+    ]
+    left_out = [f"{where}rank 0 is not in the group{LEGAL}{MEMBER_FIX}"] * 2
+    destroyed = [f"{where}the group has been destroyed{LEGAL}"]
+    here, there = run_ranks(2, wrong_groups)
+    assert here == [*wrong_type, *left_out, *dimensions, *destroyed]
+    assert there == [*wrong_type, "the function ran", "the function ran", *dimensions, *destroyed]
+
+
+def split(what: str) -> list[str]:
+    """Regions whose input is not the same on all ranks."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    x = torch.arange(24.0).view(4, 6)
+    others = {
+        "sequence": x.chunk(size)[rank],
+        "one bit": x.clone().index_put_((torch.tensor(3), torch.tensor(5)), torch.tensor(1e-30 * (rank == size - 1))),
+        "order": x.roll(rank),
+        "shape": x.view(8 - 2 * min(rank, 1), -1),
+        "strides": x if rank else x.t().contiguous().t(),
+        "dtype": x if rank else x.double(),
+        "zero sign": torch.zeros(3) * (-1 if rank else 1),
+    }
+    one = others[what].requires_grad_()
+    calls = [
+        lambda run: run(never_called, one),
+        lambda run: run(never_called, 1, deep={"mask": None, "x": [one]}),
+        lambda run: run(never_called, torch.ones(3), one),
+    ]
+    run = scattered(keep="all", verify_replicated=True)
+    return [error_of(lambda call=call: call(run), RegionError) for call in calls]
+
+
+@pytest.mark.parametrize("what", ["sequence", "one bit", "order", "shape", "strides", "dtype", "zero sign"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_an_input_that_is_not_the_same_on_all_ranks(size, what):
+    wrong = "shape, strides or dtype" if what in ("shape", "strides", "dtype") else "values"
+    told = (
+        f": its {wrong} are not the same on all {size} ranks of the group that it is to be scattered over (is it split "
+        "between them, as in sequence parallelism?)\n    fix: scatter what all ranks have whole: choose by `keep`, or "
+        "keep the inputs of this region whole"
+    )
+    names = ["args[0]", "kwargs['deep']['x'][0]", "args[1]"]
+    assert run_ranks(size, split, what) == [[name + told for name in names]] * size
+
+
+def test_checksums_know_every_bit_and_the_order():
+    x = torch.randint(0, 256, (1000,), dtype=torch.uint8)
+    own = bit_checksum(x).item()
+    flipped = {bit_checksum(torch.cat([x[:i], x[i : i + 1] ^ 1, x[i + 1 :]])).item() for i in range(1000)}
+    rolled = {bit_checksum(x.roll(i)).item() for i in range(1, 1000)}
+    assert len(flipped) == 1000
+    assert len(rolled) == 999
+    assert own not in flipped | rolled
+    assert bit_checksum(x.view(torch.complex64)).item() == bit_checksum(x.view(torch.int32).view(torch.int64)).item()
+
+
+def test_checksums_do_not_depend_on_how_they_are_cut(monkeypatch):
+    x = torch.randn(1000).half()
+    whole = bit_checksum(x).item()
+    monkeypatch.setattr("sac.region.stores.replicas._CHUNK", 7)
+    assert bit_checksum(x).item() == whole
+
+
+def copies() -> None:
+    inner = {"here": Here(), "host": Host(), "slots": ContiguousBuffer(3)}
+    ours = dist.new_group([0, 1])
+    for group in (dist.group.WORLD, ours):
+        for one in inner.values():
+            keeping = Keeping(Scattered(group, one, verify=True, prefetch=2), "all", release=True)
+            for again in (copy.deepcopy(keeping), pickle.loads(pickle.dumps(keeping))):
+                assert (again.which, again.release) == ("all", True)
+                placement = again.placement
+                assert placement.group is group
+                assert (type(placement.inner), placement.verify, placement.prefetch) == (type(one), True, 2)
+    model = sac.apply(nn.Sequential(mlp(5), mlp(5)), {"mode": "full", "store": "scattered"}, tp_group=ours)
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        x = torch.ones(2, 5)
+        again(x).sum().backward()
+        model.zero_grad()
+        model(x).sum().backward()
+        for left, right in zip(model.parameters(), again.parameters(), strict=True):
+            assert torch.equal(left.grad, right.grad)
+
+
+def test_copies_and_pickles_are_over_the_same_group():
+    run_ranks(2, copies)
+
+
+def pickled() -> tuple[bytes, bytes, str]:
+    own = dist.new_group([0, 1])
+    over_all, over_some = (pickle.dumps(Scattered(group, Here())) for group in (dist.group.WORLD, own))
+    return over_all, over_some, own.group_name
+
+
+def loaded(content: bytes) -> str:
+    return error_of(lambda: pickle.loads(content))
+
+
+@pytest.mark.slow
+def test_a_pickle_without_its_group():
+    over_all, over_some, name = run_ranks(2, pickled)[0]
+    fix = (
+        "\n    fix: make the same groups in the same order before loading, or pickle the model without sac (sac.remove)"
+    )
+    missing = "torch.distributed is not initialised here"
+    assert loaded(over_all) == f"tp_group: what is loaded was scattered over the default group, and {missing}{fix}"
+    assert loaded(over_some) == (
+        f'tp_group: what is loaded was scattered over the process group "{name}", and {missing}{fix}'
+    )
+    fresh = run_ranks(4, loaded, over_some.replace(name.encode(), b"x" * len(name)))[0]
+    assert fresh.endswith(f", and there is no such group here{fix}")
+    assert run_ranks(4, loaded, over_all) == ["no error"] * 4

@@ -1,0 +1,120 @@
+"""The house's rules about imports, read from the source and from a fresh interpreter."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[2] / "sac"
+
+# From the bottom up. A module may import from units that stand in a lower layer, and from its own unit.
+LAYERS = (
+    {"errors"},
+    {"extras", "memory_timeline"},
+    {"policy", "ops"},
+    {"region"},
+    {"selective"},
+    {"full"},
+    {"config"},
+    {"blocks"},
+    {"trace"},
+    {"reporting"},
+    {"planner"},
+    {"compat"},
+    {"__init__"},  # the face; what is above it is the command line, which uses sac as anyone would
+    {"measuring"},
+    {"commands"},
+    {"cli"},
+)
+RANKS = {unit: rank for rank, layer in enumerate(LAYERS) for unit in layer}
+FACE = ("apply", "remove", "load_policy", "context_fn", "checkpoint", "report", "plan")
+
+
+def unit_of(parts: tuple[str, ...]) -> str:
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def modules() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def name_of(path: Path) -> tuple[str, ...]:
+    return ("sac", *path.relative_to(PACKAGE).with_suffix("").parts)
+
+
+def imported_units(source: str) -> set[str]:
+    """Return the units of sac that a source imports anywhere, in functions too; not what only type checkers see."""
+    tree = ast.parse(source)
+    hidden = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for statement in node.body
+        for inner in ast.walk(statement)
+    }
+    found = set()
+    for node in ast.walk(tree):
+        if id(node) in hidden:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {
+                unit_of(tuple(alias.name.split("."))) for alias in node.names if alias.name.split(".")[0] == "sac"
+            }
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            parts = tuple((node.module or "").split("."))
+            if parts == ("sac",):
+                found |= {alias.name if alias.name in RANKS else "__init__" for alias in node.names}
+            elif parts[0] == "sac":
+                found.add(unit_of(parts))
+    return found
+
+
+def upward(unit: str, source: str) -> list[str]:
+    return sorted(used for used in imported_units(source) if used != unit and RANKS[used] >= RANKS[unit])
+
+
+def test_imports_go_down_only():
+    units = {path: unit_of(name_of(path)) for path in modules()}
+    homeless = set(units.values()) - RANKS.keys()
+    assert not homeless, f"give {sorted(homeless)} a place in LAYERS"
+    found = {str(path): upward(unit, path.read_text(encoding="utf-8")) for path, unit in units.items()}
+    assert {path: used for path, used in found.items() if used} == {}
+
+
+def test_an_import_upwards_would_be_seen():
+    assert upward("policy", "from sac.region.frame import Frame") == ["region"]
+    assert upward("policy", "def f():\n    import sac.config") == ["config"]
+    assert upward("policy", "from sac import apply") == ["__init__"]
+    assert upward("policy", "from sac.ops.names import packet") == ["ops"]
+    assert upward("blocks", "from sac.errors import SacError\nfrom sac.policy.model import Rule") == []
+
+
+def test_no_module_has_the_name_of_a_function_of_the_face():
+    import sac
+
+    modules_on_top = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or path.is_dir()}
+    assert not modules_on_top & {*FACE, *getattr(sac, "__all__", ())}
+
+
+def test_import_of_sac_brings_no_third_party_package_but_torch_and_yaml():
+    program = (
+        "import sys, torch, yaml\n"
+        "before = {name.partition('.')[0] for name in sys.modules}\n"
+        "import sac\n"
+        "after = {name.partition('.')[0] for name in sys.modules}\n"
+        "print(*sorted(after - before - set(sys.stdlib_module_names)))\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=PACKAGE.parent, check=True
+    )
+    assert run.stdout.split() == ["sac"]
+
+
+def test_import_of_sac_does_not_load_the_command_line():
+    program = "import sys, sac; print(*sorted(name for name in sys.modules if name.startswith('sac.')))"
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=PACKAGE.parent, check=True
+    )
+    loaded = {unit_of(tuple(name.split("."))) for name in run.stdout.split()}
+    assert not {unit for unit in loaded if RANKS[unit] > RANKS["__init__"]}

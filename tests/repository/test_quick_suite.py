@@ -1,0 +1,40 @@
+"""What `scripts/test` runs is there, with every promise and one of each stack; what uses ranks is known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.conftest import imported_by, uses_ranks
+
+ROOT = Path(__file__).parents[2]
+
+
+def listed() -> tuple[set[str], set[str]]:
+    """The paths of tests/quick.txt, and those that it leaves out."""
+    lines = (ROOT / "tests" / "quick.txt").read_text(encoding="utf-8").splitlines()
+    paths = {line for line in lines if line and not line.startswith("#")}
+    left_out = {path for path in paths if path.startswith("!")}
+    return paths - left_out, {path[1:] for path in left_out}
+
+
+def test_every_path_is_there() -> None:
+    paths, left_out = listed()
+    assert [path for path in paths | left_out if not (ROOT / path).exists()] == []
+    assert [path for path in left_out if not any(path.startswith(f"{folder}/") for folder in paths)] == []
+
+
+def test_it_has_every_promise_and_one_of_each_stack() -> None:
+    paths, left_out = listed()
+    assert {"tests/promises", "tests/stacks/test_one_of_each.py"} <= paths
+    assert [path for path in left_out if path.startswith("tests/promises")] == []
+    assert len(list((ROOT / "tests" / "promises").glob("test_[01][0-9]_*.py"))) == 12
+
+
+def test_what_uses_ranks_is_known_from_its_imports() -> None:
+    assert uses_ranks("tests/promises/test_09_same_on_every_rank.py")
+    assert uses_ranks("tests/stacks/test_fsdp2.py")  # by tests/stacks/composes.py
+    assert not uses_ranks("tests/promises/test_01_exact.py")
+    assert "tests/support/training.py" in imported_by("tests/promises/test_01_exact.py")
+    assert "tests/support/custom_ops.py" in imported_by(
+        "tests/promises/test_11_invisible.py"
+    )  # from tests.support import

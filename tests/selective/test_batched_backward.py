@@ -1,0 +1,125 @@
+"""Batched backward (``is_grads_batched``, ``vmap`` over ``torch.autograd.grad``) through regions that draw."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.functional import jacobian
+
+import sac
+from sac.region.transforms import outside_transforms
+from tests.support.every_mode import MODES, assert_as_without
+
+every_mode = pytest.mark.parametrize("mode", MODES)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.dropout = nn.Linear(4, 6), nn.Linear(6, 4), nn.Dropout()
+        self.generator = torch.Generator()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.dropout(torch.sin(self.up(x)))
+        return x + self.down(h) * torch.rand(4, generator=self.generator).add(0.5) * torch.rand_like(x)
+
+
+def blocks() -> nn.ModuleList:
+    torch.manual_seed(7)
+    return nn.ModuleList(Block() for _ in range(2))
+
+
+def forward(calls: list[Callable[..., Any]], x: Tensor) -> Tensor:
+    for call in calls:
+        x = call(x)
+    return x
+
+
+def leaves(calls: list[Callable[..., Any]]) -> tuple[Tensor, list[Tensor]]:
+    modules = [one if isinstance(one, nn.Module) else one.block for one in calls]
+    return torch.linspace(-1, 1, 8).view(2, 4).requires_grad_(), [one for m in modules for one in m.parameters()]
+
+
+BATCH = torch.eye(8).view(8, 2, 4)
+
+
+@every_mode
+@pytest.mark.parametrize("retain", [True, False])
+def test_batched_gradients(mode: str, retain: bool) -> None:
+    def program(calls: list[Callable[..., Any]], step: int) -> list[Any]:
+        x, parameters = leaves(calls)
+        out = forward(calls, x)
+        wanted = [x, *parameters]
+        found = list(torch.autograd.grad(out, wanted, BATCH, is_grads_batched=True, retain_graph=retain))
+        if retain:
+            out.sum().backward()
+        return found
+
+    assert_as_without(mode, blocks(), program)
+
+
+@every_mode
+@pytest.mark.parametrize("randomness", ["error", "same"])
+def test_vmap_over_gradients(mode: str, randomness: str) -> None:
+    def program(calls: list[Callable[..., Any]], step: int) -> list[Any]:
+        x, parameters = leaves(calls)
+        out = forward(calls, x)
+
+        def pull(grad: Tensor) -> tuple[Tensor, ...]:
+            return torch.autograd.grad(out, [x, *parameters], grad, retain_graph=True)
+
+        return [*torch.vmap(pull, randomness=randomness)(BATCH), *pull(BATCH[0])]
+
+    assert_as_without(mode, blocks(), program)
+
+
+@every_mode
+def test_two_vmaps_inside_one_another(mode: str) -> None:
+    def program(calls: list[Callable[..., Any]], step: int) -> list[Any]:
+        x, _ = leaves(calls)
+        out = forward(calls, x)
+
+        def pull(grad: Tensor) -> Tensor:
+            return torch.autograd.grad(out, x, grad, retain_graph=True)[0]
+
+        return [torch.vmap(torch.vmap(pull))(BATCH.view(2, 4, 2, 4))]
+
+    assert_as_without(mode, blocks(), program)
+
+
+@every_mode
+def test_a_jacobian(mode: str) -> None:
+    def program(calls: list[Callable[..., Any]], step: int) -> list[Any]:
+        x, _ = leaves(calls)
+        return [jacobian(lambda x: forward(calls, x), x.detach(), vectorize=True)]
+
+    assert_as_without(mode, blocks(), program)
+
+
+@every_mode
+def test_a_region_inside_a_region(mode: str) -> None:
+    def program(calls: list[Callable[..., Any]], step: int) -> list[Any]:
+        x, parameters = leaves(calls)
+        out = sac.checkpoint(lambda x: forward(calls, x), x)
+        return list(torch.autograd.grad(out, [x, *parameters], BATCH, is_grads_batched=True))
+
+    assert_as_without(mode, blocks(), program)
+
+
+def test_transforms_are_entered_again() -> None:
+    def draw(x: Tensor) -> Tensor:
+        with outside_transforms():
+            torch.rand(2)
+        return x + torch.rand(2)
+
+    with pytest.raises(RuntimeError, match="randomness error mode"):
+        torch.vmap(draw)(torch.ones(3, 2))
+    x = torch.ones(2, requires_grad=True)
+    out = x * 2
+    out.register_hook(lambda grad: draw(grad))
+    with pytest.raises(RuntimeError, match="random operations inside of vmap"):
+        torch.autograd.grad(out, x, torch.ones(3, 2), is_grads_batched=True)

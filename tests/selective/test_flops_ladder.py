@@ -1,0 +1,190 @@
+"""Exact FLOPs of backward, from no checkpointing over each policy to full: what is saved is not run again.
+
+torch's selective checkpoint passes those of them that use no matcher of ours.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import sac
+from tests.support.blocks import (
+    APPLY,
+    ENTRIES,
+    FULL,
+    FunctionBlock,
+    Stack,
+    alternate,
+    install,
+    llama_stack,
+    policy,
+    save,
+    selective,
+    square,
+    tokens,
+    under_each_engine,
+    ways,
+)
+from tests.support.recording import backward_ops
+from tests.support.training import built
+
+D, HIDDEN, ROWS = 32, 64, 2 * 8
+SQUARE = 2 * ROWS * D * D  # one of q, k, v, o
+FAT = 2 * ROWS * D * HIDDEN  # one of gate, up, down
+FORWARD = 4 * SQUARE + 3 * FAT
+BLOCKS = 2
+
+LADDER: dict[str, tuple[Any, int]] = {
+    # name: (value, FLOPs of the products that recomputation runs per block)
+    "none": ("none", 0),
+    "default save": (selective(policy(default="save")), 0),
+    "every product": (selective(policy(save("matmul"))), 0),
+    "everything by glob": (selective(policy(save("*"))), 0),
+    # forward order is q, k, v, o, gate, up, down: run again are k, o, up
+    "every second product": (selective(policy(alternate("matmul"))), 2 * SQUARE + FAT),
+    "first product": (
+        selective(policy(save("matmul", call={"index": [0]}, module="self_attn.q_proj"))),
+        3 * SQUARE + 2 * FAT,
+    ),
+    "mlp": (selective(policy(save("matmul", module="mlp.*"))), 4 * SQUARE),
+    "attention linears": (selective(policy(save("aten.mm", module="self_attn.**"))), 2 * FAT),
+    "gate": (selective(policy(save("matmul", module="mlp.gate_proj"))), 4 * SQUARE + FAT),
+    "wide outputs": (selective(policy(save("matmul", min_bytes=ROWS * HIDDEN * 4))), 4 * SQUARE),
+    # down's value feeds only the residual sum: recomputation stops before it
+    "nothing": (selective(policy()), 4 * SQUARE + 2 * FAT),
+    "full": (FULL, 4 * SQUARE + 2 * FAT),
+}
+WAYS = [("none", "apply")] + [
+    way
+    for way in ways({name: value for name, (value, _) in LADDER.items() if value != "none"})
+    if way[1] != "context_fn" or "module" not in str(LADDER[way[0]][0])
+]
+
+
+def backward_flops(model: Stack, given: tuple[Tensor, ...]) -> int:
+    """FLOPs of the products in backward; attention is counted apart, by calls."""
+    out = model(*given)
+    with FlopCounterMode(display=False) as counter:
+        out.sum().backward()
+    counts = counter.get_flop_counts().get("Global", {})
+    model.zero_grad()
+    return sum(
+        flops for op, flops in counts.items() if op in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm)
+    )
+
+
+@pytest.mark.parametrize(("name", "entry"), WAYS)
+def test_backward_flops_are_exact(name: str, entry: str) -> None:
+    value, again = LADDER[name]
+    model = install(built(lambda: llama_stack(BLOCKS, D)), value, entry)
+    given = tokens()
+    given[0].requires_grad_()
+    assert [backward_flops(model, given) for _ in range(3)] == [BLOCKS * (2 * FORWARD + again)] * 3
+
+
+ATTENTION: dict[str, tuple[Any, int]] = {
+    "default save": (selective(policy(default="save")), 0),
+    "attention": (selective(policy(save("attention"))), 0),
+    "attention by glob": (selective(policy(save("aten._scaled_dot_product_*"))), 0),
+    "matmuls": (selective(policy(save("matmul"))), 1),
+    "full": (FULL, 1),
+}
+
+
+@pytest.mark.parametrize(("name", "entry"), ways({name: value for name, (value, _) in ATTENTION.items()}, APPLY))
+def test_attention_runs_again_only_if_it_was_not_saved(name: str, entry: str) -> None:
+    value, again = ATTENTION[name]
+    model = install(built(lambda: llama_stack(BLOCKS, D)), value, entry)
+    ran = backward_ops(model, tokens())
+    forward_calls = sum(count for op, count in ran.ops.items() if "scaled_dot_product" in op and "backward" not in op)
+    assert forward_calls == BLOCKS * again
+
+
+class TwoLinears(nn.Module):
+    """Two linears of one shape; the value of each is read in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).sin()).cos()
+
+
+@pytest.mark.parametrize("entry", [*APPLY, "context_fn with module"])
+@pytest.mark.parametrize(("module", "again"), [("first", 1), ("second", 1), ("{first,second}", 0), ("*", 0)])
+def test_rule_on_one_linear_leaves_the_other_of_its_shape_alone(module: str, again: int, entry: str) -> None:
+    value = selective(policy(save("aten.addmm", module=module)))
+    model = install(built(lambda: Stack(TwoLinears())), value, entry)
+    ran = backward_ops(model, square())
+    assert ran.count("aten.addmm") == again
+
+
+class TrailingLinear(TwoLinears):
+    """The second linear's value is read by nothing in backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).sin())
+
+
+@pytest.mark.parametrize("entry", [*APPLY, "context_fn with module"])
+@pytest.mark.parametrize(("module", "again"), [("first", 0), ("second", 1)])
+def test_saved_linear_is_the_named_one(module: str, again: int, entry: str) -> None:
+    """Not only as many: the second need not run again whatever is saved, so only saving the first saves work."""
+    value = selective(policy(save("aten.addmm", module=module)))
+    model = install(built(lambda: Stack(TrailingLinear())), value, entry)
+    assert backward_ops(model, square()).count("aten.addmm") == again
+
+
+def trailing(block: FunctionBlock, x: Tensor) -> Tensor:
+    """After the sine nothing is read by backward: product, sum and scaling are for the caller alone."""
+    h = (x @ block.a).sin()
+    return (h @ block.b).add(1).mul(2.0)
+
+
+TRAILING = under_each_engine(
+    {"full": FULL, "nothing": selective(policy()), "sine": selective(policy(save("aten.sin")))}
+)
+
+
+@pytest.mark.parametrize("value", TRAILING.values(), ids=TRAILING.keys())
+def test_trailing_ops_that_nothing_reads_are_not_run(value: Any) -> None:
+    model = sac.apply(built(lambda: Stack(FunctionBlock(trailing))), value)
+    ran = backward_ops(model, square())
+    without = backward_ops(built(lambda: Stack(FunctionBlock(trailing))), square())
+    assert ran.ops["aten.add.Tensor"] == without.ops["aten.add.Tensor"]
+    assert ran.ops["aten.mul.Tensor"] == without.ops["aten.mul.Tensor"]
+    # the one extra product is x @ a: its sine's derivative reads it
+    assert ran.ops["aten.mm.default"] == without.ops["aten.mm.default"] + 1
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_saved_op_is_not_run_again(entry: str) -> None:
+    value = selective(policy(save(["aten.sin", "aten.mm"])))
+    model = install(built(lambda: Stack(FunctionBlock(trailing))), value, entry)
+    without = backward_ops(built(lambda: Stack(FunctionBlock(trailing))), square())
+    ran = backward_ops(model, square())
+    assert ran.ops["aten.sin.default"] == without.ops["aten.sin.default"]
+    assert ran.ops["aten.mm.default"] == without.ops["aten.mm.default"]
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_alternation_starts_anew_in_each_region_and_step(entry: str) -> None:
+    """Three products per region: with a count over the whole step, every second region would save one, not two."""
+
+    def three(block: FunctionBlock, x: Tensor) -> Tensor:
+        h = (x @ block.a).sin()
+        h = (h @ block.b).sin()
+        return (h @ block.a).sin()
+
+    value = selective(policy(alternate("matmul")))
+    model = install(built(lambda: Stack(*(FunctionBlock(three) for _ in range(3)))), value, entry)
+    without = backward_ops(built(lambda: Stack(*(FunctionBlock(three) for _ in range(3)))), square())
+    for _ in range(2):
+        ran = backward_ops(model, square(), warm=0)
+        assert ran.ops["aten.mm.default"] == without.ops["aten.mm.default"] + 3

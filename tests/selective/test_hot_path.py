@@ -1,0 +1,161 @@
+"""What makes the modes cheap leaves no trace: no mode sees our own detaching, and Dynamo does not compile the modes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import sac
+from sac.region.detach import detached
+from sac.region.states.bindings import owners_of
+from sac.selective.bare_mode import CAN_MARK, BareMode
+from tests.support.blocks import ENGINES, alternate, llama_stack, policy, save, selective, tokens
+
+
+class Seen(TorchDispatchMode):
+    """Collects the ops it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_detached_is_seen_by_no_mode() -> None:
+    tensor = torch.randn(3, requires_grad=True) * 2
+    with Seen() as seen:
+        bare = detached(tensor)
+    assert seen.ops == []
+    with Seen() as seen:
+        tensor.detach()
+    assert seen.ops == [torch.ops.aten.detach.default]
+    assert not bare.requires_grad
+    assert bare.data_ptr() == tensor.data_ptr()
+    with torch.no_grad():
+        tensor.add_(1)
+    assert bare._version == tensor._version == 1
+
+
+def test_modes_see_ops_again_after_detached() -> None:
+    tensor = torch.randn(3, requires_grad=True) * 2
+    with Seen() as seen:
+        detached(tensor).sin()
+    assert seen.ops == [torch.ops.aten.sin.default]
+
+
+def test_detached_asks_a_subclass() -> None:
+    pair = TwoTensor(torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True))
+    bare = detached(pair)
+    assert type(bare) is TwoTensor
+    assert not bare.requires_grad
+
+
+class Unmarked(TorchDispatchMode):
+    """A mode without torch's wrapper, and without our mark."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return called(func, args, kwargs or {})
+
+
+class Marked(BareMode):
+    """A mode of ours."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return called(func, args, kwargs or {})
+
+
+def called(func: Any, args: Any, kwargs: Any) -> Any:
+    return func(*args, **kwargs)
+
+
+def graphs_compiled_around(mode: type[TorchDispatchMode]) -> int:
+    """How many graphs Dynamo makes of a compiled function that breaks its graph inside the mode."""
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def function(x: Tensor) -> Tensor:
+        with mode():
+            torch._dynamo.graph_break()
+            return x.sin().cos()
+
+    torch._dynamo.reset()
+    x = torch.randn(3)
+    assert torch.equal(torch.compile(function, backend=backend)(x), x.sin().cos())
+    torch._dynamo.reset()
+    return len(graphs)
+
+
+@pytest.mark.skipif(not CAN_MARK, reason="this torch has no names to mark code with; its own wrapper is in use")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_modes_are_not_compiled() -> None:
+    assert graphs_compiled_around(Unmarked) > 0
+    assert graphs_compiled_around(Marked) == 0
+
+
+class BreaksItsGraph(torch.nn.Module):
+    """A block in the middle of which Dynamo has to let go."""
+
+    def __init__(self, block: torch.nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 2
+        torch._dynamo.graph_break()
+        return self.block(x)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("inner", [False, True], ids=["a region inside", "the block of the region"])
+def test_compiled_with_a_graph_break_has_the_gradients_of_eager(inner: bool, engine: str) -> None:
+    """Under Dynamo's eyes but not in its graph, regions run as they do without it."""
+    found = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        counters.clear()
+        torch.manual_seed(0)
+        model = llama_stack(blocks=1)
+        (x,) = tokens()
+        x.requires_grad_()
+        if inner:
+            model.blocks[0] = BreaksItsGraph(model.blocks[0])
+        sac.apply(model, selective(policy(save("attention"), alternate("matmul")), engine=engine))
+        around = model if inner else BreaksItsGraph(model)
+        out = torch.compile(around, backend="eager")(x) if compiled else around(x)
+        out.square().sum().backward()
+        found.append([x.grad, *(parameter.grad for parameter in model.parameters())])
+    torch._dynamo.reset()
+    assert all(map(torch.equal, *found))
+
+
+def test_owners_of_are_each_module_once() -> None:
+    model = llama_stack(blocks=2)
+    model.again = model.blocks[0].self_attn
+    assert set(owners_of(model)) == set(model.modules())
+    assert len(owners_of(model)) == len(set(model.modules()))
+    assert owners_of(None) == ()

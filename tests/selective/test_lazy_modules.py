@@ -1,0 +1,92 @@
+"""Lazy modules in a region: its first call makes their parameters, and runs without checkpointing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import sac
+from sac.errors import RegionError
+from tests.support.every_mode import MODES, WHOLE, assert_as_without, state_of, under
+from tests.support.recording import Recorder
+
+
+class Lazy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.dropout, self.down = (
+            nn.LazyLinear(6),
+            nn.LazyBatchNorm1d(),
+            nn.Dropout(),
+            nn.LazyLinear(4),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.dropout(self.norm(torch.sin(self.up(x)))))
+
+
+def blocks(count: int = 2) -> nn.ModuleList:
+    return nn.ModuleList(Lazy() for _ in range(count))
+
+
+def program(calls: list[Callable[..., Any]], step: int) -> list[Any]:
+    x = torch.linspace(-1, 1, 12).view(3, 4).requires_grad_()
+    out = x
+    for call in calls:
+        out = call(out)
+    out.square().sum().backward()
+    return [out.detach(), x.grad]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_parameters_and_buffers_are_those_without(mode: str) -> None:
+    from tests.support import every_mode
+
+    plain, mine = list(blocks()), under(mode, blocks())
+    for step in range(3):
+        found = []
+        for calls in (plain, mine):
+            torch.manual_seed(step)
+            found.append([*program(calls, step), *state_of(calls), torch.get_rng_state()])
+        assert every_mode.equal(*found), step
+
+
+def test_from_the_second_call_on_they_are_regions() -> None:
+    mine = sac.apply(blocks(), {"mode": "full", "blocks": ["*"]})
+    again = []
+    for _ in range(3):
+        out = mine[1](mine[0](torch.ones(3, 4)))
+        with Recorder() as backward:
+            out.sum().backward()
+        again.append(backward.count("aten.addmm.default"))
+    assert again == [0, 2, 2]
+
+
+@pytest.mark.filterwarnings("error")
+def test_rules_are_not_said_to_match_nothing() -> None:
+    mine = sac.apply(blocks(), {"mode": "selective", "policy": WHOLE, "blocks": ["*"]})
+    for _ in range(3):
+        program(list(mine), 0)
+
+
+def test_materialised_ones_are_as_any_module() -> None:
+    mine = blocks()
+    program(list(mine), 0)
+    assert_as_without("auto", mine, program)
+
+
+def test_torchs_checkpoint_with_our_contexts_is_refused_until_they_are_made() -> None:
+    block = Lazy()
+    contexts = sac.context_fn(WHOLE, module=block)
+    with pytest.raises(RegionError) as error:
+        checkpoint(block, torch.ones(3, 4), use_reentrant=False, context_fn=contexts)
+    assert str(error.value) == (
+        "sac.context_fn: a lazy module would make its parameters in this checkpointed call, and its recomputation "
+        "would not\n"
+        "    fix: run the model once under torch.no_grad() before training"
+    )

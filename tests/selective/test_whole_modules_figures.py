@@ -1,0 +1,214 @@
+"""What modules saved as a whole cost: their FLOPs once, no dispatch mode, and the bytes that autograd keeps of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import sac
+from sac.measuring.step_flops import count_flops
+from sac.trace import decisions_of
+from tests.stacks.composition import differences, forward_done, outcome
+from tests.support import whole_module_blocks as blocks
+from tests.support.blocks import FULL, llama_stack, policy, save, selective, square, tokens
+from tests.support.mode_probe import SEEN
+from tests.support.recording import without_collector
+from tests.support.training import built, train
+from tests.support.whole_module_blocks import EVERY, RUNS, WIDTH, stack_of, whole
+
+ALONE = selective(policy(whole(EVERY)))
+SQUARE = WIDTH * WIDTH * 4  # bytes of one matrix
+# Bodies whose matrix products are all inside modules, and that give a dispatch mode nothing to do.
+INSIDE = (
+    blocks.called_twice,
+    blocks.in_other_order,
+    blocks.same_module_twice,
+    blocks.inside_each_other,
+    blocks.keywords,
+    blocks.identity,
+    blocks.result_written,
+    blocks.batch_norm,
+    blocks.dropout,
+    blocks.without_gradient,
+    blocks.returns_none,
+    blocks.structures,
+    blocks.frozen,
+)
+
+
+def step(model: Any, inputs: tuple[Tensor, ...]) -> Callable[[], Tensor]:
+    def run() -> Tensor:
+        torch.manual_seed(1)
+        loss = model(*(x.detach().requires_grad_() for x in inputs)).square().sum()
+        forward_done()
+        loss.backward()
+        return loss
+
+    return run
+
+
+@pytest.mark.parametrize("body", INSIDE, ids=lambda body: body.__name__)
+def test_saved_modules_are_not_run_again(body: Callable[..., Any]) -> None:
+    plain, ours = built(lambda: stack_of(body)), sac.apply(built(lambda: stack_of(body)), ALONE)
+    inputs = square()
+    for _ in range(3):
+        RUNS.clear()
+        flops = count_flops(step(plain, inputs))
+        runs = len(RUNS)
+        assert count_flops(step(ours, inputs)) == flops
+        assert len(RUNS) == 2 * runs
+
+
+@pytest.mark.parametrize("body", INSIDE, ids=lambda body: body.__name__)
+def test_no_mode_is_on_after_the_first_call(body: Callable[..., Any]) -> None:
+    if body is blocks.structures:
+        pytest.skip("a function that names classes of its file is not known to be the same one again")
+    SEEN.clear()
+    train(sac.apply(built(lambda: stack_of(body, blocks=1, probe=True)), ALONE), steps=3, make_input=square)
+    assert SEEN[0]
+    assert len(SEEN) > 3
+    assert not any(SEEN[2:]), "forward and recomputation of the first step come first"
+
+
+def test_no_mode_is_on_inside_a_saved_module_beside_rules_on_ops() -> None:
+    noted: list[bool] = []
+    model = built(lambda: stack_of(lambda block, x: (block.part(x @ block.a) @ block.b).sin(), blocks=1))
+    model.blocks[0].part.register_forward_pre_hook(lambda *_: noted.append(True))
+    sac.apply(model, selective(policy(whole("part"), save("matmul"))))
+    model.blocks[0].part.body = blocks.probed_product
+    for _ in range(3):
+        SEEN.clear()
+        step(model, square())()
+    assert SEEN == [False]
+
+
+def test_bytes_are_those_that_autograd_keeps_and_the_result() -> None:
+    def body(block: Any, x: Tensor) -> Tensor:
+        return (block.part(x.exp()) + 1).cos()
+
+    def kept(value: Any) -> int:
+        model = sac.apply(built(lambda: stack_of(body)), value)
+        inputs = square()
+        for _ in range(2):
+            step(model, inputs)()
+        found = outcome(step(model, inputs), model, steps=1).kept_bytes
+        if value is not FULL:
+            (kind,) = sac.report(model).kinds
+            assert kind.saved_bytes == kind.rules[0].saved_bytes == 3 * SQUARE
+            assert (kind.rules[0].hits, kind.count) == (1, 2)
+        return found
+
+    # The product's left side, the sine's argument, and the module's result; the left side is no input of the region.
+    assert kept(selective(policy(whole("part")))) - kept(FULL) == 2 * 3 * SQUARE
+
+
+def test_a_result_that_recomputation_does_not_come_to_is_not_held() -> None:
+    model = sac.apply(built(lambda: stack_of(lambda block, x: block.part(x.exp()))), selective(policy(whole("part"))))
+    for _ in range(2):
+        step(model, square())()
+        (kind,) = sac.report(model).kinds
+        assert kind.saved_bytes == 2 * SQUARE
+
+
+def test_a_small_part_of_what_a_module_made_does_not_hold_all_of_it() -> None:
+    model = sac.apply(built(lambda: stack_of(blocks.small_part_of_result, 1)), selective(policy(whole("first_row"))))
+    inputs = square()
+    for _ in range(2):
+        step(model, inputs)()
+        assert sac.report(model).kinds[0].rules[0].saved_bytes == WIDTH * 4
+
+
+def test_memory_is_free_after_backward_and_when_the_graph_is_dropped() -> None:
+    from tests.support.recording import Recorder
+
+    model = sac.apply(built(lambda: stack_of(blocks.called_twice)), ALONE)
+    for _ in range(3):
+        step(model, square())()
+    with without_collector():
+        for backward in (True, False):
+            recorder = Recorder()
+            with recorder:
+                out = model(*square())
+                if backward:
+                    out.sum().backward()
+                del out
+            model.zero_grad()
+            assert recorder.live_bytes() == 0
+
+
+def test_the_region_itself_saved_as_a_whole_costs_what_it_costs_without_us() -> None:
+    plain, ours = built(llama_stack), sac.apply(built(llama_stack), selective(policy(whole("", id="all"))))
+    inputs = tokens()
+    train(ours, steps=2)
+    for parameter, twin in zip(ours.parameters(), plain.parameters(), strict=True):
+        parameter.data.copy_(twin.data)
+        parameter.grad = None
+    expected, found = outcome(step(plain, inputs), plain), outcome(step(ours, inputs), ours)
+    assert differences(found, expected) == []
+    assert (found.flops, found.kept_bytes) == (expected.flops, expected.kept_bytes)
+    (kind,) = sac.report(ours).kinds
+    assert kind.rules[0].hits
+    assert kind.saved_bytes == kind.rules[0].saved_bytes > 0
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_the_first_rule_that_matches_a_module_decides(first: bool) -> None:
+    rules = [whole("mlp", "recompute"), whole("{self_attn,mlp}")]
+    model = sac.apply(built(llama_stack), selective(policy(*(rules if first else rules[::-1]))))
+    with pytest.warns() if not first else _nothing():
+        train(model, steps=2)
+    saved = [row.module for row in decisions_of(model) if row.op.startswith("module ")]
+    assert saved == (["self_attn"] if first else ["self_attn", "mlp"])
+
+
+def test_recompute_of_a_module_is_the_exception_from_a_default_that_saves() -> None:
+    value = selective(policy(whole("mlp", "recompute"), default="save"))
+    model = sac.apply(built(llama_stack), value)
+    plain = built(llama_stack)
+    inputs = tokens()
+    again = 2 * count_flops(lambda: plain.blocks[0].mlp.gate_proj(inputs[0]))  # down_proj is stopped before
+    difference = count_flops(step(model, inputs)) - count_flops(step(plain, inputs))
+    assert difference == 2 * again
+    rows = [row for row in decisions_of(model) if row.module.startswith("mlp") and row.op.startswith("aten.mm")]
+    assert {(row.decision, row.reason) for row in rows} == {("recompute", "rule rule-0")}
+
+
+def test_alternate_saves_every_other_call_of_the_modules_that_match() -> None:
+    model = sac.apply(built(llama_stack), selective(policy(whole("self_attn.*_proj", "alternate"))))
+    train(model, steps=2)
+    saved = [row.module for row in decisions_of(model) if row.op.startswith("module ")]
+    assert saved == ["self_attn.q_proj", "self_attn.v_proj"]
+    assert sac.report(model).kinds[0].rules[0].hits == 4
+
+
+def test_a_row_tells_of_each_saved_module() -> None:
+    model = sac.apply(built(llama_stack), selective(policy(whole("mlp", id="gated"))))
+    inputs = tokens()
+    step(model, inputs)()
+    (row,) = (row for row in decisions_of(model) if row.rule)
+    flops = count_flops(lambda: model.blocks[0].mlp(inputs[0]))
+    assert (row.module, row.op, row.call, row.decision, row.reason) == (
+        "mlp", "module GatedMLP", 0, "save", "rule gated",
+    )  # fmt: skip
+    assert (row.flops, row.bytes) == (flops, 2 * 8 * 32 * 4 * (1 + 2 * 4 + 1))
+    assert not any(row.module.startswith("mlp.") for row in decisions_of(model))
+
+
+def test_a_rule_that_meets_no_module_is_told() -> None:
+    model = sac.apply(built(llama_stack), selective(policy(whole("mlp"), whole("dropout", id="never"))))
+    with pytest.warns(sac.errors.SacWarning) as told:
+        step(model, tokens())()
+    assert [str(one.message) for one in told] == [
+        'activation_checkpointing.policy.rules[1]: rule "never" matched no module in any region of the model\n'
+        "    fix: `sac trace` lists the modules there are; mark the rule `optional: true` if it may match nothing"
+    ]
+
+
+def _nothing() -> Any:
+    import contextlib
+
+    return contextlib.nullcontext()

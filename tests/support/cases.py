@@ -1,0 +1,372 @@
+"""Programs for the matrix of modes and stores: each runs once plainly and once with regions, from the same seeds.
+
+A case is called with `run`, which calls a function as a region or plainly; it returns what must not differ, by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
+
+from sac.full import RngTracker
+
+Run = Callable[..., Any]
+Seen = dict[str, Tensor]
+WIDTH = 8
+
+
+@dataclass(frozen=True)
+class Case:
+    """One program. ``rounds``: a weight serves in several regions; reentrant frames add gradients in another order,
+    so that those are compared in float64.
+    """
+
+    name: str
+    program: Callable[[Run], Seen]
+    rounds: bool = False
+    tracker: Callable[[], RngTracker] | None = None
+
+
+CASES: dict[str, Case] = {}
+
+
+def case(program: Callable[[Run], Seen] | None = None, **traits: Any) -> Any:
+    """Put a program into `CASES` under its name."""
+    if program is None:
+        return lambda one: case(one, **traits)
+    CASES[program.__name__] = Case(program.__name__, program, **traits)
+    return program
+
+
+def hidden(*shape: int) -> tuple[Tensor, Tensor]:
+    """A leaf, and an activation made of it: what a region's input mostly is."""
+    x = torch.randn(*shape, requires_grad=True)
+    return x, x * 1.5
+
+
+def layer(width: int = WIDTH, dropout: float = 0.0) -> nn.Module:
+    return nn.Sequential(
+        nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Dropout(dropout), nn.Linear(2 * width, width)
+    )
+
+
+def seen(result: Any, *sources: Tensor | nn.Module) -> Seen:
+    """Run backward from everything differentiable in `result`; return results, gradients and the random state."""
+    outputs = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
+    loss_of(outputs).backward()
+    found = {f"output {place}": one.detach().clone() for place, one in enumerate(outputs)}
+    for place, source in enumerate(sources):
+        tensors = source.parameters() if isinstance(source, nn.Module) else [source]
+        for number, tensor in enumerate(tensors):
+            if tensor.grad is not None:
+                found[f"gradient {place}.{number}"] = tensor.grad.clone()
+    found["random state"] = torch.get_rng_state()
+    return found
+
+
+def loss_of(outputs: list[Tensor]) -> Tensor:
+    """A loss with another weight for every element of every differentiable output."""
+    parts = []
+    for place, one in enumerate(outputs):
+        if one.requires_grad:
+            ramp = torch.linspace(-1, 1.5 + place, one.numel()).view(one.shape)
+            parts.append((one.double() * ramp).sum() + one.double().square().sum())
+    return torch.stack(parts).sum()
+
+
+@case
+def dropout(run: Run) -> Seen:
+    model, (x, h) = layer(dropout=0.4), hidden(4, WIDTH)
+    return seen(F.dropout(run(model, h), 0.3), x, model)
+
+
+@case
+def two_regions_in_a_row(run: Run) -> Seen:
+    first, second, (x, h) = layer(dropout=0.2), layer(dropout=0.2), hidden(4, WIDTH)
+    return seen(run(second, run(first, h)), x, first, second)
+
+
+TRACKER = RngTracker("cpu")
+
+
+@case(tracker=lambda: TRACKER)
+def tracker_fork(run: Run) -> Seen:
+    TRACKER.reset()
+    TRACKER.add("model-parallel-rng", 1234)
+    model, (x, h) = layer(dropout=0.4), hidden(4, WIDTH)
+
+    def body(h: Tensor) -> Tensor:
+        with TRACKER.fork():
+            h = F.dropout(h, 0.5)
+        return F.dropout(model(h), 0.2)
+
+    found = seen(run(body, run(body, h)), x, model)
+    return found | {f"tracker {name}": state for name, state in TRACKER.get_states().items()}
+
+
+@case(tracker=lambda: TRACKER)
+def entered_inside_a_fork(run: Run) -> Seen:
+    TRACKER.reset()
+    TRACKER.add("model-parallel-rng", 77)
+    model, (x, h) = layer(), hidden(4, WIDTH)
+
+    def body(h: Tensor) -> Tensor:
+        h = F.dropout(h, 0.5)
+        with TRACKER.fork():
+            h = F.dropout(h, 0.5)
+        return model(F.dropout(h, 0.5))
+
+    with TRACKER.fork():
+        out = run(body, h)
+    return seen(out, x, model) | {f"tracker {name}": state for name, state in TRACKER.get_states().items()}
+
+
+@case
+def autocast(run: Run) -> Seen:
+    model, (x, h) = layer(), hidden(4, WIDTH)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = run(model, h)
+    return seen(out, x, model)
+
+
+@case(rounds=True)
+def nested(run: Run) -> Seen:
+    inner, outer, (x, h) = layer(dropout=0.3), layer(dropout=0.3), hidden(4, WIDTH)
+    return seen(run(lambda h: outer(run(inner, outer(h)) + h), h), x, inner, outer)
+
+
+@case
+def keyword_arguments(run: Run) -> Seen:
+    model, (x, h), (y, g) = layer(), hidden(4, WIDTH), hidden(4, WIDTH)
+
+    def body(h: Tensor, *, scale: float, other: Tensor, flag: bool) -> Tensor:
+        return model(h * scale + other if flag else h)
+
+    return seen(run(body, h, scale=3.0, other=g, flag=True), x, y, model)
+
+
+@case
+def only_keyword_arguments(run: Run) -> Seen:
+    model, (x, h) = layer(), hidden(4, WIDTH)
+    return seen(run(lambda hidden_states=None, mask=None: model(hidden_states), hidden_states=h), x, model)
+
+
+@case
+def none_and_plain_values(run: Run) -> Seen:
+    model, (x, h) = layer(), hidden(4, WIDTH)
+    mask = torch.rand(4, WIDTH) > 0.5
+
+    def body(nothing: None, h: Tensor, two: int, flag: bool, text: str, mask: Tensor, scale: float | None) -> Tensor:
+        assert (nothing, two, flag, text, scale) == (None, 2, True, "text", None)
+        return model(h.masked_fill(mask, two))
+
+    return seen(run(body, None, h, 2, True, "text", mask, None), x, model)
+
+
+@case
+def nested_structures(run: Run) -> Seen:
+    model, (x, h), (y, g) = layer(), hidden(4, WIDTH), hidden(4, WIDTH)
+    structure = {"pair": [h, (g, None)], "size": 3}
+    return seen(run(lambda s: model(s["pair"][0] * s["pair"][1][0] * s["size"]), structure), x, y, model)
+
+
+@case
+def views(run: Run) -> Seen:
+    model, (x, h) = layer(), hidden(6, 2 * WIDTH)
+    left, right = h.chunk(2, dim=1)
+    return seen([run(model, left), run(model, right[::2]), run(model, h.view(12, WIDTH)[3:])], x, model)
+
+
+@case
+def strided(run: Run) -> Seen:
+    convolution, linear, (x, h), (y, g) = nn.Conv2d(4, 4, 3), layer(), hidden(2, 4, 6, 6), hidden(1, WIDTH)
+    results = [run(convolution, h.to(memory_format=torch.channels_last)), run(convolution, h.transpose(2, 3))]
+    return seen([*results, run(linear, g.expand(5, WIDTH))], x, y, convolution, linear)
+
+
+@case
+def sizes_that_do_not_divide(run: Run) -> Seen:
+    model, results, sources = layer(7), [], []
+    for rows in (1, 3, 5):
+        x, h = hidden(rows, 7)
+        sources.append(x)
+        results.append(run(model, h))
+    x, h = hidden(1)
+    results += [run(lambda one: one.sin(), h), run(lambda one: one.exp(), hidden(0, 7)[1])]
+    return seen(results, *sources, x, model)
+
+
+@case
+def shared_input(run: Run) -> Seen:
+    query, key, (x, h) = layer(), layer(), hidden(4, WIDTH)
+    return seen(run(query, h) @ run(key, h).t(), x, query, key)
+
+
+@case
+def one_tensor_twice(run: Run) -> Seen:
+    model, (x, h) = layer(), hidden(4, WIDTH)
+    return seen(run(lambda a, b: model(a) * b, h, h), x, model)
+
+
+@case
+def residual_reuse(run: Run) -> Seen:
+    model, (x, h) = layer(dropout=0.2), hidden(4, WIDTH)
+    h = h + run(model, h)
+    h = h * h.sigmoid() + run(model, h)
+    return seen(h * x.exp(), x, model)
+
+
+@case
+def several_outputs(run: Run) -> Seen:
+    model, (x, h) = layer(), hidden(4, WIDTH)
+    return seen(run(lambda h: (model(h), None, h.argmax(-1), h.exp(), 3), h), x, model)
+
+
+@case
+def dict_output(run: Run) -> Seen:
+    model, (x, h) = layer(), hidden(4, WIDTH)
+    return seen(run(lambda h: {"hidden": model(h), "aux": {"loss": h.square().mean(), "none": None}}, h), x, model)
+
+
+@case
+def detached_output(run: Run) -> Seen:
+    model, (x, h) = layer(), hidden(4, WIDTH)
+    return seen(run(lambda h: (model(h), model(h).detach()), h), x, model)
+
+
+@case
+def frozen_input(run: Run) -> Seen:
+    model = layer(dropout=0.3)
+    return seen(run(model, torch.randn(4, WIDTH)), model)
+
+
+@case
+def frozen_weights(run: Run) -> Seen:
+    model, (x, h) = layer().requires_grad_(False), hidden(4, WIDTH)
+    return seen(run(model, h), x, model)
+
+
+@case
+def integer_input(run: Run) -> Seen:
+    table, model = nn.Embedding(16, WIDTH), layer()
+    return seen(run(lambda ids: model(table(ids)), torch.arange(6)), table, model)
+
+
+@case
+def no_grad(run: Run) -> Seen:
+    model, (x, h) = layer(dropout=0.3), hidden(4, WIDTH)
+    with torch.no_grad():
+        first = run(model, h)
+    return seen([first, run(model, h)], x, model) | {"input": h.detach().clone()}
+
+
+@case(rounds=True)
+def backward_twice(run: Run) -> Seen:
+    first, second, (x, h) = layer(dropout=0.3), layer(dropout=0.3), hidden(4, WIDTH)
+    out = run(second, run(first, h))
+    loss_of([out]).backward(retain_graph=True)
+    return seen(out, x, first, second)
+
+
+@case
+def micro_batches_in_flight(run: Run) -> Seen:
+    model, (x, h), (y, g) = layer(dropout=0.3), hidden(4, WIDTH), hidden(3, WIDTH)
+    first, second = run(model, h), run(model, g)
+    loss_of([second]).backward()
+    return seen(first, x, y, model)
+
+
+@case
+def statistics_in_buffers(run: Run) -> Seen:
+    norm = nn.BatchNorm1d(WIDTH)
+    model, (x, h) = layer(), hidden(5, WIDTH)
+    found = seen(run(lambda h: norm(model(h)) * norm(h), h), x, model, norm)
+    return found | {f"buffer {name}": one.clone() for name, one in norm.named_buffers()}
+
+
+@case
+def routing(run: Run) -> Seen:
+    experts, router, (x, h) = nn.ModuleList(layer() for _ in range(3)), nn.Linear(WIDTH, 3), hidden(6, WIDTH)
+
+    def moe(h: Tensor) -> Tensor:
+        weights, chosen = router(h).softmax(-1).topk(2)
+        out = torch.zeros_like(h)
+        for place, expert in enumerate(experts):
+            rows, slot = (chosen == place).nonzero(as_tuple=True)
+            out = out.index_add(0, rows, expert(h[rows]) * weights[rows, slot, None])
+        return out
+
+    return seen(run(moe, h), x, experts, router)
+
+
+@case
+def explicit_generator(run: Run) -> Seen:
+    generator = torch.Generator().manual_seed(7)
+    model, (x, h) = layer(), hidden(4, WIDTH)
+
+    def body(h: Tensor) -> Tensor:
+        return model(h * torch.rand(h.shape, generator=generator))
+
+    found = seen(run(body, run(body, h)), x, model)
+    return found | {"generator": generator.get_state()}
+
+
+@case
+def attention(run: Run) -> Seen:
+    project, (x, h) = nn.Linear(WIDTH, 3 * WIDTH), hidden(2, 5, WIDTH)
+
+    def body(h: Tensor, causal: bool) -> Tensor:
+        query, key, value = (one.view(2, 5, 2, 4).transpose(1, 2) for one in project(h).chunk(3, -1))
+        return F.scaled_dot_product_attention(query, key, value, is_causal=causal, dropout_p=0.1)
+
+    return seen(run(body, h, causal=True), x, project)
+
+
+@case
+def low_precision(run: Run) -> Seen:
+    model, x = layer().bfloat16(), torch.randn(3, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+    return seen(run(model, x * 1), x, model)
+
+
+@case
+def complex_numbers(run: Run) -> Seen:
+    x = torch.randn(3, 5, dtype=torch.complex64, requires_grad=True)
+    weight = nn.Parameter(torch.randn(5, 5, dtype=torch.complex64))
+    out = run(lambda h: torch.view_as_real((h @ weight).sin()), (x * 2).conj())
+    return seen(out, x, weight)
+
+
+class Halves(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return out * 0.5 if func is F.linear else out
+
+
+@case
+def torch_function_mode(run: Run) -> Seen:
+    model, (x, h) = layer(), hidden(4, WIDTH)
+    with Halves():
+        out = run(model, h)
+    return seen(out, x, model)
+
+
+def written_inside(run: Run) -> Seen:
+    """The region writes to its input; the caller reads what was written."""
+    model, (x, h) = layer(), hidden(4, WIDTH)
+    out = run(lambda h: model(h.mul_(2).add_(1)), h)
+    return seen([out, h * 3], x, model)
+
+
+def written_after(run: Run) -> Seen:
+    """The caller overwrites the input between forward and backward."""
+    model, x = layer(), torch.randn(4, WIDTH)
+    out = run(lambda h: model(h.sin()), x)
+    x.fill_(100.0)
+    loss_of([out]).backward()
+    return {f"gradient {number}": one.grad for number, one in enumerate(model.parameters())}

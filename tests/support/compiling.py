@@ -1,0 +1,96 @@
+"""What the tests of torch.compile share: a backend that counts, and training with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.fx import GraphModule
+
+from sac.selective import traced
+from tests.support.blocks import tokens
+from tests.support.training import built
+
+PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+
+
+@dataclass
+class Compiled:
+    """Keeps the graphs that torch.compile hands to a backend, and runs them as they are."""
+
+    forward: list[GraphModule] = field(default_factory=list)
+    backward: list[GraphModule] = field(default_factory=list)
+
+    @property
+    def backend(self) -> Callable[..., Any]:
+        """What torch.compile takes."""
+        return aot_autograd(
+            fw_compiler=self._keep(self.forward),
+            bw_compiler=self._keep(self.backward),
+            partition_fn=min_cut_rematerialization_partition,
+        )
+
+    @staticmethod
+    def _keep(graphs: list[GraphModule]) -> Callable[..., Any]:
+        def compile_graph(graph: GraphModule, inputs: Any) -> Any:
+            graphs.append(graph)
+            return make_boxed_func(graph.forward)
+
+        return compile_graph
+
+    def products(self) -> list[int]:
+        """How many matrix products each backward graph holds."""
+        return [count(graph, *PRODUCTS) for graph in self.backward]
+
+
+def count(graph: GraphModule, *ops: Any) -> int:
+    """How many nodes of a graph call one of `ops`."""
+    return sum(node.target in ops for node in graph.graph.nodes)
+
+
+Put = Callable[[nn.Module], Any]
+
+
+def train_compiled(
+    build: Callable[[], nn.Module],
+    put: Put,
+    *,
+    make_input: Callable[[], tuple[Tensor, ...]] = tokens,
+    compile_it: Callable[[nn.Module, Callable[..., Any]], Any] | None = None,
+    steps: int = 1,
+) -> tuple[dict[str, Tensor], Compiled]:
+    """Build, let `put` put us on it, compile, train; returns the numbers that must not depend on us, and the graphs."""
+    torch._dynamo.reset()
+    log = Compiled()
+    model = built(build)
+    put(model)
+    whole = compile_it or (lambda model, backend: torch.compile(model, backend=backend, fullgraph=True))
+    compiled = whole(model, log.backend)
+    torch.manual_seed(2)
+    inputs = make_input()
+    seen: dict[str, Tensor] = {}
+    for step in range(steps):
+        model.zero_grad()
+        torch.manual_seed(step)
+        out = (compiled if compiled is not None else model)(*(x.detach().requires_grad_() for x in inputs))
+        out.square().sum().backward()
+        seen[f"output {step}"] = out.detach()
+        seen |= {f"{name} {step}": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return seen, log
+
+
+def nothing(model: nn.Module) -> None:
+    """The model without us."""
+
+
+def skip_if_results_are_not_told(value: Any) -> None:
+    """Skip a test whose policy speaks of shapes where torch does not show results to a policy that it traces."""
+    if "shape" in str(value) and not traced._tells_results:
+        pytest.skip(f"torch {torch.__version__} shows no results to a policy under torch.compile: sac warns of that")
