@@ -27,6 +27,7 @@ from tests.support.discarding_programs import (
     normed,
     seeded,
 )
+from tests.support.runs import Noted
 from tests.support.training import assert_same
 
 
@@ -115,7 +116,7 @@ def test_an_exception_in_the_region_leaves_nothing_behind():
 
 
 def test_an_exception_in_recomputation_can_be_retried():
-    fails = [False]
+    fails = Noted(False)
 
     def region(h: Tensor) -> Tensor:
         if fails[0]:
@@ -135,7 +136,7 @@ def test_an_exception_in_recomputation_can_be_retried():
 
 
 def test_an_output_that_lies_otherwise_in_recomputation_is_an_error():
-    transposes = [False]
+    transposes = Noted(False)
 
     def region(h: Tensor) -> Tensor:
         out = h.sin()

@@ -9,6 +9,7 @@ import sac
 from sac.errors import RegionError
 from sac.region.advice import OTHER_KIND, OTHER_PATH
 from tests.support.cases import WIDTH, hidden, layer
+from tests.support.runs import Noted
 
 PATH, KIND = f"    fix: {OTHER_PATH}", f"    fix: {OTHER_KIND}"
 
@@ -17,7 +18,7 @@ class Changing:
     """Runs `first`, and `then` from the second time on."""
 
     def __init__(self, first, then):
-        self.bodies = [first, then]
+        self.bodies = Noted(first, then)
 
     def __call__(self, h):
         body = self.bodies[0]
@@ -83,12 +84,12 @@ class Fails:
     """A layer with dropout whose `turn`-th run raises in its middle."""
 
     def __init__(self, model, turn):
-        self.model, self.turn, self.runs = model, turn, 0
+        self.model, self.turn, self.runs = model, turn, Noted()
 
     def __call__(self, h):
-        self.runs += 1
+        self.runs.append(1)
         h = self.model(F.dropout(h, 0.5))
-        if self.runs == self.turn:
+        if len(self.runs) == self.turn:
             raise Interrupted
         return self.model(h)
 

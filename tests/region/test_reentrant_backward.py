@@ -25,6 +25,7 @@ from tests.support.reentrant import (
     torch_reentrant,
     wrong,
 )
+from tests.support.runs import Noted
 
 STORES = ("whole", "host", "contiguous")
 
@@ -191,7 +192,7 @@ def test_backward_can_be_tried_again_after_an_exception(where, store):
             fail("inner backward")
             return grad
 
-    fails = [where]
+    fails = Noted(where)
 
     def fail(place: str) -> None:
         if place in fails:
@@ -199,7 +200,7 @@ def test_backward_can_be_tried_again_after_an_exception(where, store):
             raise Interruption
 
     def program(run: Run) -> Seen:
-        model, (x, h), runs = layer(), hidden(4, WIDTH), [0]
+        model, (x, h), runs = layer(), hidden(4, WIDTH), Noted(0)
 
         def body(h: Tensor) -> Tensor:
             h = F.dropout(Failing.apply(h), 0.4)
@@ -250,7 +251,7 @@ class Changing:
     """Runs the bodies one after the other, and the last one from then on."""
 
     def __init__(self, *bodies):
-        self.bodies = list(bodies)
+        self.bodies = Noted(*bodies)
 
     def __call__(self, h):
         return self.bodies.pop(0)(h) if len(self.bodies) > 1 else self.bodies[0](h)
@@ -390,7 +391,7 @@ def test_what_the_other_mode_has_shown_does_not_count():
 
 
 def test_routing_is_not_decided_again():
-    runs = []
+    runs = Noted()
 
     def route(h: Tensor) -> Tensor:
         recorder = Recorder()

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 import sac
-from tests.support.ranks import run_ranks
 from tests.support.blocks import FunctionBlock, Stack, alternate, install, policy, save, selective, square
+from tests.support.ranks import run_ranks
 from tests.support.recording import Recorder, backward_ops
 from tests.support.training import assert_same_training, built
 from tests.support.whole_module_blocks import WIDTH, Apply, product, whole

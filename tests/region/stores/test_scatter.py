@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import sac
 from tests.support.ranks import run_ranks
+from tests.support.runs import Noted
 from tests.support.scattering import Run, Seen, differences, mlp, plainly, scattered, summed_up, weights
 
 
@@ -155,7 +156,7 @@ def retried(run: Run) -> Seen:
     """Recomputation fails once; what is left of the graph works."""
     x = torch.randn(3, 5, requires_grad=True)
     models = nn.ModuleList([mlp(5) for _ in range(3)])
-    fails = [False]
+    fails = Noted(False)
 
     def may_fail(h: Tensor) -> Tensor:
         if fails[0]:
