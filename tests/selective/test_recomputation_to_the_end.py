@@ -1,4 +1,4 @@
-"""`early_stop: false`: all that a policy does not save runs again, to the last op, and what it saves does not."""
+"""`early_stop: false`: all that a policy does not save runs again, to the last op; what it saves does not."""
 
 from __future__ import annotations
 
