@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from sac.errors import Problem, RegionError, SacWarning
-from sac.region.detach import copy_of, overwrite
+from sac.region.detach import copy_of, has_graph, overwrite
 from sac.region.storages import describe, version_of
 
 # Note [Buffers advance once]
@@ -298,7 +298,7 @@ def _plain_tensors(buffers: list[tuple[nn.Module, Bound]]) -> Iterator[tuple[nn.
 
 def _is_own(value: torch.Tensor) -> bool:
     """Whether the region may write to a tensor that it holds, other than by a graph."""
-    return _is_plain(value) and value.layout is torch.strided and value.grad_fn is None and not value.is_inference()
+    return _is_plain(value) and value.layout is torch.strided and not has_graph(value) and not value.is_inference()
 
 
 def _is_plain(value: Any) -> bool:
