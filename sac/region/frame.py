@@ -133,6 +133,8 @@ class Frame(RegionCall):
             handle.index for handle in map(_call, self._handles) if handle is not None and self._waits(handle, task)
         )
         early = self.settings.early_stop
+        if not early and not self._forward_over:  # a gradient taken inside: the end is where the forward has got to
+            early, last_missing = True, len(self._handles) - 1
         seen = self.recorder is not None and self.recorder.sees_ops
         filling = Filling(self, last_missing, stop_in_pack=not seen, task=task, early_stop=early)
         args, kwargs, tensors = self._rebuild()
