@@ -28,6 +28,7 @@ T5 = {"d_model": 32, "d_kv": 16, "num_heads": 2, "d_ff": 32, "vocab_size": 64}
 LLAMA = {**HEADS, "vocab_size": 64, "num_key_value_heads": 1, "head_dim": 16}
 MAMBA2 = {"hidden_size": 32, "num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1, "vocab_size": 64}
 CONV = {"conv_dim": [16, 16], "conv_stride": [5, 2], "conv_kernel": [10, 3], "num_feat_extract_layers": 2}
+MASKS = {"num_conv_pos_embedding_groups": 2, "apply_spec_augment": False}  # a masked step has no shape without data
 MOE = {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "num_experts": 2, "num_experts_per_tok": 1}
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "vit": ("ViTConfig", "ViTForImageClassification", IMAGE),
@@ -38,7 +39,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "bert": ("BertConfig", "BertForMaskedLM", {**HEADS, "vocab_size": 64}),
     "t5": ("T5Config", "T5ForConditionalGeneration", T5),
     "whisper": ("WhisperConfig", "WhisperForConditionalGeneration", {**BART, "max_source_positions": 16}),
-    "wav2vec2": ("Wav2Vec2Config", "Wav2Vec2ForCTC", {**HEADS, **CONV, "num_conv_pos_embedding_groups": 2, "apply_spec_augment": False}),
+    "wav2vec2": ("Wav2Vec2Config", "Wav2Vec2ForCTC", {**HEADS, **CONV, **MASKS}),
     "convnext": ("ConvNextConfig", "ConvNextForImageClassification", {**STAGES, "drop_path_rate": 0.1}),
     "segformer": ("SegformerConfig", "SegformerForSemanticSegmentation", {**STAGES, "decoder_hidden_size": 8}),
     "opt": ("OPTConfig", "OPTForCausalLM", {**HEADS, "ffn_dim": 32, "vocab_size": 64, "word_embed_proj_dim": 32}),
