@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
-from sac.errors import PlanError, Problem, SacError
-from sac.measuring.built_model import BuiltModel, Scale
-from sac.measuring.mode_run import OPTIMIZERS, Training
+from sac.errors import SacError
+from sac.measuring.built_model import BuiltModel
+from sac.measuring.mode_run import OPTIMIZERS
 from sac.measuring.modelspec import FORMS, load_model
 from sac.planner.fakes import Build
 
@@ -43,20 +43,22 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _trace(arguments: argparse.Namespace) -> int:
+    from sac.commands.arguments import check_trace
     from sac.commands.trace import print_trace
 
+    check_trace(arguments)
     return print_trace(_build(arguments), arguments.policy, device=arguments.device, as_json=arguments.json)
 
 
 def _compare(arguments: argparse.Namespace) -> int:
+    from sac.commands.arguments import check_compare, modes_of, training_of
     from sac.commands.picture import save_picture
     from sac.commands.render import print_comparison, progress_bar
     from sac.measuring.compare import compare
 
-    training = Training(arguments.steps, arguments.optimizer, arguments.lr, arguments.seed, arguments.device)
-    modes = [mode.strip() for mode in arguments.modes.split(",") if mode.strip()]
+    check_compare(arguments)
     with progress_bar() as progress:
-        comparison = compare(lambda: _build(arguments), modes, training, progress=progress)
+        comparison = compare(lambda: _build(arguments), modes_of(arguments), training_of(arguments), progress=progress)
     if arguments.json:
         _print_json(comparison.to_dict())
     else:
@@ -67,13 +69,15 @@ def _compare(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
+    from sac.commands.arguments import check_plan
     from sac.commands.plan import Wish, plan_model, print_plan, save_policy
     from sac.commands.plan_picture import save_plan_picture
     from sac.commands.render import progress_bar
 
+    wish = Wish(**{field.name: getattr(arguments, field.name) for field in fields(Wish)})
+    check_plan(arguments, wish)
     if arguments.calibrate:
         return _calibrate(arguments)
-    wish = Wish(**{field.name: getattr(arguments, field.name) for field in fields(Wish)})
     with progress_bar() as progress:
         planned = plan_model(lambda build: _build(arguments, build), wish, arguments.typed, progress)
     text = planned.policy_text()
@@ -97,8 +101,6 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     from sac.commands.plan import calibrate_model
     from sac.planner.calibration import save_calibration
 
-    if not arguments.out:
-        raise PlanError(Problem("--out", "where to store the calibration is not said", "the name of a file"))
     arguments.layers = arguments.layers or 1  # only the first is timed
     calibration = calibrate_model(_build(arguments), arguments.device)
     save_calibration(calibration, arguments.out)
@@ -125,8 +127,9 @@ def _comparison(arguments: argparse.Namespace) -> str:
 
 
 def _build(arguments: argparse.Namespace, build: Build | None = None) -> BuiltModel:
-    scale = Scale(arguments.layers, arguments.seq, arguments.batch, arguments.vocab, arguments.dtype)
-    return load_model(arguments.model, scale, text_path=arguments.text, seed=arguments.seed, build=build)
+    from sac.commands.arguments import scale_of
+
+    return load_model(arguments.model, scale_of(arguments), text_path=arguments.text, seed=arguments.seed, build=build)
 
 
 def _print_json(value: Any) -> None:

@@ -16,7 +16,7 @@ from sac.blocks.paths import parts_of
 from sac.blocks.stages import idle_note, is_stage, rules_here
 from sac.blocks.switches import cover_switches
 from sac.blocks.wrap import Applied, InstalledForward, install, ours_on, regions_of
-from sac.blocks.zero_hits import HitWatch
+from sac.blocks.zero_hits import HitWatch, idle_problems
 from sac.config import Config, family_policy, parse_config, usable_policy
 from sac.errors import ConfigError, ModelError, PolicyError, Problem, SacWarning
 from sac.full.full_config import settings_of
@@ -179,14 +179,17 @@ def _check_static(bound: BoundPolicy, blocks: Sequence[Block], *, strict: bool, 
     idle = [rule for rule in (rules_here(needed, blocks) if stage else needed) if not _has_place(rule, blocks)]
     if not idle:
         return
-    problems = [
-        Problem(
+    of_rules = {
+        rule.id: Problem(
             rule.where(key),
             f'rule "{rule.id}" speaks of {place} no region has',
             fix="`sac trace` lists the modules there are; mark the rule `optional: true` if it may match nothing",
         )
         for rule, (key, place) in ((rule, _place(rule, blocks)) for rule in idle)
-    ]
+    }
+    problems = idle_problems(idle, of_rules, any_hit=len(idle) < len(needed) or stage)
+    if not problems:
+        return
     if strict or (len(idle) == len(needed) and not stage):
         raise PolicyError(problems)
     for problem in problems:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
-from sac.errors import Problem, RegionError, SacWarning
+from sac.errors import Problem, RegionError, SacWarning, listing
 from sac.policy.model import Rule
+from sac.policy.shipped import is_shipped, shipped_policies
 from sac.selective.stats import RegionStats
 from sac.selective.table import Table
 
@@ -41,10 +42,11 @@ class HitWatch:
         idle = self.idle()
         if not idle:
             return
-        if self.strict:
-            raise RegionError([_problem(rule) for rule in idle])
-        for rule in idle:
-            warnings.warn(str(_problem(rule)), SacWarning, stacklevel=2)
+        problems = idle_problems(idle, {rule.id: _problem(rule) for rule in idle}, any_hit=bool(self._hit))
+        if problems and self.strict:
+            raise RegionError(problems)
+        for problem in problems:
+            warnings.warn(str(problem), SacWarning, stacklevel=2)
 
     def _tell_of_compiled(self) -> None:
         """Warn that rules do not reach what is compiled below a region, unless one of them is on that as a whole."""
@@ -54,6 +56,21 @@ class HitWatch:
     def idle(self) -> list[Rule]:
         """Return the rules that nothing has matched so far and that are not optional."""
         return [rule for rule in self._rules if rule.id not in self._hit and not rule.optional]
+
+
+def idle_problems(idle: Sequence[Rule], problems: Mapping[str, Problem], *, any_hit: bool) -> list[Problem]:
+    """Return what there is to say of ``idle`` rules, by whose ids ``problems`` are named.
+
+    Rules of a shipped policy are ours to know, not the user's. If no rule at all matches (not ``any_hit``), that is one
+    problem, of the choice of policy.
+    """
+    found = [problems[rule.id] for rule in idle if not is_shipped(rule.mark)]
+    names = dict.fromkeys(rule.origin for rule in idle if is_shipped(rule.mark)) if not any_hit else ()
+    fix = "`sac trace` lists the ops there are; choose another policy, or write one for this model"
+    legal = listing(shipped_policies())
+    return found + [
+        Problem(f"policy {name}", "no rule of it matches anything in this model", legal, fix=fix) for name in names
+    ]
 
 
 def _places(table: Table, stats: RegionStats) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -15,11 +16,11 @@ from torch import Tensor, nn
 from sac.blocks.find import find_blocks
 from sac.commands.render import print_rows
 from sac.commands.units import flops_text
-from sac.errors import PlanError, Problem
+from sac.errors import PlanError, Problem, SacError
 from sac.measuring.built_model import BuiltModel, Inputs
-from sac.measuring.mode_run import inputs_on
+from sac.measuring.mode_run import inputs_on, loss_of
 from sac.planner.baselines import forward_seconds, with_alternatives
-from sac.planner.budget import LEGAL_BUDGET
+from sac.planner.budget import LEGAL_BUDGET, optimizer_bytes, read_budget
 from sac.planner.calibrate import calibrate
 from sac.planner.calibration import Calibration, load_calibration
 from sac.planner.child import needs_lowering, planned
@@ -144,6 +145,7 @@ def _made(
         planner = prepare(
             model,
             inputs,  # type: ignore[arg-type]
+            loss_fn=loss_of,
             device=wish.device,
             engine=wish.engine,
             optimizer=wish.optimizer,
@@ -166,9 +168,7 @@ def _made(
 def calibrate_model(built: BuiltModel, device: str) -> Calibration:
     """Time the first block of the model on a device of this machine, in one forward of the whole model."""
     _figures(device)
-    if device.partition(":")[0] not in ("cpu", "cuda"):
-        found = f"ops are timed where they run, and '{device}' does not say which device of this machine"
-        raise PlanError(Problem("--device", found, "cpu, cuda"))
+    _check_timed(device)
     model = built.model.to(device)
     block = find_blocks(model)[0]
     seen: list[tuple[Any, Any]] = []
@@ -184,6 +184,63 @@ def calibrate_model(built: BuiltModel, device: str) -> Calibration:
         raise PlanError(Problem(block.path, "the model's forward does not call it", fix="calibrate on another model"))
     args, kwargs = seen[0]
     return calibrate(block.module, args, kwargs)
+
+
+def check_wish(wish: Wish, *, calibrates: bool = False) -> None:
+    """Raise ``PlanError`` with all that is wrong with a wish, whatever the model is.
+
+    ``calibrates``: ops are to be timed, and nothing is to be planned.
+    """
+    checks: list[Callable[[], object]] = [lambda: _figures(wish.device)]
+    if calibrates:
+        checks.append(lambda: _check_timed(wish.device))
+    else:
+        checks.append(lambda: _check_budget(wish))
+        checks.append(lambda: optimizer_bytes(wish.optimizer, ()))
+        checks.append(lambda: _check_counts(wish))
+        if wish.calibration is not None:
+            path = wish.calibration
+            checks.append(lambda: _check_calibration(path))
+    problems: list[Problem] = []
+    for check in checks:
+        try:
+            check()
+        except SacError as error:
+            problems += [one for one in error.problems if one not in problems]
+    if problems:
+        raise PlanError(problems)
+
+
+def _check_budget(wish: Wish) -> None:
+    if wish.budget is None:
+        _budget(wish, _figures(wish.device))
+    else:
+        _budget(wish, device_named("cpu"))
+        read_budget(wish.budget)
+
+
+def _check_calibration(path: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of another torch: planning says so, once
+        load_calibration(path)
+
+
+def _check_counts(wish: Wish) -> None:
+    problems = []
+    if wish.in_flight < 1:
+        problems.append(Problem("in_flight", f"{wish.in_flight!r} micro-batches", "1, 2, 3, …"))
+    if wish.fsdp is not None and wish.fsdp < 2:
+        problems.append(Problem("ranks", f"{wish.fsdp!r} ranks to shard over", "2, 3, 4, …"))
+    if wish.fsdp is not None and wish.real:
+        problems.append(Problem("--fsdp", "ranks that are not there can send no data", fix="leave --real out"))
+    if problems:
+        raise PlanError(problems)
+
+
+def _check_timed(device: str) -> None:
+    if device.partition(":")[0] not in ("cpu", "cuda"):
+        found = f"ops are timed where they run, and '{device}' does not say which device of this machine"
+        raise PlanError(Problem("--device", found, "cpu, cuda"))
 
 
 def _figures(name: str) -> Device:

@@ -18,6 +18,7 @@ from sac.errors import Problem, RegionError, SacWarning
 from sac.full.checkpoint import run_with
 from sac.full.remembering import Note, remembering
 from sac.full.saved_by_graph import nodes_between, saved_without_hooks, shows_saved_tensors
+from sac.region.advice import OTHER_LAYOUT, WRITTEN_LATER
 from sac.region.parking import PackHooks, Parked, park, surrounding_hooks
 from sac.region.settings import Settings
 from sac.region.storages import plain_address, version_of
@@ -110,7 +111,9 @@ class Discardable:
             raise _error(index, f"was {_told(forward)} in forward and is {_told(now)} in recomputation")
         # The weak reference keeps the address of a storage from being used for another one.
         if plain_address(found) == self._memories[index].cdata and version_of(found) != self._versions[index]:
-            raise _error(index, "lies in memory that is not the region's own and was written to after the forward")
+            raise _error(
+                index, "lies in memory that is not the region's own and was written to after the forward", WRITTEN_LATER
+            )
         return found
 
     def _is_unchanged(self, index: int) -> bool:
@@ -206,8 +209,7 @@ def _told(layout: tuple[Any, ...]) -> str:
     )
 
 
-def _error(index: int, found: str) -> RegionError:
-    fix = "make the region's forward depend on its inputs, parameters and random state only"
+def _error(index: int, found: str, fix: str = OTHER_LAYOUT) -> RegionError:
     return RegionError(Problem("region", f"output {index} {found}", fix=fix))
 
 

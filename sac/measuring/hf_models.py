@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from sac.blocks.cache import turn_off_cache
-from sac.errors import ConfigError, Problem, listing, nearest
+from sac.errors import ConfigError, Problem, SacError, listing, nearest
 from sac.extras import import_extra
-from sac.measuring.batches import batches_of
+from sac.measuring.batches import batches_of, check_batches
 from sac.measuring.built_model import DTYPES, BuiltModel, Scale
 from sac.planner.fakes import Build
 
@@ -23,6 +23,7 @@ _LAYER_KEYS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_de
                "decoder_layers")  # fmt: skip
 _SUB_CONFIGS = ("text_config", "vision_config", "audio_config", "encoder", "decoder")
 _TOP = "--model"
+_OWN_MODEL = "write a function that returns (model, inputs) and name it as package.module:function"
 
 
 def build_with_data(make: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
@@ -34,6 +35,22 @@ def build_from_config(
     path: str, scale: Scale, *, text_path: str | None = None, seed: int = 0, build: Build = build_with_data
 ) -> BuiltModel:
     """Build the model that a config.json describes: its ``architectures`` entry, or a causal language model."""
+    made_by, config = class_and_config(path, scale)
+    check_batches(made_by, config, scale, text_path=text_path)
+    try:
+        model = build(partial(made_by, config), DTYPES[scale.dtype]).train()
+    except SacError:
+        raise
+    except Exception as error:
+        found = f"{path}: {made_by.__name__} cannot be built: {type(error).__name__}: {error}"
+        raise ConfigError(Problem(_TOP, found, fix=_OWN_MODEL)) from error
+    turn_off_cache(model)  # training does not read it: no mode is to pay for it
+    inputs_of_step = batches_of(model, scale, text_path=text_path, seed=seed)
+    return BuiltModel(model, inputs_of_step, f"{type(model).__name__} ({Path(path).name})")
+
+
+def class_and_config(path: str, scale: Scale) -> tuple[Any, Any]:
+    """Return the model's class and its config, at this scale; raises ``ConfigError`` where the file makes none."""
     raw = scale_config(_read_config(path), scale)
     transformers = import_extra("transformers", "hf")
     model_type = raw.pop("model_type", None)
@@ -42,18 +59,23 @@ def build_from_config(
         found = f"{path}: model_type {model_type!r} is unknown to transformers {transformers.__version__}"
         raise ConfigError(Problem(_TOP, found, "a model_type of transformers", nearest(str(model_type), known.keys())))
     architectures = raw.get("architectures") or []
-    config = transformers.AutoConfig.for_model(model_type, **raw)
-    made_by = _model_class(transformers, architectures, config, path)
-    model = build(partial(made_by, config), DTYPES[scale.dtype]).train()
-    turn_off_cache(model)  # training does not read it: no mode is to pay for it
-    inputs_of_step = batches_of(model, scale, text_path=text_path, seed=seed)
-    return BuiltModel(model, inputs_of_step, f"{type(model).__name__} ({Path(path).name})")
+    try:
+        config = transformers.AutoConfig.for_model(model_type, **raw)
+    except Exception as error:  # of checks that each config makes in its own way
+        found = f"{path}: transformers makes no config of it: {type(error).__name__}: {error}"
+        fix = "leave --layers out, or write the sizes into the file" if scale.layers is not None else ""
+        raise ConfigError(Problem(_TOP, found, fix=fix)) from error
+    if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0  # what labels are shifted by
+    return _model_class(transformers, architectures, config, path), config
 
 
 def scale_config(raw: Mapping[str, Any], scale: Scale) -> dict[str, Any]:
     """Return ``raw`` with fewer layers and tokens, in every sub-config too; lists with one entry per layer are cut."""
     scaled = {key: value for key, value in raw.items() if key not in ("torch_dtype", "dtype")}
-    if scale.layers is not None:
+    if scale.layers is not None and isinstance(raw.get("depths"), list):  # one stack per stage
+        scaled["depths"] = [scale.layers] * len(raw["depths"])
+    elif scale.layers is not None:
         counts = {key: scaled[key] for key in _LAYER_KEYS if isinstance(scaled.get(key), int)}
         for key, value in scaled.items():
             if key in counts:
@@ -91,9 +113,12 @@ def _read_config(path: str) -> dict[str, Any]:
 
 def _model_class(transformers: Any, architectures: list[str], config: Any, path: str) -> Any:
     if not architectures:
-        if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-            return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-        return transformers.MODEL_MAPPING[type(config)]
+        for mapping in (transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.MODEL_MAPPING):
+            if type(config) in mapping:
+                found = mapping[type(config)]
+                return found[0] if isinstance(found, tuple) else found
+        problem = f"{path} names no architecture, and transformers has no usual one for {type(config).__name__}"
+        raise ConfigError(Problem(_TOP, problem, fix='add "architectures": ["…"] to the file'))
     found = getattr(transformers, architectures[0], None)
     if found is None:
         problem = f"{path}: transformers {transformers.__version__} has no class {architectures[0]!r}"

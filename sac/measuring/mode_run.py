@@ -45,12 +45,24 @@ class Training:
         if self.optimizer not in OPTIMIZERS:
             found = f"unknown optimizer '{self.optimizer}'"
             problems.append(Problem("--optimizer", found, ", ".join(OPTIMIZERS), nearest(self.optimizer, OPTIMIZERS)))
-        if self.device.partition(":")[0] not in ("cpu", "cuda"):
-            problems.append(Problem("--device", f"'{self.device}' cannot be measured", "cpu, cuda"))
-        elif self.device.startswith("cuda") and not torch.cuda.is_available():
-            problems.append(Problem("--device", "torch sees no CUDA device here", "cpu", fix="--device cpu"))
+        try:
+            check_device(self.device)
+        except ConfigError as error:
+            problems += error.problems
         if problems:
             raise ConfigError(problems)
+
+
+def check_device(device: str) -> None:
+    """Raise ``ConfigError`` if models cannot run on ``device`` here."""
+    if device.partition(":")[0] not in ("cpu", "cuda"):
+        raise ConfigError(Problem("--device", f"'{device}' cannot be measured", "cpu, cuda"))
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(Problem("--device", "torch sees no CUDA device here", "cpu", fix="--device cpu"))
+    try:
+        torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(Problem("--device", f"'{device}' is no device of torch", "cpu, cuda, cuda:0, …")) from error
 
 
 def inputs_on(device: str, inputs: Inputs) -> Inputs:

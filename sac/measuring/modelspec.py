@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from sac.errors import ConfigError, Problem, listing, nearest
+from sac.measuring.batches import check_batches
 from sac.measuring.built_model import BuiltModel, Scale
-from sac.measuring.hf_models import build_from_config, build_with_data
+from sac.measuring.hf_models import build_from_config, build_with_data, class_and_config
 from sac.planner.fakes import Build
 
 FORMS = "hf:CONFIG.json (a Hugging Face config file), package.module:function (returns a model and its inputs)"
@@ -34,8 +35,23 @@ def load_model(
         return build_from_config(rest, scale, text_path=text_path, seed=seed, build=build or build_with_data)
     if form and rest and "/" not in spec:
         return _build_by_function(spec, form, rest, scale)
+    raise _no_spec(spec)
+
+
+def check_spec(spec: str, scale: Scale, *, text_path: str | None = None) -> None:
+    """Raise ``ConfigError`` if ``spec`` names no model that can be built at this scale; none is built."""
+    form, _, rest = spec.partition(":")
+    if form == "hf" and rest:
+        check_batches(*class_and_config(rest, scale), scale, text_path=text_path)
+    elif form and rest and "/" not in spec:
+        inspect.signature(_function(spec, form, rest))
+    else:
+        raise _no_spec(spec)
+
+
+def _no_spec(spec: str) -> ConfigError:
     hint = f"hf:{spec}" if spec.endswith(".json") else ""
-    raise ConfigError(Problem("--model", f"'{spec}' is no model spec", FORMS, hint))
+    return ConfigError(Problem("--model", f"'{spec}' is no model spec", FORMS, hint))
 
 
 def _build_by_function(spec: str, module_name: str, function_name: str, scale: Scale) -> BuiltModel:

@@ -41,12 +41,18 @@ def fake_mode() -> FakeTensorMode:
 
 
 def fake_build(mode: FakeTensorMode) -> Build:
-    """Return what builds a model of a dtype without data: it calls the model's class under ``mode``."""
+    """Return what builds a model of a dtype without data: it calls the model's class under ``mode``.
+
+    A class that reads data is called without the mode, and its model copied without the data.
+    """
 
     def build(make: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
-        with mode:
-            model = make()
-            _cast(model, dtype)
+        try:
+            with mode:
+                model = make()
+                _cast(model, dtype)
+        except _NEEDS_DATA:  # to fill weights (ViT), or for its own sizes (stochastic depth)
+            return fake_copy(make().to(dtype), mode)
         return model
 
     return build
@@ -127,7 +133,7 @@ def call(model: nn.Module, inputs: Inputs) -> Any:
         raise needs_data(model, error) from error
     except SacError:
         raise
-    except (RuntimeError, TypeError, ValueError, LookupError) as error:
+    except Exception as error:
         found = f"its forward does not run with these inputs: {type(error).__name__}: {error}"
         fix = "see that it runs without sac; if it does, but not without data: sac.plan(…, real=True), or --real"
         raise PlanError(Problem(type(model).__name__, found, fix=fix)) from error

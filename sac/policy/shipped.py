@@ -26,6 +26,11 @@ def shipped_policies() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in shipped_directory().glob("*.yaml")))
 
 
+def is_shipped(mark: Mark) -> bool:
+    """Return whether what stands at ``mark`` was written by us and not by the user."""
+    return Path(mark.file).parent == shipped_directory()
+
+
 def shipped_policy_path(name: str) -> Path:
     """Return the file of a shipped policy; raises ``PolicyError`` for an unknown name. Case and ``-``/``_`` are one."""
     findings = Findings()

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from sac.errors import Problem, RegionError
+from sac.region.advice import OTHER_KIND, closure_of
 from sac.region.handles import Ending, Handle
 from sac.region.inputs import KeptInputs
 from sac.region.parking import PackHooks, surrounding_hooks
@@ -20,7 +21,6 @@ from sac.region.settings import PLAIN, Settings
 from sac.region.surroundings import Surroundings
 
 RETAIN = "pass retain_graph=True to the backward call before this one"
-_REPEATABLE = "make the region's forward depend on its inputs, parameters and random state only"
 
 
 class Recorder(Protocol):
@@ -77,12 +77,13 @@ class RegionCall(ABC):
         self.recorder = recorder
         self.owners = owners
         self.settings = settings
-        self.input_bytes = (0, 0)  # on devices and on the host for them; 0 where no recomputation will come
+        self.input_bytes = (0, 0)  # on devices and on the host for them: held by this region, or else by its handles
         self.kept_whole: Problem | None = None  # after the forward: why its activations are kept after all
         self.is_evidence = False  # whether somebody will ask ``moved_host_rng``
         self.moved_host_rng = False  # after the forward: whether it drew from Python's or NumPy's generators
         self._lock = threading.RLock()
         self._dropped = False
+        self._closure = closure_of(function)
 
     @abstractmethod
     def run(self, inputs: KeptInputs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -99,7 +100,10 @@ class RegionCall(ABC):
         recorded = self.recorder is not None and self.recorder.sees_ops
         apart = self.recorder.apart if self.recorder is not None else frozenset()
         function = None if _is_of_module(self.function) else self.function
-        self.surroundings = Surroundings(tensors, self.owners, self.settings, function, recorded=recorded, apart=apart)
+        held = inputs.tensors_in_objects()
+        self.surroundings = Surroundings(
+            tensors, self.owners, self.settings, function, held.values(), recorded=recorded, apart=apart
+        )
 
     def _run_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.recorder is None:
@@ -115,13 +119,15 @@ class RegionCall(ABC):
         idle = self.recorder is not None and self.recorder.close(kept, last_missing)
         if idle and not (self.compares and self.settings.checks_metadata):
             self.recorder = None
-        self._hold_inputs(needed=last_missing >= 0)
+        self._hold_inputs(kept, needed=last_missing >= 0)
         if self.hooks is not None and self.recorder is not None:
             self.recorder.park(self.hooks)
 
-    def _hold_inputs(self, *, needed: bool) -> None:
-        """Hold the inputs until backward, or nothing at all if no recomputation will come."""
+    def _hold_inputs(self, kept: list[Handle], *, needed: bool) -> None:
+        """Hold the inputs until backward, or nothing at all if no recomputation will come: autograd holds ``kept``."""
         if not needed:
+            held = [one.value for one in kept if one.borrowed and isinstance(one.value, torch.Tensor)]
+            self.input_bytes = self.inputs.bytes_among(held), 0
             self._drop()
             return
         self.input_bytes = self.inputs.bytes()
@@ -151,7 +157,7 @@ class RegionCall(ABC):
         if self.recorder is not None:
             stack.enter_context(self.recorder.recompute_mode(inputs, ending))
 
-    def _problem(self, found: str, fix: str = _REPEATABLE) -> Problem:
+    def _problem(self, found: str, fix: str = OTHER_KIND) -> Problem:
         return Problem(where=self.path or "region", found=found, fix=fix)
 
 

@@ -10,9 +10,10 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from sac.errors import Problem, RegionError
+from sac.region.advice import OTHER_PATH, advised
 from sac.region.call import RETAIN, RegionCall, graph_is_retained
 from sac.region.eager import never_compiled
-from sac.region.handles import Filling, Handle, StopRecompute
+from sac.region.handles import ALL, Filling, Handle, StopRecompute
 from sac.region.inputs import KeptInputs
 from sac.region.parking import fetch
 from sac.region.states.ambient import subclasses_on
@@ -104,6 +105,8 @@ class Frame(RegionCall):
         """Hold what backward will need for these handles; return those that keep a value of their own."""
         kept = [handle for handle in alive if handle.kept]
         last_missing = max((handle.index for handle in alive if not handle.kept), default=-1)
+        if last_missing >= 0 and not self.settings.early_stop:
+            last_missing = ALL  # recomputation reaches what comes later too
         self._keep(kept, last_missing)
         return kept
 
@@ -132,8 +135,11 @@ class Frame(RegionCall):
         retains = task == -1 or graph_is_retained()
         with self._lock:
             if handle.value is None:
-                with outside_transforms():
-                    self._recompute(handle, task, last=not retains)
+                try:
+                    with outside_transforms():
+                        self._recompute(handle, task, last=not retains)
+                except RegionError as error:
+                    raise advised(error, self.path, self._closure, self.settings) from error
             value = handle.value
             if value is None:
                 raise RegionError(self._unfilled(handle))
@@ -169,6 +175,8 @@ class Frame(RegionCall):
             handle.index for handle in map(_call, self._handles) if handle is not None and self._waits(handle, task)
         )
         early = self.settings.early_stop
+        if not early and not self._forward_over:  # a gradient taken inside: the end is where the forward has got to
+            early, last_missing = True, len(self._handles) - 1
         seen = self.recorder is not None and self.recorder.sees_ops
         filling = Filling(self, last_missing, stop_in_pack=not seen, task=task, early_stop=early)
         args, kwargs, tensors = self._rebuild()
@@ -205,10 +213,12 @@ class Frame(RegionCall):
         return self._problem(
             f"recomputation saves more tensors than forward did ({len(self._handles)}); the first one more is "
             f"number {index}, {describe(tensor)}",
+            OTHER_PATH,
         )
 
     def _too_few(self, count: int) -> Problem:
-        return self._problem(f"recomputation saved {count} tensors, forward saved {len(self._handles)}")
+        found = f"recomputation saved {count} tensors, forward saved {len(self._handles)}"
+        return self._problem(found, OTHER_PATH)
 
     def _unfilled(self, handle: Handle) -> Problem:
         return self._problem(

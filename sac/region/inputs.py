@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -176,6 +177,15 @@ class KeptInputs:
             elif isinstance(kept.data, torch.Tensor):
                 sizes.update(storage_sizes(kept.data))
         return sum(sizes.values()), sum(host.values())
+
+    def bytes_among(self, tensors: Iterable[torch.Tensor]) -> int:
+        """Return the bytes of those storages of inputs in which some of ``tensors`` lie, each counted once."""
+        sizes: dict[int, int] = {}
+        for kept in self.tensors:
+            if isinstance(kept.data, torch.Tensor):
+                sizes.update(storage_sizes(kept.data))
+        held = {address for tensor in tensors for address in storage_sizes(tensor)}
+        return sum(size for address, size in sizes.items() if address in held)
 
     def drop(self) -> None:
         """Let the data go: no recomputation will come."""

@@ -19,11 +19,15 @@ from sac.region.parts import names_in
 # layers that write to their own weight (`max_norm`). This costs time where it is wrong, and never a result. What it
 # misses is noticed when it happens: see Note [The walk of a region] on unseen writes.
 
-_NAMES = frozenset(
+# As the save-set `nondeterministic`, but for `mode`, which is the name of too much else.
+_CHOOSING = frozenset(
     {
-        # As the save-set `nondeterministic`, but for `mode`, which is the name of too much else.
         *("topk", "sort", "msort", "argsort", "multinomial", "kthvalue", "median", "nanmedian", "argmax", "argmin"),
         *("bincount", "histc", "nonzero", "unique", "unique_consecutive"),
+    }
+)
+_WRITING = frozenset(
+    {
         "data",  # what is written through it moves no version
         *("rrelu", "rrelu_", "rrelu_with_noise", "RReLU"),
     }
@@ -32,14 +36,31 @@ _NAMES = frozenset(
 
 def needs_recorder(modules: Iterable[nn.Module]) -> bool:
     """Return whether one of the modules may choose, fill or write unseen, as far as its class and options tell."""
-    return any(_class_tells(type(one)) or getattr(one, "max_norm", None) is not None for one in modules)
+    modules = tuple(modules)
+    return writes_unseen(modules) or any(map(chooses, modules))
 
 
-def _looks_like_it(kind: Any) -> bool:
-    if issubclass(kind, nn.RReLU):
-        return True
+def writes_unseen(modules: Iterable[nn.Module]) -> bool:
+    """Return whether one of the modules may fill or write unseen, as far as its class and options tell."""
+    return any(_class_writes(type(one)) or getattr(one, "max_norm", None) is not None for one in modules)
+
+
+def chooses(module: nn.Module) -> bool:
+    """Return whether the class of ``module`` names an op that chooses."""
+    return _class_chooses(type(module))
+
+
+def _writes(kind: Any) -> bool:
+    return issubclass(kind, nn.RReLU) or _names_one_of(_WRITING, kind)
+
+
+def _chooses(kind: Any) -> bool:
+    return _names_one_of(_CHOOSING, kind)
+
+
+def _names_one_of(names: frozenset[str], kind: Any) -> bool:
     return any(
-        not _NAMES.isdisjoint(names_in(code))
+        not names.isdisjoint(names_in(code))
         for base in kind.__mro__
         if base.__module__.partition(".")[0] != "torch"
         for code in map(_code_of, vars(base).values())
@@ -52,4 +73,5 @@ def _code_of(value: Any) -> types.CodeType | None:
     return function.__code__ if type(function) is types.FunctionType else None
 
 
-_class_tells: Callable[[Any], bool] = lru_cache(maxsize=1024)(_looks_like_it)
+_class_writes: Callable[[Any], bool] = lru_cache(maxsize=1024)(_writes)
+_class_chooses: Callable[[Any], bool] = lru_cache(maxsize=1024)(_chooses)

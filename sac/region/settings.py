@@ -34,7 +34,8 @@ class Settings:
     ``keeping``: which inputs are kept elsewhere, and where; None: each where the caller holds it. ``trackers``: called
     to get a tracker of named RNG states. ``generators``: put back beside the default ones. ``checks_metadata``: compare
     shape, dtype and device of what recomputation saves with what forward saved. ``engine`` and ``verify``: how it is
-    recomputed, and when replayed and served values are compared with those of the forward; see ``sac.selective.replay``.
+    recomputed, and when replayed and served values are compared with those of the forward; see
+    ``sac.selective.replay``.
     """
 
     keeping: Keeping | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -26,7 +26,8 @@ from sac.region.states.rng import RngSnapshot
 class Surroundings:
     """What was there at the start of one region call: random states, Python state, buffers, flags and modes.
 
-    ``function``: what the region runs, beside the modules that own it. ``recorded``: whether a recorder sees the ops of
+    ``function``: what the region runs, beside the modules that own it. ``held``: tensors that objects among its
+    arguments hold. ``recorded``: whether a recorder sees the ops of
     the forward. ``apart``: see ``Bindings``. ``beside_torch``: torch's checkpoint puts torch's random states back.
     """
 
@@ -38,6 +39,7 @@ class Surroundings:
         owners: tuple[nn.Module, ...],
         settings: Settings,
         function: Any = None,
+        held: Iterable[torch.Tensor] = (),
         *,
         recorded: bool = True,
         apart: frozenset[int] = frozenset(),
@@ -53,7 +55,7 @@ class Surroundings:
             self.host_rng = HostRandomState(reachable.others)
         self.bindings = Bindings(
             owners,
-            reachable.tensors.values(),
+            (*reachable.tensors.values(), *held),
             freeze_buffers=settings.freeze_buffers,
             recorded=recorded,
             apart=apart,

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from sac.selective.tensors import tensor_parts, tensors_of
 
@@ -20,16 +21,16 @@ from sac.selective.tensors import tensor_parts, tensors_of
 # pointwise op on it.
 #
 # A small tensor on the CPU has the CRC of its bytes. Of a large one, or on another device, 64-bit words are added up in
-# `_COLUMNS` sums, the i-th word in sum number i modulo `_COLUMNS`. That number is a prime, so that rows and columns of a
-# matrix do not fall on it: words that change places nearly always change sums, as words that change do. The number of
+# `_COLUMNS` sums, the i-th word in sum number i modulo `_COLUMNS`. That number is a prime, so that rows and columns of
+# a matrix do not fall on it: words that change places nearly always change sums, as words that change do. The number of
 # words in each sum is odd: if the sign of every value is flipped, the highest bit of each sum is. Words that are left
 # over are taken as they are. A tensor without gaps is read in the order of memory, with nothing allocated but the sums;
-# of one with gaps, or whose words are not aligned, copies are made, piece by piece. Hooks on saved tensors may give back
+# of one with gaps, or whose words are not aligned, copies are made, piece by piece. Hooks on saved tensors may return
 # a tensor with other strides: where there are any, values are read in the order of indices (`in_order`).
 #
 # On a device nothing waits for the forward's checksums. `find_different` compares all those of one recomputation at
-# once, and waits once. While a CUDA graph is captured nothing can be waited for, so nothing is compared: the calls before
-# the capture have shown what the captured kernels do, and no Python runs when they are launched again.
+# once, and waits once. While a CUDA graph is captured nothing can be waited for, so nothing is compared: the calls
+# before the capture have shown what the captured kernels do, and no Python runs when they are launched again.
 
 _COLUMNS = 1021
 _SMALL_BYTES = 1 << 16  # up to which a CRC is quicker than sums
@@ -63,6 +64,10 @@ def find_different(pairs: Sequence[tuple[Sums, Sums]]) -> list[int]:
     different = []
     compared: dict[torch.device, tuple[list[int], list[Tensor]]] = {}
     for place, (left, right) in enumerate(pairs):
+        if left and type(left[0]) is int:  # on the CPU
+            if (right and type(right[0]) is not int) or left != right:
+                different.append(place)
+            continue
         if len(left) != len(right):
             different.append(place)
             continue
@@ -88,13 +93,15 @@ def same(left: Sums, right: Sums) -> bool:
 
 
 def _of_plain(tensor: Tensor, in_order: bool) -> Sums:
-    if tensor.layout is not torch.strided or tensor.device.type == "meta" or tensor.is_quantized:
+    kind = type(tensor)
+    if tensor.layout is not torch.strided or tensor.is_quantized:
         return ()
-    if tensor.is_cpu and type(tensor).__name__ != "FakeTensor" and tensor.is_contiguous():
-        size = tensor.numel() * tensor.element_size()
-        if size <= _SMALL_BYTES and not (tensor.is_conj() or tensor.is_neg()):
+    if tensor.is_cpu and (kind is Tensor or kind is Parameter):
+        size = tensor.nbytes
+        is_small = size <= _SMALL_BYTES and not (tensor.is_conj() or tensor.is_neg())
+        if is_small and (tensor.is_contiguous() or (not in_order and _has_no_gaps(tensor))):
             return (_crc(tensor, size),)
-    elif type(tensor).__name__ == "FakeTensor":
+    elif tensor.device.type == "meta" or kind.__name__ == "FakeTensor":
         return ()
     return _unseen(partial(_sums, tensor, in_order))  # type: ignore[no-any-return]
 
@@ -138,7 +145,7 @@ def _flat(tensor: Tensor, in_order: bool) -> Iterable[Tensor]:
 
 def _has_no_gaps(tensor: Tensor) -> bool:
     expected = 1
-    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+    for stride, length in sorted(zip(tensor.stride(), tensor.shape)):  # noqa: B905 (it takes longer)
         if length != 1 and stride != expected:
             return False
         expected *= length

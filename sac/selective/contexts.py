@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -66,7 +67,8 @@ class CheckpointForwardMode(ForwardMode):
             hooks.__exit__(*error)
         if error[0] is None:
             kept = [] if watch is None else watch.kept()
-            self.record.close(kept, ALL if watch is None else watch.last_missing())
+            last = ALL if watch is None else watch.last_missing()
+            self.record.close(kept, ALL if last >= 0 and _runs_to_the_end() else last)
             self.record.decided = []
             if self.record.modules is not None:
                 self.record.table.learnt = self.record.modules.learnt
@@ -124,6 +126,15 @@ def hooks_below_top() -> PackHooks | None:
         return surrounding_hooks()
     finally:
         torch._C._autograd._push_saved_tensors_default_hooks(*top)
+
+
+def _runs_to_the_end() -> bool:
+    """Whether ``torch.utils.checkpoint.set_checkpoint_early_stop(False)`` holds, so that what comes last runs too.
+
+    The name is private to torch (2.1 to 2.13); without it, and where checkpoint is called with ``early_stop=False``,
+    what is saved behind the last tensor that backward reads is computed again.
+    """
+    return getattr(torch.utils.checkpoint, "_enable_checkpoint_early_stop", None) is False
 
 
 class _Watch:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from sac.errors import Problem, RegionError
+from sac.region.advice import OTHER_KIND
 from sac.region.detach import cloned
 from sac.region.handles import Ending, ToTheEnd
 from sac.region.storages import describe
@@ -69,24 +70,26 @@ class FallbackMode(RegionMode):
             self._ending.settle(written_tensors(plan, args, kwargs) if plan.writes else ())
         out = run_op(plan, args, kwargs)
         if self._waiting.get(plan):
-            out = self._serve(self._waiting[plan].popleft(), out)
+            out = in_place_of(self._region, self._waiting[plan].popleft(), out)
         self._ending.after_op()
         return out
 
-    def _serve(self, one: Routed, out: Any) -> Any:
-        # The op has run, so that generators are where they were; what it chose in forward stands for its result.
-        for found, kept in zip(tensors_of(out), one.outputs, strict=True):
-            if found.shape != kept.shape or found.dtype != kept.dtype:
-                raise RegionError(
-                    Problem(
-                        self._region or "region",
-                        f"{one.plan.op} gave {describe(kept)} in forward and gives {describe(found)} in recomputation",
-                        fix="make the region's forward depend on its inputs, parameters and random state only",
-                    )
+
+def in_place_of(region: str, one: Routed, out: Any) -> Any:
+    """Return what ``one`` holds, in place of the result ``out`` that its op has now; ``region`` names the region."""
+    # The op has run, so that generators are where they were; what it chose in forward stands for its result.
+    for found, kept in zip(tensors_of(out), one.outputs, strict=True):
+        if found.shape != kept.shape or found.dtype != kept.dtype:
+            raise RegionError(
+                Problem(
+                    region or "region",
+                    f"{one.plan.op} gave {describe(kept)} in forward and gives {describe(found)} in recomputation",
+                    fix=OTHER_KIND,
                 )
-        if one.sums and not same(one.sums, sums_of(one.outputs)):
-            if not same(one.sums, sums_of(out)):
-                raise RegionError(overwritten_problem(self._region, one.plan.op))
-            return out
-        outputs = iter(one.outputs)
-        return map_tensors(out, lambda _: cloned(next(outputs)) if one.written else next(outputs).detach())
+            )
+    if one.sums and not same(one.sums, sums_of(one.outputs)):
+        if not same(one.sums, sums_of(out)):
+            raise RegionError(overwritten_problem(region, one.plan.op))
+        return out
+    outputs = iter(one.outputs)
+    return map_tensors(out, lambda _: cloned(next(outputs)) if one.written else next(outputs).detach())

@@ -21,10 +21,10 @@ _set_versions: Any = getattr(torch._C._autograd, "_unsafe_set_version_counter", 
 #
 # A kernel that a compiled function calls through torch (inductor's matrix products) writes to memory that the function
 # has allocated itself, unseen by any mode. To a recorder this looks like a write to a tensor from outside, and it makes
-# an image. When the forward is over nothing holds that memory any more, so nobody can read it again, and the image is of
-# no use. So an image holds its storage weakly, and is forgotten with it: otherwise a region in mode `full` would hold
-# twice what a compiled function inside it has computed. The weak reference keeps the storage's address from being given
-# to another one. Held by tests/stacks/test_compiled_parts_stay_compiled.py.
+# an image. When the forward is over nothing holds that memory any more, so nobody can read it again, and the image is
+# useless. So an image holds its storage weakly, and is forgotten with it: otherwise a region in mode `full` would hold
+# twice what a compiled function inside it has computed. The weak reference keeps the storage's address from being
+# given to another one. Held by tests/stacks/test_compiled_parts_stay_compiled.py.
 
 
 @dataclass(frozen=True, slots=True)

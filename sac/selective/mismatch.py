@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from sac.errors import Problem
+from sac.region.advice import OTHER_PATH, OTHER_VALUE
 from sac.region.storages import describe
 from sac.selective.record import SavedValue
 from sac.selective.table import Plan, plan_name
@@ -24,7 +25,7 @@ def unmatched_problem(path: str, value: SavedValue, rivals: Sequence[tuple[Plan,
     return Problem(
         where=path or "region",
         found=f"call {value.call} of {plan_name(value.plan)} in {module} ran in forward with ({forward}) and {seen}",
-        fix="make the region's forward depend on its inputs, parameters and random state only",
+        fix=OTHER_VALUE if rivals else OTHER_PATH,
     )
 
 
@@ -40,7 +41,7 @@ def swapped_problem(
         found=f"saved tensor {place} was {_made_by(forward)} in forward; in recomputation it is "
         f"{_made_by(recomputed)}, "
         f"{describe(tensor)}, computed from other values",
-        fix="make the region's forward depend on its inputs, parameters and random state only",
+        fix=OTHER_VALUE,
     )
 
 

@@ -11,6 +11,7 @@ import torch
 
 from sac.errors import Problem, RegionError
 from sac.ops.flops import flops_of
+from sac.region.advice import OTHER_WRITE
 from sac.region.detach import equal
 from sac.region.handles import ToTheEnd
 from sac.region.parking import Parked, fetch
@@ -334,7 +335,7 @@ class RecomputeMode(RegionMode):
                     Problem(
                         where=self.record.path or "region",
                         found=f"{plan.op} writes to a saved value in recomputation, and did not in forward",
-                        fix="make the region's forward depend on its inputs, parameters and random state only",
+                        fix=OTHER_WRITE,
                     )
                 )
 

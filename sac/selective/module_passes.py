@@ -12,8 +12,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from sac.errors import Problem, RegionError
 from sac.policy.model import ALTERNATE
-from sac.region.detach import detached
-from sac.region.storages import version_of
+from sac.region.detach import copy_of, detached, overwrite
+from sac.region.storages import plain_address, version_of
 from sac.selective.around import hooks_off, mode_off, surrounding_packs
 from sac.selective.bytes_inside import counted
 from sac.selective.kept_leaf import KeptLeaf, Serving
@@ -136,6 +136,8 @@ class ServingPass:
 
     def call(self, place: Place, forward: ScopedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what the module returned in forward."""
+        if self._mode is not None and self._mode.filling.done:
+            self._mode.filling.settle(())  # what modules after the last missing handle left behind is let go
         call = self.modules.calls[place]
         given = given_leaves(args, kwargs)
         if call.result is None or call.states is None:
@@ -159,11 +161,20 @@ class ServingPass:
             self._labels.name_input_again(tensor, kept.places)
 
     def _run_again(self, forward: ScopedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the module, unseen by the region; raises ``RegionError`` if it writes to a buffer of which is no copy."""
-        large = [one for one in forward.module.buffers() if one.nbytes > _SMALL_BUFFER]
+        """Run the module, unseen by the region; its buffers do not advance.
+
+        Raises ``RegionError`` if it is seen to write to a large one: it may have read what it wrote there in forward.
+        """
+        buffers = [*forward.module.buffers()]
+        storages = {one: one.untyped_storage() for one in buffers if plain_address(one) is not None}
+        large = [one for one in buffers if one.nbytes > _SMALL_BUFFER]
         versions = [version_of(one) for one in large]
         with mode_off(self._mode), saved_tensors_hooks(detached, _same):
+            # Of each: batch norms write to theirs unseen by version counters.
+            before = {one: copy_of(storage) for one, storage in storages.items()}
             out = forward.run_unheard(args, kwargs)
+            for one, storage in storages.items():
+                overwrite(storage, before[one])
         if [version_of(one) for one in large] != versions:
             raise RegionError(
                 Problem(

@@ -15,7 +15,6 @@ from sac.region.frame import Frame
 from sac.region.handles import Handle
 from sac.region.inputs import KeptInputs
 from sac.region.storages import describe, version_of
-from sac.selective.replay_plan import plan_replay
 from sac.selective.replay_recorder import ReplayRecorder
 from sac.selective.replay_run import CannotReplay, ExternalChangeError, run_plan
 
@@ -49,8 +48,15 @@ from sac.selective.replay_run import CannotReplay, ExternalChangeError, run_plan
 # warning is of a tensor from outside that was written to after the forward: Python reads what is there now, which may
 # be something else. The one error is that of a value that differs where ranks meet, see above.
 
-_CHANGED = "a tensor from outside that autograd saved was changed in place"
+_CHANGED = "a tensor from outside was changed in place after the forward"
 _READ_AGAIN = "the region's Python runs again, and finds what is there now: gradients are right if that is the same"
+
+
+class ReadAgain(CannotReplay):
+    """A tensor from outside was written to after the forward: this call's Python runs again, and reads it anew."""
+
+    def __init__(self) -> None:
+        super().__init__(_CHANGED)
 
 
 class ReplayFrame(Frame):
@@ -88,7 +94,7 @@ class ReplayFrame(Frame):
         recorder.end(kept, missing)
         if recorder.tape.trouble:
             self._give_up(recorder.tape.trouble)
-        self._hold_inputs(needed=needed)
+        self._hold_inputs(kept, needed=needed)
         if self.hooks is not None:
             recorder.needs_mode = recorder.needs_mode or bool(kept or recorder.tape.kept)  # so that they are again
             recorder.park(self.hooks)
@@ -107,7 +113,6 @@ class ReplayFrame(Frame):
         if not self._forward_over:
             self.recorder.hold_what_lives()
         if self._was_changed(handle):
-            self._give_up(_CHANGED)
             self.recorder.tape.fail(_CHANGED)
             self.recorder.forget_what_lives(self._alive())
         return self._value_of(handle)
@@ -131,9 +136,12 @@ class ReplayFrame(Frame):
             if reason := self._given_up():
                 raise CannotReplay(reason)
             if recorder.from_outside and any(map(self._was_changed, self._alive())):
-                raise CannotReplay(_CHANGED)
+                raise ReadAgain
             self._replay(waiting)
         except CannotReplay as error:
+            # What somebody else did between the passes says nothing about other calls.
+            if not isinstance(error, ReadAgain):
+                self._give_up(str(error))
             self._run_python(str(error), wanted, waiting, task, last=last)
             return
         if last:
@@ -145,11 +153,15 @@ class ReplayFrame(Frame):
         before = bindings.copies()
         if before is None:
             raise CannotReplay("a buffer's data is elsewhere now")
-        before |= {address: image.copy for address, image in recorder.images.items()}
+        before = {
+            **recorder.changed_outside(),
+            **before,
+            **{address: image.copy for address, image in recorder.images.items()},
+        }
         plan = recorder.plan
         asked = frozenset(waiting) - recorder.spoilt.keys()
         if plan is None or plan.handles != asked:
-            plan = plan_replay(recorder.tape, recorder.wanted(sorted(asked)))
+            plan = recorder.plan_of(sorted(asked))
         if self.settings.checks_metadata:
             read = frozenset(id(recorder.tape.leaves[value].tensor()) for value in plan.leaves)
             if (problem := bindings.changed_parameter(self.path, read)) is not None:
@@ -177,7 +189,7 @@ class ReplayFrame(Frame):
             if not recorder.yields:
                 raise RegionError(problem) from None
             warnings.warn(f"{problem}\n    {_READ_AGAIN}", SacWarning, stacklevel=2)
-            raise CannotReplay("a tensor from outside was changed in place after the forward") from None
+            raise ReadAgain from None
         finally:
             recorder.paused = was_paused
         if plan.written:
@@ -203,7 +215,6 @@ class ReplayFrame(Frame):
             raise CannotReplay(found)
 
     def _run_python(self, reason: str, wanted: Handle, waiting: dict[int, Handle], task: int, *, last: bool) -> None:
-        self._give_up(reason)
         self.recorder.tape.fail(reason)
         self.recorder.forget_what_lives(self._alive())
         for handle in waiting.values():

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from sac.selective.table import Plan
 from sac.selective.tape import Tape
 
 # Note [What is replayed]
@@ -15,6 +16,9 @@ from sac.selective.tape import Tape
 # does not run. A collective before the last entry that runs does, whoever reads it, unless its results are kept: the
 # other ranks may need it, as they do when Python runs again. The step that first meets a value on this walk is the last
 # to read it, and lets it go. A waiting tensor is filled by the last step that makes it or writes to its root.
+#
+# Without early stop every entry runs again whose results are not kept, up to the end of the tape, as when Python runs
+# again: ranks that ran other ops around a collective all come to it.
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +54,13 @@ class ReplayPlan:
     steps_by_number: dict[int, Step] = field(default_factory=dict)
 
 
-def plan_replay(tape: Tape, wanted: Sequence[Wanted]) -> ReplayPlan:
+def plan_replay(tape: Tape, wanted: Sequence[Wanted], *, early_stop: bool = True) -> ReplayPlan:
     """Return what to run again so that all ``wanted`` can be filled; see Note [What is replayed]."""
-    walk = _Walk(tape)
+    walk = _Walk(tape, to_the_end=bool(wanted) and not early_stop)
     left = sorted(wanted, key=lambda one: one.time)
     last = left[-1].time if left else 0
+    if walk.to_the_end:
+        last = len(tape.plans)
     for number in range(last - 1, -1, -1):
         while left and left[-1].time > number:
             walk.want(left.pop())
@@ -67,8 +73,9 @@ def plan_replay(tape: Tape, wanted: Sequence[Wanted]) -> ReplayPlan:
 class _Walk:
     """The state of one walk backwards over a tape."""
 
-    def __init__(self, tape: Tape) -> None:
+    def __init__(self, tape: Tape, *, to_the_end: bool = False) -> None:
         self._tape = tape
+        self.to_the_end = to_the_end
         self._roots, self._kept, self._leaves, self._writes = tape.roots, tape.kept, tape.leaves, tape.writes
         self._needed: set[int] = set()  # values that are read by what was met so far
         self._needed_roots: set[int] = set()
@@ -92,7 +99,7 @@ class _Walk:
         ]
         writes: Any = self._writes.get(number, ())
         runs = bool(outputs) or (writes and not self._needed_roots.isdisjoint(writes))
-        if not runs and number not in self._draws and not self._is_due(number):
+        if not runs and number not in self._draws and not self._is_due(number) and not self._is_unsaved(number):
             return
         self._draws.update(tape.draws_after.get(number, ()))
         frees: list[int] = []
@@ -110,6 +117,16 @@ class _Walk:
         for value in tape.reads[number]:
             self._read(value, frees)
         self._steps.append(Step(number, tuple(outputs), tuple(fills), tuple(frees)))
+
+    def _is_unsaved(self, number: int) -> bool:
+        """Whether the op of an entry runs again because nothing stops replay before it, and nothing is kept of it."""
+        tape = self._tape
+        plan = tape.plans[number]
+        if not self.to_the_end or not isinstance(plan, Plan) or plan.is_view:
+            return False
+        first = tape.firsts[number]
+        results = range(first, first + tape.counts.get(number, 1))
+        return not results or any(value not in self._kept for value in results)
 
     def _is_due(self, number: int) -> bool:
         """Whether a collective has to run although nothing here reads it."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sac.region.detach import copy_of, detached
 from sac.region.handles import Ending, Handle
 from sac.region.inputs import KeptInputs
 from sac.region.parking import PackHooks, park, surrounding_hooks
@@ -30,6 +31,8 @@ from sac.selective.tape_mode import TapeMode
 from sac.selective.tape_recorder import TapeRecorder
 from sac.selective.tensors import storage_address, storage_bytes, tensor_parts
 from sac.selective.unrepeatable import may_differ, unrepeatable_on
+
+_SMALL_BYTES = 1 << 9  # as of buffers that a region without a recorder copies
 
 
 class ReplayRecorder(TapeRecorder):
@@ -64,13 +67,15 @@ class ReplayRecorder(TapeRecorder):
         self._buffers: frozenset[int] | None = None  # of the owners, by id, once it has been asked for
         self._routed: list[Routed] = []  # after the forward: routing, with what is held of it
         self._keeps_persistent = True
+        # By the address of its storage: version of a small tensor from outside, the tensor, and a copy of its data.
+        self._outside: dict[int, tuple[int, Tensor, torch.UntypedStorage]] = {}
         self._lasting: set[int] = set()  # roots of inputs and parameters, which the region or the model holds anyway
 
     def begin(self, inputs: KeptInputs, leaves: list[Any]) -> None:
         """The region is about to run on ``inputs``, whose tensors are among ``leaves``."""
         self._inputs = inputs
-        self._keeps_persistent = surrounding_hooks() is None
-        self._in_order = not self._keeps_persistent
+        self._in_order = surrounding_hooks() is not None
+        self._keeps_persistent = self._settings.early_stop and not self._in_order
         self.tape.lasting = self._lasting if self._keeps_persistent else set()
         for kept in inputs.tensors:
             self.tape.add_leaf(leaves[kept.position], kept.position, lasts=kept.stored is None)
@@ -186,7 +191,7 @@ class ReplayRecorder(TapeRecorder):
         if not tape.trouble:
             program = self.program
             if program is None or not program.fits(tape, self._places, missing):
-                program = Program(tape, self._places, missing, plan_replay(tape, self.wanted(missing)))
+                program = Program(tape, self._places, missing, self.plan_of(missing))
             self.program = program
             program.lend(tape)
             self.plan = program.plan
@@ -218,6 +223,10 @@ class ReplayRecorder(TapeRecorder):
         places = self._places
         return [Wanted(handle, *places[handle][:2]) for handle in handles if handle not in self.spoilt]
 
+    def plan_of(self, handles: list[int]) -> ReplayPlan:
+        """Return what to replay for these handles."""
+        return plan_replay(self.tape, self.wanted(handles), early_stop=self._settings.early_stop)
+
     def park(self, hooks: PackHooks) -> None:
         """Hand the held values to the saved-tensor hooks around the region."""
         kept: dict[int, Any] = self.tape.kept
@@ -237,6 +246,7 @@ class ReplayRecorder(TapeRecorder):
         self.plan = None
         self.images, self._generators, self._routed, self._places = {}, {}, [], {}
         self.checksums = None
+        self._outside = {}
 
     @property
     def has_collectives(self) -> bool:
@@ -280,6 +290,20 @@ class ReplayRecorder(TapeRecorder):
                 )
                 name = getattr(reader, "op", "autograd")
                 tape.fail(f"{name} reads a tensor that no op made, and that nothing holds")
+            elif leaf.position < 0 and not leaf.lasts:
+                self._copy_small(leaf.tensor())
+
+    def _copy_small(self, tensor: Tensor) -> None:
+        """Replay will read a tensor from outside: hold a copy if it is small, since somebody may write to it before."""
+        if type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_inference():
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self.images and storage.nbytes() <= _SMALL_BYTES:
+                self._outside[storage._cdata] = tensor._version, detached(tensor), copy_of(storage)
+
+    def changed_outside(self) -> dict[int, torch.UntypedStorage]:
+        """Return what lay in small tensors from outside that were written to since the forward, by storage."""
+        copies = self._outside.items()
+        return {address: copy for address, (version, watch, copy) in copies if watch._version != version}
 
     def _check_kept(self) -> None:
         """What the policy saves is held as it is: something that is no op may have written to it since."""

@@ -32,14 +32,18 @@ class RerunRecorder:
         rows: Rows | None = None,
         *,
         freeze_buffers: bool = True,
+        early_stop: bool = True,
         modules: SavedModules | None = None,
         apart: frozenset[int] = frozenset(),
         verifies: bool = True,
     ) -> None:
         self.record = CallRecord(table, path, owners, freeze_buffers=freeze_buffers, modules=modules, verifies=verifies)
         self.apart = apart
+        self.early_stop = early_stop
         self.rows = rows
         self.needs_mode = self.reads_values = False
+        self.writes_or_draws = True  # after the forward: whether this alone needs a recorder
+        self.chose_at: frozenset[str] = frozenset()  # after the forward: paths of modules in which ops chose
         self.figures: KeptFigures | None = None
         self._recompute: RecomputeMode | None = None
         self._reached = -1
@@ -50,8 +54,10 @@ class RerunRecorder:
         if self.record.modules is not None:
             self.record.modules.begin(inputs)
         # Without rules the calls of a region that have a recorder and those that have none must run the same ops again:
-        # the collectives among them have to meet those of other ranks.
-        self.record.keeps_persistent = bool(self.record.table.rules) and surrounding_hooks() is None
+        # the collectives among them have to meet those of other ranks. To the end: what is kept asks for no
+        # recomputation, and every rank has to run one.
+        has_rules = bool(self.record.table.rules)
+        self.record.keeps_persistent = has_rules and self.early_stop and surrounding_hooks() is None
         for kept in inputs.tensors:
             if isinstance(kept.data, torch.Tensor):
                 self.record.labels.name_input(kept.data, kept.position, lasts=kept.stored is None)
@@ -70,6 +76,8 @@ class RerunRecorder:
         free = self.record.close(kept, last_missing)
         self.figures = figures_of(self.record, kept)
         self.record.decided = []
+        self.writes_or_draws = self.record.writes_or_draws
+        self.chose_at = frozenset(plan.path for plan in self.record.calls if plan.must_save)
         self.needs_mode, self.reads_values = self.record.needs_mode, self.record.reads_values
         return free
 

@@ -137,6 +137,9 @@ class Plan:
         self.flat = traits.is_flat
         self.savable = not traits.unsavable_reason or bool(traits.savable_if)
         self.savable_if = CONDITIONS[traits.savable_if] if traits.savable_if else None
+        # What follows is learnt from earlier calls, and can change no result. Both say what is held, and what is held
+        # is right in any call. `constants` may lead to less being held, on a device only: if a kernel writes to such a
+        # tensor in a later call only, what is replayed differs, and every call compares that (`verify`).
         # Place on the tape -> shape of what an op of constants made there, and whether it was one still when read.
         self.constants: dict[int, tuple[torch.Size, bool]] = {}
         self.calls_on_inputs: set[int] = set()  # calls whose results were seen not to be made from parameters alone

@@ -27,6 +27,7 @@ from tests.support.discarding_programs import (
     normed,
     seeded,
 )
+from tests.support.runs import Noted
 from tests.support.training import assert_same
 
 
@@ -78,7 +79,7 @@ def test_a_graph_that_is_dropped_frees_everything_without_the_cycle_collector():
 
 
 def test_the_region_runs_once_more_for_all_consumers_and_its_own_backward():
-    runs = []
+    runs = Noted()
 
     def region(h: Tensor) -> Tensor:
         runs.append(h)
@@ -93,7 +94,7 @@ def test_the_region_runs_once_more_for_all_consumers_and_its_own_backward():
 
 
 def test_what_nobody_saved_does_not_make_recomputation_run_to_its_end():
-    ends = []
+    ends = Noted()
 
     def region(h: Tensor) -> Tensor:
         out = h.sin() + 1

@@ -16,6 +16,7 @@ import sac
 from sac.errors import RegionError
 from sac.full.discarding import discard, lent_inputs, run_discardable
 from sac.full.saved_by_graph import nodes_between
+from sac.region.advice import OTHER_LAYOUT, WRITTEN_LATER
 from sac.region.settings import PLAIN
 from tests.support.discarding_programs import (
     WIDTH,
@@ -26,6 +27,7 @@ from tests.support.discarding_programs import (
     normed,
     seeded,
 )
+from tests.support.runs import Noted
 from tests.support.training import assert_same
 
 
@@ -114,7 +116,7 @@ def test_an_exception_in_the_region_leaves_nothing_behind():
 
 
 def test_an_exception_in_recomputation_can_be_retried():
-    fails = [False]
+    fails = Noted(False)
 
     def region(h: Tensor) -> Tensor:
         if fails[0]:
@@ -134,7 +136,7 @@ def test_an_exception_in_recomputation_can_be_retried():
 
 
 def test_an_output_that_lies_otherwise_in_recomputation_is_an_error():
-    transposes = [False]
+    transposes = Noted(False)
 
     def region(h: Tensor) -> Tensor:
         out = h.sin()
@@ -151,7 +153,7 @@ def test_an_output_that_lies_otherwise_in_recomputation_is_an_error():
     assert str(error.value) == (
         "region: output 0 was float32[2, 3] with strides (3, 1), 0 elements into 24 bytes in forward and is "
         "float32[2, 3] with strides (1, 2), 0 elements into 24 bytes in recomputation\n"
-        "    fix: make the region's forward depend on its inputs, parameters and random state only"
+        f"    fix: {OTHER_LAYOUT}"
     )
 
 
@@ -166,7 +168,7 @@ def test_an_output_in_memory_that_others_write_to_is_an_error_as_it_is_without_r
         out.backward()
     assert str(error.value) == (
         "region: output 0 lies in memory that is not the region's own and was written to after the forward\n"
-        "    fix: make the region's forward depend on its inputs, parameters and random state only"
+        f"    fix: {WRITTEN_LATER}"
     )
 
 

@@ -35,6 +35,7 @@ def test_four_ranks(mode, store, name):
     assert run_ranks(4, compare_on_rank, name, store, MODES[mode], {}) == [[]] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("more", [{"keep": "all"}, {"prefetch": 2}, {"verify_replicated": True}], ids=str)
 def test_two_ranks_with_more(more, name):

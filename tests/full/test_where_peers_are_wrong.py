@@ -22,6 +22,7 @@ from sac.errors import RegionError
 from sac.full import FullConfig, RngTracker
 from tests.support.cases import CASES, WIDTH, Run, Seen, hidden, layer, loss_of, seen
 from tests.support.ranks import run_ranks
+from tests.support.runs import Noted
 from tests.support.stored_regions import differences, plainly
 
 
@@ -186,14 +187,13 @@ def test_random_states_after_an_exception_in_recomputation(reentrant):
     """TransformerEngine and DeepSpeed leave them rewound: what is drawn next was drawn before."""
     tracker = RngTracker("cpu")
     tracker.add("model-parallel-rng", 3)
-    runs = 0
+    runs = Noted()
 
     def body(h: Tensor) -> Tensor:
-        nonlocal runs
-        runs += 1
+        runs.append(1)
         with tracker.fork():
             h = F.dropout(h, 0.5)
-        if runs == 2:
+        if len(runs) == 2:
             raise Interrupted
         return F.dropout(h.sin(), 0.5).exp()
 

@@ -43,11 +43,11 @@ MATMULS = selective(policy(save("matmul")))
 
 def extra_op_in_recompute(block: FunctionBlock, x: Tensor) -> Tensor:
     """A profiler range and a logged sum, both of recomputation only."""
-    if block.calls == 2:
+    if block.runs == 2:
         with torch.profiler.record_function("again"):
             x.detach().sum()
     h = x @ block.a
-    if block.calls == 2:
+    if block.runs == 2:
         h.detach().view(-1).mean()
     return (F.dropout(h, 0.3, True).sin() @ block.b).cos()
 
@@ -166,7 +166,7 @@ def test_nested_fully_shard_with_gradient_accumulation(one_process_group: None, 
 
 def swaps_in_recompute(block: FunctionBlock, x: Tensor) -> Tensor:
     """Two products of one shape, in another order on the second run: replay by index hands out the wrong one."""
-    if block.calls % 2:
+    if block.runs % 2:
         left = x @ block.a
         right = x @ block.b
     else:
@@ -178,7 +178,7 @@ def swaps_in_recompute(block: FunctionBlock, x: Tensor) -> Tensor:
 def swaps_inputs_in_recompute(block: FunctionBlock, x: Tensor) -> Tensor:
     """As above with intermediate values instead of parameters."""
     low, high = x * 2, x * 3
-    if block.calls % 2:
+    if block.runs % 2:
         left = low @ block.a
         right = high @ block.a
     else:
@@ -256,7 +256,7 @@ def test_twin_ops_under_alternation(entry: str) -> None:
 
 def changes_shape_in_recompute(block: FunctionBlock, x: Tensor) -> Tensor:
     """The product has another shape on the second run: nothing that was kept can stand for it."""
-    rows = x if block.calls % 2 else x[:4]
+    rows = x if block.runs % 2 else x[:4]
     h = (rows @ block.a).sin() @ block.b
     return h.cos().sum() + x.sum()
 
@@ -275,7 +275,7 @@ def test_changed_shape_raises_and_names_the_region(value: Any) -> None:
 
 
 def fails_in_recompute(block: FunctionBlock, x: Tensor) -> Tensor:
-    if block.calls == 2:
+    if block.runs == 2:
         raise KeyError("the user's own")
     return (x @ block.a).sin().cos()
 
@@ -306,4 +306,4 @@ def test_what_the_second_run_would_do_is_nothing_to_replay(body: Any, rule: dict
     value, build = selective(policy(rule)), functools.partial(built, lambda: Stack(FunctionBlock(body)))
     model = install(build(), value, "apply, replay")
     assert_same(train(build(), make_input=square), train(model, make_input=square))
-    assert model.blocks[0].calls == 1
+    assert model.blocks[0].runs == 1

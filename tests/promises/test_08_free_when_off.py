@@ -66,7 +66,7 @@ def test_no_grad_runs_the_original_forward(value: Any, off: Any) -> None:
         for _ in range(2):
             assert not model(*square()).requires_grad
     assert not any(SEEN)
-    assert model.blocks[0].calls == 2
+    assert model.blocks[0].runs == 2
 
 
 def test_no_grad_uses_no_random_state() -> None:
@@ -96,7 +96,7 @@ def test_eval_with_grad_still_recomputes() -> None:
     """Whether a region is on follows from grad, not from `training`."""
     model = watched_stack(FULL).eval()
     step(model, square())
-    assert model.blocks[0].calls == 2
+    assert model.blocks[0].runs == 2
 
 
 def test_full_enters_no_mode_after_the_first_call() -> None:
@@ -109,15 +109,22 @@ def test_full_enters_no_mode_after_the_first_call() -> None:
     assert len(SEEN) >= 6  # begin and end of forward, begin of recompute, twice
 
 
-@ON_EACH_ENGINE
-def test_nothing_saved_enters_no_mode_after_the_first_call(entry: str) -> None:
-    """The first call is replayed if that was asked for; without a mode there is no tape, and Python runs again."""
-    model = watched_stack(selective(policy()), entry)
+def test_nothing_saved_enters_no_mode_after_the_first_call() -> None:
+    model = watched_stack(selective(policy()), "apply, rerun")
     step(model, square())
     SEEN.clear()
     step(model, square())
     assert not any(SEEN)
-    assert model.blocks[0].calls == (3 if entry == "apply, replay" else 4)
+    assert model.blocks[0].runs == 4
+
+
+def test_replay_that_was_asked_for_has_its_mode_in_every_call() -> None:
+    """Without a mode there is no tape, and Python would run twice."""
+    model = watched_stack(selective(policy()), "apply, replay")
+    for _ in range(3):
+        step(model, square())
+    assert SEEN == [True] * 6
+    assert model.blocks[0].runs == 3
 
 
 @ON_EACH_ENGINE
@@ -127,14 +134,14 @@ def test_everything_saved_enters_no_mode_after_the_first_call(entry: str) -> Non
     SEEN.clear()
     step(model, square())
     assert not any(SEEN)
-    assert model.blocks[0].calls <= 4  # nothing need be run again, but it may be
+    assert model.blocks[0].runs <= 4  # nothing need be run again, but it may be
 
 
 def test_none_enters_nothing() -> None:
     model = watched_stack("none")
     step(model, square())
     assert not any(SEEN)
-    assert model.blocks[0].calls == 1
+    assert model.blocks[0].runs == 1
     assert "forward" not in vars(model.blocks[0])
 
 

@@ -24,7 +24,7 @@ IN_2_13 = pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="
 def _tied_scores(block: FunctionBlock, x: Tensor) -> Tensor:
     """Scores that differ between two runs by rounding alone, as those of a non-deterministic kernel."""
     scores = (x @ block.a)[:, :EXPERTS].softmax(-1)
-    Wobble.sign = 1.0 if block.calls % 2 else -1.0
+    Wobble.sign = 1.0 if block.runs % 2 else -1.0
     return wobble(scores + (1 - scores.detach()))
 
 

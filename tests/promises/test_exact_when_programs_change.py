@@ -383,13 +383,14 @@ def test_two_forwards_before_a_backward(make: Callable[[], nn.Module], way: str)
 class AsDataclass:
     h: Any
     count: int = 0
+    seen: Any = dataclasses.field(default_factory=lambda: torch.zeros(4))
 
 
 class AsSlots:
-    __slots__ = ("count", "h")
+    __slots__ = ("count", "h", "seen")
 
-    def __init__(self, h: Any, count: int = 0) -> None:
-        self.h, self.count = h, count
+    def __init__(self, h: Any) -> None:
+        self.h, self.count, self.seen = h, 0, torch.zeros(300)
 
 
 class AsUserDict(collections.UserDict):  # type: ignore[type-arg]
@@ -402,11 +403,11 @@ class AsDict(dict):  # type: ignore[type-arg]
 
 STATES: dict[str, Callable[[Tensor], Any]] = {
     "dataclass": AsDataclass,
-    "namespace": lambda h: types.SimpleNamespace(h=h, count=0),
+    "namespace": lambda h: types.SimpleNamespace(h=h, count=0, seen=torch.zeros(4)),
     "slots": AsSlots,
     "UserDict": lambda h: AsUserDict(h=h, count=0),
     "dict subclass": lambda h: AsDict(h=h, count=0),
-    "in a list": lambda h: [types.SimpleNamespace(h=h, count=0)],
+    "in a list": lambda h: [types.SimpleNamespace(h=h, count=0, seen=torch.zeros(300))],
 }
 
 
@@ -418,7 +419,8 @@ class OnState(Block):
             held["h"] = held["h"] + self.mlp(held["h"]) * held["count"]
             return held["h"]
         held.count += 1
-        held.h = held.h + self.mlp(held.h) * held.count
+        held.seen.add_(held.h.detach().mean())
+        held.h = held.h + self.mlp(held.h) * held.count * held.seen.mean().cos()
         return held.h
 
 
@@ -438,6 +440,58 @@ def test_fields_of_an_argument_that_the_block_rebinds(kind: str, way: str, monke
     monkeypatch.setattr(StateModel, "make_state", staticmethod(STATES[kind]), raising=False)
     monkeypatch.setattr(f"{__name__}.Model", StateModel)
     assert_same(OnState, way)
+
+
+# What somebody else does between the passes
+
+TABLE = torch.ones(4)
+
+
+class FromOutside(Block):
+    """Reads a global tensor that autograd does not save; the loop writes to it between forward and backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(x + torch.sin(TABLE))
+
+
+class Features(Block):
+    """Leaves a feature in a dictionary, from which the loop takes it between forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features: dict[str, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.features["out"] = x
+        return x + self.mlp(x)
+
+
+def writing_outside(model: Model, x: Tensor, step: int) -> Tensor:
+    if not step:
+        TABLE.fill_(1.0)
+    loss = model(x).square().mean()
+    if step >= 2:
+        TABLE.mul_(-0.5)
+    loss.backward()
+    return loss
+
+
+def taking_features(model: Model, x: Tensor, step: int) -> Tensor:
+    loss = model(x).square().mean()
+    for layer in model.layers:
+        loss = loss + layer.features.pop("out").sin().sum()
+    loss.backward()
+    return loss
+
+
+@pytest.mark.parametrize("way", ["auto", "replay", "no match"])  # a global cannot be reached: rerun reads what is there
+def test_global_tensor_that_the_loop_writes_to(way: str) -> None:
+    assert_same(FromOutside, way, writing_outside)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_the_loop_takes_away_does_not_come_back(way: str) -> None:
+    assert_same(Features, way, taking_features)
 
 
 # How it comes about

@@ -7,16 +7,18 @@ from torch.nn import functional as F
 
 import sac
 from sac.errors import RegionError
+from sac.region.advice import OTHER_KIND, OTHER_PATH
 from tests.support.cases import WIDTH, hidden, layer
+from tests.support.runs import Noted
 
-FIX = "    fix: make the region's forward depend on its inputs, parameters and random state only"
+PATH, KIND = f"    fix: {OTHER_PATH}", f"    fix: {OTHER_KIND}"
 
 
 class Changing:
     """Runs `first`, and `then` from the second time on."""
 
     def __init__(self, first, then):
-        self.bodies = [first, then]
+        self.bodies = Noted(first, then)
 
     def __call__(self, h):
         body = self.bodies[0]
@@ -35,7 +37,7 @@ def error_of(first, then, **options):
 
 def test_fewer_saved_tensors():
     assert error_of(lambda h: h.tanh().tanh(), lambda h: h.tanh()) == (
-        f"Changing: recomputation saved 1 tensors, forward saved 2\n{FIX}"
+        f"Changing: recomputation saved 1 tensors, forward saved 2\n{PATH}"
     )
 
 
@@ -43,21 +45,21 @@ def test_more_saved_tensors_are_seen_without_early_stop():
     told = error_of(lambda h: h.tanh(), lambda h: h.tanh().tanh(), early_stop=False)
     assert told == (
         "Changing: recomputation saves more tensors than forward did (1); the first one more is number 1, "
-        f"float32[4, 8]\n{FIX}"
+        f"float32[4, 8]\n{PATH}"
     )
 
 
 def test_another_shape():
     assert error_of(lambda h: h.tanh(), lambda h: h[:2].tanh().repeat(2, 1)) == (
         "Changing: saved tensor 0 was float32[4, 8] on cpu in forward and is float32[2, 8] on cpu in recomputation\n"
-        f"{FIX}"
+        f"{KIND}"
     )
 
 
 def test_another_dtype():
     assert error_of(lambda h: h.tanh(), lambda h: h.double().tanh().float()) == (
         "Changing: saved tensor 0 was float32[4, 8] on cpu in forward and is float64[4, 8] on cpu in recomputation\n"
-        f"{FIX}"
+        f"{KIND}"
     )
 
 
@@ -82,12 +84,12 @@ class Fails:
     """A layer with dropout whose `turn`-th run raises in its middle."""
 
     def __init__(self, model, turn):
-        self.model, self.turn, self.runs = model, turn, 0
+        self.model, self.turn, self.runs = model, turn, Noted()
 
     def __call__(self, h):
-        self.runs += 1
+        self.runs.append(1)
         h = self.model(F.dropout(h, 0.5))
-        if self.runs == self.turn:
+        if len(self.runs) == self.turn:
             raise Interrupted
         return self.model(h)
 

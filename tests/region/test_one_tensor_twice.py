@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 import sac
 from sac.full import FullConfig
 from tests.support.blocks import Stack, policy, save, selective
+from tests.support.runs import Noted
 from tests.support.training import assert_same, built
 
 Call = Callable[..., Any]
@@ -66,7 +67,7 @@ def test_attention_on_itself(store, reentrant):
 
 @both_modes
 def test_the_same_tensor_inside_containers_and_keywords(reentrant):
-    ways = []
+    ways = Noted()
 
     def function(a: Tensor, pair: list[Tensor], *, mask: Tensor, last: dict[str, Tensor]) -> Tensor:
         ways.append((a is pair[0], a is pair[1], a is last["a"], mask is last["mask"]))
@@ -83,7 +84,7 @@ def test_the_same_tensor_inside_containers_and_keywords(reentrant):
 
 
 def test_a_reentrant_region_that_trains_what_only_a_closure_holds():
-    weight, ways = torch.randn(4, requires_grad=True), []
+    weight, ways = torch.randn(4, requires_grad=True), Noted()
 
     def function(a: Tensor, b: Tensor) -> Tensor:
         ways.append(a is b)

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import sac
 from sac.errors import RegionError
 from sac.full import FullConfig
+from sac.region.advice import OTHER_KIND
 from tests.support.cases import WIDTH, Run, Seen, hidden, layer, loss_of, seen
 from tests.support.recording import Recorder
 from tests.support.reentrant import (
@@ -24,6 +25,7 @@ from tests.support.reentrant import (
     torch_reentrant,
     wrong,
 )
+from tests.support.runs import Noted
 
 STORES = ("whole", "host", "contiguous")
 
@@ -190,7 +192,7 @@ def test_backward_can_be_tried_again_after_an_exception(where, store):
             fail("inner backward")
             return grad
 
-    fails = [where]
+    fails = Noted(where)
 
     def fail(place: str) -> None:
         if place in fails:
@@ -198,7 +200,7 @@ def test_backward_can_be_tried_again_after_an_exception(where, store):
             raise Interruption
 
     def program(run: Run) -> Seen:
-        model, (x, h), runs = layer(), hidden(4, WIDTH), [0]
+        model, (x, h), runs = layer(), hidden(4, WIDTH), Noted(0)
 
         def body(h: Tensor) -> Tensor:
             h = F.dropout(Failing.apply(h), 0.4)
@@ -249,13 +251,13 @@ class Changing:
     """Runs the bodies one after the other, and the last one from then on."""
 
     def __init__(self, *bodies):
-        self.bodies = list(bodies)
+        self.bodies = Noted(*bodies)
 
     def __call__(self, h):
         return self.bodies.pop(0)(h) if len(self.bodies) > 1 else self.bodies[0](h)
 
 
-REPEAT = "    fix: make the region's forward depend on its inputs, parameters and random state only"
+REPEAT = f"    fix: {OTHER_KIND}"
 
 
 @pytest.mark.parametrize(
@@ -389,7 +391,7 @@ def test_what_the_other_mode_has_shown_does_not_count():
 
 
 def test_routing_is_not_decided_again():
-    runs = []
+    runs = Noted()
 
     def route(h: Tensor) -> Tensor:
         recorder = Recorder()

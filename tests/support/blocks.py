@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import sac
+from tests.support.runs import note_run, runs_of
 
 MAX_TOKENS = 64
 ENGINES = ("rerun", "replay")
@@ -105,11 +106,17 @@ class FunctionBlock(nn.Module):
         self.a = nn.Parameter(torch.randn(width, width) / width**0.5)
         self.b = nn.Parameter(torch.randn(width, width) / width**0.5)
         self.generator: torch.Generator | None = None
-        self.calls = 0  # how often the body was run, recomputation included: what a Python-side cache would see
+        self.calls = 0  # how often the body was run as the region can tell: what a recomputation puts back
         for name, child in children.items():
             self.add_module(name, child)
 
+    @property
+    def runs(self) -> int:
+        """How often the body was run, recomputation included."""
+        return runs_of(self)
+
     def forward(self, *values: Tensor) -> Any:
+        note_run(self)
         self.calls += 1
         return self.body(self, *values)
 

@@ -161,7 +161,7 @@ def trained(name: str, engine: str, chosen: dict[str, Any]) -> tuple[Outcome, in
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         seen = outcome(step, model)
-    calls = sum(block.calls for block in model.blocks)
+    calls = sum(block.runs for block in model.blocks)
     return seen, calls, [str(one.message) for one in caught if "replay" in str(one.message)]
 
 

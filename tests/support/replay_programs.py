@@ -42,7 +42,7 @@ def applied(build: Callable[[], Stack], value: Any) -> Stack:
 
 def python_runs(model: nn.Module) -> int:
     """How often Python ran the bodies of the model's regions."""
-    return sum(module.calls for module in model.modules() if isinstance(module, FunctionBlock))
+    return sum(module.runs for module in model.modules() if isinstance(module, FunctionBlock))
 
 
 def assert_replayed(build: Callable[[], Stack], value: Any, *, steps: int = 2, **training: Any) -> None:

@@ -45,7 +45,6 @@ def run_script_alone(script: Path, *arguments: str) -> subprocess.CompletedProce
         [sys.executable, str(script), *arguments],
         capture_output=True,
         text=True,
-        timeout=500,
         env={"OMP_NUM_THREADS": "1", **os.environ},
         check=False,
     )

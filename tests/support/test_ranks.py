@@ -42,7 +42,7 @@ def leave_a_collective_to_rank_0() -> None:
         dist.all_reduce(torch.zeros(1))
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_results_come_by_rank(world_size):
     results = run_ranks(world_size, whoami, "a")
     assert [result[:3] for result in results] == [("a", rank, world_size) for rank in range(world_size)]

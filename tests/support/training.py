@@ -70,6 +70,7 @@ def _state_after(step: int, model: nn.Module, loss: Tensor, device: str) -> dict
     if device != "cpu":
         seen[f"step {step} random numbers of the device"] = torch.cuda.get_rng_state()
     for name, parameter in model.named_parameters():
+        seen[f"step {step} parameter {name}"] = parameter.detach().clone()
         if parameter.grad is not None:
             seen[f"step {step} gradient of {name}"] = parameter.grad.clone()
     for name, buffer in model.named_buffers():

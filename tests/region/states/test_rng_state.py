@@ -18,6 +18,7 @@ from sac.full import FullConfig, RngTracker
 from sac.region.states import rng
 from tests.support.blocks import FunctionBlock, Stack, policy, save, selective
 from tests.support.recording import Recorder
+from tests.support.runs import Noted
 from tests.support.trackers import MAKERS, MegatronLike, TiedGenerator, bytes_of, draws, filled, leaf, states_of
 
 SEVERAL = ("ours", "Megatron", "TransformerEngine, graph-safe")
@@ -30,7 +31,7 @@ ON_SEVERAL_TRACKERS = pytest.mark.parametrize("maker", [MAKERS[name] for name in
 def test_without_preserving_nothing_is_put_back_and_no_tracker_is_asked():
     tracker = filled(MAKERS["ours"])
     x, y = leaf(), leaf()
-    drawn = []
+    drawn = Noted()
 
     def drawing(x: Tensor) -> Tensor:
         with tracker.fork():
@@ -45,7 +46,7 @@ def test_without_preserving_nothing_is_put_back_and_no_tracker_is_asked():
     out.sum().backward()
     torch.manual_seed(0)
     tracker = filled(MAKERS["ours"])
-    expected, drawn = drawn, []
+    expected, drawn = [*drawn], Noted()
     drawing(y)
     drawing(y)
     assert expected == drawn
@@ -100,9 +101,21 @@ def test_a_generator_that_no_op_is_given_is_put_back_on_request():
     assert torch.equal(*outcomes)
 
 
-def test_a_generator_that_no_op_is_given_is_missed_in_the_first_recomputation():
-    generator = torch.Generator().manual_seed(3)
-    out = sac.checkpoint(functools.partial(lambda g, x: (x * unseen_draw(g, x)).sin(), generator), leaf())
+def test_a_generator_that_the_region_holds_needs_no_request():
+    outcomes = []
+    for region in (False, True):
+        generator = torch.Generator().manual_seed(3)
+        function = functools.partial(lambda g, x: (x * unseen_draw(g, x)).sin(), generator)
+        x = leaf()
+        for _ in range(3):
+            (sac.checkpoint(function, x) if region else function(x)).sum().backward()
+        outcomes.append((x.grad, generator.get_state()))
+    assert all(torch.equal(*pair) for pair in zip(*outcomes, strict=True))
+
+
+def test_a_global_generator_that_no_op_is_given_is_missed_in_the_first_recomputation():
+    held = Noted(torch.Generator().manual_seed(3))
+    out = sac.checkpoint(lambda x: (x * unseen_draw(held[0], x)).sin(), leaf())
     with pytest.raises(RegionError, match="computed from other values"):
         out.sum().backward()
 
@@ -246,7 +259,7 @@ def test_a_tracker_that_is_not_in_use_stays_so():
             super().set_states(states)
             self.is_initialized = True
 
-    tracker, seen = Lazy(), []
+    tracker, seen = Lazy(), Noted()
 
     def asking(x: Tensor) -> Tensor:
         seen.append(tracker.is_initialized)
@@ -259,15 +272,15 @@ def test_a_tracker_that_is_not_in_use_stays_so():
 
 def test_the_getter_is_asked_anew_for_the_recomputation():
     """Backward may run on another thread, and a getter may know one tracker per thread."""
-    used = filled(MAKERS["ours"])
+    used = Noted(filled(MAKERS["ours"]))
     x, y = leaf(), leaf()
-    out = sac.checkpoint(lambda x: draws(used, x), x, get_rng_state_tracker=lambda: used)
-    used = filled(MAKERS["ours"])
-    with used.fork():
+    out = sac.checkpoint(lambda x: draws(used[0], x), x, get_rng_state_tracker=lambda: used[0])
+    used[0] = filled(MAKERS["ours"])
+    with used[0].fork():
         torch.rand(5)
-    before = states_of(used)
+    before = states_of(used[0])
     out.sum().backward()
-    assert states_of(used) == before
+    assert states_of(used[0]) == before
     torch.manual_seed(0)
     draws(filled(MAKERS["ours"]), y).sum().backward()
     assert torch.equal(x.grad, y.grad)

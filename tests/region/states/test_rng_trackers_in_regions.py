@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -133,6 +134,23 @@ def test_a_region_inside_the_fork_of_another_region(maker, outer, inner, in_floa
     assert_nearly_same(plainly, ours)
 
 
+class Behind:
+    """A tracker that the region forks without holding it, as a global one."""
+
+    __slots__ = ("__weakref__",)
+
+    def __init__(self, tracker: Any) -> None:
+        _BEHIND[self] = tracker
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "__dict__":
+            raise AttributeError(name)
+        return getattr(_BEHIND[self], name)
+
+
+_BEHIND: weakref.WeakKeyDictionary[Behind, Any] = weakref.WeakKeyDictionary()
+
+
 def without_the_name(tracker: MegatronLike) -> Any:
     """The tracker as far as `get_states` and `set_states` show it."""
 
@@ -151,7 +169,14 @@ def test_the_tests_above_can_fail(getter, stream):
     expected, tracker = trained(forks_in_forks, filled(MegatronLike), "", stream), filled(MegatronLike)
     call = functools.partial(sac.checkpoint, get_rng_state_tracker=getter(tracker))
     with pytest.raises(AssertionError, match="gradient"):
-        assert_same(expected, trained(forks_in_forks, tracker, "", stream, call))
+        assert_same(expected, trained(forks_in_forks, Behind(tracker), "", stream, call))
+
+
+@pytest.mark.parametrize("stream", [None, "model-parallel-rng"])
+def test_a_tracker_that_the_region_holds_needs_no_getter(stream):
+    """One of another system: what it holds is put back as that of any object."""
+    expected = trained(forks_in_forks, filled(MegatronLike), "", stream)
+    assert_same(expected, trained(forks_in_forks, filled(MegatronLike), "", stream, sac.checkpoint))
 
 
 # Generators that share a state, as on CUDA

@@ -13,6 +13,7 @@ import sac
 from sac.region.states.ambient import AutocastState
 from tests.support.blocks import FunctionBlock
 from tests.support.pairs import in_pairs
+from tests.support.runs import Noted
 from tests.support.stateful import WAYS, Surrounding, Way, as_it_is, stack_of, stepped
 from tests.support.training import assert_same
 
@@ -58,7 +59,7 @@ def test_recomputation_runs_under_the_autocast_of_forward(forward: str, backward
 
 @pytest.mark.parametrize("forward", SURROUNDINGS)
 def test_everything_about_it_is_seen_and_put_back(forward: str) -> None:
-    seen: list[Any] = []
+    seen = Noted()
 
     def body(x: Tensor) -> Tensor:
         seen.append(autocast_now())
@@ -98,7 +99,7 @@ def test_casts_of_weights_made_in_recomputation_do_not_outlive_it() -> None:
 
 
 def test_autocast_is_put_back_when_recomputation_raises() -> None:
-    runs = []
+    runs = Noted()
 
     def body(x: Tensor) -> Tensor:
         runs.append(autocast_now())

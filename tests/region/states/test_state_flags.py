@@ -16,6 +16,7 @@ import sac
 from sac.region.states import process_flags
 from tests.support.blocks import FULL, FunctionBlock, install
 from tests.support.recording import Recorder
+from tests.support.runs import Noted
 from tests.support.stateful import ON_EACH_WAY, WAYS, Surrounding, Way, as_it_is, stack_of, stepped
 from tests.support.training import assert_same, built
 
@@ -104,7 +105,7 @@ def attention(block: FunctionBlock, x: Tensor) -> Tensor:
 @ON_EACH_WAY
 @ON_EACH_FLAG
 def test_recomputation_sees_the_flags_of_forward(surrounding: Surrounding, read: Callable[[], Any], way: Way) -> None:
-    seen: list[Any] = []
+    seen = Noted()
 
     def body(block: FunctionBlock, x: Tensor) -> Tensor:
         seen.append(read())
@@ -125,7 +126,7 @@ def test_recomputation_sees_the_flags_of_forward(surrounding: Surrounding, read:
 def test_recomputation_does_not_see_the_flags_of_backward(
     surrounding: Surrounding, read: Callable[[], Any], way: Way
 ) -> None:
-    seen: list[Any] = []
+    seen = Noted()
 
     def body(block: FunctionBlock, x: Tensor) -> Tensor:
         seen.append(read())
@@ -173,7 +174,7 @@ def test_attention_is_recomputed_by_the_backend_of_forward(chosen: SDPBackend) -
 
 @ON_EACH_FLAG
 def test_flags_are_put_back_when_recomputation_raises(surrounding: Surrounding, read: Callable[[], Any]) -> None:
-    seen: list[Any] = []
+    seen = Noted()
 
     def body(x: Tensor) -> Tensor:
         seen.append(read())
@@ -194,7 +195,7 @@ def test_flags_are_put_back_when_recomputation_raises(surrounding: Surrounding, 
 
 def test_a_region_that_sets_a_flag_for_good_sets_it_once() -> None:
     """As in plain training: what forward left behind stands after backward, though recomputation began without it."""
-    seen: list[str] = []
+    seen = Noted()
 
     def body(x: Tensor) -> Tensor:
         seen.append(torch.get_float32_matmul_precision())
@@ -225,7 +226,7 @@ def test_flags_inside_a_region_that_stops_early_are_put_back() -> None:
 
 def test_a_gradient_taken_inside_the_region_sees_the_flags_of_its_place() -> None:
     """The inner region is recomputed inside the recomputation of the outer one, under other flags than either found."""
-    seen: list[Any] = []
+    seen = Noted()
 
     def inner(x: Tensor) -> Tensor:
         seen.append(("inner", backends()))
@@ -254,7 +255,7 @@ def test_a_gradient_taken_inside_the_region_sees_the_flags_of_its_place() -> Non
 
 def test_older_and_newer_words_for_a_precision_stay_in_step() -> None:
     """torch raises where it is asked for the older one and they differ."""
-    seen: list[Any] = []
+    seen = Noted()
 
     def body(x: Tensor) -> Tensor:
         seen.append((torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32))

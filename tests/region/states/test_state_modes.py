@@ -17,6 +17,7 @@ import sac
 from sac.region.states import ambient
 from tests.support.blocks import FunctionBlock
 from tests.support.pairs import in_pairs
+from tests.support.runs import Noted
 from tests.support.stateful import ON_EACH_WAY, WAYS, Surrounding, Way, as_it_is, stack_of, stepped
 from tests.support.training import assert_same
 
@@ -90,7 +91,7 @@ def test_recomputation_runs_under_the_modes_of_forward(forward: str, backward: s
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["this thread", "another thread"])
 @pytest.mark.parametrize("forward", SURROUNDINGS)
 def test_the_stack_is_exactly_that_of_forward_and_then_that_of_now(forward: str, elsewhere: bool) -> None:
-    seen: list[list[Any]] = []
+    seen = Noted()
 
     def region(x: Tensor) -> Tensor:
         seen.append(stack_now())
@@ -120,7 +121,7 @@ def test_the_stack_is_exactly_that_of_forward_and_then_that_of_now(forward: str,
 
 
 def test_modes_are_put_back_when_recomputation_raises() -> None:
-    runs: list[list[Any]] = []
+    runs = Noted()
 
     def region(x: Tensor) -> Tensor:
         runs.append(stack_now())
@@ -210,7 +211,7 @@ def test_backward_of_a_subclass_recomputes_by_its_own_functions(way: Way) -> Non
 
 
 def test_a_region_called_with_subclasses_off_is_recomputed_so() -> None:
-    states: list[bool] = []
+    states = Noted()
 
     def region(x: Tensor) -> Tensor:
         states.append(torch._C._is_torch_function_enabled())

@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import sac
 from sac.full import FullConfig
 from sac.region.states import process_flags
+from tests.support.runs import Noted
 
 WAIT = 60  # seconds until a test that hangs gives up
 
@@ -40,13 +41,12 @@ class Meeting:
 
     def __init__(self) -> None:
         self.there, self.go = threading.Event(), threading.Event()
-        self.runs = 0
-        self.seen: list[Any] = []
+        self.runs, self.seen = Noted(), Noted()
 
     def __call__(self, x: Tensor) -> Tensor:
-        self.runs += 1
+        self.runs.append(1)
         self.seen.append(flags())
-        if self.runs == 2:
+        if len(self.runs) == 2:
             self.there.set()
             assert self.go.wait(WAIT)
             self.seen.append(flags())
@@ -147,7 +147,7 @@ def test_a_patched_attention_on_two_threads_is_taken_back_once() -> None:
 
 def test_what_belongs_to_a_thread_is_the_recomputations_own() -> None:
     """Autocast, modes and grad mode of one thread's recomputation are not seen on the other."""
-    seen: dict[str, Any] = {}
+    seen = Noted()
 
     def own() -> Any:
         stack = torch.overrides._get_current_function_mode_stack()
@@ -157,12 +157,12 @@ def test_what_belongs_to_a_thread_is_the_recomputations_own() -> None:
 
     def region(name: str) -> Callable[[Tensor], Tensor]:
         def body(x: Tensor) -> Tensor:
-            if name in seen:
+            if name in [noted for noted, _ in seen]:
                 gate.wait(WAIT)
-                seen[f"{name} again"] = own()
+                seen.append((f"{name} again", own()))
                 gate.wait(WAIT)
             else:
-                seen[name] = own()
+                seen.append((name, own()))
             return x.sin().cos()
 
         return body
@@ -176,8 +176,9 @@ def test_what_belongs_to_a_thread_is_the_recomputations_own() -> None:
         thread.start()
     for thread in threads:
         thread.join(WAIT)
-    assert seen["first"] == seen["first again"] == (True, ["DeviceContext"], True)
-    assert seen["second"] == seen["second again"] == (False, [], True)
+    found = dict(seen)
+    assert found["first"] == found["first again"] == (True, ["DeviceContext"], True)
+    assert found["second"] == found["second again"] == (False, [], True)
 
 
 class Steps:

@@ -22,6 +22,7 @@ from tests.support.blocks import (
     tokens,
 )
 from tests.support.ranks import run_ranks
+from tests.support.runs import Noted
 from tests.support.stores import (
     MODES,
     every_store,
@@ -79,7 +80,7 @@ def test_every_dtype_comes_back(dtype, store):
 def test_every_layout_comes_back(made, store):
     x = made()
     expected = x.clone()
-    seen: list[Tensor] = []
+    seen = Noted()
 
     def look(h: Tensor, w: Tensor) -> Tensor:
         seen.append(h)

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import sac
 from tests.support.ranks import run_ranks
+from tests.support.runs import Noted
 from tests.support.scattering import Run, Seen, differences, mlp, plainly, scattered, summed_up, weights
 
 
@@ -155,7 +156,7 @@ def retried(run: Run) -> Seen:
     """Recomputation fails once; what is left of the graph works."""
     x = torch.randn(3, 5, requires_grad=True)
     models = nn.ModuleList([mlp(5) for _ in range(3)])
-    fails = [False]
+    fails = Noted(False)
 
     def may_fail(h: Tensor) -> Tensor:
         if fails[0]:
@@ -255,7 +256,7 @@ def shapes_and_kinds(more: dict[str, Any]) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_any_number_of_elements_and_any_dtype(size):
     assert run_ranks(size, shapes_and_kinds, {}) == [[]] * size
     assert run_ranks(size, shapes_and_kinds, {"verify_replicated": True, "prefetch": 1}) == [[]] * size

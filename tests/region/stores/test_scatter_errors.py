@@ -115,7 +115,7 @@ def split(what: str) -> list[str]:
 
 
 @pytest.mark.parametrize("what", ["sequence", "one bit", "order", "shape", "strides", "dtype", "zero sign"])
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_an_input_that_is_not_the_same_on_all_ranks(size, what):
     wrong = "shape, strides or dtype" if what in ("shape", "strides", "dtype") else "values"
     told = (

@@ -62,7 +62,7 @@ def kept_by_regions(more: dict[str, Any], warm: bool) -> tuple[int, list[bool], 
 
 
 @pytest.mark.parametrize("warm", [False, True], ids=["first call", "later call"])
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "more",
     [

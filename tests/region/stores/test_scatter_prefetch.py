@@ -18,6 +18,7 @@ from sac.region.stores import gathering
 from sac.region.stores.scatter import PlacedShare
 from tests.support.ranks import run_ranks
 from tests.support.recording import Recorder, without_collector
+from tests.support.runs import Noted
 from tests.support.scattering import Run, bytes_left, plainly, scattered
 
 SIZES = (4, 5, 6, 7)  # the input of region i has 2 * SIZES[i] elements, of which a share has SIZES[i]
@@ -61,8 +62,23 @@ class Layers(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.weights = nn.ParameterList([torch.randn(a, b) for a, b in itertools.pairwise(SIZES)])
-        self.events: list[str] | None = None
-        self.fails = ""
+        self.watch = Noted(None, "")  # events, and where a run fails: not put back when a region runs again
+
+    @property
+    def events(self) -> list[str] | None:
+        return self.watch[0]
+
+    @events.setter
+    def events(self, value: list[str] | None) -> None:
+        self.watch[0] = value
+
+    @property
+    def fails(self) -> str:
+        return self.watch[1]
+
+    @fails.setter
+    def fails(self, value: str) -> None:
+        self.watch[1] = value
 
     def one(self, h: Tensor, at: int) -> Tensor:
         if self.events is not None:

@@ -1,0 +1,118 @@
+"""`sac plan` on configs as transformers writes them: a plan, or a text that says what is not supported."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sac.cli import main
+from sac.errors import ConfigError
+from sac.measuring.batches import check_batches
+from sac.measuring.built_model import Scale
+from sac.measuring.hf_models import class_and_config, scale_config
+
+transformers = pytest.importorskip("transformers")
+
+HEADS = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 32}
+IMAGE = {**HEADS, "image_size": 16, "patch_size": 8}
+SIDES = {"text_config": {**HEADS, "vocab_size": 64}, "vision_config": IMAGE}
+STAGES = {"hidden_sizes": [8, 8, 16, 16], "image_size": 32}
+BART = {"d_model": 32, "vocab_size": 64, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+BART |= {"encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+T5 = {"d_model": 32, "d_kv": 16, "num_heads": 2, "d_ff": 32, "vocab_size": 64}
+LLAMA = {**HEADS, "vocab_size": 64, "num_key_value_heads": 1, "head_dim": 16}
+MAMBA2 = {"hidden_size": 32, "num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1, "vocab_size": 64}
+CONV = {"conv_dim": [16, 16], "conv_stride": [5, 2], "conv_kernel": [10, 3], "num_feat_extract_layers": 2}
+MOE = {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "num_experts": 2, "num_experts_per_tok": 1}
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "vit": ("ViTConfig", "ViTForImageClassification", IMAGE),
+    "resnet": ("ResNetConfig", "ResNetForImageClassification", {"embedding_size": 8, "hidden_sizes": [8, 8, 16, 16]}),
+    "swin": ("SwinConfig", "SwinForImageClassification", {"image_size": 32, "embed_dim": 12, "window_size": 2}),
+    "clip": ("CLIPConfig", "CLIPModel", SIDES),
+    "mamba2": ("Mamba2Config", "Mamba2ForCausalLM", MAMBA2),
+    "bert": ("BertConfig", "BertForMaskedLM", {**HEADS, "vocab_size": 64}),
+    "t5": ("T5Config", "T5ForConditionalGeneration", T5),
+    "whisper": ("WhisperConfig", "WhisperForConditionalGeneration", {**BART, "max_source_positions": 16}),
+    "wav2vec2": ("Wav2Vec2Config", "Wav2Vec2ForCTC", {**HEADS, **CONV, "num_conv_pos_embedding_groups": 2}),
+    "convnext": ("ConvNextConfig", "ConvNextForImageClassification", {**STAGES, "drop_path_rate": 0.1}),
+    "segformer": ("SegformerConfig", "SegformerForSemanticSegmentation", {**STAGES, "decoder_hidden_size": 8}),
+    "opt": ("OPTConfig", "OPTForCausalLM", {**HEADS, "ffn_dim": 32, "vocab_size": 64, "word_embed_proj_dim": 32}),
+    "bloom": ("BloomConfig", "BloomForCausalLM", {"hidden_size": 32, "n_head": 2, "vocab_size": 64}),
+    "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", LLAMA),
+    "qwen2_moe": ("Qwen2MoeConfig", "Qwen2MoeForCausalLM", {**LLAMA, **MOE}),
+    "bart": ("BartConfig", "BartForConditionalGeneration", BART),
+    "videomae": ("VideoMAEConfig", "VideoMAEForVideoClassification", {**IMAGE, "num_frames": 4}),
+}  # fmt: skip
+QUICK = ("vit", "resnet", "clip", "convnext", "wav2vec2")
+LAYERS = {"clip": 1, "swin": 1}
+
+
+def written(folder: Path, name: str) -> str:
+    config_class, architecture, sizes = FAMILIES[name]
+    config = getattr(transformers, config_class)(**sizes)
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps({**config.to_dict(), "architectures": [architecture]}, default=str))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    "name", [one if one in QUICK else pytest.param(one, marks=pytest.mark.slow) for one in FAMILIES]
+)
+@pytest.mark.filterwarnings("ignore")
+def test_a_family_is_planned_for(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = f"hf:{written(tmp_path, name)}"
+    layers = str(LAYERS.get(name, 2))
+    assert main(["plan", "--model", model, "--layers", layers, "--seq", "8", "--budget", "50%", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["least_peak_bytes"] <= found["plan"]["peak_bytes"] <= found["budget_bytes"]
+
+
+def test_stages_have_that_many_layers_each() -> None:
+    raw = {"depths": [2, 2, 6, 2], "num_layers": 4, "hidden_sizes": [8, 16, 32, 64], "out_features": ["stage4"]}
+    assert scale_config(raw, Scale(layers=1)) == {**raw, "depths": [1, 1, 1, 1]}
+
+
+def test_a_config_that_transformers_refuses(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "swin", "out_features": ["stage9"]}))
+    with pytest.raises(ConfigError) as error:
+        class_and_config(str(path), Scale(layers=2))
+    first, fix = str(error.value).splitlines()
+    assert first.startswith(f"--model: {path}: transformers makes no config of it: ")
+    assert "stage9" in first
+    assert fix == "    fix: leave --layers out, or write the sizes into the file"
+
+
+def test_a_class_that_cannot_be_built(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(self: Any, config: Any) -> None:
+        raise ImportError("TimmBackbone requires the timm library")
+
+    monkeypatch.setattr(transformers.ViTForImageClassification, "__init__", fails)
+    path = written(tmp_path, "vit")
+    assert main(["plan", "--model", f"hf:{path}", "--budget", "50%"]) == 1
+    assert capsys.readouterr().err.strip() == (
+        f"--model: {path}: ViTForImageClassification cannot be built: ImportError: TimmBackbone requires the timm "
+        "library\n"
+        "    fix: write a function that returns (model, inputs) and name it as package.module:function"
+    )
+
+
+def test_a_model_for_which_no_batch_can_be_made_up() -> None:
+    class Reads:
+        main_input_name = "point_cloud"
+
+        def forward(self, point_cloud: Any) -> Any:
+            return point_cloud
+
+    with pytest.raises(ConfigError) as error:
+        check_batches(Reads, None, Scale(), text_path=None)
+    assert str(error.value) == (
+        "--model: no batch can be made up for Reads, which reads 'point_cloud'\n"
+        "    legal: models that read input_ids, pixel_values, input_values, input_features\n"
+        "    fix: write a function that returns (model, inputs) and name it as package.module:function"
+    )

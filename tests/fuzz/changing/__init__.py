@@ -1,0 +1,1 @@
+"""Random programs that change between steps, written as Python source from a seed."""

@@ -1,0 +1,82 @@
+"""What a changing program shows after a step, as plain values that can be compared bit for bit."""
+
+# This file is printed as it is below a program that fails, so it needs nothing of this repository.
+
+from __future__ import annotations
+
+import array
+import collections
+import pickle
+import random
+import types
+
+import numpy
+import torch
+
+
+def shown(value, seen=()):
+    """Tensors, numbers and containers of them as plain values; `...` for what is not looked into."""
+    if isinstance(value, torch.Tensor):
+        if value.requires_grad and value.is_leaf and value.grad is not None:
+            return [bits(value), bits(value.grad)]
+        return bits(value)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return repr(value)
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(repr, value))
+    if isinstance(value, (numpy.ndarray, array.array)):
+        return value.tobytes()
+    if isinstance(value, bytearray):
+        return bytes(value)
+    if isinstance(value, torch.nn.Module):
+        return {name: bits(tensor) for name, tensor in [*value.named_parameters(), *value.named_buffers()]}
+    if isinstance(value, torch.Generator):
+        return bits(value.get_state())
+    if isinstance(value, random.Random):
+        return hash(value.getstate())
+    if isinstance(value, (numpy.random.Generator, numpy.random.RandomState)):
+        return pickle.dumps(value.bit_generator.state if hasattr(value, "bit_generator") else value.get_state())
+    if any(value is one for one in seen):
+        return "..."
+    seen = (*seen, value)
+    if isinstance(value, (list, tuple, collections.deque)):
+        return [shown(one, seen) for one in value]
+    if isinstance(value, (dict, collections.UserDict)):
+        return {str(key): shown(one, seen) for key, one in value.items()}
+    if isinstance(value, types.SimpleNamespace) or type(value).__module__ == "changing_program":
+        names = getattr(type(value), "__slots__", None) or vars(value)
+        return {name: shown(getattr(value, name), seen) for name in names}
+    return "..."
+
+
+def bits(tensor):
+    tensor = tensor.detach()
+    return [str(tensor.dtype), tuple(tensor.shape), tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()]
+
+
+def state_of(model, yielded):
+    """All that a step of `model` has left: what the loop yields, and everything in the model and the random states."""
+    loss, seen, grad, state = yielded
+    found = {"loss": shown(loss), "seen": shown(seen), "gradient of the input": shown(grad), "state": shown(state)}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        found[name] = bits(tensor)
+        found[f"gradient of {name}"] = shown(tensor.grad)
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if not name.startswith("_") and name != "forward":
+                found[f"{path}.{name}"] = shown(value)
+    found["random numbers"] = bits(torch.get_rng_state())
+    found["random numbers of Python"] = hash(random.getstate())
+    found["random numbers of numpy"] = pickle.dumps(numpy.random.get_state())
+    return found
+
+
+def differences(expected, found):
+    """The names of what differs."""
+    return [name for name in expected if expected[name] != found.get(name, "missing")]
+
+
+def seeded():
+    torch.manual_seed(0)
+    random.seed(0)
+    numpy.random.seed(0)

@@ -1,0 +1,644 @@
+"""Programs that change between steps: drawn from a seed as plain data, written as Python source."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from random import Random
+from textwrap import indent
+
+from tests.fuzz.changing.conditions import CONDITIONS
+from tests.fuzz.changing.instructions import CHANGING, INSTRUCTIONS, PLAIN
+from tests.fuzz.changing.writer import PARTS, Whole, Writer
+
+STEPS = 6
+LEAVE = "leave early"
+INSIDE = "module inside"
+STATES = {  # what the argument `state` is: how it is made, and how a field of it is written
+    "namespace": ("SimpleNamespace({0})", "state.{0}"),
+    "dataclass": ("Record({0})", "state.{0}"),
+    "object": ("Plain({0})", "state.{0}"),
+    "UserDict": ("collections.UserDict({0})", 'state["{0}"]'),
+    "dict subclass": ("Book({0})", 'state["{0}"]'),
+    "dict": ("dict({0})", 'state["{0}"]'),
+    "nested": ("SimpleNamespace(inner=[dict({0})])", 'state.inner[0]["{0}"]'),
+}
+PASSING = {  # how a block is called
+    "by position": "call(self.blocks[at], {0})",
+    "by keyword": "call(self.blocks[at], {1})",
+    "in a list": "call(self.blocks[at], [{0}])",
+}
+RETURNS = {  # what a block returns, and how it is taken apart
+    "a tensor": ("h", "out"),
+    "a tuple": ("(h, h.sin().mean(0))", "out[0] + out[1]"),
+    "a dict": ('{"h": h, "extra": [h.sin().mean(0), len(h)]}', 'out["h"] + out["extra"][0]'),
+    "an object": ("SimpleNamespace(h=h, extra=h.sin().mean(0))", "out.h + out.extra"),
+    "a dataclass": ("Record(h, h.sin().mean(0), [], 0)", "out.h + out.load"),
+}
+
+
+@dataclass(frozen=True)
+class Item:
+    """An instruction or a branch: `name`, a number that decides its details, and what is inside a branch."""
+
+    name: str
+    knob: int
+    body: tuple[Item, ...] = ()
+    other: tuple[Item, ...] = ()
+
+
+@dataclass(frozen=True)
+class Program:
+    """Blocks of items, the order in which the model calls them, and what the training loop changes."""
+
+    seed: int
+    blocks: tuple[tuple[Item, ...], ...]  # of each class
+    classes: tuple[int, ...]  # of which class each block of the model is
+    order: tuple[int, ...]  # in which the model calls its blocks
+    changes: tuple[Item, ...]  # of the training loop
+    kinds: tuple[str, ...]  # one of KINDS for each step
+    state: str = "namespace"
+    keeps_state: bool = False  # the argument `state` lives as long as the model
+    passing: str = "by position"  # one of PASSING
+    returns: str = "a tensor"  # one of RETURNS
+    autocast: tuple[bool, ...] = (False,) * STEPS
+
+
+# -- what the training loop changes from step to step; each yields (part of the step, lines)
+
+Change = Iterator[tuple[str, str]]
+
+
+def _some(pick: Random, count: int = 3) -> str:
+    return str(tuple(sorted(pick.sample(range(STEPS), count))))
+
+
+def rows(program: Program, pick: Random) -> Change:
+    sizes = [pick.choice([2, 3, 3, 5, 8]) for _ in range(STEPS)]
+    yield "before", f"x = torch.randn({tuple(sizes)}[step], 4)"
+
+
+def rows_that_grow(program: Program, pick: Random) -> Change:
+    yield "before", f"x = torch.randn(2 + step // {pick.choice([1, 2])}, 4)"
+
+
+def same_input(program: Program, pick: Random) -> Change:
+    yield "before", "x = torch.linspace(-1, 1, 12).view(3, 4)"
+
+
+def layout(program: Program, pick: Random) -> Change:
+    other = pick.choice(["x.t().contiguous().t()", "x[:1].expand(3, 4)", "x.repeat(2, 1)[::2]"])
+    yield "before", f"if step in {_some(pick)}:\n    x = {other}"
+
+
+def input_gradient(program: Program, pick: Random) -> Change:
+    yield "before", f"x.requires_grad_(step in {_some(pick)})"
+
+
+def evaluation_mode(program: Program, pick: Random) -> Change:
+    yield "before", f"model.train(step not in {_some(pick)})"
+
+
+def evaluation_mode_of_block(program: Program, pick: Random) -> Change:
+    yield "before", f"model.blocks[{pick.randrange(len(program.classes))}].train(step not in {_some(pick)})"
+
+
+def evaluation_mode_between_passes(program: Program, pick: Random) -> Change:
+    yield "before", "model.train()"
+    yield "between", f"model.train(step not in {_some(pick)})"
+
+
+def frozen(program: Program, pick: Random) -> Change:
+    yield (
+        pick.choice(["before", "before", "between"]),
+        f"for p in list(model.parameters())[{pick.randrange(2)} :: {pick.choice([1, 2, 3])}]:\n"
+        f"    p.requires_grad_(step not in {_some(pick)})",
+    )
+
+
+def frozen_block(program: Program, pick: Random) -> Change:
+    block = pick.randrange(len(program.classes))
+    yield "before", f"model.blocks[{block}].requires_grad_(step not in {_some(pick)})"
+
+
+def double_precision(program: Program, pick: Random) -> Change:
+    yield "before", f"if step >= {pick.choice([2, 4])}:\n    model.double()\n    x = x.double()"
+
+
+def order_of_blocks(program: Program, pick: Random) -> Change:
+    yield "before", "model.order = random.sample(model.order, len(model.order))"
+
+
+def skipped_blocks(program: Program, pick: Random) -> Change:
+    yield "before", f"model.order = [at for at in {list(program.order)} if at != step % {len(program.classes) + 1}]"
+
+
+def draws_between_passes(program: Program, pick: Random) -> Change:
+    yield "between", "torch.rand(2), random.random(), numpy.random.rand()"
+
+
+def generator_seeded_by_loop(program: Program, pick: Random) -> Change:
+    yield pick.choice(["before", "between"]), "torch.manual_seed(step), random.seed(step), numpy.random.seed(step)"
+
+
+def weights_loaded(program: Program, pick: Random) -> Change:
+    yield (
+        "before",
+        (
+            f"if step in {_some(pick, 2)}:\n    values = {{name: x * 0.9 for name, x in model.state_dict().items()}}\n"
+            "    model.load_state_dict(values, strict=False)"
+        ),
+    )
+
+
+def weights_exchanged(program: Program, pick: Random) -> Change:
+    yield (
+        "before",
+        (
+            f"if step in {_some(pick, 2)}:\n    for p in model.parameters():\n"
+            f"        p.data = {pick.choice(['p.data.clone()', 'p.data * 0.9', 'p.data.t().contiguous().t()'])}"
+        ),
+    )
+
+
+def gradients_kept(program: Program, pick: Random) -> Change:
+    yield "before", f"keep_gradients = step in {_some(pick)}"
+
+
+def copied_block(program: Program, pick: Random) -> Change:
+    """A copy takes the block's place."""
+    at = pick.randrange(len(program.classes))
+    yield "before", f"if step in {_some(pick, 2)}:\n    model.blocks[{at}] = copy.deepcopy(model.blocks[{at}])"
+
+
+def optimizer_in_backward(program: Program, pick: Random) -> Change:
+    """Parameters are changed as soon as they have their gradient, and have none then."""
+    yield (
+        "before",
+        (
+            "if step == 0:\n    for p in model.parameters():\n"
+            "        if p.requires_grad:\n            p.register_post_accumulate_grad_hook(descend)"
+        ),
+    )
+
+
+def weights_written_between_passes(program: Program, pick: Random) -> Change:
+    yield (
+        "between",
+        f"with torch.no_grad():\n    for p in list(model.parameters())[{pick.randrange(3)} :: 4]:\n        p.mul_(0.9)",
+    )
+
+
+def empty_batch(program: Program, pick: Random) -> Change:
+    yield "before", f"if step in {_some(pick, 2)}:\n    x = torch.randn(0, 4)"
+
+
+def saved_on_cpu(program: Program, pick: Random) -> Change:
+    yield "around", f"torch.autograd.graph.save_on_cpu() if step in {_some(pick)} else contextlib.nullcontext()"
+
+
+def flop_counter(program: Program, pick: Random) -> Change:
+    yield "around", f"FlopCounterMode(display=False) if step in {_some(pick)} else contextlib.nullcontext()"
+
+
+def second_model(program: Program, pick: Random) -> Change:
+    """Another model of the same classes is used in between, for its values only or also for its gradients."""
+    yield "before", "if step == 0:\n    other = copy.deepcopy(model)"
+    yield (
+        "before",
+        f"if step in {_some(pick)}:\n    forward(other, copy.deepcopy(state), torch.randn(3, 4), step).backward()",
+    )
+
+
+CHANGES = {
+    "rows": rows,
+    "rows that grow": rows_that_grow,
+    "same input": same_input,
+    "layout": layout,
+    "input gradient": input_gradient,
+    "evaluation mode": evaluation_mode,
+    "evaluation mode of block": evaluation_mode_of_block,
+    "evaluation mode between passes": evaluation_mode_between_passes,
+    "frozen": frozen,
+    "frozen block": frozen_block,
+    "double precision": double_precision,
+    "order of blocks": order_of_blocks,
+    "skipped blocks": skipped_blocks,
+    "draws between passes": draws_between_passes,
+    "seeded by loop": generator_seeded_by_loop,
+    "weights loaded": weights_loaded,
+    "weights exchanged": weights_exchanged,
+    "gradients kept": gradients_kept,
+    "copied block": copied_block,
+    "optimizer in backward": optimizer_in_backward,
+    "weights written between passes": weights_written_between_passes,
+    "empty batch": empty_batch,
+    "saved on CPU": saved_on_cpu,
+    "flop counter": flop_counter,
+    "second model": second_model,
+}
+
+# how a step goes forward and backward
+KINDS = {
+    "plain": "loss = forward(model, state, x, step)\nbetween(model, step)\nbackward(loss)",
+    "two batches": (
+        "first, second = forward(model, state, x, step), forward(model, state, x + 1, step)\n"
+        "between(model, step)\nbackward(first)\nbackward(second)"
+    ),
+    "two batches, last first": (
+        "first, second = forward(model, state, x, step), forward(model, state, x + 1, step)\n"
+        "between(model, step)\nbackward(second)\nbackward(first)"
+    ),
+    "two batches, one backward": (
+        "loss = forward(model, state, x, step) + forward(model, state, x + 1, step)\n"
+        "between(model, step)\nbackward(loss)"
+    ),
+    "one batch after the other": (
+        "loss = forward(model, state, x, step)\nbackward(loss)\nloss = forward(model, state, x + 1, step)\n"
+        "between(model, step)\nbackward(loss)"
+    ),
+    "backward twice": (
+        "loss = forward(model, state, x, step)\nbackward(loss, retain_graph=True)\nbetween(model, step)\nbackward(loss)"
+    ),
+    "input's gradient first": (
+        "x = x.detach().requires_grad_()\nloss = forward(model, state, x, step)\n"
+        "seen += torch.autograd.grad(loss, x, retain_graph=True, allow_unused=True)\n"
+        "between(model, step)\nbackward(loss)"
+    ),
+    "double backward": (
+        "x = x.detach().requires_grad_()\nloss = forward(model, state, x, step)\nbetween(model, step)\n"
+        "(slope,) = torch.autograd.grad(loss, x, create_graph=True, allow_unused=True)\n"
+        "backward(loss if slope is None else loss + slope.square().sum())"
+    ),
+    "dropped": "loss = forward(model, state, x, step)\nbetween(model, step)",
+    "evaluation first": (
+        "with torch.no_grad():\n    seen.append(forward(model, state, x, step))\n"
+        "loss = forward(model, state, x, step)\nbetween(model, step)\nbackward(loss)"
+    ),
+    "evaluation between passes": (
+        "loss = forward(model, state, x, step)\n"
+        "with torch.no_grad():\n    seen.append(forward(model, state, x + 1, step))\n"
+        "between(model, step)\nbackward(loss)"
+    ),
+    "backward that raises": (
+        "loss = forward(model, state, x, step)\nbetween(model, step)\n"
+        "hooks = [p.register_hook(stop) for p in list(model.parameters())[:1] if p.requires_grad]\n"
+        "try:\n    backward(loss)\nexcept Stop:\n    model.zero_grad()\nfor hook in hooks:\n    hook.remove()"
+    ),
+    "tried again": (
+        "try:\n    loss = forward(model, state, x, step)\nexcept Stop:\n    loss = forward(model, state, x + 1, step)\n"
+        "between(model, step)\nbackward(loss)"
+    ),
+    "backward for some": (
+        "loss = forward(model, state, x, step)\nbetween(model, step)\n"
+        "wanted = [p for p in model.parameters() if p.requires_grad][::2]\n"
+        "backward(loss, inputs=wanted, retain_graph=True)\nbackward(loss)"
+    ),
+    "gradients only of some": (
+        "loss = forward(model, state, x, step)\nbetween(model, step)\n"
+        "wanted = [p for p in model.parameters() if p.requires_grad][::2]\n"
+        "if loss.requires_grad and wanted:\n    seen += torch.autograd.grad(loss, wanted, allow_unused=True)"
+    ),
+}
+
+# -- drawing
+
+
+def draw_program(seed: int, attempt: int = 0) -> Program:
+    """The program of a seed; another attempt is another program."""
+    pick = Random(f"{seed} {attempt}")
+    # in programs of which little changes no refusal for one reason hides what another one would do
+    share = pick.choice([0.1, 0.2, 0.3, 0.5])
+    blocks = tuple(_items(pick, pick.randint(2, 6), 0, share) for _ in range(pick.choice([1, 1, 2, 2, 2, 3, 4])))
+    classes = list(range(len(blocks)))
+    if pick.random() < 0.4:
+        classes += [pick.randrange(len(blocks)) for _ in range(pick.choice([1, 1, 2]))]
+    order = list(range(len(classes)))
+    if pick.random() < 0.2:
+        order.append(pick.randrange(len(classes)))  # one block is called twice
+    changes = tuple(
+        Item(name, pick.randrange(10**6))
+        for name in sorted(pick.sample(sorted(CHANGES), pick.choice([0, 0, 1, 1, 2, 3])))
+    )
+    kinds = ("plain",) * STEPS
+    if pick.random() < 0.5:
+        one = pick.choice(sorted(KINDS))
+        kinds = (one,) * STEPS if pick.random() < 0.4 else tuple(pick.choice(["plain", one]) for _ in range(STEPS))
+    autocast = (False,) * STEPS
+    if pick.random() < 0.15:
+        autocast = tuple(pick.random() < 0.5 for _ in range(STEPS))
+    state = pick.choice(sorted(STATES))
+    keeps_state = pick.random() < 0.3
+    passing = "by position" if pick.random() < 0.7 else pick.choice(sorted(PASSING))
+    returns = "a tensor" if pick.random() < 0.7 else pick.choice(sorted(RETURNS))
+    return Program(
+        seed, blocks, tuple(classes), tuple(order), changes, kinds, state, keeps_state, passing, returns, autocast
+    )
+
+
+def _items(pick: Random, count: int, depth: int, share: float) -> tuple[Item, ...]:
+    return tuple(_item(pick, depth, share) for _ in range(count))
+
+
+def _item(pick: Random, depth: int, share: float) -> Item:
+    """A branch, a module inside or an instruction; `share` of them change between steps."""
+    knob = pick.randrange(10**6)
+    if depth < 2 and pick.random() < share / 2:
+        body = _items(pick, pick.choice([0, 1, 1, 2]), depth + 1, share)
+        if pick.random() < 0.5 or not body:
+            body += (Item(LEAVE, pick.randrange(10**6)),)
+        other = _items(pick, pick.choice([0, 0, 1]), depth + 1, share)
+        return Item(pick.choice(sorted(CONDITIONS)), knob, body, other)
+    if depth < 1 and pick.random() < 0.1:
+        return Item(INSIDE, knob, _items(pick, pick.choice([1, 2, 3]), depth + 1, share))
+    return Item(pick.choice(sorted(CHANGING if pick.random() < share else PLAIN)), knob)
+
+
+# -- writing
+
+
+def write_program(program: Program) -> tuple[str, frozenset[str], frozenset[str]]:
+    """The source of a program, the names of its features, and the state that cannot be seen from its regions."""
+    whole = Whole(item_of=STATES[program.state][1])
+    writers = []
+    for at, items in enumerate(program.blocks):
+        writer = Writer(whole, *(f"model.blocks[{place}]" for place, one in enumerate(program.classes) if one == at))
+        _write_items(writer, items)
+        writers.append(writer)
+    signature = ", ".join(["h"] + [f"{name}=None" for name in whole.arguments.split(", ")[1:]])
+    entrance = _entrance(program, whole)
+    classes = [
+        writer.module(f"Block{at}", signature, *(("run", entrance) if entrance else ()))
+        for at, writer in enumerate(writers)
+    ]
+    around = ['torch.autocast("cpu", torch.bfloat16, enabled=AUTOCAST[step])']
+    for change in program.changes:
+        whole.features.add(change.name)
+        for part, text in reversed(list(CHANGES[change.name](program, Random(change.knob)))):
+            if part == "around":
+                around.append(text)
+            else:
+                whole.loop[part].insert(0, text)
+    whole.features |= {kind for kind in program.kinds if kind != "plain"}
+    if whole.uses_state:
+        whole.features.add(f"state: {program.state}{', kept' if program.keeps_state else ''}")
+    if program.passing != "by position":
+        whole.features.add(f"called {program.passing}")
+    if program.returns != "a tensor":
+        whole.features.add(f"returns {program.returns}")
+    if any(program.autocast):
+        whole.features.add("autocast")
+    if len(program.order) > len(program.classes):
+        whole.features.add("block called twice")
+    if len(program.classes) > len(program.blocks):
+        whole.features.add("several blocks of a class")
+    parts = {part: indent("\n".join(whole.loop[part]) or "pass", "    ") for part in PARTS}
+    given = STATES[program.state][0].format("h=torch.zeros(4), load=torch.zeros(4), seen=[], count=0")
+    kinds = "\n".join(
+        f"            {'elif' if at else 'if'} KINDS[step] == {kind!r}:\n{indent(KINDS[kind], ' ' * 16)}"
+        for at, kind in enumerate(sorted(set(program.kinds)))
+    )
+    source = TEMPLATE.format(
+        seed=program.seed,
+        features=", ".join(sorted(whole.features)),
+        top="\n\n".join(text.rstrip() for text in whole.top),
+        classes="\n\n".join(text.rstrip() for text in classes),
+        blocks=", ".join(f"Block{at}()" for at in program.classes),
+        order=list(program.order),
+        arguments=PASSING[program.passing].format(
+            whole.arguments, ", ".join(f"{name}={name}" for name in whole.arguments.split(", "))
+        ),
+        out=RETURNS[program.returns][1],
+        state=given if whole.uses_state else "None",
+        fresh_state="" if program.keeps_state or not whole.uses_state else f"state = {given}",
+        kinds=program.kinds,
+        around=", ".join(around),
+        autocast=program.autocast,
+        ways=kinds,
+        steps=len(program.kinds),
+        **{part: indent(parts[part], "    " * (part not in ("extra", "between"))) for part in PARTS},
+    )
+    return source, frozenset(whole.features), frozenset(whole.hidden)
+
+
+def _entrance(program: Program, whole: Whole) -> str:
+    """The `forward` of a block that takes its arguments apart or returns more than a tensor; else nothing."""
+    if program.passing != "in a list" and program.returns == "a tensor":
+        return ""
+    given = (
+        "given" if program.passing == "in a list" else ", ".join(f"{name}=None" for name in whole.arguments.split(", "))
+    )
+    run = "*given" if program.passing == "in a list" else whole.arguments
+    return f"def forward(self, {given}):\n    h = self.run({run})\n    return {RETURNS[program.returns][0]}\n"
+
+
+def _write_items(w: Writer, items: tuple[Item, ...]) -> None:
+    for item in items:
+        pick = Random(item.knob)
+        w.whole.features.add(item.name)
+        if item.name == LEAVE:
+            w.line(pick.choice(["return h", "return h", "return h * 1.5", "return h.clone()", "return torch.sin(h)"]))
+            return
+        if item.name in CONDITIONS:
+            with w.indented(f"if {CONDITIONS[item.name](w, pick)}:"):
+                _write_items(w, item.body)
+            if item.other:
+                with w.indented("else:"):
+                    _write_items(w, item.other)
+        elif item.name == INSIDE:
+            name = w.name("inside")
+            inner = Writer(w.whole, *(f"{path}.{name}" for path in w.paths))
+            used = w.whole.uses_state, w.whole.uses_option
+            w.whole.uses_state = w.whole.uses_option = False
+            _write_items(inner, item.body)
+            w.top(inner.module(name.title(), w.whole.arguments))
+            w.init(f"self.{name} = {name.title()}()")
+            w.line(f"h = self.{name}({w.whole.arguments})")
+            w.whole.uses_state |= used[0]
+            w.whole.uses_option |= used[1]
+        else:
+            INSTRUCTIONS[item.name](w, pick)
+
+
+# -- making smaller
+
+
+def smaller(program: Program) -> Iterator[Program]:
+    """Programs that lack one thing of this one, large things first."""
+    for at in range(len(program.classes)):
+        if len(program.classes) > 1:
+            left = tuple(place - (place > at) for place in program.order if place != at)
+            classes = program.classes[:at] + program.classes[at + 1 :]
+            if left and len(set(classes)) == len(program.blocks):
+                yield replace(program, classes=classes, order=left)
+            elif left:
+                gone = program.classes[at]
+                blocks = program.blocks[:gone] + program.blocks[gone + 1 :]
+                yield replace(program, blocks=blocks, classes=tuple(one - (one > gone) for one in classes), order=left)
+    if len(program.order) > len(program.classes):
+        yield replace(program, order=program.order[: len(program.classes)])
+    for at in range(len(program.changes)):
+        yield replace(program, changes=program.changes[:at] + program.changes[at + 1 :])
+    if any(kind != "plain" for kind in program.kinds):
+        yield replace(program, kinds=("plain",) * len(program.kinds))
+    if any(program.autocast):
+        yield replace(program, autocast=(False,) * len(program.autocast))
+    for count in (2, 3, len(program.kinds) - 1):
+        if 0 < count < len(program.kinds):
+            yield replace(program, kinds=program.kinds[:count])
+    for at, items in enumerate(program.blocks):
+        for fewer in _fewer(items):
+            yield replace(program, blocks=(*program.blocks[:at], fewer, *program.blocks[at + 1 :]))
+    if program.passing != "by position":
+        yield replace(program, passing="by position")
+    if program.returns != "a tensor":
+        yield replace(program, returns="a tensor")
+    if program.state != "namespace":
+        yield replace(program, state="namespace")
+    if program.keeps_state:
+        yield replace(program, keeps_state=False)
+    for at, kind in enumerate(program.kinds):
+        if kind != "plain":
+            yield replace(program, kinds=(*program.kinds[:at], "plain", *program.kinds[at + 1 :]))
+
+
+def _fewer(items: tuple[Item, ...]) -> Iterator[tuple[Item, ...]]:
+    for at, item in enumerate(items):
+        before, after = items[:at], items[at + 1 :]
+        yield before + after
+        if item.body and not any(inner.name == LEAVE for inner in (*item.body, *item.other)):
+            yield before + item.body + after
+        for body in _fewer(item.body):
+            yield (*before, replace(item, body=body), *after)
+        for other in _fewer(item.other):
+            yield (*before, replace(item, other=other), *after)
+
+
+TEMPLATE = '''"""Changing program {seed}: {features}."""
+
+import array
+import collections
+import contextlib
+import copy
+import itertools
+import math
+import random
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import numpy
+import torch
+import torch.utils.checkpoint
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+
+class Stop(Exception):
+    pass
+
+
+class Plain:
+    def __init__(self, **fields):
+        vars(self).update(fields)
+
+
+class Slotted:
+    __slots__ = ("count",)
+
+    def __init__(self):
+        self.count = 0
+
+
+class Book(dict):
+    pass
+
+
+@dataclass
+class Record:
+    h: torch.Tensor
+    load: torch.Tensor
+    seen: list
+    count: int
+
+
+def call(block, *args, **kwargs):  # a way to checkpoint inside the model puts its own function here
+    return block(*args, **kwargs)
+
+
+{top}
+
+
+{classes}
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([{blocks}])
+        self.order = {order}
+
+    def forward(self, h, state, option):
+        for at in self.order:
+            out = {arguments}
+            h = {out}
+        return h
+
+
+STEPS = {steps}
+KINDS = {kinds}
+AUTOCAST = {autocast}
+
+
+def forward(model, state, x, step):
+    {fresh_state}
+    with {around}:
+        out = model(x, state, step)
+    out = out.double()
+    loss = (out * torch.linspace(-1, 1.5, 4).double()).sum() + 0.1 * out.square().mean()
+{extra}
+    return loss
+
+
+def between(model, step):
+{between}
+
+
+def backward(loss, **options):
+    if loss.requires_grad:
+        loss.backward(**options)
+
+
+def stop(gradient):
+    raise Stop
+
+
+def descend(p):
+    with torch.no_grad():
+        p -= 0.05 * p.grad / (1 + p.grad.norm())
+    p.grad = None
+
+
+def train(model):
+    """Yield after each step what it has shown."""
+    state = {state}
+    for step in range(STEPS):
+        seen = []
+        keep_gradients = False
+        x = torch.randn(3, 4)
+        loss = None
+{before}
+        if not keep_gradients:
+            model.zero_grad()
+        try:
+{ways}
+        except Stop:
+            seen.append("stopped")
+{last}
+        yield loss, seen, x.grad, state
+        with torch.no_grad():
+            for p in model.parameters():
+                if p.grad is not None:
+                    p -= 0.05 * p.grad / (1 + p.grad.norm())
+{after}
+'''

@@ -1,0 +1,199 @@
+"""The ways to run a changing program, and what becomes of it under each."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from random import Random
+from types import ModuleType
+from typing import Any
+
+from torch.utils.checkpoint import CheckpointError, checkpoint
+
+import sac
+from sac.errors import SacError
+from tests.fuzz.changing.comparing import differences, seeded, state_of
+from tests.fuzz.changing.programs import Program, draw_program, write_program
+
+EQUAL, LIMIT, REFUSED, WRONG, UNSEEN, ERROR = "equal", "limit", "refused", "wrong", "unseen", "error"
+ENGINES = ("auto", "replay")  # which have to be right on every program
+MODES = (
+    "modules",
+    "rerun",
+    "full",
+    "checkpoint",
+    "context_fn",
+)  # which may refuse, and where state cannot be seen be wrong
+WAYS = (*ENGINES, *MODES, "torch")  # the last is torch's own checkpoint, for comparison
+
+LIMITS = (  # of errors that the documentation announces, or that torch's own checkpoint and hooks raise too
+    "don't yet support saved tensor hooks",
+    "has been modified by an inplace operation",
+)
+RULES: tuple[tuple[dict[str, Any], ...], ...] = (
+    (),
+    ({"ops": "matmul", "do": "save"},),
+    ({"ops": "matmul", "do": "save"},),
+    ({"ops": "*", "do": "save"},),
+    ({"ops": "*", "do": "alternate"},),
+    ({"ops": "random", "do": "save"},),
+    ({"ops": ["aten.sin", "aten.tanh", "aten.add"], "do": "save"},),
+    ({"ops": "nondeterministic", "do": "save"}, {"ops": "matmul", "do": "alternate"}),
+    ({"ops": "matmul", "call": {"index": 0}, "do": "save"},),
+    ({"ops": "*", "min_bytes": 40, "do": "save"},),
+    ({"ops": "aten.sort", "do": "save"},),
+)
+WHOLE_MODULES: tuple[tuple[dict[str, Any], ...], ...] = (
+    ({"module": "fc_*", "do": "save"},),
+    ({"module": "inside_*", "do": "save"},),
+    ({"module": "{fc,drop,norm,emb}_*", "do": "alternate"}, {"ops": "matmul", "do": "save"}),
+    ({"module": "**.{fc,layers}_*", "do": "save"},),
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a program under one way."""
+
+    kind: str  # one of the words above
+    step: int = -1
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A program that runs without us, and what it shows then."""
+
+    program: Program
+    source: str
+    features: frozenset[str]
+    hidden: frozenset[str]
+    expected: list[dict[str, Any]] = field(repr=False)
+
+
+class Invalid(Exception):
+    """The program does not run without us either."""
+
+
+def loaded(source: str) -> ModuleType:
+    """The program as a module."""
+    module = sys.modules["changing_program"] = ModuleType("changing_program")  # where `dataclass` looks for it
+    exec(_compiled(source), vars(module))
+    return module
+
+
+@functools.lru_cache(maxsize=4)
+def _compiled(source: str) -> Any:
+    return compile(source, "changing_program.py", "exec")
+
+
+def prepare(program: Program) -> Prepared:
+    """Run the program without us; raises `Invalid`."""
+    source, features, hidden = write_program(program)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            expected = list(_shown(source, lambda module, model: None))
+    except Exception as error:
+        raise Invalid(f"{type(error).__name__}: {error}") from error
+    return Prepared(program, source, features, hidden, expected)
+
+
+def program_of(seed: int) -> Prepared:
+    """The first program of the seed that runs without us."""
+    for attempt in range(100):
+        try:
+            return prepare(draw_program(seed, attempt))
+        except Invalid:
+            continue
+    raise AssertionError(f"no program of seed {seed} runs")
+
+
+def _shown(source: str, put: Callable[[ModuleType, Any], Any]) -> Iterator[dict[str, Any]]:
+    module = loaded(source)
+    seeded()
+    model = module.Model()
+    put(module, model)
+    seeded()
+    for yielded in module.train(model):
+        yield state_of(model, yielded)
+
+
+def value_of(way: str, seed: int) -> dict[str, Any]:
+    """The config value under which the program of a seed runs in a way: the same each time."""
+    pick = Random(f"{seed} {way}")
+    if way == "full":
+        value = {"mode": "full", "blocks": ["blocks.*"], "early_stop": pick.random() < 0.8}
+        return value | ({"store": "host", "keep": "all"} if pick.random() < 0.1 else {})
+    rules = [
+        {"id": f"rule-{at}", **rule, **({"optional": True} if pick.random() < 0.9 else {})}
+        for at, rule in enumerate(pick.choice(WHOLE_MODULES if way == "modules" else RULES))
+    ]
+    default = "save" if pick.random() < 0.1 else "recompute"
+    if default == "save":
+        rules = [
+            {**rule, "do": "recompute"} if pick.random() < 0.5 and "module" not in rule else rule for rule in rules
+        ]
+    policy = {"schema": "sac/v1", "name": "drawn", "default": default, **({"rules": rules} if rules else {})}
+    value = {"mode": "selective", "blocks": ["blocks.*"], "policy": policy}
+    if way in (*ENGINES, "modules", "rerun"):
+        value["engine"] = pick.choice(ENGINES) if way == "modules" else way
+        value["verify"] = pick.choice(["first", "first", "first", "always", "never"])
+        value["early_stop"] = pick.random() < 0.8
+    return value
+
+
+def put(way: str, value: dict[str, Any], module: ModuleType, model: Any) -> None:
+    """Put a way to checkpoint on the program's model."""
+    if way == "torch":
+        module.call = functools.partial(checkpoint, use_reentrant=False)
+    elif way == "checkpoint":
+        module.call = sac.checkpoint
+    elif way == "context_fn":
+        made: dict[Any, Any] = {}
+
+        def call(block: Any, *args: Any, **kwargs: Any) -> Any:
+            if block not in made:
+                made[block] = sac.context_fn(value["policy"], module=block)
+            return checkpoint(block, *args, use_reentrant=False, context_fn=made[block], **kwargs)
+
+        module.call = call
+    else:
+        sac.apply(model, value)
+
+
+def outcome(prepared: Prepared, way: str) -> Outcome:
+    """Run a program in one way and compare each step."""
+    value = value_of(way, prepared.program.seed)
+    step = 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            for found in _shown(prepared.source, functools.partial(put, way, value)):
+                differing = differences(prepared.expected[step], found)
+                if differing:
+                    kind = UNSEEN if prepared.hidden and way not in ENGINES else WRONG
+                    return Outcome(kind, step, ", ".join(differing))
+                step += 1
+        except Exception as error:
+            return Outcome(_kind_of(error, prepared, way), step, f"{type(error).__name__}: {error}")
+    if step < len(prepared.expected):
+        return Outcome(ERROR, step, "fewer steps than without us")
+    return Outcome(EQUAL)
+
+
+def _kind_of(error: Exception, prepared: Prepared, way: str) -> str:
+    written = "weights written between passes" in prepared.features and "was changed in place after" in str(error)
+    if written or (way != "torch" and any(words in str(error) for words in LIMITS)):
+        return LIMIT
+    return REFUSED if way == "torch" or isinstance(error, (SacError, CheckpointError)) else ERROR
+
+
+def ways_of(seed: int, ways: tuple[str, ...], count: int) -> list[str]:
+    """`count` of the ways for this program, each as often as any other over many seeds; all if `count` is 0."""
+    if not 0 < count < len(ways):
+        return list(ways)
+    return Random(f"{seed} ways").sample(ways, count)
