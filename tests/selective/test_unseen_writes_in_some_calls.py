@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import sac
 from sac.errors import RegionError, SacWarning
 from sac.region.settings import ALWAYS, Settings
-from tests.selective.kernels import at
+from tests.support.replay_kernels import at
 from tests.support.blocks import FULL, FunctionBlock, Stack, policy, save, selective
 from tests.support.training import assert_same, train
 
