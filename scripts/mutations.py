@@ -378,8 +378,8 @@ MUTATIONS = (
         6,
         _FRAME,
         "inputs are held although nothing is recomputed",
-        "default=-1)\n        self._keep",
-        "default=0)\n        self._keep",
+        "if not handle.kept), default=-1)",
+        "if not handle.kept), default=0)",
     ),
     # 7, no leaks
     Mutation(
@@ -425,7 +425,14 @@ MUTATIONS = (
         "    if not torch.is_grad_enabled():\n        return function(*args, **kwargs)\n    given = (",
         "    given = (",
     ),
-    Mutation("nothing-learnt", 8, _KIND, "every call runs under a dispatch mode", "self._free.add(sort)"),
+    Mutation(
+        "nothing-learnt",
+        8,
+        _KIND,
+        "every call runs under a dispatch mode",
+        ".add(sort)\n        modules",
+        ".discard(sort)\n        modules",
+    ),
     Mutation(
         "frame-for-nothing",
         8,
@@ -447,8 +454,8 @@ MUTATIONS = (
         9,
         _PLAN,
         "a collective that nobody here reads is not repeated",
-        "return not results or any(value not in self._kept for value in results)",
-        "return False",
+        "kept\n        return not results or any(value not in self._kept for value in results)",
+        "kept\n        return False",
     ),
     Mutation(
         "share-too-small",
@@ -488,7 +495,7 @@ MUTATIONS = (
         10,
         "selective/fallback.py",
         "topk chooses anew where replay gives way",
-        "out = self._serve(self._waiting[plan].popleft(), out)",
+        "self._waiting[one.plan].append(one)",
     ),
     Mutation(
         "routing-let-go",
@@ -551,7 +558,9 @@ MUTATIONS = (
         12,
         "region/inputs.py",
         "the report leaves the inputs out",
-        "sizes.update(storage_sizes(kept.data))",
+        "            elif isinstance(kept.data, torch.Tensor):\n"
+        "                sizes.update(storage_sizes(kept.data))\n",
+        "",
     ),
     Mutation(
         "dead-not-counted",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from types import CellType
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 from sac.errors import RegionError
@@ -36,7 +36,9 @@ def closure_of(function: Callable[..., Any]) -> Bound:
     inner: Any = function
     while type(inner) is partial:
         inner = inner.func
-    cells = getattr(inner, "__closure__", None)
+    if type(inner) is MethodType:
+        inner = inner.__func__
+    cells = inner.__closure__ if type(inner) is FunctionType else None
     if not cells:
         return ()
     return tuple((name, cell, _identity_of(cell)) for name, cell in zip(inner.__code__.co_freevars, cells, strict=True))

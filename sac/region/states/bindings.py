@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -167,10 +167,9 @@ class Bindings:
 
     def enter_on(self, stack: ExitStack) -> None:
         """Let names, data and flags be those of the forward, and those of now when ``stack`` is left."""
-        for owner, training in self._training:
-            if owner.training is not training:
-                stack.callback(setattr, owner, "training", owner.training)  # not by `train`: it may do more
-                owner.training = training
+        # What is the same now is restored too: the recomputation may change it, as the forward may have.
+        stack.callback(_put_training, [(owner, owner.training) for owner, _ in self._training])
+        _put_training(self._training)
         for owner, before in self._buffers:
             stack.callback(_bind, owner._buffers, dict(owner._buffers))
             _bind(owner._buffers, before)
@@ -180,10 +179,8 @@ class Bindings:
             if other:
                 stack.callback(bound.update, {name: now[name] for name in other})
                 bound.update(other)
-        for parameter, needs in zip(self._held, self._need_grad, strict=True):
-            if parameter.requires_grad is not needs:
-                stack.callback(parameter.requires_grad_, not needs)
-                parameter.requires_grad_(needs)
+        stack.callback(_put_needs, self._held, [one.requires_grad for one in self._held])
+        _put_needs(self._held, self._need_grad)
         for one in self._watched:
             one.enter_on(stack)
 
@@ -278,6 +275,18 @@ class _Watched:
         if copy is not None and copy.nbytes() == storage.nbytes():
             stack.callback(overwrite, storage, copy_of(storage))
             overwrite(storage, copy)
+
+
+def _put_training(flags: Iterable[tuple[nn.Module, bool]]) -> None:
+    for owner, training in flags:
+        if owner.training is not training:
+            owner.training = training  # not by `train`: it may do more
+
+
+def _put_needs(parameters: Sequence[torch.Tensor], needs: Sequence[bool]) -> None:
+    for parameter, wanted in zip(parameters, needs, strict=True):
+        if parameter.requires_grad is not wanted:
+            parameter.requires_grad_(wanted)
 
 
 def _plain_tensors(buffers: list[tuple[nn.Module, Bound]]) -> Iterator[tuple[nn.Module, torch.Tensor]]:
