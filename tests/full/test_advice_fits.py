@@ -22,7 +22,7 @@ def told(out: Tensor) -> str:
 def test_a_variable_that_is_bound_later_is_that_of_the_forward() -> None:
     """`torch.utils.checkpoint` finds the last weight in backward."""
     gradients = []
-    start = hidden(4, WIDTH)[1]
+    start = hidden(4, WIDTH)[1].detach()
     for run in (lambda function, h: function(h), sac.checkpoint):
         weights = [torch.ones(WIDTH, 4, requires_grad=True), torch.ones(4, 2, requires_grad=True)]
         h = start
