@@ -7,9 +7,9 @@ import sys
 import types
 import weakref
 from collections import OrderedDict, UserDict, UserList, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack
-from functools import lru_cache, partial
+from functools import partial
 from itertools import islice
 from operator import is_
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from sac.region.detach import detached, has_graph
-from sac.region.parts import PLAIN
+from sac.region.parts import PLAIN, by_class
 from sac.region.states.host_rng import is_random_source
 
 # Note [Python state]
@@ -537,5 +537,5 @@ def _is_library(module: Any) -> bool:
     return str(module).partition(".")[0] in _OURS_AND_TORCH
 
 
-slots_of: Callable[[Any], dict[str, Any]] = lru_cache(maxsize=1024)(_slots_of)
-_is_open: Callable[[Any], bool] = lru_cache(maxsize=1024)(_is_open_class)
+slots_of = by_class(_slots_of)
+_is_open = by_class(_is_open_class)
