@@ -8,7 +8,7 @@ import types
 import weakref
 from collections import OrderedDict, UserDict, UserList, deque
 from collections.abc import Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import islice
 from operator import is_
@@ -94,7 +94,8 @@ class ReachableState:
         for root in roots:
             self._reach(root)
         while self._waiting:
-            self._look_into(self._waiting.pop())
+            with suppress(Exception):  # objects that raise when they are looked at hold nothing that we know of
+                self._look_into(self._waiting.pop())
         self._seen = set()
 
     @property
