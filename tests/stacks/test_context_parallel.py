@@ -74,4 +74,6 @@ def test_the_ring_is_that_of_the_whole_sequence() -> None:
         # dtype, which leaves differences of 1e-7 of the numbers. A part that is missing or doubled changes them by far
         # more than this.
         bound = 1e-6 * expected.abs().max().item()
-        torch.testing.assert_close(found[name], expected, rtol=0, atol=bound, msg=lambda said, name=name: f"{name}: {said}")
+        torch.testing.assert_close(
+            found[name], expected, rtol=0, atol=bound, msg=lambda said, name=name: f"{name}: {said}"
+        )
