@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -238,10 +239,20 @@ class _Watched:
     def close(self) -> None:
         """The forward is over."""
         version = version_of(self.tensor)
-        self.was_written = version != self._version or self.was_moved
+        self.was_written = version != self._version or self.was_moved or self._was_written_unseen()
         self.is_lost = self.copy is None and version != self._version
         if not self.was_written and self.copy is not None and self.copy.nbytes() > _MOST_COPIED_BYTES_UNRECORDED:
             self.copy = None
+
+    def _was_written_unseen(self) -> bool:
+        """Whether a small tensor has been written to through NumPy or ``data``, which moves no version."""
+        copy, storage = self.copy, self._storage
+        if copy is None or copy.nbytes() > _MOST_COPIED_BYTES_UNRECORDED or storage.device.type != "cpu":
+            return False
+        if type(self.tensor) is not torch.Tensor or not copy.nbytes() or copy.nbytes() != storage.nbytes():
+            return False
+        size = copy.nbytes()
+        return ctypes.string_at(copy.data_ptr(), size) != ctypes.string_at(storage.data_ptr(), size)
 
     @property
     def address(self) -> int:

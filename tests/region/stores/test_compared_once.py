@@ -12,6 +12,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import sac
 from sac.errors import RegionError
+from sac.full.full_config import COMPARED_BY_CALLS
 from tests.region.stores.test_scatter_errors import error_of
 from tests.support.ranks import run_ranks
 
@@ -20,6 +21,7 @@ SCATTERED = {"distribute_saved_activations": True}
 
 def split_input_by_default(way):
     """What a region says of an input that each rank has a part of, in its first call and later ones."""
+    COMPARED_BY_CALLS._counts.clear()  # other tests have used this process group
     rank, size = dist.get_rank(), dist.get_world_size()
 
     class TakesItsPart(nn.Module):
@@ -47,6 +49,7 @@ def test_a_split_input_is_found_in_the_first_call_although_nobody_asked(way):
 
 def split_from_the_second_layer_on():
     """What is said of the second of two modules of one class, whose input is split."""
+    COMPARED_BY_CALLS._counts.clear()
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     first, second = (nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2))
