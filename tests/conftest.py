@@ -10,6 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
+
+# On a loaded machine an example takes as long as it takes; and a run is the same run everywhere.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+settings.load_profile("any machine")
 
 ROOT = Path(__file__).parents[1]
 RANKS = "tests/support/ranks.py"

@@ -139,6 +139,14 @@ def call(model: nn.Module, inputs: Inputs) -> Any:
         raise PlanError(Problem(type(model).__name__, found, fix=fix)) from error
 
 
+def run_backward(model: nn.Module, loss: Tensor) -> None:
+    """Run the backward of ``model``'s loss; raises ``PlanError`` if it asks for data that fake tensors do not have."""
+    try:
+        torch.autograd.backward(loss)
+    except _NEEDS_DATA as error:
+        raise needs_data(model, error) from error
+
+
 def needs_data(model: nn.Module, error: Exception) -> PlanError:
     """Return the error that says which op asked for data."""
     op = getattr(error, "func", None) or (error.args[0] if error.args else "an op")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from sac.errors import PlanError, Problem
-from sac.planner.fakes import Inputs, call
+from sac.planner.fakes import Inputs, call, run_backward
 from sac.planner.ledger import Ledger
 
 FORWARD, BACKWARD, BETWEEN = "forward", "backward", "between"
@@ -186,7 +186,7 @@ def run_step(
             del output
             marks.cut(BETWEEN, len(marks.paths))
             kept = ledger.live
-            torch.autograd.backward(loss)
+            run_backward(model, loss)
             marks.cut(BETWEEN, 0)
             del loss
             if not accumulates:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from sac.errors import Problem, RegionError
-from sac.region.advice import OTHER_KIND, closure_of
+from sac.region.advice import OTHER_KIND
 from sac.region.handles import Ending, Handle
 from sac.region.inputs import KeptInputs
 from sac.region.parking import PackHooks, surrounding_hooks
@@ -83,7 +83,6 @@ class RegionCall(ABC):
         self.moved_host_rng = False  # after the forward: whether it drew from Python's or NumPy's generators
         self._lock = threading.RLock()
         self._dropped = False
-        self._closure = closure_of(function)
 
     @abstractmethod
     def run(self, inputs: KeptInputs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -33,6 +33,16 @@ def detached(tensor: torch.Tensor) -> torch.Tensor:
         del guard
 
 
+def has_graph(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is the result of something that autograd has noted."""
+    if not tensor.requires_grad:
+        return False
+    try:
+        return tensor.grad_fn is not None
+    except RuntimeError:  # a view that an in-place write has made unusable
+        return True
+
+
 def cloned(tensor: torch.Tensor) -> torch.Tensor:
     """Return ``tensor.clone()`` of a plain tensor, seen by no mode: bookkeeping, not an op of the model."""
     if _Unseen is None or type(tensor) is not torch.Tensor:

@@ -139,7 +139,7 @@ class Frame(RegionCall):
                     with outside_transforms():
                         self._recompute(handle, task, last=not retains)
                 except RegionError as error:
-                    raise advised(error, self.path, self._closure, self.settings) from error
+                    raise advised(error, self.path, self.settings) from error
             value = handle.value
             if value is None:
                 raise RegionError(self._unfilled(handle))

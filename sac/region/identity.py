@@ -6,7 +6,7 @@ import dataclasses
 import enum
 import numbers
 import types
-from collections import OrderedDict, deque
+from collections import OrderedDict, UserDict, UserList, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from functools import partial
 from itertools import islice
@@ -29,8 +29,8 @@ from sac.region.parts import PLAIN, attributes_of, names_in, same, sort_of
 #   functions                  by code, closure, defaults, and the globals that the code names; functions of the same
 #                              file that it names, in the same way
 #   Python modules, classes    by identity, and by their attributes that the code names; torch's and ours by identity
-#   other objects              by identity (dataclasses and namespaces: by class) and by their attributes, `_DEEPEST`
-#                              objects deep
+#   other objects              by identity (dataclasses, namespaces and `UserDict`s: by class) and by their attributes,
+#                              `_DEEPEST` objects deep
 #
 # What can neither be held weakly nor be looked into, and what holds more than `_MOST` parts, is no function we know:
 # each of its calls runs under the mode. Not looked at: what functions of other files read as globals, objects in torch
@@ -38,6 +38,7 @@ from sac.region.parts import PLAIN, attributes_of, names_in, same, sort_of
 
 _FUNCTIONS = frozenset({types.FunctionType, types.MethodType, types.BuiltinFunctionType, partial})
 _SINGLE = (types.MethodDescriptorType, types.WrapperDescriptorType, types.GetSetDescriptorType)  # live with their type
+_HOLDERS = (types.SimpleNamespace, UserDict, UserList)  # what they are is what they hold
 _SEQUENCES = (tuple, list, set, frozenset, deque)
 _MOST = 512
 _DEEPEST = 3
@@ -229,7 +230,7 @@ class Identity:
             self.parts.append(same(kind))
             self._add_mapping(value)
             self._add_attributes(value)
-        elif dataclasses.is_dataclass(value) or kind is types.SimpleNamespace:
+        elif dataclasses.is_dataclass(value) or isinstance(value, _HOLDERS):
             self.parts.append(same(kind))
             self._add_attributes(value)
         else:

@@ -59,6 +59,7 @@ from sac.selective.whole_modules import Learnt, SavedModules, saved_modules
 # code of the layer names `rrelu`, all are.
 
 
+_AnyRecorder = RerunRecorder | ReplayRecorder | ModuleRecorder | ChoiceRecorder
 SORTS = 1024  # of inputs that a region remembers; variable lengths must not make it grow for ever
 
 
@@ -143,51 +144,13 @@ class Region:
             inputs.kind = None
         if mark is not None and inputs.kind is not None:
             sort = (mark, settings.freeze_buffers, settings.use_reentrant, inputs.kind)
-        everything = self.kind.table.saves_everything
-        records = True
-        if sort is not None and sort in self._free:
-            records = everything
-            if everything and surrounding_hooks() is None:
-                self.stats.calls += 1
-                return function(*args, **kwargs)
-        chooses_alone = sort is not None and sort in self._choice and surrounding_hooks() is None
-        if chooses_alone and settings.engine != REPLAY:
-            records = False
-        records = records or self._needs_recorder or self.kind.table.decides_on_ops or settings.engine == REPLAY
+        if self.kind.table.saves_everything and sort in self._free and surrounding_hooks() is None:
+            self.stats.calls += 1
+            return function(*args, **kwargs)
         if settings.keeping is not None:
             inputs.store(settings.keeping, args, kwargs, self.path)
-        recorder: RerunRecorder | ReplayRecorder | ModuleRecorder | ChoiceRecorder | None = None
-        frame: Frame | ReentrantFrame
-        if records and self._is_replayed(settings):
-            verifies = settings.verify == ALWAYS or (settings.verify == FIRST and sort not in self._verified)
-            rows = self._new_rows()
-            recorder = ReplayRecorder(
-                self.kind.table,
-                self.path,
-                owners,
-                settings,
-                rows,
-                verifies=verifies,
-                program=self.kind.programs.get(inputs.kind),
-            )
-            recorder.begin(inputs, inputs.leaves_of(args, kwargs))
-            give_up = partial(self._give_up, settings.engine == REPLAY)
-            frame = ReplayFrame(
-                function, self.path, recorder, owners, settings, give_up=give_up, given_up=self._given_up
-            )
-            self._note_verified(sort)
-            self.stats.engine = REPLAY
-        else:
-            self.stats.engine = RERUN if records else ""
-            if records or self.kind.table.speaks_of_modules:
-                recorder = self._recorder(owners, settings, sort, sees_ops=records)
-                recorder.begin(inputs)
-            elif chooses_alone:
-                recorder = ChoiceRecorder(self.kind.table, self.path, self._choosing)
-                self.stats.engine = RERUN
-            kind = ReentrantFrame if settings.use_reentrant else Frame
-            frame = kind(function, self.path, recorder, owners, settings)
-        frame.is_evidence = records and not (self._needs_recorder or self.kind.table.decides_on_ops)
+        leaves = partial(inputs.leaves_of, args, kwargs)
+        frame, recorder = self._frame(function, owners, settings, sort, inputs, leaves)
         try:
             output = frame.run(inputs, args, kwargs)
         except UnseenWriteError:
@@ -202,15 +165,61 @@ class Region:
             check_planned(self.kind.planned, recorder.rows, self.path)  # before inputs are released
         if settings.keeping is not None:
             inputs.finish(settings.keeping, args, kwargs, output)
-        if recorder is None:
-            self.stats.take(None, frame.input_bytes)
-        elif isinstance(recorder, ChoiceRecorder):
-            self.stats.take(recorder.figures, frame.input_bytes)
+        if isinstance(recorder, (RerunRecorder, ReplayRecorder)):
+            self._learn(recorder, frame, sort)
         elif isinstance(recorder, ModuleRecorder):
             self.stats.take(recorder.modules.learnt.figures, frame.input_bytes)
         else:
-            self._learn(recorder, frame, sort)
+            self.stats.take(recorder.figures if recorder is not None else None, frame.input_bytes)
         return output
+
+    def _frame(
+        self,
+        function: Callable[..., Any],
+        owners: tuple[nn.Module, ...],
+        settings: Settings,
+        sort: Any,
+        inputs: KeptInputs,
+        leaves: Callable[[], list[Any]],
+    ) -> tuple[Frame | ReentrantFrame, _AnyRecorder | None]:
+        """Return what runs one call, and the recorder that it needs, if any; see Note [Evidence]."""
+        table = self.kind.table
+        chooses_alone = sort is not None and sort in self._choice and surrounding_hooks() is None
+        is_known = sort is not None and (sort in self._free or chooses_alone) and not table.saves_everything
+        records = not is_known or self._needs_recorder or table.decides_on_ops or settings.engine == REPLAY
+        if records and self._is_replayed(settings):
+            return self._replay_frame(function, owners, settings, sort, inputs, leaves)
+        self.stats.engine = RERUN if records or chooses_alone else ""
+        recorder: _AnyRecorder | None = None
+        if records or table.speaks_of_modules:
+            recorder = self._recorder(owners, settings, sort, inputs, sees_ops=records)
+        elif chooses_alone:
+            recorder = ChoiceRecorder(table, self.path, self._choosing)
+        kind = ReentrantFrame if settings.use_reentrant else Frame
+        frame = kind(function, self.path, recorder, owners, settings)
+        frame.is_evidence = records and not (self._needs_recorder or table.decides_on_ops)
+        return frame, recorder
+
+    def _replay_frame(
+        self,
+        function: Callable[..., Any],
+        owners: tuple[nn.Module, ...],
+        settings: Settings,
+        sort: Any,
+        inputs: KeptInputs,
+        leaves: Callable[[], list[Any]],
+    ) -> tuple[ReplayFrame, ReplayRecorder]:
+        verifies = settings.verify == ALWAYS or (settings.verify == FIRST and sort not in self._verified)
+        program = self.kind.programs.get(inputs.kind)
+        recorder = ReplayRecorder(
+            self.kind.table, self.path, owners, settings, self._new_rows(), verifies=verifies, program=program
+        )
+        recorder.begin(inputs, leaves())
+        give_up = partial(self._give_up, settings.engine == REPLAY)
+        self._note_verified(sort)
+        self.stats.engine = REPLAY
+        frame = ReplayFrame(function, self.path, recorder, owners, settings, give_up=give_up, given_up=self._given_up)
+        return frame, recorder
 
     def _is_replayed(self, settings: Settings) -> bool:
         """Whether a call that needs a recorder is recomputed by replay."""
@@ -270,7 +279,7 @@ class Region:
         self._needs_recorder = True
 
     def _recorder(
-        self, owners: tuple[nn.Module, ...], settings: Settings, sort: Any, *, sees_ops: bool
+        self, owners: tuple[nn.Module, ...], settings: Settings, sort: Any, inputs: KeptInputs, *, sees_ops: bool
     ) -> RerunRecorder | ModuleRecorder:
         table = self.kind.table
         modules, apart = None, frozenset[int]()
@@ -281,9 +290,11 @@ class Region:
                 modules.learnt.apart = saved_modules(owners, table)
             apart = modules.learnt.apart
             if not sees_ops:
-                return ModuleRecorder(modules, apart)
+                module_recorder = ModuleRecorder(modules, apart)
+                module_recorder.begin(inputs)
+                return module_recorder
         rows = self._new_rows()
-        return RerunRecorder(
+        recorder = RerunRecorder(
             table,
             self.path,
             owners,
@@ -294,6 +305,8 @@ class Region:
             apart=apart,
             verifies=settings.verify != NEVER,
         )
+        recorder.begin(inputs)
+        return recorder
 
     def _learn(self, recorder: RerunRecorder | ReplayRecorder, frame: Frame | ReentrantFrame, sort: Any) -> None:
         if recorder.rows is not None:

@@ -203,6 +203,8 @@ class Labels:
             self.origins.name_parameter(label, tensor)
             return label
         labels = [self.of(part) for part in wrapped_parts(tensor)]
+        if labels and labels[0] in self._parameters and labels.count(labels[0]) == len(labels):
+            return labels[0]  # of a wrapped parameter without its graph, as recomputation compares it
         label = hash(tuple(labels))
         self.origins.name_result(label, self.origins.of_all(labels))
         if not self.foreign.isdisjoint(labels):

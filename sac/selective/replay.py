@@ -133,7 +133,8 @@ class ReplayFrame(Frame):
         wanted.task = -2  # it may have been unpacked in this task before: a second read of ctx.saved_tensors
         waiting = {handle.index: handle for handle in self._alive() if self._waits(handle, task)}
         try:
-            if reason := self._given_up():
+            # Not in a forward inside hooks: an outer checkpoint is shown there what its own forward was shown.
+            if (self._forward_over or self.hooks is None) and (reason := self._given_up()):
                 raise CannotReplay(reason)
             if recorder.from_outside and any(map(self._was_changed, self._alive())):
                 raise ReadAgain

@@ -236,15 +236,6 @@ def test_unknown_model_type_and_class(config_file, tmp_path):
     ]
 
 
-def test_model_whose_inputs_cannot_be_made_up(config_file):
-    raw = {"model_type": "wav2vec2", "architectures": ["Wav2Vec2Model"], **SMALL}
-    assert refusal(config_file(raw), Scale(layers=1)) == (
-        "--model: no batch can be made up for Wav2Vec2Model, which reads 'input_values'\n"
-        "    legal: models that read input_ids or pixel_values\n"
-        "    fix: write a function that returns (model, inputs) and name it as package.module:function"
-    )
-
-
 def test_text_that_does_not_fit(config_file, tmp_path):
     spec = config_file(tiny_llama(num_hidden_layers=1))
     assert refusal(spec, Scale(vocab=100), text_path=str(TEXT)) == (

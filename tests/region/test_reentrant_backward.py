@@ -408,7 +408,7 @@ def test_routing_is_not_decided_again():
 
 def test_kernels_that_only_run_without_grad_mode():
     """In eval mode attention is one fused op without grad mode, so what follows it has other arguments."""
-    attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True).eval()
+    attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True, dtype=torch.float64).eval()
 
     def program(run: Run) -> Seen:
         x, h = hidden(2, 6, WIDTH)

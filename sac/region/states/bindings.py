@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from sac.errors import Problem, RegionError, SacWarning
-from sac.region.detach import copy_of, overwrite
+from sac.region.detach import copy_of, has_graph, overwrite
 from sac.region.storages import describe, version_of
 
 # Note [Buffers advance once]
@@ -167,10 +167,9 @@ class Bindings:
 
     def enter_on(self, stack: ExitStack) -> None:
         """Let names, data and flags be those of the forward, and those of now when ``stack`` is left."""
-        for owner, training in self._training:
-            if owner.training is not training:
-                stack.callback(setattr, owner, "training", owner.training)  # not by `train`: it may do more
-                owner.training = training
+        # What is the same now is restored too: the recomputation may change it, as the forward may have.
+        stack.callback(_put_training, [(owner, owner.training) for owner, _ in self._training])
+        _put_training(self._training)
         for owner, before in self._buffers:
             stack.callback(_bind, owner._buffers, dict(owner._buffers))
             _bind(owner._buffers, before)
@@ -180,10 +179,8 @@ class Bindings:
             if other:
                 stack.callback(bound.update, {name: now[name] for name in other})
                 bound.update(other)
-        for parameter, needs in zip(self._held, self._need_grad, strict=True):
-            if parameter.requires_grad is not needs:
-                stack.callback(parameter.requires_grad_, not needs)
-                parameter.requires_grad_(needs)
+        stack.callback(_put_needs, self._held, [one.requires_grad for one in self._held])
+        _put_needs(self._held, self._need_grad)
         for one in self._watched:
             one.enter_on(stack)
 
@@ -280,6 +277,18 @@ class _Watched:
             overwrite(storage, copy)
 
 
+def _put_training(flags: Iterable[tuple[nn.Module, bool]]) -> None:
+    for owner, training in flags:
+        if owner.training is not training:
+            owner.training = training  # not by `train`: it may do more
+
+
+def _put_needs(parameters: Sequence[torch.Tensor], needs: Sequence[bool]) -> None:
+    for parameter, wanted in zip(parameters, needs, strict=True):
+        if parameter.requires_grad is not wanted:
+            parameter.requires_grad_(wanted)
+
+
 def _plain_tensors(buffers: list[tuple[nn.Module, Bound]]) -> Iterator[tuple[nn.Module, torch.Tensor]]:
     for owner, before in buffers:
         for value in before.values():
@@ -289,7 +298,7 @@ def _plain_tensors(buffers: list[tuple[nn.Module, Bound]]) -> Iterator[tuple[nn.
 
 def _is_own(value: torch.Tensor) -> bool:
     """Whether the region may write to a tensor that it holds, other than by a graph."""
-    return _is_plain(value) and value.layout is torch.strided and value.grad_fn is None and not value.is_inference()
+    return _is_plain(value) and value.layout is torch.strided and not has_graph(value) and not value.is_inference()
 
 
 def _is_plain(value: Any) -> bool:

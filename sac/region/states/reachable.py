@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sac.region.detach import detached
+from sac.region.detach import detached, has_graph
 from sac.region.parts import PLAIN
 from sac.region.states.host_rng import is_random_source
 
@@ -139,7 +139,11 @@ class ReachableState:
             own = [*held.items()]
         else:
             own = [*islice(held.items(), _STANDARD_COUNT, None)]
-            self._add(_OwnAttributesPlace(held, own))
+            if held.get("_is_fsdp_managed_module"):
+                own = [(name, value) for name, value in own if not _is_of_flat_parameter(value)]
+                self._add(_ManagedAttributesPlace(held, own))
+            else:
+                self._add(_OwnAttributesPlace(held, own))
         for name, value in own:
             if type(value) not in PLAIN:
                 if name == "forward" and _is_library(type(getattr(value, "__self__", None)).__module__):
@@ -320,6 +324,21 @@ class _OwnAttributesPlace(_DictPlace):
         return _OwnAttributesPlace(self._target, [*self.now().items()])
 
 
+class _ManagedAttributesPlace(_OwnAttributesPlace):
+    """The same of a module in a unit of FullyShardedDataParallel, which keeps parameters there while it has them whole.
+
+    Those are views of its flat parameter. It makes them, and takes them away, whenever it gathers or lets go.
+    """
+
+    __slots__ = ()
+
+    def now(self) -> dict[str, Any]:
+        return {name: value for name, value in super().now().items() if not _is_of_flat_parameter(value)}
+
+    def again(self) -> _ManagedAttributesPlace:
+        return _ManagedAttributesPlace(self._target, [*self.now().items()])
+
+
 class _SequencePlace(_Place):
     """A list or a deque."""
 
@@ -455,7 +474,11 @@ def _with_leaves(held: dict[Any, Any]) -> dict[Any, Any]:
 
 def _noted(value: Any) -> Any:
     """Return what is held of ``value``: itself, or what stands for it."""
-    return _Leaf(value) if isinstance(value, torch.Tensor) and value.grad_fn is not None else value
+    return _Leaf(value) if isinstance(value, torch.Tensor) and has_graph(value) else value
+
+
+def _is_of_flat_parameter(value: Any) -> bool:
+    return type(value) is torch.Tensor and value._is_view() and getattr(value._base, "_is_flat_param", False)
 
 
 def _is_same(held: Any, now: Any) -> bool:
