@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._pytree import tree_map_only
 
 from sac.errors import PlanError, Problem, SacError
+from sac.planner.tracing import CannotProfile
 
 # Note [Fake tensors]
 #
@@ -131,7 +132,7 @@ def call(model: nn.Module, inputs: Inputs) -> Any:
         return model(**inputs) if isinstance(inputs, Mapping) else model(*inputs)
     except _NEEDS_DATA as error:
         raise needs_data(model, error) from error
-    except SacError:
+    except (SacError, CannotProfile):  # the latter is of a block that runs, but cannot be replayed
         raise
     except Exception as error:
         found = f"its forward does not run with these inputs: {type(error).__name__}: {error}"

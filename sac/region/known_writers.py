@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterable
-from functools import lru_cache
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 
-from sac.region.parts import names_in
+from sac.region.parts import by_class, names_in
 
 # Note [Known before they run]
 #
@@ -73,5 +72,5 @@ def _code_of(value: Any) -> types.CodeType | None:
     return function.__code__ if type(function) is types.FunctionType else None
 
 
-_class_writes: Callable[[Any], bool] = lru_cache(maxsize=1024)(_writes)
-_class_chooses: Callable[[Any], bool] = lru_cache(maxsize=1024)(_chooses)
+_class_writes = by_class(_writes)
+_class_chooses = by_class(_chooses)

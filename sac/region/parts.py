@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Hashable
-from functools import lru_cache
-from typing import Any
+from collections.abc import Callable, Hashable
+from functools import lru_cache, partial
+from typing import Any, TypeVar
 
 import torch
+
+_Answer = TypeVar("_Answer")
 
 PLAIN = frozenset(
     {
@@ -67,6 +69,27 @@ def names_in(code: types.CodeType) -> tuple[str, ...]:
     """Return the names that code, or code inside it, looks up as globals or attributes, each once."""
     inner = (name for constant in code.co_consts if type(constant) is types.CodeType for name in names_in(constant))
     return tuple(dict.fromkeys((*code.co_names, *inner)))
+
+
+def by_class(ask: Callable[[Any], _Answer]) -> Callable[[Any], _Answer]:
+    """Return ``ask``, which is asked of classes, with a memory of the answers that keeps no class alive."""
+    answers: dict[int, _Answer] = {}
+    living: dict[int, weakref.ref[type]] = {}
+
+    def forget(address: int, dead: object) -> None:
+        del answers[address], living[address]
+
+    def remembered(kind: Any) -> _Answer:
+        address = id(kind)
+        if address in answers:
+            return answers[address]
+        answer = ask(kind)
+        if address not in living:
+            living[address] = weakref.ref(kind, partial(forget, address))
+        answers[address] = answer
+        return answer
+
+    return remembered
 
 
 def sort_of(tensor: torch.Tensor) -> tuple[Hashable, ...]:

@@ -13,7 +13,7 @@ from sac.errors import SacWarning
 from sac.policy.model import PlannedRegion, Policy
 from sac.region.frame import Frame
 from sac.region.inputs import KeptInputs
-from sac.region.known_writers import chooses, needs_recorder, writes_unseen
+from sac.region.known_writers import needs_recorder
 from sac.region.parking import surrounding_hooks
 from sac.region.reentrant import ReentrantFrame
 from sac.region.settings import ALWAYS, FIRST, NEVER, REPLAY, RERUN, Settings, as_torch_says
@@ -23,7 +23,6 @@ from sac.region.tangents import OnTangents, dual_level_is_on, refuse_reentrant
 from sac.region.transforms import refuse_transforms
 from sac.selective.announce import announce
 from sac.selective.bind import rebuild_table
-from sac.selective.choices import ChoiceRecorder, paths_of
 from sac.selective.module_recorder import ModuleRecorder
 from sac.selective.planned import check_planned
 from sac.selective.program import Program
@@ -59,7 +58,7 @@ from sac.selective.whole_modules import Learnt, SavedModules, saved_modules
 # code of the layer names `rrelu`, all are.
 
 
-_AnyRecorder = RerunRecorder | ReplayRecorder | ModuleRecorder | ChoiceRecorder
+_AnyRecorder = RerunRecorder | ReplayRecorder | ModuleRecorder
 SORTS = 1024  # of inputs that a region remembers; variable lengths must not make it grow for ever
 
 
@@ -93,8 +92,6 @@ class Region:
         self.stats = RegionStats()
         self.marks: dict[Hashable, object] = {}  # what the function was made of in a call: the mark of such calls
         self._free: set[Any] = set()  # sorts of inputs that need no mode
-        self._choice: set[Any] = set()  # sorts of inputs that need one for what chooses alone
-        self._choosing: frozenset[str] = frozenset()  # paths of modules that choose, as far as is known
         self._learnt: dict[Any, Learnt] = {}  # sorts of inputs -> what a call has shown of modules saved as a whole
         self._verified: set[Any] = set()  # sorts of inputs of which a call has been compared with its replay
         self._needs_recorder = False  # a call has needed one, or would have: none goes without any more
@@ -102,7 +99,6 @@ class Region:
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {
             "_free": set(),
-            "_choice": set(),
             "_learnt": {},
             "_verified": set(),
             "marks": {},
@@ -170,7 +166,7 @@ class Region:
         elif isinstance(recorder, ModuleRecorder):
             self.stats.take(recorder.modules.learnt.figures, frame.input_bytes)
         else:
-            self.stats.take(recorder.figures if recorder is not None else None, frame.input_bytes)
+            self.stats.take(None, frame.input_bytes)
         return output
 
     def _frame(
@@ -184,17 +180,14 @@ class Region:
     ) -> tuple[Frame | ReentrantFrame, _AnyRecorder | None]:
         """Return what runs one call, and the recorder that it needs, if any; see Note [Evidence]."""
         table = self.kind.table
-        chooses_alone = sort is not None and sort in self._choice and surrounding_hooks() is None
-        is_known = sort is not None and (sort in self._free or chooses_alone) and not table.saves_everything
+        is_known = sort is not None and sort in self._free and not table.saves_everything
         records = not is_known or self._needs_recorder or table.decides_on_ops or settings.engine == REPLAY
         if records and self._is_replayed(settings):
             return self._replay_frame(function, owners, settings, sort, inputs, leaves)
-        self.stats.engine = RERUN if records or chooses_alone else ""
+        self.stats.engine = RERUN if records else ""
         recorder: _AnyRecorder | None = None
         if records or table.speaks_of_modules:
             recorder = self._recorder(owners, settings, sort, inputs, sees_ops=records)
-        elif chooses_alone:
-            recorder = ChoiceRecorder(table, self.path, self._choosing)
         kind = ReentrantFrame if settings.use_reentrant else Frame
         frame = kind(function, self.path, recorder, owners, settings)
         frame.is_evidence = records and not (self._needs_recorder or table.decides_on_ops)
@@ -236,20 +229,6 @@ class Region:
             return True
         return bool(table.rules) and not table.saves_everything and surrounding_hooks() is None  # see Note [Auto]
 
-    def _only_chooses(self, recorder: RerunRecorder | ReplayRecorder, frame: Frame | ReentrantFrame) -> bool:
-        """Whether a call with a recorder needed it for ops that choose alone; see Note [Choices alone]."""
-        table = self.kind.table
-        if table.rules or table.saves_everything or not table.must_save or not isinstance(recorder, RerunRecorder):
-            return False
-        if frame.settings.use_reentrant or recorder.writes_or_draws or frame.surroundings.bindings.were_written:
-            return False
-        if writes_unseen(frame.owners) or not CAN_REPLAY:
-            return False
-        places = paths_of(frame.owners)
-        static = {places.get(id(owner), "") for owner in frame.owners if chooses(owner)}
-        self._choosing |= static | recorder.chose_at
-        return bool(self._choosing)
-
     def _new_rows(self) -> Rows | None:
         return Rows() if self.kind.lists_ops and not self.kind.rows else None
 
@@ -274,7 +253,6 @@ class Region:
     def _be_surprised(self) -> None:
         """A call without a recorder wrote to something: no call goes without one any more."""
         self._free.clear()
-        self._choice.clear()
         self._learnt.clear()
         self._needs_recorder = True
 
@@ -313,19 +291,15 @@ class Region:
             self.kind.rows = tuple(recorder.rows.rows)
             announce(self.path, self.kind.rows)
         everything = self.kind.table.saves_everything
-        only_chooses = self._only_chooses(recorder, frame)
-        if (
-            not everything
-            and not only_chooses
-            and (recorder.needs_mode or frame.surroundings.bindings.were_written or needs_recorder(frame.owners))
+        if not everything and (
+            recorder.needs_mode or frame.surroundings.bindings.were_written or needs_recorder(frame.owners)
         ):
             self._needs_recorder = True
         is_proof = not (self._needs_recorder or recorder.reads_values or frame.moved_host_rng)
         if sort is not None and (everything or is_proof):
-            known = self._choice if only_chooses else self._free
-            if len(known) >= SORTS:
-                known.clear()
-            known.add(sort)
+            if len(self._free) >= SORTS:
+                self._free.clear()
+            self._free.add(sort)
         modules = recorder.record.modules if isinstance(recorder, RerunRecorder) else None
         if sort is not None and modules is not None:
             if len(self._learnt) >= SORTS:

@@ -319,7 +319,7 @@ class RecomputeMode(RegionMode):
         packed = self.record.packed
         if place < len(packed):
             label, foreign, maker = packed[place]
-            if self.record.lenient:
+            if self.record.lenient or label is None:
                 return
             seen = self.labels.of(tensor)
             tolerated = (foreign or seen in self.labels.foreign) and seen not in self.record.known

@@ -128,7 +128,8 @@ class CallRecord:
         self.known: Collection[int] = ()  # after the forward: the signatures of all its calls
         self.twins: defaultdict[int, int] = defaultdict(int)  # signature -> how many calls that may be saved had it
         self.packs = 0
-        self.packed: list[tuple[int, bool, Plan | None]] = []  # per tensor that autograd saved: label, foreign, maker
+        # Per tensor that autograd saved: label (None: not to be compared), foreign, maker.
+        self.packed: list[tuple[int | None, bool, Plan | None]] = []
         self.inputs: KeptInputs | None = None
         self.inputs_written = False
         # Inputs and parameters are kept as they are, but not through hooks around the region: those may belong to an
@@ -152,7 +153,7 @@ class CallRecord:
     def save(self, value: SavedValue, out: Any) -> None:
         """Hold ``out``, the result of the call that ``value`` stands for, without its graph."""
         value.outputs = map_tensors(out, _detached)
-        if self.verifies:
+        if self.verifies and not value.plan.is_collective:  # whose result is there when it has been waited for
             value.sums = sums_of(value.outputs)
         value.packs_before = self.packs
         self.saved.append(value)
@@ -190,7 +191,9 @@ class CallRecord:
             return
         labels = self.labels
         label = labels.of_plain(tensor, kind, address)
-        self.packed.append((label, label in labels.foreign, labels.makers.get(label)))
+        # Without rules parameters and inputs are saved again in recomputation; their data may be elsewhere (ZeRO-3).
+        is_compared = bool(self.table.rules) or not labels.lasts(label)
+        self.packed.append((label if is_compared else None, label in labels.foreign, labels.makers.get(label)))
         if self.table.saves_everything:
             handle.keep(tensor)
             handle.borrowed = labels.origin(tensor) != "op"

@@ -116,7 +116,8 @@ class ReplayRecorder(TapeRecorder):
             handle.storage = storage_address(tensor)
             self.recent.append((handle.index, tensor, root))
             return
-        if root in self._lasting and (root not in tape.writers or tape.leaves[root].position < 0):
+        leaf = tape.leaves.get(root)  # none: FSDP has made the storage of a parameter in the region
+        if root in self._lasting and (root not in tape.writers or (leaf is not None and leaf.position < 0)):
             # As it is: it is one of the ancestors that autograd holds anyway. So is a parameter that the region has
             # written to: if somebody writes to it once more, backward sees that as it would without us.
             handle.kept = handle.borrowed = True

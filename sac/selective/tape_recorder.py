@@ -80,7 +80,7 @@ class TapeRecorder:
             saves, rule = decide(self, plan, args, kwargs, out)
             if saves and plan.must_save:
                 for value in range(first, len(self.tape.roots)):
-                    self._keep_routing(value, tensors[value - first])
+                    self._keep_routing(plan, value, tensors[value - first])
                 self._routing.append((plan, range(first, len(self.tape.roots))))
         if rule is not None:
             self.hits[rule.index] += 1
@@ -213,7 +213,7 @@ class TapeRecorder:
         number = rule.index if rule is not None else NO_RULE
         tensors = (out,) if count == 1 and type(out) is Tensor else new_tensors(out)
         for value in new:
-            (self._keep_routing if plan.must_save else self.keep)(value, tensors[value - first])
+            self._keep_routing(plan, value, tensors[value - first])
             self._rules[value] = number
         if len(new) < count:  # a compiled graph gives back arguments that its backward reads
             for value in range(first, first + count):
@@ -236,9 +236,9 @@ class TapeRecorder:
         self.tape.kept[value] = tensor.data if type(tensor) is Tensor else detached(tensor)
         self._kept_in.setdefault(self.tape.roots[value], []).append(value)
 
-    def _keep_routing(self, value: int, tensor: Tensor) -> None:
+    def _keep_routing(self, plan: Plan, value: int, tensor: Tensor) -> None:
         self.keep(value, tensor)
-        if self.checksums is not None:
+        if plan.must_save and self.checksums is not None and not plan.is_collective:  # whose result is not there yet
             self._routing_sums[value] = checksum(self.tape.kept[value])
 
     def sum_up(self, handle: int, tensor: Tensor) -> None:

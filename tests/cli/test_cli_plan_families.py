@@ -24,21 +24,24 @@ SIDES = {"text_config": {**HEADS, "vocab_size": 64}, "vision_config": IMAGE}
 STAGES = {"hidden_sizes": [8, 8, 16, 16], "image_size": 32}
 BART = {"d_model": 32, "vocab_size": 64, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
 BART |= {"encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+# Those of Whisper lie beyond a small vocabulary, which its embedding refuses.
+TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
 T5 = {"d_model": 32, "d_kv": 16, "num_heads": 2, "d_ff": 32, "vocab_size": 64}
 LLAMA = {**HEADS, "vocab_size": 64, "num_key_value_heads": 1, "head_dim": 16}
 MAMBA2 = {"hidden_size": 32, "num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1, "vocab_size": 64}
 CONV = {"conv_dim": [16, 16], "conv_stride": [5, 2], "conv_kernel": [10, 3], "num_feat_extract_layers": 2}
 MASKS = {"num_conv_pos_embedding_groups": 2, "apply_spec_augment": False}  # a masked step has no shape without data
 MOE = {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "num_experts": 2, "num_experts_per_tok": 1}
+# Swin: no stage may be smaller than a window, which transformers does not run (5.23).
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "vit": ("ViTConfig", "ViTForImageClassification", IMAGE),
     "resnet": ("ResNetConfig", "ResNetForImageClassification", {"embedding_size": 8, "hidden_sizes": [8, 8, 16, 16]}),
-    "swin": ("SwinConfig", "SwinForImageClassification", {"image_size": 32, "embed_dim": 12, "window_size": 2}),
+    "swin": ("SwinConfig", "SwinForImageClassification", {"image_size": 64, "embed_dim": 12, "window_size": 2}),
     "clip": ("CLIPConfig", "CLIPModel", SIDES),
     "mamba2": ("Mamba2Config", "Mamba2ForCausalLM", MAMBA2),
     "bert": ("BertConfig", "BertForMaskedLM", {**HEADS, "vocab_size": 64}),
     "t5": ("T5Config", "T5ForConditionalGeneration", T5),
-    "whisper": ("WhisperConfig", "WhisperForConditionalGeneration", {**BART, "max_source_positions": 16}),
+    "whisper": ("WhisperConfig", "WhisperForConditionalGeneration", {**BART, **TOKENS, "max_source_positions": 16}),
     "wav2vec2": ("Wav2Vec2Config", "Wav2Vec2ForCTC", {**HEADS, **CONV, **MASKS}),
     "convnext": ("ConvNextConfig", "ConvNextForImageClassification", {**STAGES, "drop_path_rate": 0.1}),
     "segformer": ("SegformerConfig", "SegformerForSemanticSegmentation", {**STAGES, "decoder_hidden_size": 8}),

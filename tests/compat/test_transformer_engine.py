@@ -62,21 +62,23 @@ def test_the_tracker_is_put_back(use_reentrant):
     assert_same(forking(plainly, RngTracker()), forking(call, tracker))
 
 
-def test_random_states_are_as_they_were_after_an_exception_in_recomputation():
+FAILS = {"region": False}  # a global: what the region can reach is put back before it runs again
+
+
+def failing(x: Tensor) -> Tensor:
+    out = nn.functional.dropout(x, 0.5).exp()
+    if FAILS["region"]:
+        raise ZeroDivisionError
+    return out
+
+
+def test_random_states_are_as_they_were_after_an_exception_in_recomputation(monkeypatch):
     """TransformerEngine leaves them rewound."""
-    fails = [False]
-
-    def region(x: Tensor) -> Tensor:
-        out = nn.functional.dropout(x, 0.5).exp()
-        if fails[0]:
-            raise ZeroDivisionError
-        return out
-
     x = torch.randn(4, requires_grad=True)
-    out = te.checkpoint(region, x).sum()
+    out = te.checkpoint(failing, x).sum()
     torch.rand(3)
     before = torch.get_rng_state()
-    fails[0] = True
+    monkeypatch.setitem(FAILS, "region", True)
     with pytest.raises(ZeroDivisionError):
         out.backward()
     assert torch.equal(torch.get_rng_state(), before)

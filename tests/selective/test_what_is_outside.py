@@ -147,9 +147,8 @@ def test_tensor_from_outside_that_is_written_to_after_the_forward(size: str, cho
         out.sum().backward()
     shape = "[8, 8]" if size == "large" else "[8]"
     assert str(error.value) == (
-        f"blocks.0: a tensor from outside the region (float32{shape}) was changed in place after the forward: it is at "
-        "version 1, backward expects version 0\n    fix: do not write to it between forward and backward, or pass it "
-        "to the region as an argument"
+        f"blocks.0: a tensor that backward needs (float32{shape}) was changed in place: it is at version 1, backward "
+        "expects version 0\n    fix: do not change it in place between the op that uses it and backward"
     )
 
 

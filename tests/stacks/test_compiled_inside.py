@@ -93,7 +93,7 @@ def inductor(**options: bool) -> dict[str, Any]:
 @pytest.mark.slow
 def test_wrong_order_with_rules_that_reach_nothing_is_an_error_with_the_reason() -> None:
     with pytest.warns(SacWarning, match="torch.compile was applied to something inside"), pytest.raises(RegionError):
-        training(forwards, selective(policy(save("matmul"))), **inductor())
+        training(forwards, selective(policy(save("matmul")), strict=True), **inductor())
 
 
 @pytest.mark.slow

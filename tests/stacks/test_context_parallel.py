@@ -13,7 +13,7 @@ from tests.stacks.parallel_claims import assert_full, assert_selective, flops, s
 from tests.stacks.parallel_llama import Sizes, batch, built, cross_entropy
 from tests.stacks.ring_attention import context_parallel
 from tests.support.ranks import run_ranks
-from tests.support.training import assert_nearly_same, new_tensors_in
+from tests.support.training import new_tensors_in
 
 CP = "ring_attention:context_parallel"
 
@@ -68,4 +68,12 @@ def test_the_ring_is_that_of_the_whole_sequence() -> None:
         model = built(Sizes())
         cross_entropy(model(ids), labels).backward()
     whole, found = gradients_of(model), run_ranks(2, summed_gradients)[0]
-    assert_nearly_same(whole, found)
+    assert whole.keys() == found.keys(), sorted(whole.keys() ^ found.keys())
+    for name, expected in whole.items():
+        # Not the bound of `assert_nearly_same`: torch's ring merges the parts of its attention in float32 whatever the
+        # dtype, which leaves differences of 1e-7 of the numbers. A part that is missing or doubled changes them by far
+        # more than this.
+        bound = 1e-6 * expected.abs().max().item()
+        torch.testing.assert_close(
+            found[name], expected, rtol=0, atol=bound, msg=lambda said, name=name: f"{name}: {said}"
+        )

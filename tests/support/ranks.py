@@ -12,11 +12,13 @@ import io
 import multiprocessing
 import os
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -128,6 +130,7 @@ def _environment() -> dict[str, str]:
 
 
 def _work(rank: int, world_size: int, port: int, pipe: Connection) -> None:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))  # some functions are those of a script
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     limit = timedelta(seconds=2 * TIMEOUT_SECONDS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)

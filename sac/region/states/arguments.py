@@ -73,12 +73,13 @@ def _copied(one: Any, copies: dict[int, Any], tensors: dict[int, torch.Tensor]) 
         return one
     try:
         twin = copy.copy(one)
-    except Exception:  # of a class that cannot be copied (a lock): it is the same in both
+        attributes = attributes_in(one)
+    except Exception:  # of a class that cannot be copied (a lock) or looked at: it is the same in both
         return one
     copies[id(one)] = twin
     if twin is one:
         return one
-    for name, value in attributes_in(one).items():
+    for name, value in attributes.items():
         object.__setattr__(twin, name, _copied(value, copies, tensors))
     if isinstance(one, dict):
         for key, value in one.items():

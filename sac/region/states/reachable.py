@@ -7,9 +7,9 @@ import sys
 import types
 import weakref
 from collections import OrderedDict, UserDict, UserList, deque
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
-from functools import lru_cache, partial
+from collections.abc import Iterable
+from contextlib import ExitStack, suppress
+from functools import partial
 from itertools import islice
 from operator import is_
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from sac.region.detach import detached, has_graph
-from sac.region.parts import PLAIN
+from sac.region.parts import PLAIN, by_class
 from sac.region.states.host_rng import is_random_source
 
 # Note [Python state]
@@ -94,7 +94,8 @@ class ReachableState:
         for root in roots:
             self._reach(root)
         while self._waiting:
-            self._look_into(self._waiting.pop())
+            with suppress(Exception):  # objects that raise when they are looked at hold nothing that we know of
+                self._look_into(self._waiting.pop())
         self._seen = set()
 
     @property
@@ -537,5 +538,5 @@ def _is_library(module: Any) -> bool:
     return str(module).partition(".")[0] in _OURS_AND_TORCH
 
 
-slots_of: Callable[[Any], dict[str, Any]] = lru_cache(maxsize=1024)(_slots_of)
-_is_open: Callable[[Any], bool] = lru_cache(maxsize=1024)(_is_open_class)
+slots_of = by_class(_slots_of)
+_is_open = by_class(_is_open_class)
