@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Mutation:
-    """``old`` stands exactly once in ``file`` (below sac/) and becomes ``new``; ``promise`` is a row of promises.md."""
+    """``old`` stands exactly once in ``file`` (below sac/) and becomes ``new``; ``promise`` is a row of promises.md.
+
+    ``earlier``: the same slip in another version of the engine, with which the suites are compared.
+    """
 
     name: str
     promise: int
@@ -15,6 +18,12 @@ class Mutation:
     breaks: str
     old: str
     new: str = "pass"
+    earlier: tuple[str, str] = ("", "")
+
+    def texts_in(self, source: str) -> tuple[str, str] | None:
+        """Return which text of ``source`` becomes which; None if the slip cannot be made in it."""
+        pairs = ((self.old, self.new), self.earlier)
+        return next((pair for pair in pairs if pair[0] and source.count(pair[0]) == 1), None)
 
 
 _REACHABLE, _BINDINGS, _RNG = "region/states/reachable.py", "region/states/bindings.py", "region/states/rng.py"
@@ -108,6 +117,7 @@ MUTATIONS = (
         "eval() between the passes changes the recomputation",
         "        _put_training(self._training)",
         "        pass",
+        earlier=("                owner.training = training", "                pass"),
     ),
     Mutation(
         "frozen-in-backward",
@@ -116,6 +126,7 @@ MUTATIONS = (
         "a parameter frozen between the passes stays frozen",
         "        _put_needs(self._held, self._need_grad)",
         "        pass",
+        earlier=("parameter.requires_grad_(needs)", "pass"),
     ),
     Mutation(
         "buffer-not-put-back",
@@ -248,6 +259,10 @@ MUTATIONS = (
         "selective/forward_state.py",
         "what the region wrote outside is written twice",
         "overwrite(held, one.copy)",
+        earlier=(
+            "for storage, image in self._images:\n            overwrite(storage, image)",
+            "for _ in self._images:\n            pass",
+        ),
     ),
     # 4, tolerant and strict
     Mutation(
@@ -441,6 +456,10 @@ MUTATIONS = (
         "a region that saves everything makes a frame",
         "sort in self._free and surrounding_hooks() is None:",
         "sort in self._free and surrounding_hooks() is not None:",
+        earlier=(
+            "if everything and surrounding_hooks() is None:",
+            "if everything and surrounding_hooks() is not None:",
+        ),
     ),
     Mutation(
         "function-forgotten",
@@ -519,6 +538,10 @@ MUTATIONS = (
         "selective/forward_state.py",
         "what a recorded region wrote outside advances twice",
         "overwrite(held, present)",
+        earlier=(
+            "for storage, image in self._present:\n            overwrite(storage, image)",
+            "for _ in self._present:\n            pass",
+        ),
     ),
     # 11, invisible
     Mutation(
