@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
+from types import MethodType
 from typing import Any, Protocol
 
 import torch
@@ -164,7 +165,7 @@ def _is_of_module(function: Callable[..., Any]) -> bool:
     """Return whether ``function`` is a forward bound to one of the region's modules, which are looked at themselves."""
     if type(function) is partial and len(function.args) == 1 and not function.keywords:
         return isinstance(function.args[0], nn.Module)
-    return isinstance(getattr(function, "__self__", None), nn.Module)
+    return type(function) is MethodType and isinstance(function.__self__, nn.Module)
 
 
 def graph_is_retained() -> bool:
