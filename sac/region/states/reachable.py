@@ -211,7 +211,7 @@ class ReachableState:
                 self._reach(place.held)
 
     def _note_attributes(self, value: Any) -> None:
-        held = getattr(value, "__dict__", None)
+        held = _dict_of(value)
         if type(held) is dict and held:
             self._add(_DictPlace(held))
             self._reach_all(held.values())
@@ -500,9 +500,16 @@ def holds_state(value: Any) -> bool:
     )
 
 
+def _dict_of(value: Any) -> Any:
+    try:
+        return getattr(value, "__dict__", None)
+    except Exception:  # of a class that raises whatever it is asked
+        return None
+
+
 def attributes_in(value: Any) -> dict[str, Any]:
     """Return what an object holds under names: in its dict and in ``__slots__``."""
-    held = getattr(value, "__dict__", None)
+    held = _dict_of(value)
     found = dict(held) if type(held) is dict else {}
     for name, slot in slots_of(type(value)).items():
         try:
