@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import types
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -19,6 +21,7 @@ from sac.errors import Problem, RegionError
 from sac.region.detach import detached
 from sac.region.handles import ALL, Handle, ToTheEnd
 from sac.region.parking import PackHooks, surrounding_hooks
+from sac.region.parts import PLAIN
 from sac.region.settings import Settings
 from sac.region.states.bindings import owners_of
 from sac.region.states.uninitialized import has_uninitialized
@@ -99,7 +102,9 @@ class _State:
             found = "a lazy module would make its parameters in this checkpointed call, and its recomputation would not"
             raise RegionError(Problem("sac.context_fn", found, fix=_FIRST))
         # In a graph torch leaves random states to the compiler, which a backend that runs the graph as it is is not.
-        self._surroundings = Surroundings((), owners_of(self._module), _SETTINGS, beside_torch=not self._in_graph)
+        self._surroundings = Surroundings(
+            (), owners_of(self._module), _SETTINGS, _objects_torch_was_given(), beside_torch=not self._in_graph
+        )
 
     def forward_is_over(self) -> None:
         """Keep nothing of buffers that are what they were."""
@@ -126,6 +131,20 @@ def hooks_below_top() -> PackHooks | None:
         return surrounding_hooks()
     finally:
         torch._C._autograd._push_saved_tensors_default_hooks(*top)
+
+
+def _objects_torch_was_given() -> list[Any]:
+    """Return the arguments of the checkpointed call that may hold state, which torch hands to the recomputation too.
+
+    They stand in torch's frame, which enters our mode. Its name is private (2.1 to 2.13); elsewhere there are none.
+    """
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    if frame is None or not frame.f_code.co_name.startswith("_checkpoint_without_reentrant"):
+        return []
+    given = (*frame.f_locals.get("args", ()), *frame.f_locals.get("kwargs", {}).values())
+    return [value for value in given if type(value) not in PLAIN and not isinstance(value, (torch.Tensor, nn.Module))]
 
 
 def _runs_to_the_end() -> bool:

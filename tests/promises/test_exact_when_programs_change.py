@@ -430,11 +430,17 @@ class StateModel(Model):
     def forward(self, x: Tensor) -> Tensor:
         state = self.make_state(x)
         for layer in self.layers:
-            x = sac.checkpoint(layer, state) if self.way == "sac.checkpoint" else layer(state)
+            if self.way == "sac.checkpoint":
+                x = sac.checkpoint(layer, state)
+            elif self.way == "sac.context_fn":
+                contexts = sac.context_fn({"schema": "sac/v1", "name": "test", **MATMULS}, layer)
+                x = checkpoint(layer, state, use_reentrant=False, context_fn=contexts)
+            else:
+                x = layer(state)
         return x
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [*WAYS, "sac.context_fn"])
 @pytest.mark.parametrize("kind", STATES)
 def test_fields_of_an_argument_that_the_block_rebinds(kind: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StateModel, "make_state", staticmethod(STATES[kind]), raising=False)
@@ -484,9 +490,81 @@ def taking_features(model: Model, x: Tensor, step: int) -> Tensor:
     return loss
 
 
-@pytest.mark.parametrize("way", ["auto", "replay", "no match"])  # a global cannot be reached: rerun reads what is there
+@pytest.mark.parametrize("way", WAYS)
 def test_global_tensor_that_the_loop_writes_to(way: str) -> None:
     assert_same(FromOutside, way, writing_outside)
+
+
+# State beside the modules
+
+CALLS = [0]
+TURN = 0
+
+
+def next_turn() -> int:
+    global TURN
+    TURN += 1
+    return TURN
+
+
+class Globals(Block):
+    """Counts in globals: in a list that it names, and in a number by way of a function that it calls."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        CALLS[0] += 1
+        if CALLS[0] % 2 == 0:
+            return x + torch.cos(self.up(x)).mean()
+        return x + self.mlp(x) * (next_turn() % 3)
+
+
+class OfTheClass(Block):
+    """Counts in attributes of its class: of one that is there, one that appears, and a list."""
+
+    calls = 0
+    seen: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        type(self).calls += 1
+        type(self).turns = getattr(type(self), "turns", 0) + 2
+        self.seen.append(len(x))
+        if self.calls % 2 == 0:
+            return x + torch.cos(self.up(x)).mean()
+        return x + self.mlp(x) * (self.turns + len(self.seen))
+
+
+def counting_beside(model: Model, x: Tensor, step: int) -> Tensor:
+    global TURN
+    if not step:
+        CALLS[0] = TURN = OfTheClass.calls = OfTheClass.turns = 0
+        OfTheClass.seen.clear()
+    loss = usual(model, x, step) * 1.0
+    return loss + CALLS[0] + 10 * TURN + 100 * OfTheClass.calls + OfTheClass.turns + len(OfTheClass.seen)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("make", [Globals, OfTheClass])
+def test_state_beside_the_modules(make: Callable[[], nn.Module], way: str) -> None:
+    assert_same(make, way, counting_beside)
+
+
+def test_globals_that_a_function_names() -> None:
+    """As `sac.checkpoint` of a function, which no module holds."""
+    block = Block()
+
+    def forward(x: Tensor) -> Tensor:
+        CALLS[0] += 1
+        return block.mlp(x) * CALLS[0]
+
+    found = []
+    for call in (forward, lambda x: sac.checkpoint(forward, x)):
+        CALLS[0] = 0
+        for _ in range(2):
+            x = torch.full((3, 4), 0.5, requires_grad=True)
+            call(x).sum().backward()
+            found.append(x.grad)
+        assert CALLS == [2]
+    assert torch.equal(found[0], found[2])
+    assert torch.equal(found[1], found[3])
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import sys
 import types
 import weakref
 from collections import OrderedDict, UserDict, UserList, deque
@@ -19,6 +18,14 @@ from torch import nn
 
 from sac.region.detach import detached, has_graph
 from sac.region.parts import PLAIN, by_class
+from sac.region.states.class_state import (
+    Globals,
+    attributes_of_class,
+    globals_of_class,
+    globals_of_code,
+    is_library,
+    is_users,
+)
 from sac.region.states.host_rng import is_random_source
 
 # Note [Python state]
@@ -28,10 +35,11 @@ from sac.region.states.host_rng import is_random_source
 # switches between forward and backward is the one of the forward. So the state that the region can reach is noted when
 # the forward begins, put back while Python runs again, and restored to what it is now afterwards.
 #
-# What is reached: attributes of the region's modules and their tables of sub-modules; what a function holds (closure,
-# bound object, arguments of a partial); and from there lists, dicts, sets, deques and the attributes of objects, also
-# those in `__slots__`. Not reached: globals, attributes of classes, what libraries keep in objects of their own (torch,
-# the standard library), iterators, modules that are held in a list or an object only, and more than `_MOST` objects.
+# What is reached: attributes of the region's modules and their tables of sub-modules; their classes, and the globals
+# that these name (Note [Globals and classes]); what a function holds (closure, bound object, arguments of a partial);
+# and from there lists, dicts, sets, deques and the attributes of objects, also those in `__slots__`. Not reached: what
+# libraries keep in objects of their own (torch, the standard library), iterators, modules that are held in a list or
+# an object only, and more than `_MOST` objects.
 #
 # Noting is shallow and by reference: what an object held, not what that looks like. Tensors are noted by identity too;
 # writes to their memory are another matter (Note [Buffers advance once]). A tensor with a graph is not held, since that
@@ -48,9 +56,9 @@ _STANDARD = frozenset(
 )  # what nn.Module itself puts into a module's dict: noted elsewhere, or not ours
 _STANDARD_COUNT = len(_STANDARD)
 _MISSING = object()
-_OURS_AND_TORCH = frozenset({"torch", "sac"})
 _FUNCTIONS = (types.FunctionType, types.MethodType, partial)
 _IGNORED = (type, types.ModuleType, types.BuiltinFunctionType, nn.Module, weakref.ref, property, enum.Enum)
+_OF_CLASSES = (property, classmethod, staticmethod, *_FUNCTIONS[:1])  # what most attributes of classes are
 # Classes of the standard library whose attributes are the user's; all others keep state that is not to be exchanged.
 _PLAIN_HOLDERS = (types.SimpleNamespace, UserDict, UserList)
 
@@ -89,10 +97,16 @@ class ReachableState:
         self._seen: set[int] = set()
         self._waiting: list[Any] = []
         self._left = _MOST
+        kinds: dict[type, None] = {}
         for module in modules:
             self._note_module(module)
+            kinds[type(module)] = None
+        for kind in kinds:
+            self._note_class(kind)
         for root in roots:
             self._reach(root)
+            if type(root) is types.FunctionType:
+                self._note_globals(globals_of_code(root))
         while self._waiting:
             with suppress(Exception):  # objects that raise when they are looked at hold nothing that we know of
                 self._look_into(self._waiting.pop())
@@ -147,8 +161,26 @@ class ReachableState:
                 self._add(_OwnAttributesPlace(held, own))
         for name, value in own:
             if type(value) not in PLAIN:
-                if name == "forward" and _is_library(type(getattr(value, "__self__", None)).__module__):
+                if name == "forward" and is_library(type(getattr(value, "__self__", None)).__module__):
                     value = getattr(value.__self__, "before", None)  # what sac has put there is not the user's state
+                self._reach(value)
+
+    def _note_class(self, kind: type) -> None:
+        for base in kind.__mro__:
+            if _is_users(base) and id(base) not in self._seen:
+                self._seen.add(id(base))
+                self._note_names(_ClassPlace(base))
+        self._note_globals(_globals_of(kind))
+
+    def _note_globals(self, found: tuple[Globals, ...]) -> None:
+        for reference, names in found:
+            if (function := reference()) is not None:
+                self._note_names(_GlobalsPlace(function.__globals__, names))
+
+    def _note_names(self, place: _NamesPlace) -> None:
+        self._add(place)
+        for value in place.now().values():
+            if type(value) not in PLAIN and not isinstance(value, _OF_CLASSES):
                 self._reach(value)
 
     def _add(self, place: _Place) -> None:
@@ -204,7 +236,7 @@ class ReachableState:
         elif type(value) is types.MethodType:
             self._reach(value.__func__)
             self._reach(value.__self__)
-        elif not _is_library(value.__module__):
+        elif not is_library(value.__module__):
             for cell in value.__closure__ or ():
                 place = _CellPlace(cell)
                 self._add(place)
@@ -428,24 +460,23 @@ class _CellPlace(_Place):
         return _CellPlace(self._cell)
 
 
-class _SlotsPlace(_Place):
-    """The attributes of an object that lie in ``__slots__``."""
+class _NamesPlace(_Place):
+    """What is held under names, of which some may be unset."""
 
-    __slots__ = ("_held", "_slots", "_target")
+    __slots__ = ("_held", "_target")
 
-    def __init__(self, target: Any, slots: dict[str, Any]) -> None:
+    def __init__(self, target: Any) -> None:
         self._target = target
-        self._slots = slots
         self._held = _with_leaves(self.now())
 
     def now(self) -> dict[str, Any]:
-        found = {}
-        for name, slot in self._slots.items():
-            try:
-                found[name] = slot.__get__(self._target)
-            except AttributeError:
-                continue
-        return found
+        raise NotImplementedError
+
+    def _set(self, name: str, value: Any) -> None:
+        raise NotImplementedError
+
+    def _delete(self, name: str) -> None:
+        raise NotImplementedError
 
     def before(self) -> dict[str, Any]:
         now = self.now()
@@ -456,14 +487,81 @@ class _SlotsPlace(_Place):
         return now.keys() != held.keys() or any(not _is_same(value, now[name]) for name, value in held.items())
 
     def put(self, wanted: dict[str, Any]) -> None:
+        now = self.now()
+        for name in now.keys() - wanted.keys():
+            self._delete(name)
+        for name, value in wanted.items():
+            if now.get(name, _MISSING) is not value:
+                self._set(name, value)
+
+
+class _SlotsPlace(_NamesPlace):
+    """The attributes of an object that lie in ``__slots__``."""
+
+    __slots__ = ("_slots",)
+
+    def __init__(self, target: Any, slots: dict[str, Any]) -> None:
+        self._slots = slots
+        super().__init__(target)
+
+    def now(self) -> dict[str, Any]:
+        found = {}
         for name, slot in self._slots.items():
-            if name in wanted:
-                slot.__set__(self._target, wanted[name])
-            elif name in self.now():
-                slot.__delete__(self._target)
+            try:
+                found[name] = slot.__get__(self._target)
+            except AttributeError:
+                continue
+        return found
+
+    def _set(self, name: str, value: Any) -> None:
+        self._slots[name].__set__(self._target, value)
+
+    def _delete(self, name: str) -> None:
+        self._slots[name].__delete__(self._target)
 
     def again(self) -> _SlotsPlace:
         return _SlotsPlace(self._target, self._slots)
+
+
+class _ClassPlace(_NamesPlace):
+    """The attributes of a class."""
+
+    __slots__ = ()
+
+    def now(self) -> dict[str, Any]:
+        return attributes_of_class(self._target)
+
+    def _set(self, name: str, value: Any) -> None:
+        type.__setattr__(self._target, name, value)
+
+    def _delete(self, name: str) -> None:
+        type.__delattr__(self._target, name)
+
+    def again(self) -> _ClassPlace:
+        return _ClassPlace(self._target)
+
+
+class _GlobalsPlace(_NamesPlace):
+    """Some of the globals of a file."""
+
+    __slots__ = ("_names",)
+
+    def __init__(self, target: dict[str, Any], names: tuple[str, ...]) -> None:
+        self._names = names
+        super().__init__(target)
+
+    def now(self) -> dict[str, Any]:
+        target = self._target
+        return {name: target[name] for name in self._names if name in target}
+
+    def _set(self, name: str, value: Any) -> None:
+        self._target[name] = value
+
+    def _delete(self, name: str) -> None:
+        del self._target[name]
+
+    def again(self) -> _GlobalsPlace:
+        return _GlobalsPlace(self._target, self._names)
 
 
 def _with_leaves(held: dict[Any, Any]) -> dict[Any, Any]:
@@ -535,15 +633,11 @@ def _is_open_class(kind: Any) -> bool:
     Layers of ``torch.nn`` do: anybody may put attributes on them.
     """
     if issubclass(kind, nn.Module):
-        return not _is_library(kind.__module__) or kind.__module__.startswith("torch.nn.modules.")
-    if issubclass(kind, _PLAIN_HOLDERS):
-        return True
-    return not _is_library(kind.__module__) and kind.__module__.partition(".")[0] not in sys.stdlib_module_names
-
-
-def _is_library(module: Any) -> bool:
-    return str(module).partition(".")[0] in _OURS_AND_TORCH
+        return not is_library(kind.__module__) or kind.__module__.startswith("torch.nn.modules.")
+    return issubclass(kind, _PLAIN_HOLDERS) or is_users(kind)
 
 
 slots_of = by_class(_slots_of)
 _is_open = by_class(_is_open_class)
+_globals_of = by_class(globals_of_class)
+_is_users = by_class(is_users)

@@ -49,7 +49,6 @@ def global_setting_between_passes(w: Writer, pick: Random) -> str:
     name = w.name("FLAG")
     w.top(f"{name} = [True]\n")
     w.loop("between", f"if step in {tuple(sorted(pick.sample(range(6), 3)))}:\n    {name}[0] = not {name}[0]")
-    w.hides("a global that changes between the passes")
     return f"{name}[0]"
 
 
@@ -57,7 +56,6 @@ def global_counter(w: Writer, pick: Random) -> str:
     name = w.name("CALLS")
     w.top(f"{name} = [0]\n")
     w.line(f"{name}[0] += 1")
-    w.hides("a global counter")
     return f"{name}[0] % 2 == 0"
 
 
@@ -68,14 +66,12 @@ def closure_counter(w: Writer, pick: Random) -> str:
         "        return calls\n\n    return count\n"
     )
     w.init(f"self.{attribute} = {made}()")
-    w.hides("a counter in a closure")
     return f"self.{attribute}() % 2 == 0"
 
 
 def class_counter(w: Writer, pick: Random) -> str:
     name = w.name("calls")
     w.line(f'type(self).{name} = getattr(type(self), "{name}", 0) + 1')
-    w.hides("a counter of the class")
     return f"type(self).{name} % 2 == 0"
 
 

@@ -136,7 +136,6 @@ def drawn_by_generator_in_list(w: Writer, pick: Random) -> None:
 def drawn_by_global_generator(w: Writer, pick: Random) -> None:
     name = w.name("GENERATOR")
     w.top(f"{name} = torch.Generator().manual_seed(3)\n")
-    w.hides("a global generator")
     w.line(f"h = h * torch.rand(h.shape, generator={name})")
 
 
@@ -508,7 +507,6 @@ def load_in_container(w: Writer, pick: Random) -> None:
 def load_of_global(w: Writer, pick: Random) -> None:
     name = w.name("LOAD")
     w.top(f"{name} = torch.zeros(4)\n")
-    w.hides("a global tensor that is written")
     w.line(f"{name}.add_(h.detach().float().mean(0))")
     w.line(pick.choice([f"h = h - torch.tanh({name})", ""]))
 
@@ -518,8 +516,6 @@ def global_tensor(w: Writer, pick: Random) -> None:
     name = w.name("TABLE")
     w.top(f"{name} = torch.linspace(-1, 1, 4)\n")
     where = pick.choice(["before", "between"])
-    if where == "between":
-        w.hides("a global tensor that is written between the passes")
     w.loop(where, f"if step in {steps(pick)}:\n    {name}.mul_(-0.5)")
     w.line(f"h = h + torch.sin({name})")
 
