@@ -7,6 +7,7 @@ import types
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -84,6 +85,7 @@ class CheckpointForwardMode(ForwardMode):
 
 
 _FIRST = "run the model once under torch.no_grad() before training"
+_STEP_LATER = "step the optimizer when every backward of these weights is done"
 _SETTINGS = Settings()
 
 
@@ -114,6 +116,10 @@ class _State:
     def __enter__(self) -> None:
         with ExitStack() as stack:
             if self._surroundings is not None:
+                bindings = self._surroundings.bindings
+                if not self._in_graph and (problem := bindings.changed_parameter("")) is not None:
+                    raise RegionError(replace(problem, fix=_STEP_LATER))
+                stack.callback(bindings.note_parameters)
                 self._surroundings.enter_on(stack)
             self._entered.append(stack.pop_all())
 

@@ -6,6 +6,7 @@ equal, bit for bit, after each of six steps.
 
 from __future__ import annotations
 
+import array
 import collections
 import copy
 import dataclasses
@@ -13,7 +14,7 @@ import random
 import types
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy
 import pytest
@@ -88,6 +89,8 @@ def _is_equal(one: Any, other: Any) -> bool:
         return one.bit_generator.state == other.bit_generator.state
     if isinstance(one, random.Random):
         return one.getstate() == other.getstate()
+    if isinstance(one, numpy.ndarray):
+        return numpy.array_equal(one, other)
     if isinstance(one, dict):
         return [*one] == [*other] and all(_is_equal(one[key], other[key]) for key in one)
     if isinstance(one, (list, tuple, collections.deque)):
@@ -142,6 +145,19 @@ class ForcedNorm(Block):
         with torch.no_grad():
             self.up.weight.copy_(F.normalize(self.up.weight) * 1.7)
         return x + self.mlp(x)
+
+
+class ForcedNormBeforeAGradient(Block):
+    """Takes a gradient inside, after it has written its weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.up.weight.mul_(0.95)
+        x = self.mlp(x)
+        inner = x.detach().requires_grad_()
+        with torch.enable_grad():
+            (slope,) = torch.autograd.grad(self.mlp(inner).sin().sum(), inner)
+        return x + slope
 
 
 class ForcedNormByData(Block):
@@ -242,14 +258,20 @@ class Counters(Block):
         self.log: list[float] = []
         self.last: collections.deque[int] = collections.deque(maxlen=3)
         self.state = types.SimpleNamespace(depth=1.0, names={"a"})
+        self.numbers = [numpy.zeros((2, 3)).T, array.array("d", [0, 0]), bytearray(2)]
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
+        for numbers in self.numbers:
+            numbers[1] += 1
         self.log.append(self.calls * 0.5)
         self.last.append(self.calls)
         self.state.depth *= 1.1
         self.state.names.add(str(self.calls % 3))
-        return x + self.mlp(x) * len(self.log) * sum(self.last) * self.state.depth / 10
+        return x + self.mlp(x) * len(self.log) * sum(self.last) * self.state.depth * (self.read() % 3) / 10
+
+    def read(self) -> float:
+        return float(self.numbers[0][1].sum() + self.numbers[1][1] + self.numbers[2][1])
 
 
 class Flag(Block):
@@ -343,7 +365,10 @@ def two_forwards(model: Model, x: Tensor, step: int) -> Tensor:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     "make",
-    [ForcedNorm, ForcedNormByData, LateForcedNorm, MaxNorm, Dropped, DroppedByPython, Memory, Load, Counters],
+    [
+        *(ForcedNorm, ForcedNormBeforeAGradient, ForcedNormByData, LateForcedNorm, MaxNorm),
+        *(Dropped, DroppedByPython, Memory, Load, Counters),
+    ],
     ids=lambda make: make.__name__,
 )
 def test_program_that_changes_is_exact(make: Callable[[], nn.Module], way: str) -> None:
@@ -521,7 +546,7 @@ class OfTheClass(Block):
     """Counts in attributes of its class: of one that is there, one that appears, and a list."""
 
     calls = 0
-    seen: list[int] = []
+    seen: ClassVar[list[int]] = []
 
     def forward(self, x: Tensor) -> Tensor:
         type(self).calls += 1
@@ -640,3 +665,17 @@ def test_context_fn_puts_the_python_state_of_its_module_back() -> None:
                 model(torch.randn(3, 4)).square().mean().backward()
             results.append(([one.grad for one in model.parameters()], _own_state(model)))
         assert _is_equal(*results)
+
+
+def test_context_fn_refuses_weights_that_change_between_the_passes() -> None:
+    layer = Block()
+    contexts = sac.context_fn({"schema": "sac/v1", "name": "test", **MATMULS}, layer)
+    out = checkpoint(layer.mlp, torch.ones(3, 4), use_reentrant=False, context_fn=contexts)
+    with torch.no_grad():
+        layer.up.weight.mul_(2.0)
+    with pytest.raises(sac.errors.RegionError) as caught:
+        out.sum().backward()
+    assert str(caught.value) == (
+        "region: parameter 'weight' (float32[6, 4]) was changed in place after the forward: it is at version 2, "
+        "backward expects version 1\n    fix: step the optimizer when every backward of these weights is done"
+    )

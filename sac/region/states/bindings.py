@@ -74,7 +74,7 @@ class Bindings:
         self._parameters = [(bound, {**bound}) for owner in owners if (bound := owner._parameters)]
         self._held = [one for _, held in self._parameters for one in held.values() if one is not None]
         self._need_grad = [one.requires_grad for one in self._held]
-        self._written: list[torch.Tensor] = []  # parameters, after ``close``
+        self._written: list[torch.Tensor] | None = None  # parameters, after ``close``
         self.note_parameters()
         self._buffers: list[tuple[nn.Module, Bound]] = []
         self._watched: list[_Watched] = []
@@ -90,6 +90,7 @@ class Bindings:
         for one in self._watched:
             one.close()
         before = self._versions
+        self._written = []
         self.note_parameters()
         if before != self._versions:
             pairs = zip(self._held, before, self._versions, strict=True)
@@ -103,7 +104,10 @@ class Bindings:
         """Return the problem that a parameter was written to since ``note_parameters``, if one was.
 
         ``read``: ids of the only parameters that matter. An optimizer may step in backward, parameter by parameter.
+        As long as the forward runs, nobody else writes to them.
         """
+        if self._written is None:
+            return None
         written = {id(one) for one in self._written}  # the recorder holds what lay there
         for one, version in zip(self._held, self._versions, strict=True):
             if version_of(one) != version and id(one) not in written and (read is None or id(one) in read):
@@ -129,7 +133,7 @@ class Bindings:
         """
         lost = next((one.tensor for one in self._watched if one.is_lost and not one.is_apart), None)
         if lost is None:
-            lost = next(iter(self._written), None)
+            lost = next(iter(self._written or ()), None)
         return None if lost is None else self._unseen(lost, where)
 
     def changed_tensor(self, where: str) -> Problem | None:
@@ -188,7 +192,7 @@ class Bindings:
     def drop(self) -> None:
         """Hold nothing any more."""
         self._buffers, self._parameters, self._watched, self._training = [], [], [], []
-        self._held, self._need_grad, self._versions, self._written = [], [], [], []
+        self._held, self._need_grad, self._versions, self._written = [], [], [], None
 
     def _unseen(self, tensor: torch.Tensor, where: str) -> Problem:
         return Problem(

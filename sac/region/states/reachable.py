@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import enum
+import sys
 import types
 import weakref
+from array import array
 from collections import OrderedDict, UserDict, UserList, deque
 from collections.abc import Iterable
 from contextlib import ExitStack, suppress
@@ -37,9 +39,9 @@ from sac.region.states.host_rng import is_random_source
 #
 # What is reached: attributes of the region's modules and their tables of sub-modules; their classes, and the globals
 # that these name (Note [Globals and classes]); what a function holds (closure, bound object, arguments of a partial);
-# and from there lists, dicts, sets, deques and the attributes of objects, also those in `__slots__`. Not reached: what
-# libraries keep in objects of their own (torch, the standard library), iterators, modules that are held in a list or
-# an object only, and more than `_MOST` objects.
+# and from there lists, dicts, sets, deques, short arrays and the attributes of objects, also those in `__slots__`. Not
+# reached: what libraries keep in objects of their own (torch, the standard library), iterators, modules that are held
+# in a list or an object only, and more than `_MOST` objects.
 #
 # Noting is shallow and by reference: what an object held, not what that looks like. Tensors are noted by identity too;
 # writes to their memory are another matter (Note [Buffers advance once]). A tensor with a graph is not held, since that
@@ -226,6 +228,10 @@ class ReachableState:
             return
         elif is_random_source(value):
             self.others.append(value)
+            return
+        elif isinstance(value, (bytearray, array)) or _is_numpy_array(value):
+            if memoryview(value).nbytes <= _LONGEST:
+                self._add(_BytesPlace(value))
             return
         if _is_open(kind):
             self._note_attributes(value)
@@ -429,6 +435,39 @@ class _SetPlace(_Place):
         return _SetPlace(self._target)
 
 
+class _BytesPlace(_Place):
+    """A short array of numbers: of Python's, or of NumPy's."""
+
+    __slots__ = ("_held", "_target")
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+        self._held = self.now()
+
+    def now(self) -> bytes:
+        return memoryview(self._target).tobytes()
+
+    def before(self) -> bytes:
+        return self._held
+
+    def differs(self, now: bytes) -> bool:
+        return now != self._held
+
+    def put(self, wanted: bytes) -> None:
+        target = self._target
+        if wanted == self.now():
+            return
+        if isinstance(target, bytearray):
+            target[:] = wanted
+        elif isinstance(target, array):
+            target[:] = array(target.typecode, wanted)
+        else:
+            target[...] = type(target)(target.shape, target.dtype, wanted)
+
+    def again(self) -> _BytesPlace:
+        return _BytesPlace(self._target)
+
+
 class _CellPlace(_Place):
     """A cell of a closure."""
 
@@ -562,6 +601,11 @@ class _GlobalsPlace(_NamesPlace):
 
     def again(self) -> _GlobalsPlace:
         return _GlobalsPlace(self._target, self._names)
+
+
+def _is_numpy_array(value: Any) -> bool:
+    numpy: Any = sys.modules.get("numpy")
+    return numpy is not None and type(value) is getattr(numpy, "ndarray", None) and not value.dtype.hasobject
 
 
 def _with_leaves(held: dict[Any, Any]) -> dict[Any, Any]:
