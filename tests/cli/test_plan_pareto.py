@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.script_runs import run_script
+from tests.support.script_runs import run_script_alone
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 WAYS = [
@@ -20,7 +20,7 @@ WAYS = [
 
 @pytest.fixture(scope="module")
 def report() -> dict:
-    done = run_script(SCRIPTS / "plan_pareto.py", "--quick", "--json")
+    done = run_script_alone(SCRIPTS / "plan_pareto.py", "--quick", "--json")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
