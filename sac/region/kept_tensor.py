@@ -10,7 +10,7 @@ import torch
 from sac.errors import Problem, RegionError
 from sac.region.detach import copy_of, placed_on, version_watch
 from sac.region.parking import PackHooks, Parked, fetch, park
-from sac.region.states.bindings import UnseenWriteError
+from sac.region.states.bindings import UnseenWriteError, other_bytes, spare_copy
 from sac.region.storages import describe, shares_storage, version_of
 from sac.region.stores.placements import Stored
 
@@ -35,10 +35,11 @@ class KeptTensor:
     """One tensor input: the data, whether it needs a gradient, and its version when the forward had ended.
 
     ``data`` is the caller's, or a copy if the region writes to it, or what hooks around the region made of it. Where a
-    copy was ``stored`` before the forward, ``data`` goes when the forward is over.
+    copy was ``stored`` before the forward, ``data`` goes when the forward is over. Of a small one without a gradient, as
+    a mask or a counter is, there is a ``spare`` copy: another region may write to it before backward.
     """
 
-    __slots__ = ("alias", "data", "needs_grad", "position", "stored", "version", "written")
+    __slots__ = ("alias", "data", "needs_grad", "position", "spare", "stored", "version", "written")
 
     def __init__(self, tensor: torch.Tensor, position: int) -> None:
         self.position = position
@@ -48,6 +49,7 @@ class KeptTensor:
         self.version = version_of(tensor)
         self.written = False
         self.stored: Stored | None = None
+        self.spare = None if self.needs_grad else spare_copy(tensor)
 
     @property
     def was_changed(self) -> bool:
@@ -61,6 +63,7 @@ class KeptTensor:
             self.stored.drop()
             self.stored = None
         self.data, self.alias, self.written = copied(self.data, storages), None, True
+        self.spare = None
 
     def check_writes(self, others: Sequence[KeptTensor], path: str) -> None:
         """Raise if the region has written to this input unseen and there is no sound copy; ``others``: its other ones.
@@ -114,6 +117,8 @@ class KeptTensor:
     def _checked(self, path: str) -> torch.Tensor:
         assert self.data is not None
         data = fetch(self.data)
+        if self.spare is not None and (self.was_changed or other_bytes(self.spare, data.untyped_storage())):
+            return placed_on(self.spare, data)
         if self.was_changed:
             assert self.alias is not None
             raise RegionError(

@@ -15,6 +15,7 @@ from sac.region.handles import Ending, Handle
 from sac.region.inputs import KeptInputs
 from sac.region.parking import PackHooks, park, surrounding_hooks
 from sac.region.settings import AUTO, Settings
+from sac.region.states.bindings import other_bytes
 from sac.region.storages import describe, version_of
 from sac.selective.compact import compact_views
 from sac.selective.fallback import FallbackMode, Routed
@@ -303,8 +304,11 @@ class ReplayRecorder(TapeRecorder):
 
     def changed_outside(self) -> dict[int, torch.UntypedStorage]:
         """Return what lay in small tensors from outside that were written to since the forward, by storage."""
-        copies = self._outside.items()
-        return {address: copy for address, (version, watch, copy) in copies if watch._version != version}
+        return {
+            address: copy
+            for address, (version, watch, copy) in self._outside.items()
+            if watch._version != version or other_bytes(copy, watch.untyped_storage())
+        }
 
     def _check_kept(self) -> None:
         """What the policy saves is held as it is: something that is no op may have written to it since."""

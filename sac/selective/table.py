@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from sac.selective.whole_modules import Learnt
 
 _VALUE_READERS = frozenset(
-    f"aten.{name}" for name in ("_local_scalar_dense", "item", "equal", "is_nonzero", "allclose")
+    f"aten.{name}.default" for name in ("_local_scalar_dense", "item", "equal", "is_nonzero", "allclose")
 )
 
 Condition = Callable[[tuple[Any, ...], Mapping[str, Any], Any], bool]

@@ -95,6 +95,8 @@ def _is_equal(one: Any, other: Any) -> bool:
         return [*one] == [*other] and all(_is_equal(one[key], other[key]) for key in one)
     if isinstance(one, (list, tuple, collections.deque)):
         return len(one) == len(other) and all(map(_is_equal, one, other))
+    if isinstance(one, nn.Module):
+        return _is_equal(one.state_dict(), other.state_dict())
     if hasattr(one, "__dict__") and not callable(one):
         return _is_equal(vars(one), vars(other))
     return bool(one == other)
@@ -204,6 +206,21 @@ class Dropped(Block):
         h = self.mlp(x) * torch.rand(3, 4, generator=self.generator)
         self.seen.add_(h.detach().mean())
         return F.rrelu(h * self.seen.mean().sigmoid(), training=True)
+
+
+class Unregistered(Block):
+    """Reads a value in each call, and in every second one runs a layer of which nobody knows: it stands in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+        self.others = [nn.BatchNorm1d(4, affine=False)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(x.detach().sum().item())
+        if len(self.seen) % 2 == 0:
+            x = self.others[0](x)
+        return x + self.mlp(x)
 
 
 class DroppedByPython(Block):
@@ -367,7 +384,7 @@ def two_forwards(model: Model, x: Tensor, step: int) -> Tensor:
     "make",
     [
         *(ForcedNorm, ForcedNormBeforeAGradient, ForcedNormByData, LateForcedNorm, MaxNorm),
-        *(Dropped, DroppedByPython, Memory, Load, Counters),
+        *(Dropped, DroppedByPython, Unregistered, Memory, Load, Counters),
     ],
     ids=lambda make: make.__name__,
 )

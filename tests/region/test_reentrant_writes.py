@@ -184,7 +184,7 @@ def test_equal_to_the_plain_call(program, store):
 
 
 def written_after(run: Run) -> Tensor:
-    model, x = layer(), torch.randn(4, WIDTH)
+    model, x = layer(), torch.randn(64, WIDTH)  # more than what is copied in any case
     out = run(lambda h: model(h.sin()), x)
     x.fill_(100.0)
     out.sum().backward()

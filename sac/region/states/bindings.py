@@ -250,13 +250,7 @@ class _Watched:
 
     def _was_written_unseen(self) -> bool:
         """Whether a small tensor has been written to through NumPy or ``data``, which moves no version."""
-        copy, storage = self.copy, self._storage
-        if copy is None or copy.nbytes() > _MOST_COPIED_BYTES_UNRECORDED or storage.device.type != "cpu":
-            return False
-        if type(self.tensor) is not torch.Tensor or not copy.nbytes() or copy.nbytes() != storage.nbytes():
-            return False
-        size = copy.nbytes()
-        return ctypes.string_at(copy.data_ptr(), size) != ctypes.string_at(storage.data_ptr(), size)
+        return self.copy is not None and type(self.tensor) is torch.Tensor and other_bytes(self.copy, self._storage)
 
     @property
     def address(self) -> int:
@@ -272,7 +266,7 @@ class _Watched:
     @property
     def was_changed(self) -> bool:
         """Whether it was written to since it is watched, or given another storage (``buffer.data = ...``)."""
-        return version_of(self.tensor) != self._version or self.was_moved
+        return version_of(self.tensor) != self._version or self.was_moved or self._was_written_unseen()
 
     @property
     def was_moved(self) -> bool:
@@ -309,6 +303,22 @@ def _plain_tensors(buffers: list[tuple[nn.Module, Bound]]) -> Iterator[tuple[nn.
         for value in before.values():
             if _is_plain(value) and value.layout is torch.strided:
                 yield owner, value
+
+
+def other_bytes(copy: torch.UntypedStorage, storage: torch.UntypedStorage) -> bool:
+    """Return whether something else lies in a small ``storage`` on the CPU than in its copy; False for other ones."""
+    size = copy.nbytes()
+    if not 0 < size <= _MOST_COPIED_BYTES_UNRECORDED or storage.device.type != "cpu" or size != storage.nbytes():
+        return False
+    return ctypes.string_at(copy.data_ptr(), size) != ctypes.string_at(storage.data_ptr(), size)
+
+
+def spare_copy(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """Return a copy of what a small tensor lies in, None for another one."""
+    if not _is_own(tensor):
+        return None
+    storage = tensor.untyped_storage()
+    return copy_of(storage) if storage.nbytes() <= _MOST_COPIED_BYTES_UNRECORDED else None
 
 
 def _is_own(value: torch.Tensor) -> bool:

@@ -211,7 +211,7 @@ class ReachableState:
         if isinstance(value, dict):
             if len(value) <= _LONGEST:
                 self._add(_DictPlace(value))
-                self._reach_all(value.values())
+                self._reach_all(_entries(value).values())
         elif isinstance(value, (list, deque)):
             if len(value) <= _LONGEST:
                 self._add(_SequencePlace(value))
@@ -298,13 +298,13 @@ class _DictPlace(_Place):
     def __init__(self, target: dict[Any, Any], apart: frozenset[str] = frozenset()) -> None:
         self._target = target
         self._apart = apart
-        self._held = _with_leaves(dict(target))
+        self._held = _with_leaves(_entries(target))
 
     def now(self) -> dict[Any, Any]:
-        return dict(self._target)
+        return _entries(self._target)
 
     def before(self) -> dict[Any, Any]:
-        now = self._target
+        now = self.now()
         return {key: _made(value, now.get(key)) for key, value in self._held.items()}
 
     def differs(self, now: dict[Any, Any]) -> bool:
@@ -317,7 +317,7 @@ class _DictPlace(_Place):
 
     def put(self, wanted: dict[Any, Any]) -> None:
         target, apart = self._target, self._apart
-        now = dict(target)
+        now = _entries(target)
         if len(now) == len(wanted) and all(map(is_, now, wanted)) and all(map(is_, now.values(), wanted.values())):
             return
         if [*now] == [*wanted]:  # as a rule the names are the same, and keep their order
@@ -606,6 +606,13 @@ class _GlobalsPlace(_NamesPlace):
 def _is_numpy_array(value: Any) -> bool:
     numpy: Any = sys.modules.get("numpy")
     return numpy is not None and type(value) is getattr(numpy, "ndarray", None) and not value.dtype.hasobject
+
+
+def _entries(target: dict[Any, Any]) -> dict[Any, Any]:
+    """Return a copy of a dictionary, without the methods of the user's own class."""
+    if type(target) is dict:
+        return dict(target)
+    return dict((OrderedDict if isinstance(target, OrderedDict) else dict).items(target))
 
 
 def _with_leaves(held: dict[Any, Any]) -> dict[Any, Any]:

@@ -109,10 +109,17 @@ def evaluation_mode_between_passes(program: Program, pick: Random) -> Change:
 
 
 def frozen(program: Program, pick: Random) -> Change:
+    """Weights that learn in some steps only.
+
+    None is thawed between forward and a double backward: under hooks on saved tensors, anybody's, torch goes by what a
+    weight needed in the forward.
+    """
+    where = pick.choice(["before", "before", "between"])
+    thawed = "p.requires_grad and " if where == "between" and "double backward" in program.kinds else ""
     yield (
-        pick.choice(["before", "before", "between"]),
+        where,
         f"for p in list(model.parameters())[{pick.randrange(2)} :: {pick.choice([1, 2, 3])}]:\n"
-        f"    p.requires_grad_(step not in {_some(pick)})",
+        f"    p.requires_grad_({thawed}step not in {_some(pick)})",
     )
 
 
