@@ -337,7 +337,8 @@ class Tape:
         elif position < 0 and id(tensor) in self.outside:
             held = _Held(tensor if tensor.grad_fn is None else detached(tensor))
         lasts = lasts if position >= 0 else is_parameter
-        self.leaves[value] = Leaf(position, held, self.versions[value], tensor.shape, lasts)
+        # Its own version: a view that was replayed inside the region's forward counts for itself.
+        self.leaves[value] = Leaf(position, held, version_of(tensor), tensor.shape, lasts)
         if lasts:
             self.lasting.add(self.roots[value])
         return value

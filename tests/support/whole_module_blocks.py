@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tests.support.blocks import FunctionBlock, Stack
 from tests.support.mode_probe import note_mode
+from tests.support.runs import Noted
 
 WIDTH = 8
 
@@ -33,7 +34,7 @@ class Apply(nn.Module):
         return self.body(self, *values, **more)
 
 
-RUNS: list[int] = []  # of modules of the class above; not on the module, which would be another one each time
+RUNS = Noted()  # of modules of the class above; not on the module, which would be another one each time
 
 
 def number_of_run() -> int:
