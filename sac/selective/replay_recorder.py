@@ -118,7 +118,9 @@ class ReplayRecorder(TapeRecorder):
             self.recent.append((handle.index, tensor, root))
             return
         leaf = tape.leaves.get(root)  # none: FSDP has made the storage of a parameter in the region
-        if root in self._lasting and (root not in tape.writers or (leaf is not None and leaf.position < 0)):
+        is_written = root in tape.writers
+        is_parameter = leaf is not None and leaf.position < 0 and leaf.lasts
+        if (root in self._lasting and not is_written) or (is_parameter and is_written):
             # As it is: it is one of the ancestors that autograd holds anyway. So is a parameter that the region has
             # written to: if somebody writes to it once more, backward sees that as it would without us.
             handle.kept = handle.borrowed = True

@@ -378,7 +378,10 @@ def write_program(program: Program) -> tuple[str, frozenset[str], frozenset[str]
         writer.module(f"Block{at}", signature, *(("run", entrance) if entrance else ()))
         for at, writer in enumerate(writers)
     ]
-    around = ['torch.autocast("cpu", torch.bfloat16, enabled=AUTOCAST[step])']
+    # A block that runs twice would find its weights cast as they were in the first run, whatever it has written to them
+    # since, and where recomputation casts them anew it would not.
+    cache = "" if len(set(program.order)) == len(program.order) else ", cache_enabled=False"
+    around = [f'torch.autocast("cpu", torch.bfloat16, enabled=AUTOCAST[step]{cache})']
     for change in program.changes:
         whole.features.add(change.name)
         for part, text in reversed(list(CHANGES[change.name](program, Random(change.knob)))):
