@@ -612,6 +612,8 @@ def _entries(target: dict[Any, Any]) -> dict[Any, Any]:
     """Return a copy of a dictionary, without the methods of the user's own class."""
     if type(target) is dict:
         return dict(target)
+    if not isinstance(target, dict):  # the modules of a scripted one
+        return dict(target.items())
     return dict((OrderedDict if isinstance(target, OrderedDict) else dict).items(target))
 
 
