@@ -58,7 +58,7 @@ def by_cut_ddp(value: Any) -> Outcome:
     """DDP with buckets of 1 MiB, the least that its optimizer takes, and blocks that are larger."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    model = sac.apply(built(lambda: llama_stack(2, d=256)), value)
+    model = sac.apply(built(lambda: llama_stack(3, d=256)), value)
     call = torch.compile(DistributedDataParallel(model, bucket_cap_mb=1), backend="aot_eager")
     result = trained(call, model, width=256)
     assert torch._dynamo.utils.counters["aot_autograd"]["total"] > 1  # graphs: there was a cut
@@ -114,7 +114,7 @@ def test_ddp() -> None:
 @pytest.mark.slow
 def test_ddp_whose_optimizer_cuts_the_graph() -> None:
     """A cut goes between regions, never through one."""
-    assert_composes(by_cut_ddp, ("full", ()), ("in turn", ()))
+    assert_composes(by_cut_ddp, ("in turn", ()))
 
 
 def test_fsdp2_with_compiled_blocks() -> None:
