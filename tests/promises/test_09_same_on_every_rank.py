@@ -11,7 +11,7 @@ from tests.support.rank_programs import BODIES, told_of_a_difference, trained
 from tests.support.ranks import run_ranks
 from tests.support.replay_programs import POLICIES
 
-STEPS = 5  # those of `outcome`: two that are compared, and one for each thing that is measured
+STEPS = 4  # those of `outcome`: two that are compared, one for memory, one for FLOPs and collectives
 REGIONS = 2
 
 

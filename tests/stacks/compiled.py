@@ -15,7 +15,7 @@ import sac
 from tests.stacks.composition import Outcome, forward_done, outcome
 from tests.stacks.parallel_llama import Llama, Sizes, batch, built, cross_entropy
 
-SIZES = Sizes(n_layers=4)
+SIZES = Sizes(n_layers=2)
 
 
 def plain(mode: Any) -> Outcome:

@@ -87,10 +87,10 @@ CONVERSIONS: dict[str, Callable[[Stack], nn.Module]] = {
 }
 
 
-def build(name: str) -> nn.Module:
-    """Two blocks, converted by `CONVERSIONS[name]`."""
+def build(name: str, blocks: int = 2) -> nn.Module:
+    """Some blocks, converted by `CONVERSIONS[name]`."""
     torch.manual_seed(0)
-    return CONVERSIONS[name](llama_stack(blocks=2, d=WIDTH))
+    return CONVERSIONS[name](llama_stack(blocks, d=WIDTH))
 
 
 def inputs(model: nn.Module, length: int = 32) -> tuple[Tensor, ...]:

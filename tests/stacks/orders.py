@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -120,15 +121,18 @@ def outcome_of(order: Sequence[str], value: Any) -> Outcome:
     return outcome(step, model, compiled=any("compile" in name for name in order))
 
 
+@functools.cache
+def without_us(plain: tuple[str, ...]) -> Outcome:
+    """What comes of these steps without us, which is the same wherever ours is to stand among them."""
+    return outcome_of(plain, None)
+
+
 def compare(orders: Sequence[Sequence[str]], value: Any) -> dict[str, str]:
     """What came of each order beside the same one without us: `works`, or what is wrong. To be run in ranks too."""
-    references: dict[tuple[str, ...], Outcome] = {}
     found = {}
     for order in orders:
-        plain = tuple(name for name in order if name != APPLY)
-        if plain not in references:
-            references[plain] = outcome_of(plain, None)
-        found[" > ".join(order)] = verdict(outcome_of(order, value), references[plain])
+        reference = without_us(tuple(name for name in order if name != APPLY))
+        found[" > ".join(order)] = verdict(outcome_of(order, value), reference)
     return found
 
 

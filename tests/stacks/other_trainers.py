@@ -140,11 +140,13 @@ def torchtitan(mode: Any) -> Outcome:
     return titan_models.trained(mode)
 
 
-def low_precision(mode: Any, *, conversion: str = "float8 tensorwise", backend: str = "", length: int = 32) -> Outcome:
+def low_precision(
+    mode: Any, *, conversion: str = "float8 tensorwise", backend: str = "", length: int = 32, blocks: int = 2
+) -> Outcome:
     """A stack in low precision by torchao, a key of `low_precision.CONVERSIONS`; compiled as a whole by `backend`."""
     from tests.stacks import low_precision as models
 
-    model = models.build(conversion)
+    model = models.build(conversion, blocks)
     given = models.inputs(model, length)
     sac.apply(model, mode)
     called = torch.compile(model, backend=backend, fullgraph=True) if backend else model

@@ -32,15 +32,11 @@ from tests.support.training import assert_nearly_same, assert_same, built, new_t
 
 PLAIN = 28  # matrix products in the backward of two blocks: two per product of the forward
 
+# Of other values see test_compiled_orders and test_compile_modules.
 VALUES: dict[str, tuple[Any, int]] = {
-    "full": (FULL, 12),
-    "save no product": (selective(policy(save("attention"))), 12),
-    "save every product": (selective(policy(save("matmul"))), 0),
     "save one linear of three alike": (selective(policy(save("matmul", module="self_attn.k_proj"))), 10),
-    "save one linear of two alike": (selective(policy(save("matmul", module="mlp.up_proj"))), 10),
     "save the products of one child": (selective(policy(save("matmul", module="self_attn.**"))), 4),
     "save in the first block": (selective(policy(save("matmul", layers={"first": 1}))), 6),
-    "alternate": (selective(policy(alternate("matmul"))), 6),
     "save by shape": (selective(policy(save("matmul", shape=["_", 64]))), 8),
     "save the second call": (selective(policy(save("aten.mm", call={"index": 0}, module="mlp.gate_proj"))), 10),
     "save by default": (selective(policy(default="save")), 0),
@@ -79,17 +75,17 @@ def test_eager_and_compiled_decide_alike() -> None:
     _, by_name = train_compiled(llama_stack, lambda m: sac.apply(m, named))
     saved_by = [[node.name for node in log.forward[0].graph.nodes if node.op == "output"] for log in (by_turn, by_name)]
     assert saved_by[0] == saved_by[1]
-    assert by_turn.products() == by_name.products()
+    assert by_turn.products() == by_name.products() == [PLAIN + 6]
 
 
-@pytest.mark.parametrize("value", [FULL, selective(policy(save("matmul")))], ids=["full", "matmuls"])
-def test_dropout_draws_as_it_did(value: Any) -> None:
+def test_dropout_draws_as_it_did() -> None:
     def build() -> nn.Module:
         return with_dropout(llama_stack(), 0.3)
 
     reference, _ = train_compiled(build, nothing, steps=2)
-    ours, _ = train_compiled(build, lambda model: sac.apply(model, value), steps=2)
-    assert_same(reference, ours)
+    for value in (FULL, selective(policy(save("matmul")))):
+        ours, _ = train_compiled(build, lambda model, value=value: sac.apply(model, value), steps=2)
+        assert_same(reference, ours)
 
 
 class TwoWeights(nn.Module):
@@ -129,24 +125,14 @@ class Written(TwoWeights):
         return z.sigmoid() * y
 
 
-@pytest.mark.parametrize("value", [FULL, selective(policy(save("matmul")))], ids=["full", "matmuls"])
-def test_saved_value_may_be_written_to(value: Any) -> None:
+def test_saved_value_may_be_written_to() -> None:
     def build() -> nn.Module:
         return Stack(Written(), Written())
 
     reference, _ = train_compiled(build, nothing, make_input=square)
-    ours, _ = train_compiled(build, lambda model: sac.apply(model, value), make_input=square)
-    assert_same(reference, ours)
-
-
-def test_apply_after_compile_is_seen() -> None:
-    def late(model: nn.Module, backend: Any) -> Any:
-        compiled = torch.compile(model, backend=backend, fullgraph=True)
-        sac.apply(compiled, VALUES["save one linear of two alike"][0])
-        return compiled
-
-    _, log = train_compiled(llama_stack, nothing, compile_it=late)
-    assert log.products() == [PLAIN + 10]
+    for value in (FULL, selective(policy(save("matmul")))):
+        ours, _ = train_compiled(build, lambda model, value=value: sac.apply(model, value), make_input=square)
+        assert_same(reference, ours)
 
 
 def test_remove_after_compile_is_seen() -> None:
@@ -170,13 +156,16 @@ def test_forward_without_grad_compiles_to_the_plain_one() -> None:
 
 
 def test_inductor() -> None:
-    """Other backends are handed the same graphs: see test_compiled_kinds for the other ways into this one."""
+    """Other backends are handed the same graphs. Without CUDA graphs to make, this mode of it is inductor as ever."""
     value = selective(policy(save("attention"), alternate("matmul")))
 
+    def one_block() -> nn.Module:
+        return llama_stack(1)
+
     def with_inductor(model: nn.Module, backend: Any) -> Any:
-        return torch.compile(model, backend="inductor", fullgraph=True)
+        return torch.compile(model, mode="reduce-overhead", fullgraph=True)
 
     with new_tensors_in(torch.float64):
-        reference, _ = train_compiled(llama_stack, nothing, compile_it=with_inductor)
-        ours, _ = train_compiled(llama_stack, lambda m: sac.apply(m, value), compile_it=with_inductor)
+        reference, _ = train_compiled(one_block, nothing, compile_it=with_inductor)
+        ours, _ = train_compiled(one_block, lambda m: sac.apply(m, value), compile_it=with_inductor)
     assert_nearly_same(reference, ours)

@@ -5,6 +5,7 @@ Under compilation no module of a block runs; which one an op came from is read o
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -49,42 +50,57 @@ def each_block(way: Callable[..., None]) -> Callable[[nn.Module, Any], None]:
 
 
 VALUES = {"full": (FULL, 6), "every product": (selective(policy(save("matmul"))), 0), "one linear": (GATE, 5)}
+ONE_BY_ONE = each_block(by_compile)
+FORWARD_BY_FORWARD = each_block(by_forward)
 
 
-@pytest.mark.parametrize(("value", "again"), VALUES.values(), ids=VALUES.keys())
-@pytest.mark.parametrize("way", [by_compile, by_forward])
-def test_blocks_compiled_after_apply(way: Callable[..., None], value: Any, again: int) -> None:
-    reference, _ = train_compiled(llama_stack, nothing, compile_it=each_block(way))
-    ours, log = train_compiled(llama_stack, lambda m: sac.apply(m, value), compile_it=each_block(way))
+@functools.cache
+def without_us(way: Callable[[nn.Module, Any], Any] | None = None) -> dict[str, Tensor]:
+    return train_compiled(llama_stack, nothing, compile_it=way)[0]
+
+
+@pytest.mark.parametrize(
+    ("way", "name"),
+    [
+        (ONE_BY_ONE, "every product"),
+        (ONE_BY_ONE, "one linear"),
+        (FORWARD_BY_FORWARD, "full"),
+        (FORWARD_BY_FORWARD, "one linear"),
+    ],
+    ids=["block, every product", "block, one linear", "forward, full", "forward, one linear"],
+)
+def test_blocks_compiled_after_apply(way: Callable[[nn.Module, Any], None], name: str) -> None:
+    value, again = VALUES[name]
+    ours, log = train_compiled(llama_stack, lambda m: sac.apply(m, value), compile_it=way)
     assert log.products() == [PER_BLOCK + again] * len(log.backward)
     assert log.backward
-    assert_same(reference, ours)
+    assert_same(without_us(way), ours)
 
 
-@pytest.mark.parametrize(("value", "again"), VALUES.values(), ids=VALUES.keys())
-def test_blocks_compiled_before_apply(value: Any, again: int) -> None:
+def test_blocks_compiled_before_apply() -> None:
+    """Of the other values see test_compiled_orders."""
+
     def compile_then_apply(model: nn.Module, backend: Any) -> None:
-        each_block(by_compile)(model, backend)
-        sac.apply(model, value)
+        ONE_BY_ONE(model, backend)
+        sac.apply(model, GATE)
 
-    reference, _ = train_compiled(llama_stack, nothing, compile_it=each_block(by_compile))
     ours, log = train_compiled(llama_stack, nothing, compile_it=compile_then_apply)
-    assert log.products() == [PER_BLOCK + again] * len(log.backward)
-    assert_same(reference, ours)
+    assert log.products() == [PER_BLOCK + 5] * len(log.backward)
+    assert log.backward
+    assert_same(without_us(ONE_BY_ONE), ours)
 
 
 def test_blocks_of_two_tables_are_compiled_apart() -> None:
     value = selective(policy(save("matmul", layers={"first": 1})))
-    reference, _ = train_compiled(llama_stack, nothing, compile_it=each_block(by_compile))
-    ours, log = train_compiled(llama_stack, lambda m: sac.apply(m, value), compile_it=each_block(by_compile))
+    ours, log = train_compiled(llama_stack, lambda m: sac.apply(m, value), compile_it=ONE_BY_ONE)
     assert sorted(log.products()) == [PER_BLOCK, PER_BLOCK + 6]
-    assert_same(reference, ours)
+    assert_same(without_us(ONE_BY_ONE), ours)
 
 
 def test_alike_blocks_are_compiled_once() -> None:
     """As without us; past `recompile_limit` (8) Dynamo gives up on the ninth block."""
-    _, plain = train_compiled(lambda: llama_stack(10), nothing, compile_it=each_block(by_compile))
-    _, log = train_compiled(lambda: llama_stack(10), lambda m: sac.apply(m, GATE), compile_it=each_block(by_compile))
+    _, plain = train_compiled(lambda: llama_stack(10), nothing, compile_it=ONE_BY_ONE)
+    _, log = train_compiled(lambda: llama_stack(10), lambda m: sac.apply(m, GATE), compile_it=ONE_BY_ONE)
     assert len(plain.forward) == 1
     assert len(log.forward) == 1
 
@@ -93,10 +109,10 @@ def test_compiled_forward_below_a_region_is_run_again_as_a_whole() -> None:
     """Here the region is around what is compiled: eager, exact, and its ops are those of the compiled graphs."""
 
     def compile_then_apply(model: nn.Module, backend: Any) -> None:
-        each_block(by_forward)(model, backend)
+        FORWARD_BY_FORWARD(model, backend)
         sac.apply(model, FULL)
 
-    reference, _ = train_compiled(llama_stack, nothing, compile_it=each_block(by_forward), steps=2)
+    reference, _ = train_compiled(llama_stack, nothing, compile_it=FORWARD_BY_FORWARD, steps=2)
     ours, log = train_compiled(llama_stack, nothing, compile_it=compile_then_apply, steps=2)
     assert log.products() == [PER_BLOCK] * len(log.backward)
     assert_same(reference, ours)
@@ -109,24 +125,30 @@ SUBMODULE_VALUES = {
 }
 
 
-@pytest.mark.parametrize("value", SUBMODULE_VALUES.values(), ids=SUBMODULE_VALUES.keys())
-@pytest.mark.parametrize("first", ["apply", "compile"])
-def test_compiled_submodule_in_an_eager_region(first: str, value: Any) -> None:
-    def compile_mlps(model: nn.Module, backend: Any) -> None:
+@functools.cache
+def with_compiled_mlps() -> dict[str, Tensor]:
+    return train_compiled(llama_stack, nothing, compile_it=compile_mlps, steps=3)[0]
+
+
+def compile_mlps(model: nn.Module, backend: Any) -> None:
+    for block in model.blocks:
+        block.mlp.compile(backend=backend, fullgraph=True)
+
+
+@pytest.mark.parametrize(
+    ("first", "name"),
+    [("compile", "full"), ("apply", "every product"), ("apply", "one linear"), ("compile", "one linear")],
+)
+def test_compiled_submodule_in_an_eager_region(first: str, name: str) -> None:
+    def compile_and_apply(model: nn.Module, backend: Any) -> None:
         if first == "apply":
-            sac.apply(model, value)
-        for block in model.blocks:
-            block.mlp.compile(backend=backend, fullgraph=True)
+            sac.apply(model, SUBMODULE_VALUES[name])
+        compile_mlps(model, backend)
         if first == "compile":
-            sac.apply(model, value)
+            sac.apply(model, SUBMODULE_VALUES[name])
 
-    def compile_only(model: nn.Module, backend: Any) -> None:
-        for block in model.blocks:
-            block.mlp.compile(backend=backend, fullgraph=True)
-
-    reference, _ = train_compiled(llama_stack, nothing, compile_it=compile_only, steps=3)
-    ours, _ = train_compiled(llama_stack, nothing, compile_it=compile_mlps, steps=3)
-    assert_same(reference, ours)
+    ours, _ = train_compiled(llama_stack, nothing, compile_it=compile_and_apply, steps=3)
+    assert_same(with_compiled_mlps(), ours)
 
 
 class Inside(nn.Module):
@@ -142,12 +164,12 @@ class Inside(nn.Module):
         return self.head(self.inner(x))
 
 
-@pytest.mark.parametrize("entry", ["apply", "context_fn with module"])
-def test_block_below_the_compiled_model(entry: str) -> None:
+def test_block_below_the_compiled_model() -> None:
     reference, plain = train_compiled(Inside, nothing)
-    ours, log = train_compiled(Inside, lambda model: install(model.inner, GATE, entry))
-    assert [plain.products(), log.products()] == [[30], [30 + 11]]  # the head reads the last block's last product
-    assert_same(reference, ours)
+    for entry in ("apply", "context_fn with module"):
+        ours, log = train_compiled(Inside, lambda model, entry=entry: install(model.inner, GATE, entry))
+        assert [plain.products(), log.products()] == [[30], [30 + 11]]  # the head reads the last block's last product
+        assert_same(reference, ours)
 
 
 class ChecksItself(LlamaLikeBlock):
@@ -173,7 +195,7 @@ def test_context_fn_inside_the_block(whole: bool) -> None:
         for block in model.blocks:
             block.contexts = sac.context_fn(GATE["policy"], module=block)
 
-    way = None if whole else each_block(by_compile)
+    way = None if whole else ONE_BY_ONE
     reference, _ = train_compiled(build, nothing, compile_it=way)
     ours, log = train_compiled(build, put, compile_it=way)
     assert sum(log.products()) == 2 * (PER_BLOCK + 5)
@@ -182,10 +204,9 @@ def test_context_fn_inside_the_block(whole: bool) -> None:
 
 def test_context_fn_without_module() -> None:
     value = selective(policy(save("matmul")))
-    reference, _ = train_compiled(llama_stack, nothing)
     ours, log = train_compiled(llama_stack, lambda model: install(model, value, "context_fn"))
     assert log.products() == [2 * PER_BLOCK]
-    assert_same(reference, ours)
+    assert_same(without_us(), ours)
 
 
 def test_model_that_is_one_block() -> None:
@@ -212,7 +233,7 @@ def test_model_called_by_a_compiled_function() -> None:
 def test_rule_on_a_module_cannot_see_into_a_compiled_block() -> None:
     torch._dynamo.reset()
     model = built(llama_stack)
-    each_block(by_forward)(model, "aot_eager")
+    FORWARD_BY_FORWARD(model, "aot_eager")
     sac.apply(model, {**GATE, "strict": True})
     with pytest.raises(sac.SacError) as caught:
         model(*tokens())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -23,6 +23,7 @@ import sac
 from sac.errors import SacWarning
 from sac.memory_timeline import mark, measure_memory
 from tests.support.blocks import FULL, policy, save, selective
+from tests.support.pairs import in_pairs
 from tests.support.training import assert_same, train
 
 LAYERS, STEPS, WIDTH = 2, 3, 16
@@ -176,12 +177,15 @@ def trained(kind: str, put: Callable[[nn.Module], Any] | None, *, unseen: bool) 
     return seen, runs, counted.graphs
 
 
-@pytest.mark.parametrize("unseen", [False, True], ids=["its ops are seen", "its kernels are not seen"])
-@pytest.mark.parametrize("kind", FUNCTIONS)
-@pytest.mark.parametrize("mode", MODES)
+@cache
+def trained_without_us(kind: str, unseen: bool) -> tuple[dict[str, Any], Any, int]:
+    return trained(kind, None, unseen=unseen)
+
+
+@in_pairs(mode=MODES.keys(), kind=FUNCTIONS.keys(), unseen={"ops seen": False, "kernels unseen": True})
 def test_what_is_compiled_runs_compiled_in_both_passes(mode: str, kind: str, unseen: bool) -> None:
     put, may_replay_ops = MODES[mode]
-    expected, without, _ = trained(kind, None, unseen=unseen)
+    expected, without, _ = trained_without_us(kind, unseen)
     ours, runs, graphs = trained(kind, put, unseen=unseen)
     assert_same(expected, ours)
     assert without == [(LAYERS, 0)] * STEPS

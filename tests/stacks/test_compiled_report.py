@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -14,13 +15,14 @@ from sac.selective import traced
 from tests.stacks.test_compiled_inside import ATTENTION_AND_PRODUCTS
 from tests.support.blocks import FULL, alternate, llama_stack, policy, save, selective, tokens
 from tests.support.compiling import skip_if_results_are_not_told, train_compiled
+from tests.support.pairs import in_turn
 from tests.support.training import built
 
 VALUES = {
     "full": FULL,
     "every product": selective(policy(save("matmul"))),
-    "attention, and products in turn": ATTENTION_AND_PRODUCTS,
     "one linear": selective(policy(save("matmul", module="mlp.gate_proj"))),
+    "attention, and products in turn": ATTENTION_AND_PRODUCTS,
     "the second call": selective(policy(save("aten.mm", call={"index": 0}, module="self_attn.*"))),
     "by layer": selective(policy(save("attention"), save("matmul", layers={"first": 1}))),
     "every second, by shape": selective(policy(alternate("matmul", shape=["_", 64]))),
@@ -42,27 +44,32 @@ def eager_hits(value: Any) -> dict[str, list[int]]:
     return {kind.regions: [use.hits for use in kind.rules if use.rule != "default"] for kind in sac.report(model).kinds}
 
 
-@pytest.mark.parametrize("compile_it", [whole, blocks])
-@pytest.mark.parametrize("value", VALUES.values(), ids=VALUES.keys())
-def test_rules_match_as_often_as_in_eager(value: Any, compile_it: Any) -> None:
-    skip_if_results_are_not_told(value)
+@functools.cache
+def compiled_report(name: str, compile_it: Any) -> Any:
     applied: list[nn.Module] = []
-    _, log = train_compiled(llama_stack, lambda m: applied.append(sac.apply(m, value)), compile_it=compile_it)
-    report = sac.report(applied[0])
-    told = {kind.regions: list(kind.traced.rules.values()) for kind in report.kinds if kind.traced is not None}
-    assert told == {name: [hits for hits in counts if hits] for name, counts in eager_hits(value).items()}
-    assert all(kind.calls == 0 and kind.kept_bytes == 0 for kind in report.kinds)
+    _, log = train_compiled(
+        llama_stack, lambda model: applied.append(sac.apply(model, VALUES[name])), compile_it=compile_it
+    )
     assert log.backward
+    return sac.report(applied[0])
+
+
+@pytest.mark.parametrize(("compile_it", "name"), in_turn(list(VALUES), [(blocks,), (whole,)]))
+def test_rules_match_as_often_as_in_eager(compile_it: Any, name: str) -> None:
+    skip_if_results_are_not_told(VALUES[name])
+    report = compiled_report(name, compile_it)
+    told = {kind.regions: list(kind.traced.rules.values()) for kind in report.kinds if kind.traced is not None}
+    eager = eager_hits(VALUES[name])
+    assert told == {regions: [hits for hits in counts if hits] for regions, counts in eager.items()}
+    assert all(kind.calls == 0 and kind.kept_bytes == 0 for kind in report.kinds)
 
 
 def test_text_of_a_compiled_model() -> None:
-    applied: list[nn.Module] = []
-    train_compiled(llama_stack, lambda m: applied.append(sac.apply(m, ATTENTION_AND_PRODUCTS)))
-    text = str(sac.report(applied[0]))
-    (kind,) = sac.report(applied[0]).kinds
+    report = compiled_report("attention, and products in turn", whole)
+    (kind,) = report.kinds
     assert kind.traced is not None
     assert kind.traced.saved == 5  # attention, and the 1st, 3rd, 5th and 7th of seven products
-    assert text == (
+    assert str(report) == (
         "activation checkpointing: selective, 2 regions\n"
         f"blocks.0-1 (x2): compiled; told to save 5 calls and to recompute {kind.traced.recomputed}\n"
         "  rule rule-0: 1 calls\n"
@@ -72,9 +79,7 @@ def test_text_of_a_compiled_model() -> None:
 
 
 def test_plain_values_hold_it() -> None:
-    applied: list[nn.Module] = []
-    train_compiled(llama_stack, lambda m: applied.append(sac.apply(m, VALUES["every product"])))
-    (kind,) = sac.report(applied[0]).to_dict()["kinds"]
+    (kind,) = compiled_report("every product", whole).to_dict()["kinds"]
     assert (kind["traced"]["saved"], kind["traced"]["rules"]) == (7, {"rule-0": 7})
     assert kind["compiled_graphs"] == 0
 

@@ -14,6 +14,7 @@ from sac.blocks.cache import turn_off_cache
 from sac.blocks.wrap import regions_of
 from tests.stacks.composition import Outcome, differences, forward_done, outcome
 from tests.support.model_zoo import tiny
+from tests.support.pairs import in_turn
 
 transformers = pytest.importorskip("transformers", reason="tests/stacks needs transformers")
 
@@ -37,8 +38,7 @@ def measured(model: nn.Module, run: Callable[[], Any]) -> Outcome:
     return outcome(step, model)
 
 
-@pytest.mark.parametrize("value", ["full", "selective"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("value", "family"), in_turn(FAMILIES, [("full",), ("selective",)]))
 def test_gradients_with_a_cache_that_the_call_asks_for(family: str, value: str) -> None:
     found = {}
     for one in ("none", value):
@@ -73,8 +73,7 @@ def test_a_trained_prefix_has_its_gradient(value: Any) -> None:
     assert found[str(value)].flops > found["none"].flops
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "static"])
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize(("family", "kind"), [("llama", "static"), ("gemma2", "dynamic"), ("gemma2", "static")])
 def test_two_forwards_on_one_cache(family: str, kind: str) -> None:
     """The second half of a text attends to the first through the cache; both are in one loss."""
     found = {}

@@ -30,15 +30,15 @@ CASTS = {
     [pytest.param(name, marks=pytest.mark.slow) if name == "mxfp8" else name for name in models.CONVERSIONS],
 )
 def test_gradients_are_equal_and_kept_bytes_fall(conversion: str) -> None:
-    assert_composes(functools.partial(low_precision, conversion=conversion))
+    blocks = 1 if conversion == "mxfp8" else 2  # emulated: thousands of ops in each
+    assert_composes(functools.partial(low_precision, conversion=conversion, blocks=blocks))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("conversion", ["float8 tensorwise", "float8 rowwise"])
-def test_compiled_as_a_whole(conversion: str) -> None:
+def test_compiled_as_a_whole() -> None:
     """With `aot_eager`, which runs the same kernels: bit for bit the compiled model without checkpointing."""
     torch._dynamo.reset()
-    assert_composes(functools.partial(low_precision, conversion=conversion, backend="aot_eager"))
+    assert_composes(functools.partial(low_precision, conversion="float8 rowwise", backend="aot_eager", blocks=1))
 
 
 @pytest.mark.parametrize("conversion", FLOAT8)
@@ -70,6 +70,7 @@ def test_no_weight_is_kept_by_a_policy_that_saves_casts(conversion: str) -> None
 def test_quantised_optimizers_step_alike(name: str) -> None:
     optimizers = pytest.importorskip("torchao.optim", reason="torchao is in the extra `stacks`")
 
+    @torch.compiler.set_stance("force_eager")  # inductor would compile their step for each shape of a weight
     def trained(value: Any) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
         model = sac.apply(llama_stack(blocks=1, d=models.WIDTH), value)
