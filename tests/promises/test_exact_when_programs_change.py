@@ -589,6 +589,26 @@ def test_state_beside_the_modules(make: Callable[[], nn.Module], way: str) -> No
     assert_same(make, way, counting_beside)
 
 
+class Factory(collections.OrderedDict):  # type: ignore[type-arg]
+    """Makes a new object whenever it is asked, as the table of activations of transformers does."""
+
+    def __getitem__(self, key: Any) -> Any:
+        return super().__getitem__(key)()
+
+
+FACTORY = Factory(tanh=nn.Tanh)
+
+
+def test_a_dictionary_with_methods_of_its_own_is_left_as_it_is() -> None:
+    block = Block()
+
+    def forward(x: Tensor) -> Tensor:
+        return FACTORY["tanh"](block.mlp(x))
+
+    sac.checkpoint(forward, torch.ones(3, 4)).sum().backward()
+    assert [*dict.values(FACTORY)] == [nn.Tanh]
+
+
 def test_globals_that_a_function_names() -> None:
     """As `sac.checkpoint` of a function, which no module holds."""
     block = Block()
