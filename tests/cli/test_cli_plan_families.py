@@ -21,7 +21,11 @@ transformers = pytest.importorskip("transformers")
 HEADS = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 32}
 IMAGE = {**HEADS, "image_size": 16, "patch_size": 8}
 SIDES = {"text_config": {**HEADS, "vocab_size": 64}, "vision_config": IMAGE}
-STAGES = {"hidden_sizes": [8, 8, 16, 16], "image_size": 32}
+CONVNEXT = {"num_stages": 2, "hidden_sizes": [8, 16], "image_size": 16, "drop_path_rate": 0.1}
+RESNET = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [2, 2]}
+SWIN = {"image_size": 16, "patch_size": 2, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 2}
+SEGFORMER = {"num_encoder_blocks": 2, "depths": [2, 2], "hidden_sizes": [8, 16], "num_attention_heads": [1, 2]}
+SEGFORMER |= {"image_size": 32, "decoder_hidden_size": 8}
 BART = {"d_model": 32, "vocab_size": 64, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
 BART |= {"encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
 # Those of Whisper lie beyond a small vocabulary, which its embedding refuses.
@@ -35,16 +39,16 @@ MOE = {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "num_
 # Swin: no stage may be smaller than a window, which transformers does not run (5.23).
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "vit": ("ViTConfig", "ViTForImageClassification", IMAGE),
-    "resnet": ("ResNetConfig", "ResNetForImageClassification", {"embedding_size": 8, "hidden_sizes": [8, 8, 16, 16]}),
-    "swin": ("SwinConfig", "SwinForImageClassification", {"image_size": 64, "embed_dim": 12, "window_size": 2}),
+    "resnet": ("ResNetConfig", "ResNetForImageClassification", RESNET),
+    "swin": ("SwinConfig", "SwinForImageClassification", SWIN),
     "clip": ("CLIPConfig", "CLIPModel", SIDES),
     "mamba2": ("Mamba2Config", "Mamba2ForCausalLM", MAMBA2),
     "bert": ("BertConfig", "BertForMaskedLM", {**HEADS, "vocab_size": 64}),
     "t5": ("T5Config", "T5ForConditionalGeneration", T5),
     "whisper": ("WhisperConfig", "WhisperForConditionalGeneration", {**BART, **TOKENS, "max_source_positions": 16}),
     "wav2vec2": ("Wav2Vec2Config", "Wav2Vec2ForCTC", {**HEADS, **CONV, **MASKS}),
-    "convnext": ("ConvNextConfig", "ConvNextForImageClassification", {**STAGES, "drop_path_rate": 0.1}),
-    "segformer": ("SegformerConfig", "SegformerForSemanticSegmentation", {**STAGES, "decoder_hidden_size": 8}),
+    "convnext": ("ConvNextConfig", "ConvNextForImageClassification", CONVNEXT),
+    "segformer": ("SegformerConfig", "SegformerForSemanticSegmentation", SEGFORMER),
     "opt": ("OPTConfig", "OPTForCausalLM", {**HEADS, "ffn_dim": 32, "vocab_size": 64, "word_embed_proj_dim": 32}),
     "bloom": ("BloomConfig", "BloomForCausalLM", {"hidden_size": 32, "n_head": 2, "vocab_size": 64}),
     "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", LLAMA),
@@ -53,7 +57,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "videomae": ("VideoMAEConfig", "VideoMAEForVideoClassification", {**IMAGE, "num_frames": 4}),
 }  # fmt: skip
 QUICK = ("vit", "resnet", "convnext")
-LAYERS = {"clip": 1, "swin": 1}
+LAYERS = {"clip": 1, "t5": 1}
 
 
 def written(folder: Path, name: str) -> str:
@@ -68,6 +72,7 @@ def written(folder: Path, name: str) -> str:
     "name", [one if one in QUICK else pytest.param(one, marks=pytest.mark.slow) for one in FAMILIES]
 )
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("few_choices")
 def test_a_family_is_planned_for(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = f"hf:{written(tmp_path, name)}"
     layers = str(LAYERS.get(name, 2))

@@ -27,6 +27,8 @@ def test_commands_run_and_print_what_the_page_shows(
     monkeypatch.chdir(tmp_path)
     printed = []
     for command in COMMANDS:
+        if printed:  # what the others print is not on the page
+            monkeypatch.setattr("sac.planner.keep_sets.MOST_BEST", 12)
         program, *words = shlex.split(command)
         assert program == "sac"
         assert main(words) == 0, command

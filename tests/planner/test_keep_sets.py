@@ -54,9 +54,9 @@ def test_the_set_is_that_of_all_subsets(case, engine):
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("seed", range(4))
-def test_the_set_is_that_of_all_subsets_of_sixteen(seed, engine):
-    profile, times = random_profile(Random(seed), entries=40, candidates=16)
-    assert len(profile.candidates) >= 12
+def test_the_set_is_that_of_all_subsets_in_a_larger_region(seed, engine):
+    profile, times = random_profile(Random(seed), entries=40, candidates=12)
+    assert len(profile.candidates) >= 9
     assert costs(pareto(profile, times, engine)) == brute_force(profile, times, engine)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -29,10 +30,14 @@ from tests.support.model_zoo import tiny
 SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in ("gpt2", "t5")]  # dropout, two stacks
 
 
-@pytest.fixture(scope="module", params=["llama", *SLOW])
-def planner(request: pytest.FixtureRequest) -> Planner:
-    model, inputs = tiny(request.param)
-    return prepare(model, inputs)
+@cache
+def planner_of(family: str) -> Planner:
+    return prepare(*tiny(family))
+
+
+@pytest.fixture(params=["llama", *SLOW])
+def planner(request: pytest.FixtureRequest, few_choices: None) -> Planner:
+    return planner_of(request.param)
 
 
 @pytest.fixture(scope="module")

@@ -46,7 +46,7 @@ def hold(example: Example, group: Any = None) -> None:
         assert_same(reference, trained(program, model, backward, "cpu"))
 
 
-@settings(CALM, max_examples=150, derandomize=True)
+@settings(CALM, max_examples=60, derandomize=True)
 @given(example=examples(ONE_PROCESS))
 def test_in_one_process(example: Example) -> None:
     hold(example)
@@ -66,7 +66,7 @@ def hold_on_rank(batch: list[Example]) -> list[str]:
 def test_over_two_ranks() -> None:
     batch: list[Example] = []
 
-    @settings(CALM, max_examples=150, derandomize=True)
+    @settings(CALM, max_examples=60, derandomize=True)
     @given(example=examples(OVER_RANKS))
     def collect(example: Example) -> None:
         batch.append(example)
