@@ -59,6 +59,7 @@ _STANDARD = frozenset(
 _STANDARD_COUNT = len(_STANDARD)
 _MISSING = object()
 _FUNCTIONS = (types.FunctionType, types.MethodType, partial)
+_WITHOUT_STATE = PLAIN | {type, types.ModuleType, types.BuiltinFunctionType, property}  # as a rule; asked first
 _IGNORED = (type, types.ModuleType, types.BuiltinFunctionType, nn.Module, weakref.ref, property, enum.Enum)
 _OF_CLASSES = (property, classmethod, staticmethod, *_FUNCTIONS[:1])  # what most attributes of classes are
 # Classes of the standard library whose attributes are the user's; all others keep state that is not to be exchanged.
@@ -191,7 +192,7 @@ class ReachableState:
     def _reach(self, value: Any) -> None:
         """Note ``value`` if it is a tensor or a generator, and put it on the list if it holds something."""
         kind = type(value)
-        if kind in PLAIN:
+        if kind in _WITHOUT_STATE or (kind is types.FunctionType and value.__closure__ is None):
             return
         if isinstance(value, torch.Tensor):
             if not isinstance(value, nn.Parameter):
