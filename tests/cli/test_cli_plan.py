@@ -110,6 +110,7 @@ def test_json_has_all_of_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     assert out.read_text() == found["policy"]
 
 
+@pytest.mark.usefixtures("few_choices")
 def test_a_planned_policy_is_compared_with_others(
     tiny_llama: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -22,9 +22,10 @@ SCRIPT = ROOT / "scripts" / "hf_sweep.py"
 PAGE = ROOT / "docs" / "hf-sweep.md"
 ORDER = ("passes", "FAILS", "not trainable", "cannot be built")
 
-# Of each kind of model one: text, state spaces, experts, two stacks, sound, vision, several towers, time series.
+# Of each kind of model one: text, state spaces, experts, encoders, sound, vision, several towers, time series.
 FAMILIES = (
-    "llama", "mamba2", "qwen3_moe", "t5", "wav2vec2", "resnet", "llava", "time_series_transformer",
+    "llama", "mamba", "qwen3_moe", "bert", "t5", "wav2vec2", "vit", "resnet", "clip", "llava",
+    "time_series_transformer",
 )  # fmt: skip
 
 

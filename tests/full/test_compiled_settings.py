@@ -17,7 +17,7 @@ import sac
 from sac.blocks.wrap import regions_of
 from sac.errors import ConfigError
 from sac.full import FullConfig, RngTracker
-from tests.support.blocks import FULL, llama_stack, policy, save, selective, tokens, with_dropout
+from tests.support.blocks import FULL, GatedMLP, llama_stack, policy, save, selective, tokens, with_dropout
 from tests.support.compiling import Compiled, count
 from tests.support.training import assert_same, built, train
 
@@ -60,8 +60,12 @@ PLAIN = {
 }
 
 
+def one_block() -> nn.Module:
+    return llama_stack(1)
+
+
 def dropping_stack() -> nn.Module:
-    return with_dropout(llama_stack(), 0.2)
+    return with_dropout(one_block(), 0.2)
 
 
 def compiled(model: nn.Module, **more: Any) -> nn.Module:
@@ -124,14 +128,25 @@ def test_one_graph_is_refused_with_our_reason() -> None:
 
 @pytest.mark.parametrize("keys", PLAIN.values(), ids=PLAIN.keys())
 def test_what_a_graph_does_anyway_stays_in_it(keys: dict[str, Any]) -> None:
-    reference = train(built(llama_stack))
-    model = sac.apply(built(llama_stack), {**FULL, **keys}, tp_group="a group that nothing is scattered over")
+    reference = train(built(one_block))
+    model = sac.apply(built(one_block), {**FULL, **keys}, tp_group="a group that nothing is scattered over")
     ours = train(compiled(model, fullgraph=True))
     assert_same({name.replace("_orig_mod.", ""): x for name, x in ours.items()}, reference)
 
 
+class Dropping(nn.Module):
+    """A block that compiles soon."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp, self.dropout = GatedMLP(32, 64), nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.mlp(x))
+
+
 def chain() -> nn.Module:
-    return nn.Sequential(*dropping_stack().blocks, *llama_stack(1).blocks)
+    return nn.Sequential(*(Dropping() for _ in range(3)))
 
 
 @pytest.mark.parametrize("keys", [{}, {"store": "host"}], ids=["in the graph", "in eager"])

@@ -53,6 +53,7 @@ def test_it_gets_the_plan_of_the_model_on_the_cpu(device: str) -> None:
     assert all(tensor.is_meta for tensor in [*on_meta.parameters(), *on_meta.buffers()])
 
 
+@pytest.mark.usefixtures("few_choices")
 def test_a_hugging_face_model_with_tied_weights() -> None:
     model, inputs = tiny("llama", tie_word_embeddings=True)
     on_meta = copy.deepcopy(model).to("meta")
