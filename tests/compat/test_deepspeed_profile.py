@@ -16,9 +16,10 @@ from torch import Tensor, nn
 import sac.compat.deepspeed as checkpointing
 from sac.compat import deepspeed_profile
 from tests.compat.programs import WIDTH, plainly, trained
+from tests.support.runs import Noted
 from tests.support.training import assert_same
 
-WAITS: list[str] = []  # a global: what the region can reach is put back before it runs again
+WAITS = Noted()  # what the region can reach is put back before it runs again
 CALLS = {"reentrant": checkpointing.checkpoint, "non-reentrant": checkpointing.non_reentrant_checkpoint}
 
 
@@ -33,7 +34,7 @@ def _call(request) -> Callable[..., Any]:
 
 
 @pytest.fixture(name="waits")
-def _waits(monkeypatch) -> list[str]:
+def _waits(monkeypatch) -> Noted:
     """Records each wait for the device."""
     WAITS.clear()
     monkeypatch.setattr(deepspeed_profile, "synchronize_device", partial(WAITS.append, "wait"))

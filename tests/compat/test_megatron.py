@@ -17,6 +17,7 @@ from sac.errors import ConfigError
 from sac.full import RngTracker
 from tests.compat.programs import WIDTH, forking, gradients_of, plainly, same_everywhere, trained
 from tests.support.ranks import run_ranks
+from tests.support.runs import Noted
 from tests.support.training import assert_same
 
 RANDOM = "megatron.core.tensor_parallel.random"
@@ -347,27 +348,27 @@ def test_other_sorts_of_trackers_are_refused(call, where):
     )
 
 
-FAILS = {"region": False}  # a global: what the region can reach is put back before it runs again
+FAILS = Noted()  # while it is empty, nothing fails; what the region can reach is put back before it runs again
 
 
 def failing(x: Tensor) -> Tensor:
     out = F.dropout(x, 0.5)
-    if FAILS["region"]:
+    if FAILS:
         raise ZeroDivisionError
     return out.exp().exp()
 
 
-def test_an_exception_in_recomputation_can_be_retried(monkeypatch):
+def test_an_exception_in_recomputation_can_be_retried():
     """Random states are as found; DeepSpeed and TransformerEngine leave them rewound."""
     torch.manual_seed(0)
     x = torch.randn(4, requires_grad=True)
     out = megatron.checkpoint(failing, False, x).sum()
     before = torch.get_rng_state()
-    monkeypatch.setitem(FAILS, "region", True)
+    FAILS.append("region")
     with pytest.raises(ZeroDivisionError):
         out.backward(retain_graph=True)
     assert torch.equal(torch.get_rng_state(), before)
-    monkeypatch.setitem(FAILS, "region", False)
+    FAILS.clear()
     out.backward()
     assert x.grad is not None
 

@@ -17,6 +17,7 @@ from sac.errors import ConfigError, RegionError
 from sac.full import RngTracker
 from tests.compat.programs import WIDTH, forking, gradients_of, plainly, same_everywhere, trained
 from tests.support.ranks import run_ranks
+from tests.support.runs import Noted
 from tests.support.training import assert_same
 
 
@@ -62,25 +63,26 @@ def test_the_tracker_is_put_back(use_reentrant):
     assert_same(forking(plainly, RngTracker()), forking(call, tracker))
 
 
-FAILS = {"region": False}  # a global: what the region can reach is put back before it runs again
+FAILS = Noted()  # while it is empty, nothing fails; what the region can reach is put back before it runs again
 
 
 def failing(x: Tensor) -> Tensor:
     out = nn.functional.dropout(x, 0.5).exp()
-    if FAILS["region"]:
+    if FAILS:
         raise ZeroDivisionError
     return out
 
 
-def test_random_states_are_as_they_were_after_an_exception_in_recomputation(monkeypatch):
+def test_random_states_are_as_they_were_after_an_exception_in_recomputation():
     """TransformerEngine leaves them rewound."""
     x = torch.randn(4, requires_grad=True)
     out = te.checkpoint(failing, x).sum()
     torch.rand(3)
     before = torch.get_rng_state()
-    monkeypatch.setitem(FAILS, "region", True)
+    FAILS.append("region")
     with pytest.raises(ZeroDivisionError):
         out.backward()
+    FAILS.clear()
     assert torch.equal(torch.get_rng_state(), before)
 
 

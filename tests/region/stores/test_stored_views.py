@@ -93,7 +93,7 @@ def test_a_first_write_to_memory_that_two_inputs_share():
 
     def function(a: Tensor, b: Tensor) -> Tensor:
         out = model(a + 1)
-        if writes:
+        if writes.tolist()[0]:  # which no op shows
             a.mul_(2)
         return out * b.exp().sum()
 
