@@ -26,6 +26,7 @@ from sac.selective.replay_run import CannotReplay
 from tests.fuzz.instructions import INSTRUCTIONS, READ_TWICE, operands_of
 from tests.fuzz.programs import Line, Program, policies, programs, values
 from tests.support.blocks import APPLY, install, policy, selective
+from tests.support.pairs import in_pairs
 from tests.support.recording import Recorder, without_collector
 from tests.support.training import Backward, assert_same, built, deterministic, summed, train
 
@@ -167,13 +168,14 @@ EACH_VALUE = {
 }
 
 
-@pytest.mark.parametrize("entries", [APPLY, ("context_fn",)], ids=", then ".join)
-@pytest.mark.parametrize("value", EACH_VALUE.values(), ids=EACH_VALUE.keys())
-@pytest.mark.parametrize("name", INSTRUCTIONS)
+@in_pairs(
+    name=INSTRUCTIONS.keys(),
+    value=EACH_VALUE,
+    entries={", then ".join(entries): entries for entries in (APPLY, ("context_fn",))},
+    unless=lambda name, value, entries: name in READ_TWICE and entries != APPLY,  # which torch refuses without us too
+)
 def test_each_instruction_alone_between_dropouts(name: str, value: Any, entries: Entries) -> None:
     """Every instruction, with a random op before and after it, and as the last op of the region."""
-    if name in READ_TWICE and entries != APPLY:
-        pytest.skip("torch.utils.checkpoint refuses it without us too")
     lines = [Line("matmul by weight", 0, (0,)), Line("dropout", 0, (1,)), Line(name, 1, (2, 0)[: operands_of(name)])]
     hold(Program(tuple(lines), (0, 1), (True,)), value, entries, backward_once)
     lines += [Line("native dropout", 0, (3,)), Line("bounded product", 0, (4, 1)), Line("matmul by weight", 1, (5,))]
