@@ -69,9 +69,9 @@ def make_plan(
         planner.profiles, planner.choices, planner.kinds, planner.step.paths, chosen, name, made_for=made_for
     )
     return Plan(
-        policy, point, allowed, min(least.peak, point.peak), most.peak, planner.profiles, planner.choices, planner.device,
-        planner.step.static, planner.step.extra, planner.engine, planner.kinds, planner.step.paths, planner.times,
-        notes=tuple(notes),
+        policy, point, allowed, min(least.peak, point.peak), most.peak, planner.profiles, planner.choices,
+        planner.device, planner.step.static, planner.step.extra, planner.engine, planner.kinds, planner.step.paths,
+        planner.times, notes=tuple(notes),
     )  # fmt: skip
 
 

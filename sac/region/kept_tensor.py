@@ -35,8 +35,8 @@ class KeptTensor:
     """One tensor input: the data, whether it needs a gradient, and its version when the forward had ended.
 
     ``data`` is the caller's, or a copy if the region writes to it, or what hooks around the region made of it. Where a
-    copy was ``stored`` before the forward, ``data`` goes when the forward is over. Of a small one without a gradient, as
-    a mask or a counter is, there is a ``spare`` copy: another region may write to it before backward.
+    copy was ``stored`` before the forward, ``data`` goes when the forward is over. Of a small one without a gradient,
+    as a mask or a counter is, there is a ``spare`` copy: another region may write to it before backward.
     """
 
     __slots__ = ("alias", "data", "needs_grad", "position", "spare", "stored", "version", "written")

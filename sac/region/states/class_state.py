@@ -7,10 +7,8 @@ import dis
 import sys
 import types
 import weakref
-from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
-
-from torch import nn
 
 # Note [Globals and classes]
 #
@@ -21,7 +19,7 @@ from torch import nn
 
 _LOOKS_UP = frozenset({"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL"})
 _MISSING = object()
-_CONSTANT = (types.ModuleType, types.BuiltinFunctionType, type, nn.Module)
+_CONSTANT = (types.ModuleType, type)
 _OURS_AND_TORCH = frozenset({"torch", "sac"})
 
 Globals = tuple["weakref.ref[types.FunctionType]", tuple[str, ...]]  # a function of a file, which knows its globals
@@ -62,21 +60,19 @@ def _globals_of(waiting: list[types.FunctionType]) -> tuple[Globals, ...]:
         one_of.setdefault(file, function)
         for name in _looked_up(function.__code__):
             value = held.get(name, _MISSING)
-            if isinstance(value, types.FunctionType):
-                if value.__globals__ is held:
-                    waiting.append(value)
-            elif not isinstance(value, _CONSTANT) and not (value is _MISSING and hasattr(builtins, name)):
+            if isinstance(value, types.FunctionType) and value.__globals__ is held:
+                waiting.append(value)
+            if not isinstance(value, _CONSTANT) and not (value is _MISSING and hasattr(builtins, name)):
                 names.setdefault(file, {})[name] = None
     return tuple((weakref.ref(one_of[file]), tuple(found)) for file, found in names.items())
 
 
-def _looked_up(code: types.CodeType) -> Iterator[str]:
-    for step in dis.get_instructions(code):
-        if step.opname in _LOOKS_UP:
-            yield step.argval
-    for inner in code.co_consts:
-        if isinstance(inner, types.CodeType):
-            yield from _looked_up(inner)
+@lru_cache(maxsize=1024)
+def _looked_up(code: types.CodeType) -> tuple[str, ...]:
+    """Return the names of globals that code, or code inside it, looks up."""
+    inner = (name for one in code.co_consts if isinstance(one, types.CodeType) for name in _looked_up(one))
+    own = (step.argval for step in dis.get_instructions(code) if step.opname in _LOOKS_UP)
+    return tuple(dict.fromkeys((*own, *inner)))
 
 
 def _function(value: Any) -> types.FunctionType | None:
