@@ -111,9 +111,9 @@ def usual(model: Model, x: Tensor, step: int) -> Tensor:
     return loss
 
 
-def train(make: Callable[[], nn.Module], way: str | None, loop: Loop = usual, seed: int = 0) -> list[Any]:
+def train(make: Callable[[], nn.Module], way: str | None, loop: Loop = usual) -> list[Any]:
     """Train for some steps; return all that has to be equal after each of them."""
-    torch.manual_seed(seed), random.seed(seed), numpy.random.seed(seed)
+    torch.manual_seed(0), random.seed(0), numpy.random.seed(0)
     model = Model(make, way)
     if way in APPLIED:
         sac.apply(model, APPLIED[way])
@@ -134,10 +134,9 @@ def train(make: Callable[[], nn.Module], way: str | None, loop: Loop = usual, se
 def assert_same(make: Callable[[], nn.Module], way: str, loop: Loop = usual) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", sac.errors.SacWarning)
-        for seed in range(2):
-            expected, found = train(make, None, loop, seed), train(make, way, loop, seed)
-            for step, (one, other) in enumerate(zip(expected, found, strict=True)):
-                assert _is_equal(one, other), f"step {step}, seed {seed}"
+        expected, found = train(make, None, loop), train(make, way, loop)
+        for step, (one, other) in enumerate(zip(expected, found, strict=True)):
+            assert _is_equal(one, other), f"step {step}"
 
 
 class ForcedNorm(Block):
