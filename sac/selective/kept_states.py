@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ class KeptStates:
 
     __slots__ = ("_before", "_host_rng", "_moved", "_provided", "_reachable", "_settings", "_trackers")
 
-    def __init__(self, modules: Iterable[nn.Module], generators: list[torch.Generator], settings: Settings) -> None:
+    def __init__(self, modules: Sequence[nn.Module], generators: list[torch.Generator], settings: Settings) -> None:
         self._settings = settings
         self._reachable = reachable = ReachableState(modules)
         self._host_rng: HostRandomState | None = None

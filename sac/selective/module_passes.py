@@ -86,7 +86,7 @@ class SavingPass:
         given = given_leaves(args, kwargs)
         before = versions_of(given)
         passed = self.watcher.passed_generators() if self.watcher is not None else []
-        states = KeptStates(forward.module.modules(), [*self._generators, *passed], modules.settings)
+        states = KeptStates((*forward.module.modules(),), [*self._generators, *passed], modules.settings)
         with hooks_off(self._packs):
             out = self._run(call, forward, args, kwargs)
         states.close()

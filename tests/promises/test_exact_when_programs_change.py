@@ -10,6 +10,7 @@ import array
 import collections
 import copy
 import dataclasses
+import inspect
 import random
 import types
 import warnings
@@ -222,6 +223,30 @@ class Unregistered(Block):
         return x + self.mlp(x)
 
 
+class Other:
+    def __init__(self, layer: nn.Module) -> None:
+        self.layer = layer
+
+
+class BesideTheModules(Block):
+    """Runs, in every second call, layers that stand in no table of modules; one of them holds this block itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.others = [nn.BatchNorm1d(4, affine=False), Other(nn.Dropout(0.5))]
+        self.named = {"norm": nn.BatchNorm1d(4)}
+        self.parents = [nn.Sequential(self)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls % 2 == 0:
+            x = self.others[1].layer(self.others[0](x))
+            self.others[1].layer.training = not self.others[1].layer.training
+            self.named["norm"].register_buffer("seen", x.detach().mean())
+        return x + self.named["norm"](self.mlp(x))
+
+
 class DroppedByPython(Block):
     def __init__(self) -> None:
         super().__init__()
@@ -383,7 +408,7 @@ def two_forwards(model: Model, x: Tensor, step: int) -> Tensor:
     "make",
     [
         *(ForcedNorm, ForcedNormBeforeAGradient, ForcedNormByData, LateForcedNorm, MaxNorm),
-        *(Dropped, DroppedByPython, Unregistered, Memory, Load, Counters),
+        *(Dropped, DroppedByPython, Unregistered, BesideTheModules, Memory, Load, Counters),
     ],
     ids=lambda make: make.__name__,
 )
@@ -573,6 +598,45 @@ class OfTheClass(Block):
         return x + self.mlp(x) * (self.turns + len(self.seen))
 
 
+def counted(x: Tensor, calls: list[int] = [], *, sizes: dict[int, int] = {}) -> Tensor:  # noqa: B006
+    calls.append(len(x))
+    sizes[len(calls)] = len(x)
+    counted.turn = getattr(counted, "turn", 0) + 1  # type: ignore[attr-defined]
+    return x * (1 + 1 / len(calls)) + len(sizes) + counted.turn  # type: ignore[attr-defined]
+
+
+def turning(method: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
+    turn = 0
+
+    def run(self: Any, x: Tensor) -> Tensor:
+        nonlocal turn
+        turn += 1
+        return method(self, x) * turn
+
+    return run
+
+
+class OfFunctions(Block):
+    """Counts in the defaults of a function and of a method, in an attribute of a function, and in a decorator."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return counted(self.twice(x)) + self.mlp(x)
+
+    @turning
+    def twice(self, x: Tensor, seen: list[int] = []) -> Tensor:  # noqa: B006
+        seen.append(0)
+        return x.sin() * len(seen) * 2
+
+
+def of_functions() -> nn.Module:
+    """Return a block whose functions are as they were when this file was read."""
+    names = ("counted", "turning", "OfFunctions")
+    source = "".join(inspect.getsource(globals()[name]) for name in names)
+    made = dict(globals())
+    exec(compile("from __future__ import annotations\n" + source, __file__, "exec"), made)
+    return made["OfFunctions"]()  # type: ignore[no-any-return]
+
+
 def counting_beside(model: Model, x: Tensor, step: int) -> Tensor:
     global TURN
     if not step:
@@ -583,7 +647,7 @@ def counting_beside(model: Model, x: Tensor, step: int) -> Tensor:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("make", [Globals, OfTheClass])
+@pytest.mark.parametrize("make", [Globals, OfTheClass, of_functions])
 def test_state_beside_the_modules(make: Callable[[], nn.Module], way: str) -> None:
     assert_same(make, way, counting_beside)
 

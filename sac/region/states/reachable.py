@@ -8,7 +8,7 @@ import types
 import weakref
 from array import array
 from collections import OrderedDict, UserDict, UserList, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import islice
@@ -38,10 +38,11 @@ from sac.region.states.host_rng import is_random_source
 # the forward begins, put back while Python runs again, and restored to what it is now afterwards.
 #
 # What is reached: attributes of the region's modules and their tables of sub-modules; their classes, and the globals
-# that these name (Note [Globals and classes]); what a function holds (closure, bound object, arguments of a partial);
-# and from there lists, dicts, sets, deques, short arrays and the attributes of objects, also those in `__slots__`. Not
-# reached: what libraries keep in objects of their own (torch, the standard library), iterators, modules that are held
-# in a list or an object only, and more than `_MOST` objects.
+# that these name (Note [Globals and classes]); what a function holds (closure, defaults, attributes, bound object,
+# arguments of a partial); and from there lists, dicts, sets, deques, short arrays, the attributes of objects, those in
+# `__slots__` too, and modules that nobody has registered, but for their parameters: those in a list, say. Not reached:
+# what libraries keep in objects of their own (torch, the standard library), iterators, modules that the region itself
+# is a part of, or with more than `_MOST_MODULES` in them, and more than `_MOST` objects.
 #
 # Noting is shallow and by reference: what an object held, not what that looks like. Tensors are noted by identity too;
 # writes to their memory are another matter (Note [Buffers advance once]). A tensor with a graph is not held, since that
@@ -52,6 +53,7 @@ from sac.region.states.host_rng import is_random_source
 # under `memory`, rebinds the name to the h it has made itself, and when it is over `memory` is the tensor of step 3.
 
 _MOST = 1024  # objects and containers that are looked into
+_MOST_MODULES = 64  # modules in one that is not registered with the region
 _LONGEST = 4096  # entries of a container that is noted
 _STANDARD = frozenset(
     vars(nn.Module())
@@ -61,7 +63,7 @@ _MISSING = object()
 _FUNCTIONS = (types.FunctionType, types.MethodType, partial)
 _WITHOUT_STATE = PLAIN | {type, types.ModuleType, types.BuiltinFunctionType, property}  # as a rule; asked first
 _IGNORED = (type, types.ModuleType, types.BuiltinFunctionType, nn.Module, weakref.ref, property, enum.Enum)
-_OF_CLASSES = (property, classmethod, staticmethod, *_FUNCTIONS[:1])  # what most attributes of classes are
+_OF_CLASSES = (property, classmethod, staticmethod)
 # Classes of the standard library whose attributes are the user's; all others keep state that is not to be exchanged.
 _PLAIN_HOLDERS = (types.SimpleNamespace, UserDict, UserList)
 
@@ -90,9 +92,9 @@ class ReachableState:
     reached; ``others``: those of Python and NumPy.
     """
 
-    __slots__ = ("_left", "_places", "_seen", "_waiting", "generators", "others", "tensors")
+    __slots__ = ("_left", "_modules", "_places", "_seen", "_waiting", "generators", "others", "tensors")
 
-    def __init__(self, modules: Iterable[nn.Module], *roots: Any) -> None:
+    def __init__(self, modules: Sequence[nn.Module], *roots: Any) -> None:
         self.tensors: dict[int, torch.Tensor] = {}
         self.generators: list[torch.Generator] = []
         self.others: list[Any] = []
@@ -100,6 +102,7 @@ class ReachableState:
         self._seen: set[int] = set()
         self._waiting: list[Any] = []
         self._left = _MOST
+        self._modules = modules
         kinds: dict[type, None] = {}
         for module in modules:
             self._note_module(module)
@@ -113,7 +116,7 @@ class ReachableState:
         while self._waiting:
             with suppress(Exception):  # objects that raise when they are looked at hold nothing that we know of
                 self._look_into(self._waiting.pop())
-        self._seen = set()
+        self._seen, self._modules = set(), ()
 
     @property
     def is_empty(self) -> bool:
@@ -178,7 +181,7 @@ class ReachableState:
     def _note_globals(self, found: tuple[Globals, ...]) -> None:
         for reference, names in found:
             if (function := reference()) is not None:
-                self._note_names(_GlobalsPlace(function.__globals__, names))
+                self._note_names(_EntriesPlace(function.__globals__, names))
 
     def _note_names(self, place: _NamesPlace) -> None:
         self._add(place)
@@ -192,12 +195,16 @@ class ReachableState:
     def _reach(self, value: Any) -> None:
         """Note ``value`` if it is a tensor or a generator, and put it on the list if it holds something."""
         kind = type(value)
-        if kind in _WITHOUT_STATE or (kind is types.FunctionType and value.__closure__ is None):
+        if kind in _WITHOUT_STATE or (kind is types.FunctionType and not _may_hold(value)):
             return
         if isinstance(value, torch.Tensor):
             if not isinstance(value, nn.Parameter):
                 self.tensors[id(value)] = value
-        elif isinstance(value, _IGNORED) or id(value) in self._seen:
+        elif id(value) in self._seen:
+            pass
+        elif isinstance(value, nn.Module):
+            self._reach_module(value)
+        elif isinstance(value, _IGNORED):
             pass
         elif isinstance(value, torch.Generator):
             self._seen.add(id(value))
@@ -206,6 +213,22 @@ class ReachableState:
             self._left -= 1
             self._seen.add(id(value))
             self._waiting.append(value)
+
+    def _reach_module(self, module: nn.Module) -> None:
+        """Note a module that stands in none of the region's tables of modules, with those below it."""
+        self._seen.add(id(module))
+        below = [*islice(module.modules(), _MOST_MODULES + 1)]
+        own = {*map(id, self._modules)}
+        if len(below) > _MOST_MODULES or any(id(one) in own for one in below):
+            return
+        for one in below:
+            self._seen.add(id(one))
+            self._note_module(one)
+            self._note_class(type(one))
+            self._add(_EntriesPlace(one.__dict__, ("training",)))
+            if type(one._buffers) is dict:
+                self._add(_DictPlace(one._buffers))
+                self._reach_all(one._buffers.values())
 
     def _look_into(self, value: Any) -> None:
         kind = type(value)
@@ -248,6 +271,10 @@ class ReachableState:
                 place = _CellPlace(cell)
                 self._add(place)
                 self._reach(place.held)
+            self._reach_all((*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()))
+            if _has_attributes(value):
+                self._add(_DictPlace(value.__dict__))
+                self._reach_all(value.__dict__.values())
 
     def _note_attributes(self, value: Any) -> None:
         held = _dict_of(value)
@@ -581,8 +608,8 @@ class _ClassPlace(_NamesPlace):
         return _ClassPlace(self._target)
 
 
-class _GlobalsPlace(_NamesPlace):
-    """Some of the globals of a file."""
+class _EntriesPlace(_NamesPlace):
+    """Some of the entries of a dictionary: of the globals of a file, for one."""
 
     __slots__ = ("_names",)
 
@@ -600,8 +627,20 @@ class _GlobalsPlace(_NamesPlace):
     def _delete(self, name: str) -> None:
         del self._target[name]
 
-    def again(self) -> _GlobalsPlace:
-        return _GlobalsPlace(self._target, self._names)
+    def again(self) -> _EntriesPlace:
+        return _EntriesPlace(self._target, self._names)
+
+
+def _may_hold(function: types.FunctionType) -> bool:
+    """Return whether something may be held by a function that is neither plain nor its class (as `super()` needs)."""
+    if function.__closure__ is not None and function.__code__.co_freevars != ("__class__",):
+        return True
+    held = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    return any(type(one) not in PLAIN for one in held) or _has_attributes(function)
+
+
+def _has_attributes(function: types.FunctionType) -> bool:
+    return bool(function.__dict__) or function.__name__ in function.__code__.co_names
 
 
 def _is_numpy_array(value: Any) -> bool:

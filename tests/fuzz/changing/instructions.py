@@ -823,7 +823,6 @@ def text(w: Writer, pick: Random) -> None:
 def mutable_default(w: Writer, pick: Random) -> None:
     name = w.name("counted")
     w.top(f"def {name}(h, calls=[]):\n    calls.append(0)\n    return h * (1 + 1 / len(calls))\n")
-    w.hides("a mutable default")
     w.line(f"h = {name}(h)")
 
 
