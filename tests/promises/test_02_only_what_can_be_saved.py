@@ -62,6 +62,32 @@ def test_no_decision_is_to_save_what_cannot_be_saved(engine):
     assert saved & set(CANNOT) == set()
 
 
+@pytest.fixture
+def giving_back():
+    """Define ops whose schemas do not say that they give back their argument, or a view of it."""
+    library = torch.library.Library("sac_gives_back", "FRAGMENT")
+    library.define("same(Tensor x) -> Tensor")
+    library.define("viewed(Tensor x) -> Tensor")
+    library.impl("same", lambda x: x, "CPU")
+    library.impl("viewed", lambda x: x.view(-1), "CPU")
+    yield torch.ops.sac_gives_back
+    library._destroy()
+
+
+@pytest.mark.parametrize("engine", ["rerun", "replay"])
+def test_an_argument_that_an_op_gives_back_is_not_held_as_its_result(giving_back, engine):
+    def given_back(block, x):
+        h = (x @ block.a).sin()
+        same, viewed = giving_back.same(h.detach() * 2), giving_back.viewed(h.detach() * 3)
+        return h * same * viewed.view_as(h)
+
+    value = selective(policy(save("sac_gives_back.*")))
+    model = install(built(lambda: Stack(FunctionBlock(given_back))), value, f"apply, {engine}")
+    model(*(x.requires_grad_() for x in square())).sum().backward()
+    rows = {row.op: row.decision for row in decisions_of(model) if row.op.startswith("sac_gives_back")}
+    assert rows == {"sac_gives_back.same.default": "recompute", "sac_gives_back.viewed.default": "recompute"}
+
+
 @pytest.mark.parametrize(
     ("ops", "reason"),
     [
