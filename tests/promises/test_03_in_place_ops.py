@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
-from tests.support.blocks import APPLY, FULL, FunctionBlock, Stack, alternate, policy, save, selective, square
+from tests.support.blocks import APPLY, FULL, FunctionBlock, Stack, alternate, install, policy, save, selective, square
 from tests.support.pairs import in_pairs
-from tests.support.training import assert_same_training
+from tests.support.training import assert_same_training, built
 
 
 def an_activation_in_place(block: FunctionBlock, x: Tensor) -> Tensor:
@@ -84,3 +86,14 @@ def test_gradients_are_those_without(body: Callable[..., Any], name: str, entry:
     assert_same_training(
         lambda: Stack(FunctionBlock(body), FunctionBlock(body)), VALUES[name], entry=entry, make_input=square, steps=3
     )
+
+
+@pytest.mark.parametrize("entry", [*APPLY, "context_fn"])
+@pytest.mark.parametrize("body", [an_activation_in_place, by_a_view], ids=lambda body: body.__name__)
+def test_a_saved_product_that_is_written_to_is_not_computed_again(body: Callable[..., Any], entry: str) -> None:
+    model = install(built(lambda: Stack(FunctionBlock(body))), selective(policy(save("matmul"))), entry)
+    with FlopCounterMode(display=False) as forward:
+        loss = model(*(x.requires_grad_() for x in square())).sum()
+    with FlopCounterMode(display=False) as backward:
+        loss.backward()
+    assert backward.get_total_flops() == 2 * forward.get_total_flops()

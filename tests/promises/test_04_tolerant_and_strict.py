@@ -6,6 +6,7 @@ torch's plain checkpoint passes every test of the first half; its selective one 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import sac
+from sac.errors import RegionError
 from tests.support.blocks import (
     ENTRIES,
     FULL,
@@ -199,6 +201,28 @@ def test_swapped_ops_never_silently_get_each_others_value(entry: str, body: Any,
     except sac.SacError as error:
         refused = str(error)
     assert not refused or "aten." in refused, refused
+
+
+def multiplies_something_else(block: FunctionBlock, x: Tensor) -> Tensor:
+    h = x.sin() if block.runs % 2 else x.cos()
+    return (h.detach() @ block.b.detach()) * (x @ block.a).exp()
+
+
+def test_a_saved_call_that_does_not_come_again_is_an_error_that_names_both_sides() -> None:
+    model = install(
+        built(lambda: Stack(FunctionBlock(multiplies_something_else))),
+        selective(policy(save("matmul", call={"index": 0}))),
+        "apply, rerun",
+    )
+    loss = model(*(x.requires_grad_() for x in square())).sum()
+    with pytest.raises(RegionError) as error:
+        loss.backward()
+    assert re.sub(r"value \w{4}", "value ####", str(error.value)) == (
+        "blocks.0: call 0 of aten.mm.default in the region itself ran in forward with (float32[8, 8] value ####, "
+        "float32[8, 8] value ####) and in recomputation with (float32[8, 8] value ####, float32[8, 8] value ####)\n"
+        "    fix: the region computed with other tensors than in forward, or in another order: do not exchange between "
+        "forward and backward what it uses (data of a weight, attributes, globals), or pass it as an argument"
+    )
 
 
 @IN_2_13

@@ -514,6 +514,29 @@ def test_fields_of_an_argument_that_the_block_rebinds(kind: str, way: str, monke
     assert_same(OnState, way)
 
 
+def backward_twice(model: Model, x: Tensor, step: int) -> Tensor:
+    loss = model(x).square().mean()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return loss
+
+
+class ReadsWhatItPut(Block):
+    """Rebinds a field and reads it, so that a recomputation does not end before."""
+
+    def forward(self, state: Any) -> Tensor:
+        state.h = state.h + self.mlp(state.h)
+        return state.h.sin()
+
+
+@pytest.mark.parametrize("way", ["full", "rerun", "sac.checkpoint"])
+@pytest.mark.parametrize("kind", ["dataclass", "slots"])
+def test_each_recomputation_has_an_argument_of_its_own(kind: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StateModel, "make_state", staticmethod(STATES[kind]), raising=False)
+    monkeypatch.setattr(f"{__name__}.Model", StateModel)
+    assert_same(ReadsWhatItPut, way, backward_twice)
+
+
 # What somebody else does between the passes
 
 TABLE = torch.ones(4)
