@@ -50,11 +50,10 @@ def test_a_glob_over_everything_saves_what_can_be_saved(chosen, entry):
     )
 
 
-@pytest.mark.parametrize("engine", ["rerun", "replay"])
-def test_no_decision_is_to_save_what_cannot_be_saved(engine):
-    model = install(
-        built(lambda: Stack(FunctionBlock(of_every_kind))), selective(policy(save("*"))), f"apply, {engine}"
-    )
+@pytest.mark.parametrize("entry", APPLY)
+@pytest.mark.parametrize("chosen", [policy(save("*")), policy(save("matmul"), default="save")], ids=["glob", "default"])
+def test_no_decision_is_to_save_what_cannot_be_saved(chosen, entry):
+    model = install(built(lambda: Stack(FunctionBlock(of_every_kind))), selective(chosen), entry)
     for _ in range(2):
         model(*(x.requires_grad_() for x in square())).sum().backward()
     saved = {row.op.split(".")[1] for row in decisions_of(model) if row.decision == "save"}

@@ -69,6 +69,20 @@ def test_no_grad_runs_the_original_forward(value: Any, off: Any) -> None:
     assert model.blocks[0].runs == 2
 
 
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+def test_no_grad_runs_a_function_as_it_is(off: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not even become an object of a region: two calls hold and take note of nothing."""
+
+    def made(*args: Any, **more: Any) -> None:
+        raise AssertionError("a region was made")
+
+    monkeypatch.setattr("sac.region.inputs.KeptInputs.__init__", made)
+    with off():
+        assert not sac.checkpoint(torch.sin, torch.ones(2, requires_grad=True)).requires_grad
+    with pytest.raises(AssertionError, match="a region was made"):
+        sac.checkpoint(torch.sin, torch.ones(2, requires_grad=True))
+
+
 def test_no_grad_uses_no_random_state() -> None:
     model, reference = watched_stack(MATMULS), watched_stack("none")
     with torch.no_grad():

@@ -54,7 +54,20 @@ def sorted_mixture(block: FunctionBlock, x: Tensor) -> Tensor:
     return (rows.sin() * weights).repeat(1, 2) * x
 
 
-BODIES = [dense_mixture, grouped_mixture, sorted_mixture]
+def listed_mixture(block: FunctionBlock, x: Tensor) -> Tensor:
+    """Only Python reads the choice."""
+    chosen = _tied_scores(block, x).argmax(-1).tolist()
+    return torch.stack([(row @ block.b * (expert + 1)).sin() for row, expert in zip(x, chosen, strict=True)]) * x
+
+
+def mixture_after_an_unseen_write(block: FunctionBlock, x: Tensor) -> Tensor:
+    """Replay gives way here, and Python runs again."""
+    h = x @ block.a
+    h.detach().numpy()[:] *= 0.5
+    return dense_mixture(block, h.sin())
+
+
+BODIES = [dense_mixture, grouped_mixture, sorted_mixture, listed_mixture, mixture_after_an_unseen_write]
 VALUES = {
     "full": FULL,
     "nothing": selective(policy()),

@@ -24,6 +24,7 @@ from tests.support.replay_programs import (
     python_runs,
     replay,
 )
+from tests.support.runs import Noted
 from tests.support.training import assert_same, built
 
 # Parameters
@@ -150,6 +151,38 @@ def test_tensor_from_outside_that_is_written_to_after_the_forward(size: str, cho
         f"blocks.0: a tensor that backward needs (float32{shape}) was changed in place: it is at version 1, backward "
         "expects version 0\n    fix: do not change it in place between the op that uses it and backward"
     )
+
+
+HELD_ELSEWHERE = Noted(torch.ones(64, 8))  # a tensor that nothing of the region's leads to
+
+
+def reads_what_autograd_does_not_save(block: FunctionBlock, x: Tensor) -> Tensor:
+    return (x @ block.a + HELD_ELSEWHERE[0].cos().mean(0)).sin()
+
+
+@pytest.mark.parametrize("engine", ["replay", "auto"])
+def test_large_tensor_from_elsewhere_that_is_written_to_after_the_forward(engine: str) -> None:
+    """Replay would read what is there now; `auto` does, and says so."""
+    model = applied(block_of(reads_what_autograd_does_not_save), {**replay(POLICIES["matmuls"]), "engine": engine})
+    out = model(torch.randn(8, 8))
+    HELD_ELSEWHERE[0].add_(1)
+    version = HELD_ELSEWHERE[0]._version
+    found = (
+        "blocks.0: a tensor from outside the region (float32[64, 8]) was changed in place after the forward: it is at "
+        f"version {version}, backward expects version {version - 1}\n    fix: do not write to it between forward and "
+        "backward, or pass it to the region as an argument"
+    )
+    if engine == "replay":
+        with pytest.raises(RegionError) as error:
+            out.sum().backward()
+        assert str(error.value) == found
+    else:
+        with pytest.warns(SacWarning) as said:
+            out.sum().backward()
+        assert [str(one.message) for one in said] == [
+            f"{found}\n    the region's Python runs again, and finds what is there now: gradients are right if that is the "
+            "same"
+        ]
 
 
 def advances(block: FunctionBlock, x: Tensor) -> Tensor:
