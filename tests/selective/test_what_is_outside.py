@@ -180,8 +180,8 @@ def test_large_tensor_from_elsewhere_that_is_written_to_after_the_forward(engine
         with pytest.warns(SacWarning) as said:
             out.sum().backward()
         assert [str(one.message) for one in said] == [
-            f"{found}\n    the region's Python runs again, and finds what is there now: gradients are right if that is the "
-            "same"
+            f"{found}\n    the region's Python runs again, and finds what is there now: gradients are right if that is "
+            "the same"
         ]
 
 

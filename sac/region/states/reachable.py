@@ -29,6 +29,7 @@ from sac.region.states.class_state import (
     is_users,
 )
 from sac.region.states.host_rng import is_random_source
+from sac.region.states.iterators import ITERATORS, copy_of_iterator
 
 # Note [Python state]
 #
@@ -41,12 +42,12 @@ from sac.region.states.host_rng import is_random_source
 # that these name (Note [Globals and classes]); what a function holds (closure, defaults, attributes, bound object,
 # arguments of a partial); and from there lists, dicts, sets, deques, short arrays, the attributes of objects, those in
 # `__slots__` too, and modules that nobody has registered, but for their parameters: those in a list, say. Not reached:
-# what libraries keep in objects of their own (torch, the standard library), iterators, modules that the region itself
+# what libraries keep in objects of their own (torch, the standard library), generators, modules that the region itself
 # is a part of, or with more than `_MOST_MODULES` in them, and more than `_MOST` objects.
 #
 # Noting is shallow and by reference: what an object held, not what that looks like. Tensors are noted by identity too;
 # writes to their memory are another matter (Note [Buffers advance once]). A tensor with a graph is not held, since that
-# could be a graph of an earlier step: a leaf on the same data stands for it.
+# could be a graph of an earlier step: a leaf on the same data stands for it. A copy stands for an iterator.
 #
 # Example. A block with `self.memory = h.detach()` in its forward: at the start of step 3 `memory` is the tensor of step
 # 2. The forward of step 3 reads that and rebinds the name. In backward the recomputation finds the tensor of step 2
@@ -83,6 +84,25 @@ class _Leaf:
     def made(self) -> torch.Tensor:
         leaf = detached(self._data)
         return leaf.requires_grad_() if leaf.is_floating_point() or leaf.is_complex() else leaf
+
+
+class _Iterator:
+    """Stands for an iterator, from which the forward may draw."""
+
+    __slots__ = ("_copy",)
+
+    def __init__(self, value: Any) -> None:
+        self._copy = copy_of_iterator(value)
+
+    def is_for(self, _: Any) -> bool:
+        """Return whether a value is the iterator as it was: nobody can tell."""
+        return False
+
+    def made(self) -> Any:
+        return copy_of_iterator(self._copy)
+
+
+_STAND_INS = (_Leaf, _Iterator)
 
 
 class ReachableState:
@@ -666,6 +686,11 @@ def _with_leaves(held: dict[Any, Any]) -> dict[Any, Any]:
 
 def _noted(value: Any) -> Any:
     """Return what is held of ``value``: itself, or what stands for it."""
+    if type(value) in ITERATORS:
+        try:
+            return _Iterator(value)
+        except (TypeError, RuntimeError):  # what was iterated over has changed
+            return value
     return _Leaf(value) if isinstance(value, torch.Tensor) and has_graph(value) else value
 
 
@@ -674,12 +699,12 @@ def _is_of_flat_parameter(value: Any) -> bool:
 
 
 def _is_same(held: Any, now: Any) -> bool:
-    return held.is_for(now) if type(held) is _Leaf else held is now
+    return held.is_for(now) if type(held) in _STAND_INS else held is now
 
 
 def _made(held: Any, now: Any) -> Any:
     """Return what is to be put back for ``held``."""
-    if type(held) is not _Leaf:
+    if type(held) not in _STAND_INS:
         return held
     return now if held.is_for(now) else held.made()
 

@@ -51,6 +51,8 @@ def shown(value, seen=()):
 
 def bits(tensor):
     tensor = tensor.detach()
+    if tensor.is_floating_point():
+        tensor = torch.where(tensor.isnan(), torch.nan, tensor)  # the sign of one depends on the kernel
     return [str(tensor.dtype), tuple(tensor.shape), tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from random import Random
 
@@ -77,7 +78,8 @@ def class_counter(w: Writer, pick: Random) -> str:
 
 def iterator(w: Writer, pick: Random) -> str:
     name = w.attribute("turns", "itertools.cycle([True, False, False])")
-    w.hides("an iterator")
+    if sys.version_info >= (3, 14):
+        w.hides("an iterator of itertools")
     return f"next(self.{name})"
 
 
