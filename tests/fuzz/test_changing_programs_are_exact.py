@@ -73,7 +73,7 @@ def test_a_wrong_result_is_found_and_shrunk() -> None:
 
 
 def test_a_wrong_result_where_state_cannot_be_seen_is_counted_by_itself() -> None:
-    found = prepare(program(Item("linear", 1), Item("normalized weight by data", 0), Item("linear", 2)))
+    found = prepare(program(Item("linear", 1), Item("normalized weight by data", 1), Item("linear", 2)))
     assert found.hidden == {"a write by .data"}
     assert outcome(found, "torch").kind in (UNSEEN, REFUSED)
 
