@@ -137,6 +137,25 @@ def test_region_inputs_are_not_held(name: str, entry: str) -> None:
             assert recorder.live_bytes() == 0
 
 
+def two_branches(block: FunctionBlock, x: Tensor) -> tuple[Tensor, Tensor]:
+    return (x @ block.a).exp().sin(), (x @ block.b).sin()
+
+
+@pytest.mark.parametrize("entry", APPLY)
+def test_what_one_branch_was_recomputed_from_goes_before_the_other_branch(entry: str) -> None:
+    """Nothing of the second branch is missing, so that no recomputation can come."""
+    model = install(built(lambda: Stack(FunctionBlock(two_branches))), selective(policy(save("matmul"))), entry)
+    with without_collector(), Recorder() as recorder:
+        first, second = model(*square())
+        first.sum().backward()
+        model.zero_grad()
+        del first
+        held = recorder.live_bytes()
+    assert held == 3 * 8 * 8 * 4  # the input, the second product, and its sine
+    assert second.requires_grad
+
+
+
 RUNS_AGAIN = [way for way in ways(VALUES) if way[0] != "everything" and way[1] != "apply, replay"]
 
 
