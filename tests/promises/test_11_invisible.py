@@ -18,19 +18,24 @@ import sac
 from tests.support import custom_ops  # noqa: F401  (registers the ops that are named here)
 from tests.support.blocks import (
     FULL,
+    FunctionBlock,
     LlamaLikeBlock,
     Stack,
     alternate,
+    install,
     llama_stack,
     policy,
     save,
     selective,
+    square,
     tokens,
     under_each_engine,
     with_dropout,
 )
 from tests.support.recording import backward_ops
-from tests.support.training import assert_same, built, train
+from tests.support.runs import runs_of
+from tests.support.training import assert_same, assert_same_training, built, train
+from tests.support.whole_module_blocks import whole
 
 ATTENTION_AND_ALTERNATING = selective(policy(save("attention"), alternate("matmul")))
 VALUES = under_each_engine(
@@ -211,6 +216,32 @@ def test_forward_that_stood_on_the_instance_is_used_and_restored(value: Any) -> 
     assert_same(train(built(build)), train(model))
     sac.remove(model)
     assert [vars(block)["forward"] for block in model.blocks] == theirs
+
+
+def part_then_product(block: FunctionBlock, x: Tensor) -> Tensor:
+    return (block.part(x) @ block.a).sin()
+
+
+def part_then_exponential(block: FunctionBlock, x: Tensor) -> Tensor:
+    return block.part(x).exp().sin()
+
+
+def test_forward_that_stood_on_a_module_saved_as_a_whole_is_used() -> None:
+    def build() -> Stack:
+        model = Stack(FunctionBlock(part_then_product, part=nn.Linear(8, 8)))
+        part = model.blocks[0].part
+        part.forward = lambda x: nn.Linear.forward(part, x).exp()
+        return model
+
+    assert_same_training(build, selective(policy(whole("part"))), make_input=square)
+
+
+def test_torchs_hooks_keep_their_place_around_a_module_saved_as_a_whole() -> None:
+    """Nothing is missing, so torch need not run the region again, if our hooks still stand before its own."""
+    model = Stack(FunctionBlock(part_then_exponential, part=nn.Linear(8, 8)))
+    install(model, selective(policy(whole("part"), save("aten.exp"))), "context_fn with module")
+    model(*(x.requires_grad_() for x in square())).sum().backward()
+    assert runs_of(model.blocks[0]) == 1
 
 
 @ON_EACH_VALUE
