@@ -572,7 +572,7 @@ MUTATIONS = (
     Mutation(
         "borrowed-counted",
         12,
-        _STATS,
+        "selective/rerun.py",
         "the report counts parameters as saved",
         "if not handle.borrowed and isinstance(handle.value, torch.Tensor):",
         "if isinstance(handle.value, torch.Tensor):",

@@ -32,7 +32,7 @@ from sac.selective.modes import ForwardMode, RecomputeMode
 from sac.selective.record import CallRecord
 from sac.selective.table import Table
 from sac.selective.traced import TracedPolicy, is_traced
-from sac.selective.whole_modules import SavedModules
+from sac.selective.whole_modules import Learnt, SavedModules
 
 # Note [Inside torch.utils.checkpoint]
 #
@@ -41,6 +41,8 @@ from sac.selective.whole_modules import SavedModules
 # (torch never hears of it), every other tensor is passed on to torch's pack hook. In recomputation tensors of kept
 # handles are passed over, and the others are passed on one op late, so that an op which fills what autograd saved
 # right before it has run when torch takes the tensor, and stops.
+
+_LEARNT: weakref.WeakKeyDictionary[Table, Learnt] = weakref.WeakKeyDictionary()  # see Note [Whole modules]
 
 
 class CheckpointForwardMode(ForwardMode):
@@ -75,7 +77,7 @@ class CheckpointForwardMode(ForwardMode):
             self.record.close(kept, ALL if last >= 0 and _runs_to_the_end() else last)
             self.record.decided = []
             if self.record.modules is not None:
-                self.record.table.learnt = self.record.modules.learnt
+                _LEARNT[self.record.table] = self.record.modules.learnt
             self._state.forward_is_over()
             outer = hooks_below_top() if watch is not None else None
             if outer is not None:
@@ -291,7 +293,7 @@ def checkpoint_contexts(
         forward, recompute = create_selective_checkpoint_contexts(TracedPolicy(table, path, module))
         return forward, recompute
     table.left_in_eager += in_graph
-    modules = SavedModules(table, path, _SETTINGS, table.learnt) if table.speaks_of_modules else None
+    modules = SavedModules(table, path, _SETTINGS, _LEARNT.get(table)) if table.speaks_of_modules else None
     record = CallRecord(table, path, owners_of(module), modules=modules)
     state = _State(module, in_graph=in_graph)
     return CheckpointForwardMode(record, state), CheckpointRecomputeMode(record, state)

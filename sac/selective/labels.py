@@ -9,7 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from sac.selective.tensors import has_storage, metadata, offset_in_storage, storage_address, tensor_parts, wrapped_parts
+from sac.selective.tensors import (
+    WeakStorages,
+    metadata,
+    offset_in_storage,
+    storage_address,
+    tensor_parts,
+    wrapped_parts,
+)
 from sac.selective.weights import NOT_PARAMETERS, Origins
 
 # Note [Labels]
@@ -35,28 +42,6 @@ _PLAIN = frozenset(
 _CONSTANT_NUMEL = 16
 
 Description = tuple[Any, ...]
-
-
-class WeakStorages:
-    """Weak references to storages: as long as they are held, the address of none is given to another storage."""
-
-    __slots__ = ("references",)
-
-    def __init__(self) -> None:
-        self.references: list[Any] = []
-
-    def add(self, storage: Any) -> None:
-        """Hold a weak reference to ``storage``."""
-        self.references.append(storage._weak_ref())
-
-    def watch(self, tensor: torch.Tensor) -> None:
-        """Hold a weak reference to the tensor's storage, if it has one."""
-        if has_storage(tensor):
-            self.add(tensor.untyped_storage())
-
-    def __del__(self) -> None:
-        for reference in self.references:
-            torch.UntypedStorage._free_weak_ref(reference)
 
 
 class Labels:

@@ -145,7 +145,8 @@ class ForwardMode(RegionMode):
         for number, kept in enumerate(call.result.kept):
             kept.places = labels.name_new(kept.held, hash((label, number)))
         if self.rows is not None:
-            self.rows.add_module(call, forward.module, out)
+            kept_bytes = sum({**call.inside, **call.result_sizes()}.values())
+            self.rows.add_module(call.place, call.rule, forward.module, out, kept_bytes=kept_bytes, flops=call.flops)
 
     def _run_inside(self, call: SavedCall, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an op of a saved module: see what it writes to, and count its FLOPs."""

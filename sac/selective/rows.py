@@ -15,7 +15,6 @@ from sac.ops.flops import flops_of
 from sac.ops.names import op_name
 from sac.selective.table import BoundRule, Plan, first_tensor
 from sac.selective.tensors import storage_bytes, tensors_of
-from sac.selective.whole_modules import SavedCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,22 +78,22 @@ class Rows:
             )
         )
 
-    def add_module(self, call: SavedCall, module: nn.Module, out: Any) -> None:
+    def add_module(
+        self, place: tuple[str, int], rule: BoundRule, module: nn.Module, out: Any, *, kept_bytes: int, flops: int
+    ) -> None:
         """Append a call of a module that is saved as a whole; ``out`` is what it returned."""
         tensor = first_tensor(out if isinstance(out, torch.Tensor) else tree_leaves(out))
-        rule = call.rule.rule.id
-        sizes = {**call.inside, **call.result_sizes()}
-        path, number = call.place
+        path, number = place
         self.rows.append(
             OpRow(
                 module=path,
                 op=f"module {type(module).__name__}",
                 call=number,
                 decision="save",
-                rule=rule,
-                reason=f"rule {rule}",
-                bytes=sum(sizes.values()),
-                flops=call.flops,
+                rule=rule.rule.id,
+                reason=f"rule {rule.rule.id}",
+                bytes=kept_bytes,
+                flops=flops,
                 shape=tuple(tensor.shape) if tensor is not None else (),
                 dtype=str(tensor.dtype).removeprefix("torch.") if tensor is not None else "",
             )

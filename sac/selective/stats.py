@@ -2,16 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-
-import torch
-
-from sac.region.handles import Handle
-from sac.region.storages import storage_sizes
-from sac.selective.record import CallRecord
-from sac.selective.tensors import tensors_of
 
 NO_RULE = -1  # the key of what the must-save tier or the policy's default saved
 
@@ -59,33 +50,3 @@ class KeptFigures:
     dead_bytes: int
     by_rule: dict[int, int]
     hits: dict[int, int]
-
-
-def figures_of(record: CallRecord, kept: Iterable[Handle]) -> KeptFigures:
-    """Count the storages that ``record`` and the handles of its region hold, each once and under its rule."""
-    sizes: dict[int, tuple[int, int]] = {}  # address -> (bytes, rule)
-    whole = record.table.whole_rule("") if record.table.saves_whole("") else None
-    of_no_op = whole.index if whole is not None else NO_RULE
-    for value in record.saved:
-        rule = value.rule.index if value.rule is not None else NO_RULE
-        for tensor in tensors_of(value.outputs):
-            sizes.update({address: (size, rule) for address, size in storage_sizes(tensor).items()})
-    calls = list(record.modules.calls.values()) if record.modules is not None else []
-    for call in calls:
-        sizes.update({address: (size, call.rule.index) for address, size in call.result_sizes().items()})
-    for handle in kept:
-        if not handle.borrowed and isinstance(handle.value, torch.Tensor):
-            rule = record.rule_of.get(handle.storage, of_no_op)
-            for address, size in storage_sizes(handle.value).items():
-                sizes.setdefault(address, (size, rule))
-    rules: defaultdict[int, int] = defaultdict(int)
-    for value in record.decided:
-        rules[value.rule.index if value.rule is not None else NO_RULE] += 0
-    for size, rule in sizes.values():
-        rules[rule] += size
-    hits = dict(record.hits)
-    if record.modules is not None:
-        hits |= record.modules.hits
-        for rule, size in record.modules.learnt.bytes_inside.items():
-            rules[rule] += size
-    return KeptFigures(sum(rules.values()), record.dead_bytes, dict(rules), hits)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -16,9 +16,6 @@ from sac.ops.sets import CONDITIONS
 from sac.ops.traits import OpTraits, traits_of
 from sac.policy.model import ALTERNATE, Decision, Policy, Rule
 from sac.selective.autocast import as_called, has_own_body
-
-if TYPE_CHECKING:
-    from sac.selective.whole_modules import Learnt
 
 _VALUE_READERS = frozenset(
     f"aten.{name}.default" for name in ("_local_scalar_dense", "item", "equal", "is_nonzero", "allclose")
@@ -176,7 +173,7 @@ class Table:
 
     ``must_save``: nondeterministic routing ops are kept although no rule says so (promise 10). ``traced`` is None as
     long as no region with this table has been traced. ``left_in_eager``: calls that were to be traced, and which Dynamo
-    or its backend ran op by op after all. ``learnt``: see Note [Whole modules]; of regions inside torch's checkpoint.
+    or its backend ran op by op after all.
     """
 
     def __init__(self, policy: Policy, rules: tuple[BoundRule, ...], *, must_save: bool = True) -> None:
@@ -184,7 +181,6 @@ class Table:
         self.rules = rules
         self.default = policy.default
         self.must_save = must_save
-        self.learnt: Learnt | None = None
         self._whole: dict[str, BoundRule | None] = {}
         self.speaks_of_modules = any(bound.rule.speaks_of_module and bound.saves for bound in rules)
         self.saves_everything = self._saves_everything()

@@ -14,9 +14,8 @@ from torch.nn import Parameter
 from sac.region.detach import detached
 from sac.region.states.rng_trackers import States
 from sac.region.storages import inner_tensors, version_of
-from sac.selective.labels import WeakStorages
 from sac.selective.tape_entries import ALIAS, CAST, HOLE, PART, WRAP, cast_of, first_address, is_wrapper
-from sac.selective.tensors import metadata, storage_address, wrapped_parts
+from sac.selective.tensors import WeakStorages, metadata, storage_address, wrapped_parts
 
 # Note [The tape]
 #

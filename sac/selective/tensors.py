@@ -88,3 +88,25 @@ def storage_bytes(tensor: torch.Tensor) -> int:
         return tensor.untyped_storage().nbytes()
     except (RuntimeError, NotImplementedError):
         return tensor.numel() * tensor.element_size()
+
+
+class WeakStorages:
+    """Weak references to storages: as long as they are held, the address of none is given to another storage."""
+
+    __slots__ = ("references",)
+
+    def __init__(self) -> None:
+        self.references: list[Any] = []
+
+    def add(self, storage: Any) -> None:
+        """Hold a weak reference to ``storage``."""
+        self.references.append(storage._weak_ref())
+
+    def watch(self, tensor: torch.Tensor) -> None:
+        """Hold a weak reference to the tensor's storage, if it has one."""
+        if has_storage(tensor):
+            self.add(tensor.untyped_storage())
+
+    def __del__(self) -> None:
+        for reference in self.references:
+            torch.UntypedStorage._free_weak_ref(reference)
