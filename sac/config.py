@@ -12,9 +12,17 @@ import torch
 from torch import nn
 
 from sac.errors import ConfigError, PolicyError, Problem, SacError, listing, nearest
-from sac.full import full_config
 from sac.full.checks import check_flag, check_word, problems_in, word_of
-from sac.full.full_config import CallOptions, FullConfig
+from sac.full.full_config import (
+    CALL_KEYS,
+    DEFAULT_CONFIG,
+    DEFAULT_OPTIONS,
+    FULL_CONFIG_KEYS,
+    CallOptions,
+    FullConfig,
+    contradictions,
+    idle_keys,
+)
 from sac.policy.files import load_policy, shipped_policies
 from sac.policy.matchers import read_layer_plan, read_patterns
 from sac.policy.model import Chunks, Decision, Layers, Policy
@@ -27,7 +35,7 @@ from sac.selective.bind import BoundPolicy, bind_policy
 
 MODES = ("none", "full", "selective")
 OWN_KEYS = ("mode", "policy", "engine", "verify", "blocks", "layers", "scope", "granularity", "strict")
-FULL_KEYS = (*full_config.CALL_KEYS, *full_config.KEYS)
+FULL_KEYS = (*CALL_KEYS, *FULL_CONFIG_KEYS)
 KEYS = (*OWN_KEYS, *FULL_KEYS)
 ARGUMENTS = ("tp_group", "get_rng_state_tracker")  # of sac.apply: objects, which no config file can hold
 SCOPES = ("all", "language", "vision", "audio", "multimodal")
@@ -53,8 +61,8 @@ class Config:
     scope: str | tuple[str, ...] = "all"
     granularity: str = "block"
     strict: bool = False
-    full: FullConfig = full_config.DEFAULT_CONFIG
-    options: CallOptions = full_config.DEFAULT_OPTIONS
+    full: FullConfig = DEFAULT_CONFIG
+    options: CallOptions = DEFAULT_OPTIONS
 
 
 def parse_config(value: Any) -> Config:
@@ -136,13 +144,13 @@ def _parse_mapping(value: Mapping[Any, Any]) -> Config:
     wrong = [*problems_in(given, WHERE)]
     problems += [*wrong, *_misplaced(value, mode, read.get("layers"))]
     if mode in ("full", "selective") and not wrong:
-        problems += full_config.idle_keys(given, WHERE)
+        problems += idle_keys(given, WHERE)
     if not wrong:
-        problems += full_config.contradictions(given, WHERE)
+        problems += contradictions(given, WHERE)
     if problems:
         raise ConfigError(problems)
-    options = CallOptions(**{key: given[key] for key in full_config.CALL_KEYS if key in given})
-    full = FullConfig(**{key: given[key] for key in full_config.KEYS if key in given})
+    options = CallOptions(**{key: given[key] for key in CALL_KEYS if key in given})
+    full = FullConfig(**{key: given[key] for key in FULL_CONFIG_KEYS if key in given})
     return Config(mode, **read, full=full, options=options)
 
 

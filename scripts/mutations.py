@@ -29,7 +29,7 @@ class Mutation:
 _REACHABLE, _BINDINGS, _RNG = "region/states/reachable.py", "region/states/bindings.py", "region/states/rng.py"
 _FRAME, _KEPT_TENSOR, _HANDLES = "region/frame.py", "region/kept_tensor.py", "region/handles.py"
 _PLAN, _RUN, _TAPE = "selective/replay_plan.py", "selective/replay_run.py", "selective/tape.py"
-_MODES, _RECORD, _STATS = "selective/modes.py", "selective/record.py", "selective/stats.py"
+_MODES, _RECORD = "selective/modes.py", "selective/record.py"
 _RECORDER, _KIND, _TABLE = "selective/replay_recorder.py", "selective/kind.py", "selective/table.py"
 
 MUTATIONS = (

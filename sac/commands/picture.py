@@ -12,7 +12,7 @@ from sac.policy.sizes import bytes_text
 
 # Eight colours that stay apart for colour-blind readers and in grey (Okabe and Ito's order, black first for `none`).
 COLOURS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8A8A8A")
-_MIB = 2**20
+MIB = 2**20
 
 
 def save_picture(comparison: Comparison, path: str | Path) -> Path:
@@ -51,7 +51,7 @@ def _draw(axes: Any, row: ModeResult, colour: str) -> None:
     # Passes take different time; stretching forward and backward to the same length each puts blocks under each other.
     forward_ms, total_ms = memory.marks["forward"][-1][0], memory.times_ms[-1]
     x = [_progress(time_ms, forward_ms, total_ms) for time_ms in memory.times_ms]
-    y = [live / _MIB for live in memory.live_bytes]
+    y = [live / MIB for live in memory.live_bytes]
     label = f"{row.mode}: peak {bytes_text(memory.peak_bytes)}, kept {bytes_text(row.kept_bytes)}"
     axes.step(x, y, where="post", color=colour, linewidth=1.6, label=label)
     peak_x, peak_y = _progress(memory.peak_ms, forward_ms, total_ms), max(y)

@@ -15,7 +15,7 @@ from sac.full.discarding import Discardable, discard, run_discardable
 from sac.full.full_config import DEFAULT_CONFIG, CallOptions, settings_of
 from sac.selective.compiled import run_in_eager
 
-_NAME = "megatron.CheckpointWithoutOutput"
+_DISCARDING = "megatron.CheckpointWithoutOutput"
 
 
 class CheckpointWithoutOutput:
@@ -40,7 +40,9 @@ class CheckpointWithoutOutput:
         del retain_input_tensors
         if fp8 is not None and fp8 is not False:
             found = f"{fp8!r} is not supported: FP8 state is not put back for recomputation"
-            raise ConfigError(Problem(f"{_NAME}.fp8", found, "false", fix="leave this region out of output discarding"))
+            raise ConfigError(
+                Problem(f"{_DISCARDING}.fp8", found, "false", fix="leave this region out of output discarding")
+            )
         self._manager = ckpt_manager
         self._discardable: Discardable | None = None
         self.has_run = False
@@ -49,10 +51,10 @@ class CheckpointWithoutOutput:
         """Run ``run_function(*args)`` as a region; return its result. In a compiled function it runs in eager."""
         if torch.compiler.is_compiling():  # the graph that discarding walks is not a compiled one
             return run_in_eager(self.checkpoint, run_function, *args)
-        problems = fp8_problem(_NAME) if torch.is_grad_enabled() else []
+        problems = fp8_problem(_DISCARDING) if torch.is_grad_enabled() else []
         if problems:
             raise ConfigError(problems)
-        settings = settings_of(DEFAULT_CONFIG, CallOptions(get_rng_state_tracker=get_cuda_rng_tracker), _NAME)
+        settings = settings_of(DEFAULT_CONFIG, CallOptions(get_rng_state_tracker=get_cuda_rng_tracker), _DISCARDING)
         output, self._discardable = run_discardable(settings, run_function, args)
         self.has_run = True
         if self._manager is not None:
@@ -70,7 +72,7 @@ class CheckpointWithoutOutput:
             return
         if not self.has_run:
             fix = "call checkpoint(run_function, *args) first"
-            where = f"{_NAME}.discard_output_and_register_recompute"
+            where = f"{_DISCARDING}.discard_output_and_register_recompute"
             raise RegionError(Problem(where, "there is no output to discard", fix=fix))
         if self._manager is None:
             _discard_outputs([self], hook_tensor)

@@ -87,7 +87,7 @@ class FullConfig:
             self.buffer.reset()
 
 
-KEYS = tuple(one.name for one in fields(FullConfig) if one.init)
+FULL_CONFIG_KEYS = tuple(one.name for one in fields(FullConfig) if one.init)
 CALL_KEYS = (
     "use_reentrant",
     "distribute_saved_activations",
@@ -174,7 +174,7 @@ def settings_of(config: FullConfig, options: CallOptions, where: str, compared: 
     if scatters:
         problems += group_problem(options.tp_group, where)
     elif config is not DEFAULT_CONFIG:
-        problems += idle_keys({key: getattr(config, key) for key in KEYS}, where)
+        problems += idle_keys({key: getattr(config, key) for key in FULL_CONFIG_KEYS}, where)
     if problems:
         raise ConfigError(problems)
     return Settings(

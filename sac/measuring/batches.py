@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from sac.errors import ConfigError, Problem, listing
 from sac.measuring.built_model import DTYPES, Scale
 
+OWN_MODEL = "write a function that returns (model, inputs) and name it as package.module:function"
+
 
 def batches_of(
     model: nn.Module, scale: Scale, *, text_path: str | None, seed: int
@@ -38,12 +40,12 @@ def check_batches(model_class: Any, config: Any, scale: Scale, *, text_path: str
                 "--model",
                 f"no batch can be made up for {model_class.__name__}, which reads '{name}'",
                 f"models that read {listing(['input_ids', *_VALUES])}",
-                fix=_OWN_MODEL,
+                fix=OWN_MODEL,
             )
         )
     if name == "input_ids" and not isinstance(_vocab(config), int):
         found = f"no batch can be made up for {model_class.__name__}: its config does not say how many tokens there are"
-        raise ConfigError(Problem("--model", found, "a config with vocab_size", fix=_OWN_MODEL))
+        raise ConfigError(Problem("--model", found, "a config with vocab_size", fix=OWN_MODEL))
     if text_path is None:
         return
     if name != "input_ids":
@@ -51,9 +53,6 @@ def check_batches(model_class: Any, config: Any, scale: Scale, *, text_path: str
     if _vocab(config) < 256:
         raise ConfigError(Problem("--vocab", f"{_vocab(config)} tokens cannot hold the bytes of a text", "256 or more"))
     read_text(text_path, scale)
-
-
-_OWN_MODEL = "write a function that returns (model, inputs) and name it as package.module:function"
 
 
 def _main_input(model_class: Any) -> str:

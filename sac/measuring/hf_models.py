@@ -14,7 +14,7 @@ from torch import nn
 from sac.blocks.cache import turn_off_cache
 from sac.errors import ConfigError, Problem, SacError, listing, nearest
 from sac.extras import import_extra
-from sac.measuring.batches import batches_of, check_batches
+from sac.measuring.batches import OWN_MODEL, batches_of, check_batches
 from sac.measuring.built_model import DTYPES, BuiltModel, Scale
 from sac.planner.fakes import Build
 
@@ -23,7 +23,6 @@ _LAYER_KEYS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_de
                "decoder_layers")  # fmt: skip
 _SUB_CONFIGS = ("text_config", "vision_config", "audio_config", "encoder", "decoder")
 _TOP = "--model"
-_OWN_MODEL = "write a function that returns (model, inputs) and name it as package.module:function"
 
 
 def build_with_data(make: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
@@ -43,7 +42,7 @@ def build_from_config(
         raise
     except Exception as error:
         found = f"{path}: {made_by.__name__} cannot be built: {type(error).__name__}: {error}"
-        raise ConfigError(Problem(_TOP, found, fix=_OWN_MODEL)) from error
+        raise ConfigError(Problem(_TOP, found, fix=OWN_MODEL)) from error
     turn_off_cache(model)  # training does not read it: no mode is to pay for it
     inputs_of_step = batches_of(model, scale, text_path=text_path, seed=seed)
     return BuiltModel(model, inputs_of_step, f"{type(model).__name__} ({Path(path).name})")

@@ -8,8 +8,7 @@ from itertools import product
 from typing import Any
 
 from sac.errors import PlanError, Problem
-from sac.planner.layer_search import Row as Row  # the memory model speaks of rows to this module
-from sac.planner.layer_search import Search
+from sac.planner.layer_search import Row, Search
 
 
 class BudgetTooSmallError(PlanError):

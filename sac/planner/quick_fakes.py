@@ -12,7 +12,7 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import Parameter
 
-from sac.selective.tensors import metadata
+from sac.selective.tensors import layout_key
 
 # Note [Quick fakes]
 #
@@ -146,7 +146,7 @@ def _key_beside_data(args: Any, kwargs: Any) -> Any:
 
 def _any_key(value: Any) -> Any:
     if type(value) in (Tensor, Parameter) and value.dim() and value.layout is torch.strided:
-        return "data", metadata(value), value.device, value.is_conj(), value.is_neg()
+        return "data", layout_key(value), value.device, value.is_conj(), value.is_neg()
     return tuple(map(_any_key, value)) if isinstance(value, (list, tuple)) else _key(value)
 
 

@@ -22,11 +22,11 @@ def read_plan(node: Node, findings: Findings) -> Plan | None:
         return None
     _require(PLAN_KEYS, node, "plan", PLAN_KEYS, findings)
     made_for = read_text(entries["made_for"], "plan.made_for", findings) if "made_for" in entries else None
-    regions = _read_regions(entries["regions"], findings) if "regions" in entries else ()
+    regions = _read_planned_regions(entries["regions"], findings) if "regions" in entries else ()
     return Plan(made_for or "", regions)
 
 
-def _read_regions(node: Node, findings: Findings) -> tuple[PlannedRegion, ...]:
+def _read_planned_regions(node: Node, findings: Findings) -> tuple[PlannedRegion, ...]:
     if not isinstance(node, ListNode):
         fix = 'start each entry with "- "' if isinstance(node, MapNode) else "write [] for none"
         findings.add(node.mark, f"plan.regions is {describe(node)}", expected="a list of regions", fix=fix)

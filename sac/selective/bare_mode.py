@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sac.selective import scope
+from sac.selective.scope import ModulePass, enter, leave
 from sac.selective.table import Table
 
 # Note [Out of Dynamo's sight]
@@ -47,7 +47,7 @@ class BareMode(TorchDispatchMode):
 
 
 class RegionMode(BareMode):
-    """A mode around one run of a region, which is told in which of its modules an op runs; see ``scope.Scoped``."""
+    """A mode around one run of a region, which is told in which of its modules an op runs; see ``Scoped``."""
 
     supports_higher_order_operators = True
 
@@ -62,15 +62,15 @@ class RegionMode(BareMode):
         self.path = ""
         self.plans = table.scope("")
 
-    def whole_modules(self) -> scope.ModulePass | None:
+    def whole_modules(self) -> ModulePass | None:
         """Return what runs modules that are saved as a whole, None if nothing does; asked as the mode is entered."""
         return None
 
     def __enter__(self) -> Any:
         super().__enter__()  # type: ignore[no-untyped-call]
-        self._outer = scope.enter(self, self.whole_modules())
+        self._outer = enter(self, self.whole_modules())
         return self
 
     def __exit__(self, *error: Any) -> None:
-        scope.leave(self._outer)
+        leave(self._outer)
         super().__exit__(*error)  # type: ignore[no-untyped-call]

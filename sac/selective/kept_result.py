@@ -14,7 +14,7 @@ from sac.errors import Problem, RegionError
 from sac.region.parts import PLAIN, attributes_of
 from sac.region.storages import version_of
 from sac.selective.kept_leaf import Argument, ArgumentView, HoldingObject, KeptLeaf, Serving, made
-from sac.selective.tensors import metadata, storage_address, storage_bytes, tensor_parts
+from sac.selective.tensors import layout_key, storage_address, storage_bytes, tensor_parts
 
 # Note [What a saved module leaves behind]
 #
@@ -129,7 +129,7 @@ class KeptResult:
             if type(kept.data) is torch.Tensor and not kept.copied:
                 groups.setdefault(storage_address(kept.data), []).append(kept)
         for group in groups.values():
-            views = {metadata(one.data): one.data for one in group if isinstance(one.data, torch.Tensor)}
+            views = {layout_key(one.data): one.data for one in group if isinstance(one.data, torch.Tensor)}
             whole = max(map(storage_bytes, views.values()))
             if sum(view.numel() * view.element_size() for view in views.values()) < whole:
                 for one in group:

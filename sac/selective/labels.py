@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from sac.selective.tensors import (
     WeakStorages,
-    metadata,
+    layout_key,
     offset_in_storage,
     storage_address,
     tensor_parts,
@@ -32,7 +32,7 @@ from sac.selective.weights import NOT_PARAMETERS, Origins
 # The last kind is called foreign: it may differ between the passes although nothing is wrong (autocast kept a cast
 # weight from an earlier region in forward and casts it anew in recomputation). What is computed from something foreign
 # is foreign too. A call whose signature forward did not see at all is matched by module, op and call, and then every
-# argument has to agree in metadata, and in label too unless one side is foreign; in shape and dtype only if the forward
+# argument has to agree in layout, and in label too unless one side is foreign; in shape and dtype only if the forward
 # ran without grad mode, where a module may use other kernels. A call that finds nothing runs.
 
 _PLAIN = frozenset(
@@ -214,7 +214,7 @@ class Labels:
             if kind is Tensor or kind is Parameter:
                 address = storage_address(value)
                 label = self.of_plain(value, kind, address)
-                parts.append((label, *(self._metadata(value) if address in self._moved else metadata(value))))
+                parts.append((label, *(self._metadata(value) if address in self._moved else layout_key(value))))
                 foreign = foreign or label in self.foreign
                 if self._made_of >= 0:
                     self._made_of = self.origins.joined(self._made_of, label)
@@ -235,8 +235,8 @@ class Labels:
         return foreign
 
     def _metadata(self, tensor: torch.Tensor) -> tuple[Any, ...]:
-        """Return the metadata of ``tensor``, with the offset that it would have had in forward."""
-        found = metadata(tensor)
+        """Return the layout_key of ``tensor``, with the offset that it would have had in forward."""
+        found = layout_key(tensor)
         moved = self._moved.get(storage_address(tensor), 0) if self._moved else 0
         if not moved:
             return found

@@ -18,7 +18,7 @@ from sac.selective.replay_plan import ReplayPlan
 from sac.selective.table import Plan
 from sac.selective.tape import Tape
 from sac.selective.tape_entries import ALIAS, CAST, HOLE, PART, WRAP, from_reads
-from sac.selective.tensors import metadata, storage_address, storage_bytes, tensors_of, wrapped_parts
+from sac.selective.tensors import layout_key, storage_address, storage_bytes, tensors_of, wrapped_parts
 
 # In forward the ops of a tape ran inside a dispatch mode: below autograd and autocast. These guards are private to
 # torch (2.11 to 2.13); without them replay is not used.
@@ -76,7 +76,7 @@ def _load(plan: ReplayPlan, tape: Tape, inputs: dict[int, Tensor], before: Befor
         if address in before:
             if address not in copies:
                 copies[address] = copy_of(before[address])
-            values[value] = tensor.new_empty(0).set_(copies[address], *_place(metadata(tensor)))
+            values[value] = tensor.new_empty(0).set_(copies[address], *_place(layout_key(tensor)))
             continue
         if tape.roots[value] in tape.writers:
             raise CannotReplay("the data of a tensor that the region has written to is elsewhere now")
@@ -193,7 +193,7 @@ def _made(kind: Any, rest: Any, reads: list[Any]) -> Tensor:
         return cast
     if kind is PART:
         part = wrapped_parts(reads[0])[rest[0]]
-        return part if metadata(part) == rest[1] else _alias(part, rest[1])
+        return part if layout_key(part) == rest[1] else _alias(part, rest[1])
     assert kind is WRAP
     cls, inside, context, size, stride = rest
     left = iter(reads)

@@ -15,7 +15,7 @@ from sac.region.detach import detached
 from sac.region.states.rng_trackers import States
 from sac.region.storages import inner_tensors, version_of
 from sac.selective.tape_entries import ALIAS, CAST, HOLE, PART, WRAP, cast_of, first_address, is_wrapper
-from sac.selective.tensors import WeakStorages, metadata, storage_address, wrapped_parts
+from sac.selective.tensors import WeakStorages, layout_key, storage_address, wrapped_parts
 
 # Note [The tape]
 #
@@ -273,7 +273,7 @@ class Tape:
             return self.add_leaf(tensor)
         if tensor.is_conj() or tensor.is_neg() or tensor.layout is not torch.strided:
             self.fail(f"{op} reads a tensor that came about unseen")
-        return self._made(ALIAS, (metadata(tensor),), (root,), tensor)
+        return self._made(ALIAS, (layout_key(tensor),), (root,), tensor)
 
     def _meet_parameter(self, parameter: Tensor) -> int:
         value = len(self.roots)
@@ -291,7 +291,7 @@ class Tape:
 
     def _meet_part(self, tensor: Tensor) -> int:
         wrapper, place = self.parts[storage_address(tensor)]
-        return self._made(PART, (place, metadata(tensor)), (wrapper,), tensor)
+        return self._made(PART, (place, layout_key(tensor)), (wrapper,), tensor)
 
     def _meet_wrapper(self, tensor: Any, op: Any) -> int:
         parts = inner_tensors(tensor)
@@ -313,7 +313,7 @@ class Tape:
 
     def find_behind(self, tensor: Tensor, root: int) -> None:
         """Let ``tensor``, which an op gave back, be known as what lies at ``root``, whoever made that."""
-        self._made(ALIAS, (metadata(tensor),), (root,), tensor)
+        self._made(ALIAS, (layout_key(tensor),), (root,), tensor)
 
     def append(self, plan: Any, rest: Any, reads: Sequence[int], first: int) -> None:
         """Put an entry with one result on the tape."""

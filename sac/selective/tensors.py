@@ -52,7 +52,7 @@ def wrapped_parts(tensor: Any) -> list[torch.Tensor]:
     return parts
 
 
-def metadata(tensor: torch.Tensor) -> tuple[Any, ...]:
+def layout_key(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Return shape, stride, offset and dtype of a tensor, in a form that can be hashed."""
     if type(tensor) is not Tensor and hasattr(type(tensor), "__tensor_flatten__"):
         return str(tensor.shape), tensor.dtype  # sizes of a jagged tensor are symbols, which have no hash

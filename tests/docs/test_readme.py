@@ -22,7 +22,7 @@ from sac.compat import deepspeed, megatron_job
 from sac.config import OWN_KEYS, parse_config
 from sac.full import FullConfig
 from sac.full.checks import STORES
-from sac.full.full_config import CALL_KEYS, KEYS, CallOptions
+from sac.full.full_config import CALL_KEYS, FULL_CONFIG_KEYS, CallOptions
 from tests.docs.pages import rows, snippets
 from tests.docs.snippet_models import WIDTH, Layer, Model
 from tests.support.ranks import run_ranks
@@ -109,7 +109,7 @@ def _in_code(cell: str) -> str:
 
 @pytest.mark.parametrize(
     ("head", "keys", "defaults"),
-    [("key of `FullConfig`", KEYS, FullConfig()), ("key of the call", CALL_KEYS, CallOptions())],
+    [("key of `FullConfig`", FULL_CONFIG_KEYS, FullConfig()), ("key of the call", CALL_KEYS, CallOptions())],
     ids=["FullConfig", "call"],
 )
 def test_tables_of_keys_have_every_key_and_its_default(head, keys, defaults):

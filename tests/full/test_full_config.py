@@ -15,7 +15,7 @@ import sac
 from sac.config import parse_config
 from sac.errors import ConfigError
 from sac.full import FullConfig
-from sac.full.full_config import CALL_KEYS, KEYS, CallOptions, settings_of
+from sac.full.full_config import CALL_KEYS, FULL_CONFIG_KEYS, CallOptions, settings_of
 from sac.region.settings import PLAIN
 from tests.support.blocks import FULL, llama_stack
 from tests.support.training import built
@@ -270,7 +270,7 @@ def test_every_key_reaches_the_regions() -> None:
     assert flags == (False, False, False, False)
     assert settings.use_reentrant
     scatter = {"distribute_saved_activations", "verify_replicated", "prefetch"}  # these need a group
-    assert {*KEYS, *CALL_KEYS} - value.keys() == scatter
+    assert {*FULL_CONFIG_KEYS, *CALL_KEYS} - value.keys() == scatter
 
 
 def test_group_that_nothing_is_scattered_over_is_not_looked_at() -> None:

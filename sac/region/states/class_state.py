@@ -18,7 +18,7 @@ from typing import Any
 # Functions of other files are not followed, nor are the classes of torch.
 
 _LOOKS_UP = frozenset({"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL"})
-_MISSING = object()
+MISSING = object()
 _CONSTANT = (types.ModuleType, type)
 _OURS_AND_TORCH = frozenset({"torch", "sac"})
 
@@ -59,10 +59,10 @@ def _globals_of(waiting: list[types.FunctionType]) -> tuple[Globals, ...]:
         file = id(held)
         one_of.setdefault(file, function)
         for name in _looked_up(function.__code__):
-            value = held.get(name, _MISSING)
+            value = held.get(name, MISSING)
             if isinstance(value, types.FunctionType) and value.__globals__ is held:
                 waiting.append(value)
-            if not isinstance(value, _CONSTANT) and not (value is _MISSING and hasattr(builtins, name)):
+            if not isinstance(value, _CONSTANT) and not (value is MISSING and hasattr(builtins, name)):
                 names.setdefault(file, {})[name] = None
     return tuple((weakref.ref(one_of[file]), tuple(found)) for file, found in names.items())
 

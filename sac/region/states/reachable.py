@@ -21,6 +21,7 @@ from torch import nn
 from sac.region.detach import detached, has_graph
 from sac.region.parts import PLAIN, by_class
 from sac.region.states.class_state import (
+    MISSING,
     Globals,
     attributes_of_class,
     globals_of_class,
@@ -60,7 +61,6 @@ _STANDARD = frozenset(
     vars(nn.Module())
 )  # what nn.Module itself puts into a module's dict: noted elsewhere, or not ours
 _STANDARD_COUNT = len(_STANDARD)
-_MISSING = object()
 _FUNCTIONS = (types.FunctionType, types.MethodType, partial)
 _WITHOUT_STATE = PLAIN | {type, types.ModuleType, types.BuiltinFunctionType, property}  # as a rule; asked first
 _IGNORED = (type, types.ModuleType, types.BuiltinFunctionType, nn.Module, weakref.ref, property, enum.Enum)
@@ -196,7 +196,7 @@ class ReachableState:
             if _is_users(base) and id(base) not in self._seen:
                 self._seen.add(id(base))
                 self._note_names(_ClassPlace(base))
-        self._note_globals(_globals_of(kind))
+        self._note_globals(_globals_by_class(kind))
 
     def _note_globals(self, found: tuple[Globals, ...]) -> None:
         for reference, names in found:
@@ -529,7 +529,7 @@ class _CellPlace(_Place):
         try:
             return self._cell.cell_contents
         except ValueError:  # not bound
-            return _MISSING
+            return MISSING
 
     def before(self) -> Any:
         return _made(self.held, self.now())
@@ -538,7 +538,7 @@ class _CellPlace(_Place):
         return not _is_same(self.held, now)
 
     def put(self, wanted: Any) -> None:
-        if wanted is _MISSING:
+        if wanted is MISSING:
             del self._cell.cell_contents
         else:
             self._cell.cell_contents = wanted
@@ -578,7 +578,7 @@ class _NamesPlace(_Place):
         for name in now.keys() - wanted.keys():
             self._delete(name)
         for name, value in wanted.items():
-            if now.get(name, _MISSING) is not value:
+            if now.get(name, MISSING) is not value:
                 self._set(name, value)
 
 
@@ -757,5 +757,5 @@ def _is_open_class(kind: Any) -> bool:
 
 slots_of = by_class(_slots_of)
 _is_open = by_class(_is_open_class)
-_globals_of = by_class(globals_of_class)
+_globals_by_class = by_class(globals_of_class)
 _is_users = by_class(is_users)

@@ -82,7 +82,7 @@ def reference_to(group: Any) -> str | None:
 def named_group(name: str | None) -> Any:
     """Return the process group that was pickled as ``name``; raises ``ConfigError`` if this process has none such."""
     if not (dist.is_available() and dist.is_initialized()):
-        raise ConfigError(_unpickled(name, "torch.distributed is not initialised here"))
+        raise ConfigError(_not_unpickled(name, "torch.distributed is not initialised here"))
     if name is None:
         return dist.group.WORLD
     # Private name (torch 2.11 to 2.13).
@@ -92,11 +92,11 @@ def named_group(name: str | None) -> Any:
     except (RuntimeError, ValueError, KeyError):
         found = None
     if found is None:
-        raise ConfigError(_unpickled(name, "there is no such group here"))
+        raise ConfigError(_not_unpickled(name, "there is no such group here"))
     return found
 
 
-def _unpickled(name: str | None, found: str) -> Problem:
+def _not_unpickled(name: str | None, found: str) -> Problem:
     group = "the default group" if name is None else f'the process group "{name}"'
     fix = "make the same groups in the same order before loading, or pickle the model without sac (sac.remove)"
     return Problem("tp_group", f"what is loaded was scattered over {group}, and {found}", fix=fix)
