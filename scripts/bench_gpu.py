@@ -36,7 +36,7 @@ from bench_terminal import Progress, counting, environment, hardware, print_skip
 from overhead_ways import BASELINE, CONTEXT_FN, EMPTY, TORCH_FULL, WAYS, cannot_run
 
 from sac.memory_timeline import mark, measure_memory
-from sac.policy.sizes import bytes_text
+from sac.policy.read import bytes_text
 
 MODES = tuple(mode for mode in WAYS if mode not in (EMPTY, CONTEXT_FN))
 DTYPE = torch.bfloat16

@@ -1,30 +1,47 @@
-"""``sac.apply``: from a config value and a model to regions on its blocks. Nothing is changed until all is known."""
+"""`sac.apply` and `sac.remove`."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
-from sac.blocks.cache import kv_free_submodules, own_checkpointing, shares_kv, takes_shared_kv, turn_off_cache
 from sac.blocks.chunks import find_chains, install_chunks
-from sac.blocks.find import Block, drop_frozen, find_blocks, submodules
-from sac.blocks.paths import parts_of
-from sac.blocks.stages import idle_note, is_stage, rules_here
-from sac.blocks.switches import cover_switches
-from sac.blocks.wrap import Applied, InstalledForward, install, ours_on, regions_of
-from sac.blocks.zero_hits import HitWatch, idle_problems
-from sac.config import Config, family_policy, parse_config, usable_policy
+from sac.blocks.find import (
+    Block,
+    drop_frozen,
+    find_blocks,
+    idle_note,
+    is_stage,
+    numbered_blocks,
+    rules_here,
+    submodules,
+)
+from sac.blocks.install import (
+    Applied,
+    HitWatch,
+    InstalledForward,
+    idle_problems,
+    install,
+    ours_on,
+    regions_of,
+    take_off,
+)
+from sac.blocks.kv_cache import kv_free_submodules, own_checkpointing, shares_kv, takes_shared_kv, turn_off_cache
+from sac.blocks.other_checkpointing import cover_switches
+from sac.blocks.paths import parts_of, walk
+from sac.config import Config, family_policy, parse_config, settings_of, usable_policy
 from sac.errors import ConfigError, ModelError, PolicyError, Problem, SacWarning
-from sac.full.full_config import settings_of
-from sac.full.function_regions import FULL
 from sac.policy.model import Chunks, Policy, Rule
-from sac.selective.announce import check_trace_target
-from sac.selective.bind import BoundPolicy
-from sac.selective.kind import Kind
+from sac.recompute.announce import check_trace_target
+from sac.recompute.regions import FULL, Kind
+from sac.recompute.table import BoundPolicy
+from sac.region.settings import PLAIN, Settings
+
+# -- ``sac.apply``: from a config value and a model to regions on its blocks. Nothing is changed until all is known
 
 
 def apply(
@@ -38,7 +55,8 @@ def apply(
 
     ``value`` is what a training config holds under ``activation_checkpointing:``; see ``sac.config.parse_config`` for
     its forms. Gradients stay bit for bit what they were; names, ``state_dict``, classes, ``deepcopy`` and pickle too.
-    The model's own checkpointing cannot be turned on after that; see Note [Both on] in ``sac.blocks.switches``.
+    The model's own checkpointing cannot be turned on after that; see Note [Both on] in
+    ``sac.blocks.other_checkpointing``.
     ``tp_group`` and ``get_rng_state_tracker`` are those of ``sac.checkpoint``; a group is used only where the config
     scatters inputs, so it can be given with every config.
 
@@ -249,3 +267,60 @@ def kinds_of(bound: BoundPolicy, blocks: Sequence[Block], mode: str) -> list[tup
 def _has_module(block: Block) -> Callable[[Rule], bool]:
     paths = [path for path, _ in parts_of(block.module)]
     return lambda rule: rule.module is None or any(rule.module.matches(path) for path in paths)
+
+
+# -- Regions on modules that the caller has chosen one by one, instead of on the blocks that a config value chooses
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Modules that are to be regions under one policy, with the same settings."""
+
+    modules: tuple[nn.Module, ...]
+    policy: Policy = FULL
+    settings: Settings = PLAIN
+
+
+def put_regions(model: nn.Module, groups: Sequence[Chosen]) -> None:
+    """Make each module of ``groups``, parts of ``model``, a region; regions may lie inside one another.
+
+    ``sac.remove`` takes them off again. The model's K/V cache is turned off as by ``sac.apply``. Raises ``ModelError``
+    or ``PolicyError``, with nothing changed, for modules that are regions already or have checkpointing of their own,
+    and for policies that cannot be carried out.
+    """
+    blocks = [blocks_at(model, group.modules) for group in groups]
+    refuse_regions(block for of_group in blocks for block in of_group)
+    bound = [usable_policy(group.policy) for group in groups]
+    restores = turn_off_cache(model)
+    for group, of_group, rules in zip(groups, blocks, bound, strict=True):
+        for block in of_group:
+            take_off(block.module)  # what told a region around it which of its modules runs: the region here will tell
+        mode = "full" if group.policy is FULL else "selective"
+        watch = HitWatch((), (), strict=False)
+        install(kinds_of(rules, of_group, mode), Applied(mode, restores, watch, settings=group.settings))
+
+
+def refuse_regions(blocks: Iterable[Block]) -> None:
+    """Raise ``ModelError`` for blocks that are regions already, or have checkpointing of their own."""
+    problems = []
+    for block in blocks:
+        forward = ours_on(block.module)
+        if isinstance(forward, InstalledForward):
+            found = "this module is a region of sac already"
+            if not forward.regions:
+                found = "offload_wrapper is on this module: make it a region before, not after"
+            problems.append(Problem(block.path, found, fix="call sac.remove(model) first"))
+        refuse_own_checkpointing(block.module)
+    if problems:
+        raise ModelError(problems)
+
+
+def blocks_at(model: nn.Module, modules: Iterable[nn.Module]) -> list[Block]:
+    """Return the blocks of ``model`` that are ``modules``, each once; one that is not in it is a block by itself."""
+    wanted = {id(module): module for module in modules}
+    nodes = {}
+    for node in walk(model):
+        if node.path and wanted.pop(id(node.module), None) is not None:
+            nodes[node.path] = node
+    inside = list(numbered_blocks(model, nodes))
+    return inside + [Block(type(module).__name__, module, 0, "", 1, "language") for module in wanted.values()]

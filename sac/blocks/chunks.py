@@ -10,17 +10,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from sac.blocks.block import Block
+from sac.blocks.find import Block
+from sac.blocks.install import Applied, InstalledForward, scope_module, set_forward
+from sac.blocks.other_checkpointing import refuse_callers
 from sac.blocks.paths import Node, join, root_node, walk
 from sac.blocks.stacks import is_callable
-from sac.blocks.switches import refuse_callers
-from sac.blocks.wrap import Applied, InstalledForward, scope_module, set_forward
 from sac.errors import ModelError, Problem, RegionError
-from sac.full.function_regions import run_modules
 from sac.policy.model import Chunks
-from sac.selective.compiled import run_in_eager, run_traced
-from sac.selective.kind import Kind, Region
-from sac.selective.table import Table
+from sac.recompute.regions import Kind, Region, run_modules
+from sac.recompute.table import Table
+from sac.recompute.torch_checkpoint import run_in_eager, run_traced
 
 # Note [Chunks]
 #

@@ -1,21 +1,134 @@
-"""Finds the transformer blocks of a model, and their sub-modules."""
+"""Which modules of a model are its blocks."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import nn
 
-from sac.blocks.block import Block
-from sac.blocks.frozen import drop_frozen, is_trained
 from sac.blocks.paths import Node, children_of, clean_path, join, root_node, walk
-from sac.blocks.stacks import STRONG, find_stacks, is_callable, numbering
-from sac.blocks.stages import emptied_stacks
-from sac.blocks.towers import Towers, parse_scope
+from sac.blocks.stacks import STACK_NAMES, STRONG, find_stacks, is_callable, numbering
+from sac.blocks.towers import TOWERS, Towers, parse_scope
 from sac.errors import ConfigError, ModelError, Problem, listing, nearest
+from sac.policy.model import Rule
+
+# -- One module to be checkpointed
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One module to be checkpointed: a transformer block, or a sub-module of one."""
+
+    path: str  # clean dotted path in the model: "model.layers.3", and "" for the model itself
+    module: nn.Module
+    layer: int  # its index within its stack
+    stack: str  # path of the stack: "model.layers"
+    stack_size: int  # what layer indices count up to
+    tower: str  # language, vision, audio, or multimodal (projectors, resamplers)
+
+
+# -- Pipeline stages: models that are a part of a whole, and hold some of its blocks or none
+
+LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+def emptied_stacks(model: nn.Module) -> tuple[str, ...]:
+    """Return the paths of the lists that are named as stacks are and hold no block; see Note [Stages]."""
+    return tuple(node.path for node in walk(model) if _is_emptied(node))
+
+
+def is_stage(model: nn.Module, blocks: Sequence[Block]) -> bool:
+    """Return whether ``model``, whose blocks are ``blocks``, holds only some of the layers of a whole."""
+    sizes = {block.stack: block.stack_size for block in blocks}
+    held = {node.path: _held(node.module) for node in walk(model) if isinstance(node.module, LISTS)}
+    return bool(emptied_stacks(model)) or any(size > held.get(path, size) for path, size in sizes.items())
+
+
+def rules_here(rules: Sequence[Rule], blocks: Sequence[Block]) -> tuple[Rule, ...]:
+    """Return the rules that speak of some region of ``blocks``, or of all there are."""
+    return tuple(
+        rule
+        for rule in rules
+        if not rule.speaks_of_some_regions
+        or any(rule.speaks_of_region(block.path, block.layer, block.stack_size) for block in blocks)
+    )
+
+
+def idle_note(model: nn.Module, blocks: Sequence[Block]) -> str:
+    """Return what to tell of a stage on which nothing is to be done, ``blocks`` being those it has."""
+    if blocks:
+        layers = ", ".join(f"{block.layer} of {block.stack_size}" for block in blocks)
+        why = f"`layers` chooses none of the layers it has ({layers})"
+    else:
+        why = f"nothing is in `{'`, `'.join(emptied_stacks(model))}`"
+    return f"{type(model).__name__}: no block to checkpoint in this part of a model: {why}. sac.apply had nothing to do"
+
+
+def _is_emptied(node: Node) -> bool:
+    named = node.path.rpartition(".")[2].lower() in STACK_NAMES
+    return named and isinstance(node.module, LISTS) and _held(node.module) == 0
+
+
+def _held(module: nn.Module) -> int:
+    """Return how many children a list has, apart from what stands in for layers that are elsewhere."""
+    return sum(child is not None and not isinstance(child, nn.Identity) for child in module._modules.values())
+
+
+# -- Frozen towers: blocks whose recomputation could not serve any gradient
+
+# What may run before each tower: encoders begin at their own inputs, projectors follow encoders, language follows all.
+UPSTREAM = {
+    "vision": frozenset({"vision"}),
+    "audio": frozenset({"audio"}),
+    "multimodal": frozenset({"vision", "audio", "multimodal"}),
+    "language": frozenset(TOWERS),
+}
+
+
+def is_trained(module: nn.Module) -> bool:
+    """Return whether any parameter at or below ``module`` requires grad; an adapter's parameters count."""
+    return any(parameter.requires_grad for parameter in module.parameters())
+
+
+def drop_frozen(blocks: Sequence[Block], model: nn.Module) -> tuple[tuple[Block, ...], tuple[Block, ...]]:
+    """Return the blocks through which a gradient may pass, and those to be left alone, each in order.
+
+    A stack is left alone when none of its blocks is trained and nothing trained can run before it: no parameter of its
+    own tower and of the towers that feed it requires grad. A vision or audio tower is fed by itself, a projector by
+    those two and itself, a language model by everything. So a frozen vision tower is left alone, with or without a
+    projector trained behind it, while a frozen language model behind a trained projector keeps its blocks, since the
+    projector's gradient comes through them.
+
+    Where nothing at all is trained, no block is left alone: as a rule adapters are to come. Regions that no gradient
+    passes through keep nothing and are not run again.
+    """
+    if not is_trained(model):
+        return tuple(blocks), ()
+    trained_stacks = {block.stack for block in blocks if is_trained(block.module)}
+    trained_towers = _trained_towers(model)
+    kept = tuple(
+        block
+        for block in blocks
+        if block.stack in trained_stacks or not trained_towers.isdisjoint(UPSTREAM[block.tower])
+    )
+    return kept, tuple(block for block in blocks if block not in kept)
+
+
+def _trained_towers(model: nn.Module) -> frozenset[str]:
+    towers = Towers(model)
+    direct = (
+        node.path
+        for node in walk(model)
+        if any(p.requires_grad for p in node.module._parameters.values() if p is not None)
+    )
+    return frozenset(towers.of(path) for path in direct)
+
+
+# -- Finds the transformer blocks of a model, and their sub-modules
 
 __all__ = ["Block", "clean_path", "drop_frozen", "find_blocks", "is_trained"]
 

@@ -23,18 +23,16 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
-from sac.blocks.attach_modules import Chosen, blocks_at, put_regions, refuse_regions
+from sac.blocks.attach import Chosen, blocks_at, put_regions, refuse_regions
+from sac.blocks.install import Applied, HitWatch, InstalledForward, RegionForward, ours_on, remove, set_forward
 from sac.blocks.stacks import is_callable
-from sac.blocks.wrap import Applied, InstalledForward, RegionForward, ours_on, remove, set_forward
-from sac.blocks.zero_hits import HitWatch
+from sac.checkpointing import checkpoint
+from sac.config import DEFAULT_CONFIG, CallOptions, FullConfig, settings_of
 from sac.errors import ConfigError, ModelError, Problem, listing, nearest
-from sac.full.checkpoint import checkpoint
-from sac.full.full_config import DEFAULT_CONFIG, CallOptions, FullConfig, settings_of
-from sac.full.function_regions import FULL
 from sac.policy.model import Policy
-from sac.selective.contexts import checkpoint_contexts
-from sac.selective.kind import Region
-from sac.selective.scope import ScopedForward
+from sac.recompute.module_tracker import ScopedForward
+from sac.recompute.regions import FULL, Region
+from sac.recompute.torch_checkpoint import checkpoint_contexts
 
 __all__ = ["CheckpointImpl", "apply_activation_checkpointing", "checkpoint_wrapper", "offload_wrapper"]
 

@@ -23,8 +23,8 @@ from torch import nn
 from transformers import TrainerCallback
 
 from sac.blocks.attach import apply, refuse_own_checkpointing
-from sac.blocks.switches import Switch, uncover_switches
-from sac.blocks.wrap import regions_of, remove
+from sac.blocks.install import regions_of, remove
+from sac.blocks.other_checkpointing import Switch, uncover_switches
 from sac.config import parse_config
 from sac.errors import ConfigError, ModelError, Problem
 from sac.reporting import report

@@ -1,45 +1,292 @@
-"""Megatron-Core's activation checkpointing (``megatron.core.tensor_parallel``), carried out by ``sac.checkpoint``.
-
-``from sac.compat.megatron import checkpoint`` takes the place of the import from ``megatron.core``.
-
-Where Megatron-Core is loaded in this process, its tensor-parallel group, its ranks and its tracker of random states are
-the ones that are used, so that its layers and this module mean the same ones. Without it give the group to
-``set_tensor_model_parallel_group`` and the ranks to ``model_parallel_cuda_manual_seed``.
-
-What is different, each on purpose: regions are non-reentrant, so recomputation stops early and
-``torch.autograd.grad`` works; the caller's tensor is not touched unless ``release_input=True``; autocast is put back;
-arguments and results have any structure. FP8 state of TransformerEngine is not put back: FP8 around a region is an
-error.
-"""
+"""Megatron-LM's `tensor_parallel.checkpoint`, its RNG tracker and output discarding."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
 
-from sac.compat.fp8 import fp8_problem
-from sac.compat.megatron_discarding import (
-    BlockLevelCheckpointManager,
-    CheckpointWithoutOutput,
-    CheckpointWithoutOutputManager,
-    MHCBlockRecomputeManager,
-)
-from sac.compat.megatron_job import (
-    CudaRNGStatesTracker,
-    get_cuda_rng_tracker,
-    get_data_parallel_rng_tracker_name,
-    get_expert_parallel_rng_tracker_name,
-    model_parallel_cuda_manual_seed,
-    set_tensor_model_parallel_group,
-    tensor_model_parallel_group,
-)
-from sac.errors import ConfigError, Problem
-from sac.full import FullConfig
-from sac.full.checkpoint import run_with
-from sac.full.discarding import lent_inputs
-from sac.full.full_config import DEFAULT_CONFIG, CallOptions, settings_of
+from sac.checkpointing import run_with
+from sac.compat.output_discarding import Discardable, discard, lent_inputs, run_discardable
+from sac.compat.transformer_engine import fp8_problem
+from sac.config import DEFAULT_CONFIG, CallOptions, settings_of
+from sac.errors import ConfigError, Problem, RegionError
+from sac.full import FullConfig, RngTracker, seed_model_parallel
+from sac.recompute.torch_checkpoint import run_in_eager
+from sac.rng_tracker import DATA_PARALLEL, EXPERT_PARALLEL
+from sac.stores.scatter import group_problem, process_group
+
+# -- What Megatron-Core knows of a job, or the user has said of it: its tensor-parallel group, ranks, random states
+
+
+class CudaRNGStatesTracker(RngTracker):
+    """``RngTracker`` under Megatron's name, with its constructor; for the accelerator, or the CPU where there is none.
+
+    Raises ``ConfigError`` for a tracker that CUDA graphs can follow and for one for inference: those are Megatron's.
+    """
+
+    def __init__(self, use_cudagraphable_rng: bool = False, is_inference_rng_tracker: bool = False) -> None:
+        _refuse(
+            "megatron.CudaRNGStatesTracker",
+            use_cudagraphable_rng=use_cudagraphable_rng,
+            is_inference_rng_tracker=is_inference_rng_tracker,
+        )
+        super().__init__()
+
+    def is_initialized(self) -> bool:
+        """Whether a stream was added."""
+        return bool(self.names)
+
+
+class _Job:
+    """What this process was told; Megatron keeps the same in globals."""
+
+    def __init__(self) -> None:
+        self.group: Any = None
+        self.tracker: CudaRNGStatesTracker | None = None
+
+
+_job = _Job()
+
+
+def set_tensor_model_parallel_group(group: Any) -> None:
+    """Say over which group activations are scattered: a process group, or a mesh of one dimension; None forgets it.
+
+    Raises ``ConfigError`` if this rank is not in it.
+    """
+    problems = group_problem(group, "megatron.set_tensor_model_parallel_group") if group is not None else []
+    if problems:
+        raise ConfigError(problems)
+    _job.group = group
+
+
+def tensor_model_parallel_group(where: str) -> Any:
+    """Return the group that was set, or Megatron's; raises ``ConfigError`` if there is neither."""
+    if _job.group is not None:
+        return _job.group
+    found = _ask_parallel_state("get_tensor_model_parallel_group")
+    if found is None:
+        raise ConfigError(
+            Problem(
+                f"{where}.distribute_saved_activations",
+                "there is no tensor-parallel group to scatter over",
+                fix="call set_tensor_model_parallel_group(group), or initialise megatron.core.parallel_state",
+            )
+        )
+    return found
+
+
+def get_cuda_rng_tracker(
+    use_te_rng_tracker: bool = False, inference_rng_tracker: bool = False, use_cudagraphable_rng: bool = False
+) -> Any:
+    """Return the tracker of this process: Megatron's own where Megatron is loaded, else one of ours.
+
+    Raises ``ConfigError`` without Megatron if another sort of tracker is asked for.
+    """
+    theirs = sys.modules.get("megatron.core.tensor_parallel.random")
+    if theirs is not None:
+        return theirs.get_cuda_rng_tracker(use_te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng)
+    _refuse(
+        "megatron.get_cuda_rng_tracker",
+        use_te_rng_tracker=use_te_rng_tracker,
+        inference_rng_tracker=inference_rng_tracker,
+        use_cudagraphable_rng=use_cudagraphable_rng,
+    )
+    if _job.tracker is None:
+        _job.tracker = CudaRNGStatesTracker()
+    return _job.tracker
+
+
+def model_parallel_cuda_manual_seed(
+    seed: int,
+    te_rng_tracker: bool = False,
+    inference_rng_tracker: bool = False,
+    use_cudagraphable_rng: bool = False,
+    tp_rank: int | None = None,
+    ep_rank: int | None = None,
+    etp_rank: int | None = None,
+    force_reset_rng: bool = False,
+) -> None:
+    """Seed the default generator and the streams of ``get_cuda_rng_tracker``; see ``sac.full.seed_model_parallel``.
+
+    Where Megatron is loaded, Megatron does it. Else ``tp_rank`` is by default this rank's place in the group that was
+    set, ``ep_rank`` 0, and ``etp_rank`` is ``tp_rank``, as for a job without expert parallelism.
+
+    Raises ``ConfigError`` if no rank is known, or without Megatron if another sort of tracker is asked for.
+    """
+    theirs = sys.modules.get("megatron.core.tensor_parallel.random")
+    if theirs is not None:
+        theirs.model_parallel_cuda_manual_seed(
+            seed,
+            te_rng_tracker,
+            inference_rng_tracker,
+            use_cudagraphable_rng,
+            tp_rank=tp_rank,
+            ep_rank=ep_rank,
+            etp_rank=etp_rank,
+            force_reset_rng=force_reset_rng,
+        )
+        return
+    where = "megatron.model_parallel_cuda_manual_seed"
+    if tp_rank is None:
+        if _job.group is None:
+            fix = "pass tp_rank=, or call set_tensor_model_parallel_group(group) first"
+            raise ConfigError(
+                Problem(f"{where}.tp_rank", "the rank in the tensor-parallel group is not known", fix=fix)
+            )
+        tp_rank = dist.get_rank(process_group(_job.group))
+    _refuse(
+        where,
+        te_rng_tracker=te_rng_tracker,
+        inference_rng_tracker=inference_rng_tracker,
+        use_cudagraphable_rng=use_cudagraphable_rng,
+    )
+    if force_reset_rng:
+        _job.tracker = None
+    seed_model_parallel(
+        seed,
+        tp_rank,
+        ep_rank if ep_rank is not None else 0,
+        etp_rank if etp_rank is not None else tp_rank,
+        tracker=get_cuda_rng_tracker(),
+    )
+
+
+def get_data_parallel_rng_tracker_name() -> str:
+    """Return the name of the stream that is the same on all tensor-parallel ranks."""
+    return DATA_PARALLEL
+
+
+def get_expert_parallel_rng_tracker_name() -> str:
+    """Return the name of the stream of experts."""
+    return EXPERT_PARALLEL
+
+
+def _ask_parallel_state(question: str) -> Any:
+    """Return what ``megatron.core.parallel_state`` answers, None where it is not loaded or not initialised."""
+    state = sys.modules.get("megatron.core.parallel_state")
+    try:
+        return getattr(state, question)() if state is not None else None
+    except AssertionError:  # its way of saying that nothing was initialised
+        return None
+
+
+def _refuse(where: str, **flags: bool) -> None:
+    problems = [
+        Problem(
+            f"{where}.{name}", "this sort of tracker is Megatron's own", fix=f"leave {name} out, or import megatron"
+        )
+        for name, asked in flags.items()
+        if asked
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+# -- Megatron-Core's ``CheckpointWithoutOutput``: regions whose outputs are let go of until backward
+
+_DISCARDING = "megatron.CheckpointWithoutOutput"
+
+
+class CheckpointWithoutOutput:
+    """One region whose output is let go of once its consumers have run, and computed again in backward.
+
+    ``ckpt_manager``: discards the outputs of several, all at once. ``retain_input_tensors`` is always as if true:
+    an output that lies in the memory of an input is never let go of.
+
+    What is different from Megatron, on purpose: no storage is resized. The output's memory goes when the caller's own
+    references go; consumers that do not lead to the hook tensor keep what they saved; a wrong hook tensor warns, and
+    gradients are right.
+
+    Raises ``ConfigError`` for ``fp8`` other than False and None.
+    """
+
+    def __init__(
+        self,
+        fp8: Any = False,
+        ckpt_manager: CheckpointWithoutOutputManager | None = None,
+        retain_input_tensors: bool = False,
+    ) -> None:
+        del retain_input_tensors
+        if fp8 is not None and fp8 is not False:
+            found = f"{fp8!r} is not supported: FP8 state is not put back for recomputation"
+            raise ConfigError(
+                Problem(f"{_DISCARDING}.fp8", found, "false", fix="leave this region out of output discarding")
+            )
+        self._manager = ckpt_manager
+        self._discardable: Discardable | None = None
+        self.has_run = False
+
+    def checkpoint(self, run_function: Callable[..., Any], *args: Any) -> Any:
+        """Run ``run_function(*args)`` as a region; return its result. In a compiled function it runs in eager."""
+        if torch.compiler.is_compiling():  # the graph that discarding walks is not a compiled one
+            return run_in_eager(self.checkpoint, run_function, *args)
+        problems = fp8_problem(_DISCARDING) if torch.is_grad_enabled() else []
+        if problems:
+            raise ConfigError(problems)
+        settings = settings_of(DEFAULT_CONFIG, CallOptions(get_rng_state_tracker=get_cuda_rng_tracker), _DISCARDING)
+        output, self._discardable = run_discardable(settings, run_function, args)
+        self.has_run = True
+        if self._manager is not None:
+            self._manager.add_checkpoint(self)
+        return output
+
+    def discard_output_and_register_recompute(self, hook_tensor: Any) -> None:
+        """Let go of the output in what was saved between the region and ``hook_tensor``, a tensor computed from it.
+
+        With a manager this does nothing. Warns if ``hook_tensor`` does not depend on the output, or if the output was
+        changed in place: it is kept then. Raises ``RegionError`` if nothing was checkpointed.
+        """
+        if torch.compiler.is_compiling():
+            run_in_eager(self.discard_output_and_register_recompute, hook_tensor)
+            return
+        if not self.has_run:
+            fix = "call checkpoint(run_function, *args) first"
+            where = f"{_DISCARDING}.discard_output_and_register_recompute"
+            raise RegionError(Problem(where, "there is no output to discard", fix=fix))
+        if self._manager is None:
+            _discard_outputs([self], hook_tensor)
+
+    def take_discardable(self) -> Discardable | None:
+        """Return the way to discard the output, once; None if there is nothing to discard."""
+        taken, self._discardable = self._discardable, None
+        return taken
+
+
+class CheckpointWithoutOutputManager:
+    """Discards the outputs of several regions at once, also where each is the input of the next."""
+
+    def __init__(self) -> None:
+        self.checkpoints: list[CheckpointWithoutOutput] = []
+
+    def add_checkpoint(self, ckpt: CheckpointWithoutOutput) -> None:
+        """Take a region in that has run; raises ``ConfigError`` for anything else."""
+        where = "megatron.CheckpointWithoutOutputManager.add_checkpoint"
+        if not isinstance(ckpt, CheckpointWithoutOutput):
+            found = f"a {type(ckpt).__name__} is no CheckpointWithoutOutput"
+            raise ConfigError(Problem(where, found, expected="a CheckpointWithoutOutput that has run"))
+        if not ckpt.has_run:
+            raise ConfigError(Problem(where, "it has not run", fix="call its checkpoint(run_function, *args) first"))
+        self.checkpoints.append(ckpt)
+
+    def discard_all_outputs_and_register_unified_recompute(self, hook_tensor: Any) -> None:
+        """Let go of all outputs in what was saved between the regions and ``hook_tensor``; warns as for one region."""
+        _discard_outputs(self.checkpoints, hook_tensor)
+
+
+MHCBlockRecomputeManager = BlockLevelCheckpointManager = CheckpointWithoutOutputManager
+
+
+def _discard_outputs(checkpoints: Sequence[CheckpointWithoutOutput], hook_tensor: Any) -> None:
+    found = [discardable for ckpt in checkpoints if (discardable := ckpt.take_discardable()) is not None]
+    discard(found, *(leaf for leaf in tree_leaves(hook_tensor) if isinstance(leaf, torch.Tensor)))
+
+
+# -- Megatron-Core's activation checkpointing (``megatron.core.tensor_parallel``), carried out by ``sac.checkpoint``
 
 __all__ = [
     "BlockLevelCheckpointManager",

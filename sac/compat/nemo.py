@@ -26,18 +26,18 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.utils.checkpoint import noop_context_fn
 
-from sac.blocks.attach_modules import Chosen, put_regions
-from sac.blocks.cache import is_attention, shares_kv, turn_off_cache
-from sac.blocks.context import context_fn
+from sac.blocks.attach import Chosen, put_regions
+from sac.blocks.context_fn import context_fn
+from sac.blocks.install import InstalledForward, ours_on
+from sac.blocks.kv_cache import is_attention, shares_kv, turn_off_cache
 from sac.blocks.paths import Node, children_of, root_node
 from sac.blocks.stacks import is_callable
-from sac.blocks.wrap import InstalledForward, ours_on
 from sac.compat.fsdp import policy_of_contexts
 from sac.config import family_policy
 from sac.errors import ConfigError, ModelError, Problem, SacWarning
-from sac.full.function_regions import FULL
 from sac.policy.model import Policy
-from sac.region.states.process_flags import ProcessFlags, attention_choice
+from sac.recompute.regions import FULL
+from sac.region.ambient import ProcessFlags, attention_choice
 
 __all__ = [
     "SELECTIVE_AC_WRAPPER_FLAG",
@@ -100,7 +100,7 @@ class _AsInForward(AbstractContextManager[None]):
 def sdpa_backend_snapshot_context_fn() -> Contexts:
     """Return the two contexts of a checkpointed call that starts now; the second puts back what chooses the kernels.
 
-    That is what Note [Flags of the process] in ``sac.region.states.process_flags`` lists: attention backends and their
+    That is what Note [Flags of the process] in ``sac.region.ambient`` lists: attention backends and their
     order, the function at ``torch.nn.functional.scaled_dot_product_attention``, precisions and more. Regions do so by
     themselves; this is for ``context_fn`` of torch's ``checkpoint``.
     """

@@ -1,16 +1,8 @@
-"""TransformerEngine's ``checkpoint``, carried out by ``sac.checkpoint``.
-
-``from sac.compat.transformer_engine import checkpoint`` takes the place of the import from ``transformer_engine``.
-
-What is different, each on purpose: the caller's tensors are never touched (``release_input`` of ``sac.full.FullConfig``
-frees their memory as TransformerEngine does); activations are scattered in the non-reentrant mode too, for functions
-without modules of TransformerEngine too, and for any number of elements, strides and device. FP8 state (scales,
-histories of maxima) is not put back for recomputation: FP8 that is on around the call is an error, and FP8 that the
-function itself turns on advances its histories twice.
-"""
+"""TransformerEngine's `checkpoint`, and regions with FP8 modules."""
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -19,11 +11,33 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import noop_context_fn
 
-from sac.compat.fp8 import fp8_problem
+from sac.checkpointing import run_with
+from sac.config import DEFAULT_CONFIG, CallOptions, settings_of
 from sac.errors import ConfigError, Problem
 from sac.full import RngTracker
-from sac.full.checkpoint import run_with
-from sac.full.full_config import DEFAULT_CONFIG, CallOptions, settings_of
+
+# -- Whether TransformerEngine runs in FP8 now
+
+# Where TransformerEngine keeps the state of its autocast: the newer and the older module (1.x to 2.x).
+_MODULES = ("transformer_engine.pytorch.quantization", "transformer_engine.pytorch.fp8")
+
+
+def fp8_problem(where: str) -> list[Problem]:
+    """Return what is wrong if TransformerEngine, where it is loaded, has FP8 on: its state is not put back."""
+    for name in _MODULES:
+        state = getattr(sys.modules.get(name), "FP8GlobalStateManager", None)
+        if state is not None and state.is_fp8_enabled():
+            return [
+                Problem(
+                    where,
+                    "FP8 is on around the region, and its scales and histories are not put back for recomputation",
+                    fix="run this region without FP8, or call TransformerEngine's own checkpoint for it",
+                )
+            ]
+    return []
+
+
+# -- TransformerEngine's ``checkpoint``, carried out by ``sac.checkpoint``
 
 __all__ = ["CudaRNGStatesTracker", "checkpoint"]
 

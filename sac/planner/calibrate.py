@@ -18,17 +18,27 @@ from torch.func import functional_call
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from sac.errors import PlanError, Problem, SacWarning, listing
+from sac.ops.facts import traits_of
 from sac.ops.flops import flops_of
 from sac.ops.names import op_name
-from sac.ops.traits import traits_of
-from sac.planner.calibration import Calibration, call_key
-from sac.planner.cost import computing_s, moving_s
+from sac.planner.cost import (
+    ATTENTIONS,
+    COLLECTIVE,
+    FREE,
+    MATMUL,
+    MEMORY,
+    Calibration,
+    call_key,
+    computing_s,
+    is_causal,
+    moved_bytes,
+    moving_s,
+    op_class,
+)
 from sac.planner.devices import Device, device_at_hand
-from sac.planner.op_classes import ATTENTIONS, COLLECTIVE, FREE, MATMUL, MEMORY, is_causal, op_class
 from sac.planner.profile import Entry
-from sac.planner.traffic import moved_bytes
-from sac.selective.bare_mode import BareMode
-from sac.selective.tensors import tensors_of
+from sac.recompute.module_tracker import BareMode
+from sac.tensors import tensors_of
 
 _REPEATS = 5
 

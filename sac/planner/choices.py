@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from sac.planner.keep_sets import KeepSet
+from sac.planner.pareto import KeepSet
 from sac.planner.profile import RegionProfile
 from sac.policy.model import Calls, Decision, Layers, Plan, PlannedRegion, Policy, Rule
 from sac.policy.patterns import PathPattern

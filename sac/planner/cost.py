@@ -1,24 +1,198 @@
-"""How long an op takes on a device: measured if it was, otherwise by the roofline."""
+"""What running an op again costs in seconds: classes of ops, bytes they move, and measured figures."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import os
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from math import isfinite
+from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
-from sac.errors import PlanError, Problem
-from sac.planner.calibration import Calibration, call_key
+import torch
+from torch import Tensor
+
+from sac.errors import PlanError, Problem, SacWarning, nearest
+from sac.ops.facts import INFRASTRUCTURE
+from sac.ops.registry import NamePattern
+from sac.ops.save_sets import BACKWARD_MARKS, SAVE_SETS
 from sac.planner.devices import Device
-from sac.planner.op_classes import (
-    ATTENTION,
-    COLLECTIVE,
-    CUDNN_ATTENTION,
-    FREE,
-    MATMUL,
-    MEMORY,
-    is_low_precision,
-    op_class,
-)
 from sac.planner.profile import Entry, RegionProfile
+from sac.tensors import storage_bytes, tensors_of
+
+# -- Kinds of ops by what bounds their time, and the calls whose FLOPs nobody has told
+
+MATMUL, ATTENTION, MEMORY, COLLECTIVE, FREE = "matmul", "attention", "memory", "collective", "free"
+CUDNN_ATTENTION = "cudnn attention"
+ATTENTIONS = (ATTENTION, CUDNN_ATTENTION)
+CLASSES = (MATMUL, *ATTENTIONS, MEMORY, COLLECTIVE)
+"""What an op is bound by: the matrix units (three kinds of kernels that use them unlike well), memory, a link."""
+
+_CAUSAL = "is_causal"
+_PRODUCTS = ("matmul", "grouped_matmul", "low_precision_matmul", "convolution")
+_UNINITIALISED = (NamePattern("aten.empty*"), NamePattern("aten.new_empty*"))
+
+
+def op_class(entry: Entry) -> str:
+    """Return one of ``CLASSES``, or ``free`` for what runs no kernel: views, uninitialised memory, unseen aliases."""
+    if not entry.op or entry.is_view or _matches(entry.op, _UNINITIALISED):
+        return FREE
+    if entry.is_collective:
+        return COLLECTIVE
+    if _is_of(entry.op, "attention"):
+        return CUDNN_ATTENTION if "cudnn" in entry.op else ATTENTION
+    return MATMUL if entry.flops or any(_is_of(entry.op, name) for name in _PRODUCTS) else MEMORY
+
+
+def is_causal(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether this call of an attention is told to be causal."""
+    place = _causal_place(op)
+    return place is not None and (kwargs.get(_CAUSAL, False) if place >= len(args) else args[place]) is True
+
+
+@cache
+def _causal_place(op: Any) -> int | None:
+    schema = getattr(op, "_schema", None)
+    names = [argument.name for argument in schema.arguments] if schema is not None else []
+    return names.index(_CAUSAL) if _CAUSAL in names else None
+
+
+def is_low_precision(entry: Entry) -> bool:
+    """Return whether ``entry`` multiplies operands that are narrower than its result."""
+    return _is_of(entry.op, "low_precision_matmul")
+
+
+def unpriced_ops(profile: RegionProfile) -> tuple[str, ...]:
+    """Return the ops, in order, that may well multiply but have no formula of FLOPs: their times are too low.
+
+    Those are matrix products, convolutions and attentions, and ops of a library, which may be anything.
+    """
+    found = (entry.op for entry in profile.entries if not entry.flops and 0 not in entry.shape and _may_multiply(entry))
+    return tuple(dict.fromkeys(found))
+
+
+def _may_multiply(entry: Entry) -> bool:
+    kind = op_class(entry)
+    namespace = entry.op.partition(".")[0]
+    return kind in (MATMUL, *ATTENTIONS) or (kind == MEMORY and namespace not in {"aten", "prims", *INFRASTRUCTURE})
+
+
+@cache
+def _is_of(op: str, save_set: str) -> bool:
+    backward = any(mark in op for mark in BACKWARD_MARKS)
+    return not backward and _matches(op, (NamePattern(entry.name) for entry in SAVE_SETS[save_set].entries))
+
+
+def _matches(op: str, patterns: Iterable[NamePattern]) -> bool:
+    return any(pattern.matches(op) for pattern in patterns)
+
+
+# -- The bytes that a kernel moves at least
+
+
+def moved_bytes(args: Any, kwargs: Any, out: Any) -> int:
+    """Return the bytes of the tensors that one call of an op reads and makes, each moved once."""
+    read = sum(map(_bytes_read, tensors_of([*args, *kwargs.values()])))
+    return read + sum(map(storage_bytes, tensors_of(out)))
+
+
+def _bytes_read(tensor: Tensor) -> int:
+    """Return what an op reads of a tensor: an expanded one has fewer bytes than elements."""
+    return min(tensor.numel() * tensor.element_size(), storage_bytes(tensor))
+
+
+# -- What was measured of the ops of a block, as a file: ``{schema, device, torch, efficiencies, ops}`` in JSON
+
+SCHEMA = "sac/calibration/v1"
+_FIELDS = ("device", "torch", "efficiencies", "ops")
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """What was measured on one device with one version of torch.
+
+    ``efficiencies`` are the shares of the device's figures that were reached, by class of op; ``ops`` the seconds that
+    one run of a call took, by ``call_key``.
+    """
+
+    device: str
+    torch: str
+    efficiencies: Mapping[str, float] = field(hash=False)
+    ops: Mapping[str, float] = field(hash=False)
+
+
+def call_key(entry: Entry) -> str:
+    """Return what a measured time is stored under: the op, its first result, and its FLOPs and bytes.
+
+    An entry does not hold the shapes of an op's arguments. Its FLOPs and bytes stand for them: two products with equal
+    results and FLOPs have equal operands.
+    """
+    causal = " causal" if entry.is_causal else ""
+    return f"{entry.op} {entry.dtype}{[*entry.shape]} {entry.flops} FLOP {entry.moved_bytes} B{causal}"
+
+
+def save_calibration(calibration: Calibration, path: str | os.PathLike[str]) -> None:
+    """Write ``calibration`` to a file; raises ``PlanError`` where it cannot be written."""
+    text = json.dumps({"schema": SCHEMA, **asdict(calibration)}, indent=1) + "\n"
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise PlanError(Problem(os.fspath(path), f"the file cannot be written: {error.strerror}")) from error
+
+
+def load_calibration(path: str | os.PathLike[str]) -> Calibration:
+    """Return the calibration that a file holds; warns where another version of torch ran it.
+
+    Raises ``PlanError`` with all that is wrong where the file cannot be read, or is no calibration.
+    """
+    where = os.fspath(path)
+    try:
+        raw = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise PlanError(Problem(where, f"the file cannot be read: {error.strerror}")) from error
+    except (ValueError, RecursionError) as error:
+        raise PlanError(Problem(where, f"this is not JSON: {error}", "a calibration file")) from error
+    problems = [Problem(where, found, legal, near) for found, legal, near in _problems_of(raw)]
+    if problems:
+        raise PlanError(problems)
+    calibration = Calibration(**{name: raw[name] for name in _FIELDS})
+    if calibration.torch != torch.__version__:
+        found = f"{where}: it was measured with torch {calibration.torch}, and this is torch {torch.__version__}"
+        warnings.warn(f"{found}; calibrate again", SacWarning, stacklevel=2)
+    return calibration
+
+
+def _problems_of(raw: Any) -> Iterator[tuple[str, str, str]]:
+    """Yield what was found, what is legal, and the nearest spelling."""
+    if not isinstance(raw, dict) or raw.get("schema") != SCHEMA:
+        found = (
+            f"schema is {_shown(raw, 'schema')}" if isinstance(raw, dict) and "schema" in raw else "it has no schema"
+        )
+        yield f"this is not a calibration file: {found}", f'schema: "{SCHEMA}"', ""
+        return
+    for name in ("device", "torch"):
+        if not isinstance(raw.get(name), str):
+            yield f'"{name}" is {_shown(raw, name)}', "text", ""
+    for name, unit in (("efficiencies", "class of op"), ("ops", "call")):
+        if not isinstance(raw.get(name), dict):
+            yield f'"{name}" is {_shown(raw, name)}', f"a mapping with a number per {unit}", ""
+            continue
+        for key, value in raw[name].items():
+            if name == "efficiencies" and key not in CLASSES:
+                yield f'"{name}" has "{key}"', ", ".join(CLASSES), nearest(key, CLASSES)
+            elif type(value) not in (int, float) or not isfinite(value) or value <= 0:
+                yield f'"{name}" has {json.dumps(value)} for "{key}"', "a number above 0", ""
+
+
+def _shown(raw: Mapping[str, Any], name: str) -> str:
+    return json.dumps(raw[name])[:40] if name in raw else "missing"
+
+
+# -- How long an op takes on a device: measured if it was, otherwise by the roofline
 
 # Note [The time of an op]
 #

@@ -1,14 +1,171 @@
-"""Which choice each layer gets, so that a step stays within a budget in the least time."""
+"""Which save set each layer takes: exact search under a budget of bytes."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
 from sac.errors import PlanError, Problem
-from sac.planner.layer_search import Row, Search
+from sac.extras import import_extra
+
+# -- The search for what each layer keeps: partial assignments, the best of which are followed
+
+TICKS = 2**50  # the longest time that all positions can take together, in the integers that are compared
+FIRST_OPEN = 1_000  # partial assignments that the first pass follows
+MOST_OPEN = 10_000  # partial assignments that are followed at once
+
+# Note [The search for an assignment]
+#
+# Positions are decided in forward order. Of what is decided only two numbers matter to what follows: the bytes that are
+# left behind, and the seconds. A partial assignment is given up if another leaves no more behind in no more seconds, if
+# some row cannot be met any more, or if what the linear relaxation says of the rest (its dual, which bounds it from
+# below for any multipliers) leaves no hope of beating the best assignment known. That one comes from a first pass which
+# follows the most hopeful few. So the result is exact, unless more than `MOST_OPEN` are hopeful at once (many layers of
+# which no two are alike): then only the most hopeful are followed. The result is within the budget all the same, but
+# another one may be faster, and so a larger budget may be slower, by no more than it is above the relaxation.
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A moment of the step: ``base`` bytes, those that positions before ``upto`` hold, and those of ``upto`` itself.
+
+    ``own``: bytes per choice of position ``upto``; None if that position has no part in it.
+    """
+
+    base: int
+    upto: int
+    own: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    """Partial assignments, as arrays: bytes left behind, ticks, which one of the step before it extends, its choice."""
+
+    left: Any
+    ticks: Any
+    parent: Any
+    picked: Any
+
+
+class Search:
+    """See Note [The search for an assignment]."""
+
+    def __init__(
+        self, rows: Sequence[Row], held: Sequence[Sequence[int]], seconds: Sequence[Sequence[float]], budget: int
+    ) -> None:
+        np = self._np = import_extra("numpy", "tools")
+        count = len(held)
+        whole = sum(max(one) for one in seconds) or 1.0
+        self._held = [np.array(sizes, dtype=np.int64) for sizes in held]
+        self._ticks = [np.array([round(time / whole * TICKS) for time in times], dtype=np.int64) for times in seconds]
+        self._room: list[Any] = []  # per position and choice: the most bytes that may be left behind before it
+        for position in range(count + 1):
+            room = np.full(len(held[position]) if position < count else 1, np.iinfo(np.int64).max)
+            for row in rows:
+                if row.upto == position:
+                    room = np.minimum(room, budget - row.base - np.array(row.own or (0,), dtype=np.int64))
+            self._room.append(room)
+        self._bound_by_relaxation(rows, budget)
+
+    def best(self) -> tuple[int, ...]:
+        """Return the best choice of each position."""
+        np = self._np
+        first = self._pass(np.inf, FIRST_OPEN)
+        limit = float(first[0]) if first else np.inf
+        found = self._pass(limit, MOST_OPEN) or first
+        assert found is not None, "the budget can be met"
+        return found[1]
+
+    def _bound_by_relaxation(self, rows: Sequence[Row], budget: int) -> None:
+        """Work out ``slope`` and ``rest``: what follows position p takes at least ``rest[p] + slope[p] * left``."""
+        np = self._np
+        prices = self._prices(rows, budget)
+        count = len(self._held)
+        self._slope, self._rest = np.zeros(count + 1), np.zeros(count + 1)
+        slope = rest = 0.0
+        for position in range(count, -1, -1):
+            here = [(price, row) for price, row in zip(prices, rows, strict=True) if row.upto == position]
+            if position < count:
+                cost = self._ticks[position] + slope * self._held[position]
+                for price, row in here:
+                    if row.own is not None:
+                        cost = cost + price * np.array(row.own, dtype=float)
+                rest += float(cost.min())
+            slope += sum(price for price, _ in here)
+            rest += sum(price * (row.base - budget) for price, row in here)
+            self._slope[position], self._rest[position] = slope, rest
+
+    def _prices(self, rows: Sequence[Row], budget: int) -> Any:
+        """Return the price of a byte, in ticks, in each row: the dual of the relaxation that may mix choices."""
+        np = self._np
+        optimize, sparse = import_extra("scipy.optimize", "tools"), import_extra("scipy.sparse", "tools")
+        starts = np.cumsum([0, *(len(sizes) for sizes in self._held)])
+        count, total = len(self._held), int(starts[-1])
+        scale = float(max(1, max(int(sizes.max()) for sizes in self._held)))
+        # Variables: the share of each choice, then what is left behind before each position.
+        equal = sparse.lil_array((2 * count + 1, total + count + 1))
+        equal[2 * count, total] = 1
+        upper = sparse.lil_array((len(rows), total + count + 1))
+        for position, sizes in enumerate(self._held):
+            choices = slice(int(starts[position]), int(starts[position + 1]))
+            equal[position, choices] = 1
+            equal[count + position, choices] = sizes / scale
+            equal[count + position, total + position] = 1
+            equal[count + position, total + position + 1] = -1
+        for number, row in enumerate(rows):
+            upper[number, total + row.upto] = 1
+            if row.own is not None:
+                upper[number, int(starts[row.upto]) : int(starts[row.upto + 1])] = np.array(row.own) / scale
+        cost = np.concatenate([*self._ticks, np.zeros(count + 1)]) / TICKS
+        solved = optimize.linprog(
+            cost,
+            A_ub=upper.tocsr(),
+            b_ub=np.array([(budget - row.base) / scale for row in rows]),
+            A_eq=equal.tocsr(),
+            b_eq=np.array([1.0] * count + [0.0] * (count + 1)),
+            method="highs",
+        )
+        if solved.ineqlin is None or solved.x is None:
+            return np.zeros(len(rows))  # bounds from below all the same
+        return np.maximum(0.0, -solved.ineqlin.marginals) * TICKS / scale
+
+    def _pass(self, limit: float, most: int) -> tuple[int, tuple[int, ...]] | None:
+        """Return the ticks and the choices of the best of the ``most`` hopeful; None if all were given up."""
+        np = self._np
+        steps: list[_Open] = []
+        left, ticks = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
+        for position, (sizes, times) in enumerate(zip(self._held, self._ticks, strict=True)):
+            # One row per choice. What is ahead comes in order of what it leaves behind, so rows are sorted already.
+            lefts, all_ticks = left + sizes[:, None], ticks + times[:, None]
+            bound = all_ticks + self._slope[position + 1] * lefts + self._rest[position + 1]
+            fits = (left <= self._room[position][:, None]) & (bound <= limit + 1e-9 * TICKS)
+            picked, parent = np.nonzero(fits)
+            if not len(picked):
+                return None
+            left, ticks, bound = lefts[fits], all_ticks[fits], bound[fits]
+            keep = np.argsort(left, kind="stable")  # merges the rows
+            fastest = np.minimum.accumulate(ticks[keep])
+            keep = keep[np.append(True, fastest[1:] < fastest[:-1])]
+            keep = keep[np.append(left[keep[1:]] > left[keep[:-1]], True)]  # of those that leave the same, the fastest
+            if len(keep) > most:
+                keep = keep[np.sort(np.argsort(bound[keep], kind="stable")[:most])]
+            left, ticks = left[keep], ticks[keep]
+            steps.append(_Open(left, ticks, parent[keep], picked[keep]))
+        ends = np.flatnonzero(left <= self._room[-1][0])
+        if not len(ends):
+            return None
+        at = best = int(ends[np.argmin(ticks[ends])])
+        choice = []
+        for step in reversed(steps):
+            choice.append(int(step.picked[at]))
+            at = int(step.parent[at])
+        return int(ticks[best]), tuple(reversed(choice))
+
+
+# -- Which choice each layer gets, so that a step stays within a budget in the least time
 
 
 class BudgetTooSmallError(PlanError):

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 
 from sac.errors import PlanError, Problem
-from sac.planner.layer_search import Row
-from sac.planner.layers import peak
+from sac.planner.layers import Row, peak
 from sac.planner.step import BETWEEN, FORWARD, StepRecord
 
 # Note [The peak of a step]

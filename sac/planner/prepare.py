@@ -11,24 +11,21 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from sac.blocks.attach import refuse_own_checkpointing
-from sac.blocks.cache import turn_off_cache
 from sac.blocks.find import drop_frozen, find_blocks
-from sac.blocks.wrap import ours_on
+from sac.blocks.install import ours_on
+from sac.blocks.kv_cache import turn_off_cache
 from sac.errors import ModelError, PlanError, Problem
 from sac.planner.budget import optimizer_bytes
-from sac.planner.calibration import Calibration
 from sac.planner.choices import NONE, Choice
-from sac.planner.cost import entry_times
-from sac.planner.demands import Engine, recomputed
+from sac.planner.cost import Calibration, entry_times
 from sac.planner.devices import Device, device_at_hand, device_named
+from sac.planner.fake_op_cache import QuickFakes
 from sac.planner.fakes import Inputs, call, fake_copy, fake_inputs, fake_mode, real_copy
-from sac.planner.keep_sets import KeepSet, pareto
-from sac.planner.ledger import Ledger
+from sac.planner.live_bytes import Ledger, Scratch
 from sac.planner.memory import StepModel
-from sac.planner.planner import Planner, Progress, quiet
+from sac.planner.pareto import Engine, KeepSet, pareto, recomputed
 from sac.planner.profile import RegionProfile
-from sac.planner.quick_fakes import QuickFakes
-from sac.planner.scratch import Scratch
+from sac.planner.search import Planner, Progress, quiet
 from sac.planner.sharding import shard_again
 from sac.planner.tracing import CannotProfile, profile_regions
 from sac.region.settings import RERUN

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
-from sac.selective.replay_plan import Wanted, plan_replay
+from sac.recompute.schedule import Wanted, plan_replay
 
 # Note [Profiles]
 #

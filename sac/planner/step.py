@@ -1,4 +1,4 @@
-"""One step of a model, forward and backward, with the memory at the borders of its regions."""
+"""One step of the model on fake tensors, recorded op by op."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from sac.errors import PlanError, Problem
 from sac.planner.fakes import Inputs, call, run_backward
-from sac.planner.ledger import Ledger
+from sac.planner.live_bytes import Ledger
 
 FORWARD, BACKWARD, BETWEEN = "forward", "backward", "between"
 

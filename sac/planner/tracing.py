@@ -10,26 +10,23 @@ import torch
 from torch import Tensor
 
 from sac.blocks.find import Block
+from sac.blocks.install import InstalledForward, scope_modules, set_forward, take_off
 from sac.blocks.paths import parts_of
-from sac.blocks.wrap import InstalledForward, scope_modules, set_forward, take_off
 from sac.ops.names import op_name
-from sac.planner.op_classes import is_causal
+from sac.planner.cost import is_causal, moved_bytes
 from sac.planner.profile import Entry, Need, RegionProfile
-from sac.planner.traffic import moved_bytes
 from sac.policy.model import Decision, Policy, Rule
-from sac.region.handles import Handle
-from sac.region.identity import Identity
+from sac.recompute.op_rows import Rows, signature
+from sac.recompute.recorder import ReplayRecorder, new_tensors
+from sac.recompute.regions import Region
+from sac.recompute.replay import ReplayFrame
+from sac.recompute.table import Plan, Table, bind_policy
+from sac.recompute.tape import Tape
+from sac.region.fingerprint import Identity
+from sac.region.frame import Handle
 from sac.region.inputs import KeptInputs
 from sac.region.settings import NEVER, REPLAY, Settings
-from sac.selective.bind import bind_policy
-from sac.selective.kind import Region
-from sac.selective.replay import ReplayFrame
-from sac.selective.replay_recorder import ReplayRecorder
-from sac.selective.rows import Rows, signature
-from sac.selective.table import Plan, Table
-from sac.selective.tape import Tape
-from sac.selective.tape_mode import new_tensors
-from sac.selective.tensors import storage_bytes
+from sac.tensors import storage_bytes
 
 # Note [How a profile comes about]
 #

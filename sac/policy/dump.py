@@ -5,9 +5,9 @@ from __future__ import annotations
 import yaml
 
 from sac.policy.model import Calls, Dim, Layers, Plan, PlannedRegion, Policy, Rule
-from sac.policy.nodes import plain_kind
 from sac.policy.patterns import PathPattern
-from sac.policy.schema import SCHEMA
+from sac.policy.read import SCHEMA
+from sac.policy.syntax import plain_kind
 
 
 def dump_policy(policy: Policy) -> str:

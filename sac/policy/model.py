@@ -196,7 +196,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class PlannedRegion:
-    """Regions that a plan was made for, and the ops they ran then: ``signature``, as ``sac.selective.rows`` has it."""
+    """Regions that a plan was made for; ``signature``: of the ops they ran then, see ``sac.recompute.op_rows``."""
 
     blocks: tuple[PathPattern, ...]
     layers: Layers | None

@@ -1,25 +1,401 @@
-"""The non-reentrant frame: one checkpointed call, whatever it keeps and however it is run again."""
+"""One call of a region: forward, the handles that autograd holds, and one recomputation in backward."""
 
 from __future__ import annotations
 
+import threading
 import weakref
-from contextlib import ExitStack
-from typing import Any
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
+from functools import partial
+from types import MethodType
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from sac.errors import Problem, RegionError
-from sac.region.advice import OTHER_PATH, advised
-from sac.region.call import RETAIN, RegionCall, graph_is_retained
+from sac.outer_hooks import PackHooks, Parked, fetch, park, surrounding_hooks
+from sac.region.ambient import Surroundings, subclasses_on
 from sac.region.eager import never_compiled
-from sac.region.handles import ALL, Filling, Handle, StopRecompute
+from sac.region.forward_ad import outside_transforms
 from sac.region.inputs import KeptInputs
-from sac.region.parking import fetch
-from sac.region.states.ambient import subclasses_on
-from sac.region.states.bindings import UnseenWriteError
-from sac.region.storages import describe, metadata, version_of
-from sac.region.transforms import outside_transforms
+from sac.region.module_state import UnseenWriteError
+from sac.region.settings import PLAIN, Settings
+from sac.tensors import describe, detached, metadata, shares_storage, storage_bytes, version_of
+
+# -- What autograd holds instead of a region's tensors, and how a recomputation fills it
+
+
+class Fillable(Protocol):
+    """The frame, as far as its handles are concerned."""
+
+    def fill(self, index: int, tensor: torch.Tensor, task: int) -> bool:
+        """Put a recomputed tensor on its handle; return whether that waited for it."""
+
+
+ALL = 1 << 62  # the place of a last missing handle that nobody knows: all that is saved may be asked for
+
+
+class StopRecompute(BaseException):
+    """Ends a recomputation that has nothing more to fill; not an Exception, so that no model code swallows it."""
+
+    def __init__(self, frame: Fillable) -> None:
+        self.frame = frame
+
+
+class Handle:
+    """What autograd holds instead of a tensor. Kept and missing are told apart by ``kept``."""
+
+    # Defaults stand in the class: there is one handle per tensor that autograd saves, and few need them all.
+    shape: torch.Size | None = None
+    dtype: torch.dtype | None = None
+    device: torch.device | None = None
+    kept = False
+    storage = 0  # address of the tensor's storage object, where a recorder wants to know it
+    borrowed = False  # the kept value lives elsewhere too: an input, a parameter
+    value: torch.Tensor | Parked | None = None
+    watched: torch.Tensor | None = None  # shares the value's version counter
+    version = 0
+    task = -2  # the graph task that last unpacked it (-1 is autograd's "none")
+
+    def __init__(self, index: int, tensor: torch.Tensor | None = None) -> None:
+        self.index = index
+        if tensor is not None:  # to be compared with what recomputation saves in its place
+            self.shape = tensor.shape
+            self.dtype = tensor.dtype
+            self.device = tensor.device
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Hold the data of ``tensor`` until autograd drops this handle."""
+        # Autograd hands over the graph's own tensor, where it saves an op's input; its version counter is shared. A
+        # leaf is held itself, as autograd holds it: DeepSpeed's ZeRO-3 takes the data of a weight away and gathers it
+        # again, and an alias would hold the whole weight.
+        self.kept, self.version = True, version_of(tensor)
+        self.value = self.watched = tensor if tensor.is_leaf else detached(tensor)
+
+    def park(self, hooks: PackHooks) -> None:
+        """Hand the held tensor to the saved-tensor hooks around the region."""
+        if isinstance(self.value, torch.Tensor):
+            self.value, self.watched = park(self.value, hooks), None
+
+    def kept_value(self, path: str) -> torch.Tensor:
+        """Return the held tensor; raises ``RegionError`` if it has been written to since, as autograd would."""
+        watched = self.watched
+        if watched is not None and version_of(watched) != self.version:
+            raise RegionError(
+                Problem(
+                    where=path or "region",
+                    found=f"a tensor that backward needs ({describe(watched)}) was changed in place: it is at version "
+                    f"{version_of(watched)}, backward expects version {self.version}",
+                    fix="do not change it in place between the op that uses it and backward",
+                )
+            )
+        assert self.value is not None
+        return fetch(self.value)
+
+
+class Filling:
+    """One recomputation's count of what autograd saves in it, and where to stop."""
+
+    __slots__ = (
+        "__weakref__",
+        "count",
+        "done",
+        "early_stop",
+        "frame",
+        "last_missing",
+        "since_op",
+        "stop_in_pack",
+        "task",
+        "verify",
+    )
+
+    def __init__(
+        self, frame: Fillable, last_missing: int, *, stop_in_pack: bool, task: int, early_stop: bool = True
+    ) -> None:
+        self.early_stop = early_stop
+        self.frame = frame
+        self.count = 0
+        self.last_missing = last_missing
+        self.stop_in_pack = stop_in_pack
+        self.task = task
+        self.done = False
+        self.verify: Callable[[int, torch.Tensor], None] | None = None  # an engine's own check of what is filled in
+        self.since_op: list[torch.Tensor] = []  # what autograd has saved since the last op ran
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Give the tensor to the handle it belongs to, and autograd the data alone.
+
+        With its graph (torch 2.13 hands over an op's output with it) the recomputed node would hold itself.
+        """
+        if tensor.requires_grad:
+            tensor = tensor.detach() if self.stop_in_pack else detached(tensor)  # no recorder: no mode to pass by
+        index, self.count = self.count, self.count + 1
+        if not self.done or not self.early_stop:
+            if self.frame.fill(index, tensor, self.task) and self.verify is not None:
+                self.verify(index, tensor)
+            self.done = index >= self.last_missing
+            if self.stop_in_pack:
+                if self.done and self.early_stop:
+                    raise StopRecompute(self.frame)
+            else:
+                self.since_op.append(tensor)
+        return tensor
+
+    def settle(self, written: Sequence[torch.Tensor]) -> None:
+        """Everything is filled and an op is about to run that writes to ``written``: stop early, unless it has to run.
+
+        It has to if it writes to what autograd saved right before it, as ``rrelu_with_noise`` fills its noise.
+        """
+        recent, self.since_op = self.since_op, []
+        if self.early_stop and not any(shares_storage(tensor, written) for tensor in recent):
+            raise StopRecompute(self.frame)
+
+    def after_op(self) -> None:
+        """An op has run: it cannot write any more to what autograd saved before it."""
+        if self.since_op:
+            self.since_op = []
+
+
+class ToTheEnd:
+    """A recomputation that nobody counts and nobody stops: another one's filling, or a graph that is wanted whole."""
+
+    done = False
+    last_missing = ALL
+    verify: Callable[[int, torch.Tensor], None] | None = None
+
+    def settle(self, written: Sequence[torch.Tensor]) -> None:
+        """Never asked."""
+
+    def after_op(self) -> None:
+        """Nothing to do."""
+
+
+Ending = Filling | ToTheEnd
+
+
+# -- Kept views that are small against what they would pin
+
+
+def compact_views(handles: list[Handle]) -> None:
+    """Replace views that are small against their storage by copies, so that they do not pin it."""
+    groups: dict[int, list[Handle]] = defaultdict(list)
+    for handle in handles:
+        groups[handle.storage].append(handle)
+    for group in groups.values():
+        tensors = {_view_of(h.value): h.value for h in group if isinstance(h.value, torch.Tensor)}
+        whole = max(storage_bytes(t) for t in tensors.values())
+        if sum(t.numel() * t.element_size() for t in tensors.values()) < whole:
+            copies = {view: _dense_copy(tensor) for view, tensor in tensors.items()}
+            for handle in group:
+                if isinstance(handle.value, torch.Tensor):
+                    handle.value, handle.watched = copies[_view_of(handle.value)], None
+
+
+def _view_of(tensor: Any) -> tuple[Any, ...]:
+    if tensor.layout is not torch.strided:
+        return (id(tensor),)
+    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
+
+
+def _dense_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy with the same order of dimensions in memory and none of the gaps."""
+    return tensor.clone(memory_format=torch.preserve_format)
+
+
+# -- What to do about a recomputation that is not like its forward: one text per kind of difference
+
+OTHER_PATH = (
+    "recomputation took another path through the region's Python than forward did: look for a branch that reads a "
+    "counter, a cache or a global, and pass what it reads as an argument"
+)
+OTHER_KIND = (
+    "the region found another tensor than in forward, or one of another shape, dtype or device: do not move, cast or "
+    "exchange between forward and backward what it uses (modules, attributes, globals)"
+)
+OTHER_VALUE = (
+    "the region computed with other tensors than in forward, or in another order: do not exchange between forward and "
+    "backward what it uses (data of a weight, attributes, globals), or pass it as an argument"
+)
+OTHER_WRITE = "let the region write in both passes or in neither: look for a branch in front of the write"
+OTHER_LAYOUT = "let the region make its results in the same way in both passes: look for a branch that decides how"
+WRITTEN_LATER = "do not write to the region's result, nor to what it is a view of, before backward"
+_NO_RANDOM_STATE = "; preserve_rng_state is off: turn it on if the region draws random numbers"
+
+
+def advised(error: RegionError, path: str, settings: Settings) -> RegionError:
+    """Return ``error`` of the region ``path`` with advice that fits the settings of the call."""
+    general = (OTHER_PATH, OTHER_KIND, OTHER_VALUE)
+    if settings.preserve_rng_state or not any(one.where == (path or "region") for one in error.problems):
+        return error
+    return type(error)(
+        replace(one, fix=one.fix + _NO_RANDOM_STATE) if one.where == (path or "region") and one.fix in general else one
+        for one in error.problems
+    )
+
+
+# -- One call of a region: what both frames hold of it, and how they run its function in either pass
+
+RETAIN = "pass retain_graph=True to the backward call before this one"
+
+
+class Recorder(Protocol):
+    """What a recomputation engine does for a frame. The frame works without one (full recomputation).
+
+    ``sees_ops``: whether its modes see the ops of the region. ``apart``: modules that recomputation does not run, by
+    id; what they write to their buffers is not written again.
+    """
+
+    sees_ops: bool
+    apart: frozenset[int]
+
+    def forward_mode(self) -> AbstractContextManager[Any]:
+        """Return the context in which the forward runs."""
+
+    def pack(self, tensor: torch.Tensor, handle: Handle) -> None:
+        """Autograd saves ``tensor``; call ``handle.keep`` to hold it."""
+
+    def close(self, handles: list[Handle], last_missing: int) -> bool:
+        """The forward is over; return whether the region can be recomputed without this recorder."""
+
+    def park(self, hooks: PackHooks) -> None:
+        """Hand what is held to the saved-tensor hooks around the region."""
+
+    def recompute_mode(self, inputs: list[tuple[int, torch.Tensor]], ending: Ending) -> AbstractContextManager[Any]:
+        """Return the context in which the recomputation runs on ``inputs``, given with their positions."""
+
+    def check_recomputed(self) -> None:
+        """Raise if a value that had to be used was not."""
+
+    def drop(self) -> None:
+        """Let every held value go."""
+
+
+class RegionCall(ABC):
+    """One call of one checkpointed region.
+
+    ``path`` names the region in messages. ``owners`` are its modules. ``compares``: a recorder that need not serve
+    anything is still of use, to tell whether recomputation saves the same values.
+    """
+
+    compares = False
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        path: str,
+        recorder: Recorder | None,
+        owners: tuple[nn.Module, ...] = (),
+        settings: Settings = PLAIN,
+    ) -> None:
+        self.function = function
+        self.path = path
+        self.recorder = recorder
+        self.owners = owners
+        self.settings = settings
+        self.input_bytes = (0, 0)  # on devices and on the host for them: held by this region, or else by its handles
+        self.kept_whole: Problem | None = None  # after the forward: why its activations are kept after all
+        self.is_evidence = False  # whether somebody will ask ``moved_host_rng``
+        self.moved_host_rng = False  # after the forward: whether it drew from Python's or NumPy's generators
+        self._lock = threading.RLock()
+        self._dropped = False
+
+    @abstractmethod
+    def run(self, inputs: KeptInputs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the region's forward and keep what its backward needs; returns the function's result.
+
+        ``inputs`` are made of the same ``args`` and ``kwargs``.
+        """
+
+    def _begin(self, inputs: KeptInputs) -> None:
+        """Take note of all that the forward is about to see."""
+        self.hooks = surrounding_hooks()
+        self.inputs = inputs
+        tensors = [kept.data for kept in inputs.tensors if isinstance(kept.data, torch.Tensor)]
+        recorded = self.recorder is not None and self.recorder.sees_ops
+        apart = self.recorder.apart if self.recorder is not None else frozenset()
+        function = None if _is_of_module(self.function) else self.function
+        held = inputs.tensors_in_objects()
+        self.surroundings = Surroundings(
+            tensors, self.owners, self.settings, function, held.values(), recorded=recorded, apart=apart
+        )
+
+    def _run_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.recorder is None:
+            return self.function(*args, **kwargs)
+        with self.recorder.forward_mode():
+            return self.function(*args, **kwargs)
+
+    def _keep(self, kept: list[Handle], last_missing: int) -> None:
+        """The forward is over: hold what a recomputation up to ``last_missing`` takes, nothing if it is -1."""
+        if self.is_evidence and self.surroundings.host_rng is not None:
+            self.moved_host_rng = self.surroundings.host_rng.has_moved()
+        self.surroundings.close(self.path, needed=last_missing >= 0)
+        idle = self.recorder is not None and self.recorder.close(kept, last_missing)
+        if idle and not (self.compares and self.settings.checks_metadata):
+            self.recorder = None
+        self._hold_inputs(kept, needed=last_missing >= 0)
+        if self.hooks is not None and self.recorder is not None:
+            self.recorder.park(self.hooks)
+
+    def _hold_inputs(self, kept: list[Handle], *, needed: bool) -> None:
+        """Hold the inputs until backward, or nothing at all if no recomputation will come: autograd holds ``kept``."""
+        if not needed:
+            held = [one.value for one in kept if one.borrowed and isinstance(one.value, torch.Tensor)]
+            self.input_bytes = self.inputs.bytes_among(held), 0
+            self._drop()
+            return
+        self.input_bytes = self.inputs.bytes()
+        self.inputs.close(self.hooks, self.path)
+
+    def _drop(self) -> None:
+        """Hold nothing any more that could run the region again."""
+        self._dropped = True
+        self.inputs.drop()
+        self.surroundings.drop()
+        if self.recorder is not None:
+            self.recorder.drop()
+
+    def _enter_forward_again(self, stack: ExitStack, inputs: list[tuple[int, torch.Tensor]], ending: Ending) -> None:
+        """Enter all that the forward saw, with grad enabled, for a run of the function on the rebuilt ``inputs``.
+
+        Raises ``RegionError`` if a parameter of the region was changed since.
+        """
+        bindings = self.surroundings.bindings
+        if self.settings.checks_metadata and (problem := bindings.changed_parameter(self.path)) is not None:
+            raise RegionError(problem)
+        if self.settings.checks_metadata and (problem := bindings.changed_tensor(self.path)) is not None:
+            raise RegionError(problem)
+        stack.callback(bindings.note_parameters)
+        self.surroundings.enter_on(stack)
+        stack.enter_context(torch.enable_grad())
+        if self.recorder is not None:
+            stack.enter_context(self.recorder.recompute_mode(inputs, ending))
+
+    def _problem(self, found: str, fix: str = OTHER_KIND) -> Problem:
+        return Problem(where=self.path or "region", found=found, fix=fix)
+
+
+def _is_of_module(function: Callable[..., Any]) -> bool:
+    """Return whether ``function`` is a forward bound to one of the region's modules, which are looked at themselves."""
+    if type(function) is partial and len(function.args) == 1 and not function.keywords:
+        return isinstance(function.args[0], nn.Module)
+    return type(function) is MethodType and isinstance(function.__self__, nn.Module)
+
+
+def graph_is_retained() -> bool:
+    """Return whether the backward that runs now keeps its graph for another one."""
+    # Private name (torch 2.0 to 2.13); without it every backward is taken to retain its graph: memory then goes when
+    # the graph does.
+    ask = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return bool(ask()) if ask is not None and torch._C._current_graph_task_id() != -1 else True
+
+
+# -- The non-reentrant frame: one checkpointed call, whatever it keeps and however it is run again
 
 # Note [The walk of a region]
 #

@@ -1,23 +1,238 @@
-"""The inputs of a region, kept from forward to backward so that the region can be run again."""
+"""The inputs of a region, held until backward."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import copy
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
 
-from sac.region.identity import Identity
-from sac.region.kept_tensor import KeptTensor, Start
-from sac.region.parking import PackHooks
-from sac.region.parts import PLAIN, sort_of
-from sac.region.states.arguments import KeptObject, is_kept_object
-from sac.region.storages import storage_sizes
-from sac.region.stores.gathering import Call
-from sac.region.stores.placements import Keeping, Stored
-from sac.region.stores.release import check_releasable, is_worth_it
+from sac.errors import Problem, RegionError
+from sac.outer_hooks import PackHooks, Parked, fetch, park
+from sac.region.fingerprint import PLAIN, Identity, sort_of
+from sac.region.module_state import UnseenWriteError, other_bytes, spare_copy
+from sac.region.python_state import attributes_in, holds_state
+from sac.stores.prefetch import Call
+from sac.stores.store import Keeping, Stored, check_releasable, is_worth_it
+from sac.tensors import copy_of, describe, placed_on, shares_storage, storage_sizes, version_of, version_watch
+
+# -- One tensor input of a region, kept from forward to backward
+
+Start = Callable[[torch.Tensor, int], torch.Tensor]
+
+
+class Alias(torch.autograd.Function):
+    """The same tensor as a non-leaf, which a region may write to in place as it did in the forward."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the same data."""
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """Pass the gradient on."""
+        return grads[0]
+
+
+class KeptTensor:
+    """One tensor input: the data, whether it needs a gradient, and its version when the forward had ended.
+
+    ``data`` is the caller's, or a copy if the region writes to it, or what hooks around the region made of it. Where a
+    copy was ``stored`` before the forward, ``data`` goes when the forward is over. Of a small one without a gradient,
+    as a mask or a counter is, there is a ``spare`` copy: another region may write to it before backward.
+    """
+
+    __slots__ = ("alias", "data", "needs_grad", "position", "spare", "stored", "version", "written")
+
+    def __init__(self, tensor: torch.Tensor, position: int) -> None:
+        self.position = position
+        self.needs_grad = tensor.requires_grad
+        self.alias: torch.Tensor | None = tensor.detach() if tensor.requires_grad else tensor
+        self.data: torch.Tensor | Parked | None = self.alias
+        self.version = version_of(tensor)
+        self.written = False
+        self.stored: Stored | None = None
+        self.spare = None if self.needs_grad else spare_copy(tensor)
+
+    @property
+    def was_changed(self) -> bool:
+        """Whether the caller's data was written to since the region began, unseen by the recorder."""
+        return self.alias is not None and version_of(self.alias) != self.version
+
+    def copy_onto(self, storages: dict[int, torch.UntypedStorage]) -> None:
+        """Keep a copy of the data from here on; ``storages`` holds the copies made so far."""
+        assert isinstance(self.data, torch.Tensor)
+        if self.stored is not None:
+            self.stored.drop()
+            self.stored = None
+        self.data, self.alias, self.written = copied(self.data, storages), None, True
+        self.spare = None
+
+    def check_writes(self, others: Sequence[KeptTensor], path: str) -> None:
+        """Raise if the region has written to this input unseen and there is no sound copy; ``others``: its other ones.
+
+        A copy to the host is made while the region runs: the write may have come first. And what is written through one
+        of two inputs that lie in one storage is seen through the other, which copies of them would not show.
+        """
+        if self.written or not self.was_changed:
+            return
+        assert self.alias is not None
+        aliases = [other.alias for other in others if other is not self and other.alias is not None]
+        if self.stored is not None and not self.stored.bytes()[1] and not shares_storage(self.alias, aliases):
+            return
+        raise UnseenWriteError(
+            Problem(
+                where=path or "region",
+                found=f"the region wrote to its input {self.position} ({describe(self.alias)}) in place, unseen by the "
+                "recorder",
+                fix="clone the input inside the region before writing to it",
+            )
+        )
+
+    def close(self, hooks: PackHooks | None) -> None:
+        """The forward is over, and its writes are checked: let go of the caller's data where a copy is stored."""
+        if self.stored is not None:
+            self.written = self.written or self.was_changed
+            self.alias = self.data = None
+            self.stored.close(hooks)
+        elif hooks is not None and isinstance(self.data, torch.Tensor):
+            self.data = park(self.data, hooks)
+            self.alias = version_watch(self.alias) if self.alias is not None else None  # what holds data is the hooks'
+
+    def rebuild(
+        self,
+        storages: dict[int, torch.UntypedStorage],
+        fetched: dict[Stored, torch.Tensor],
+        path: str,
+        start: Start | None,
+    ) -> torch.Tensor:
+        """Return the input for one recomputation; ``storages`` holds the copies made for it so far."""
+        data = fetched[self.stored] if self.stored is not None else self._checked(path)
+        if self.written and (self.stored is None or not self.stored.placed.fresh):
+            data = copied(data, storages)  # the recomputation will write to it too, and may not be the last
+        if not self.needs_grad:
+            return data.detach() if data.requires_grad else data  # the caller may have asked for a gradient since
+        leaf = data.detach().requires_grad_()
+        if start is not None:
+            return start(leaf, self.position)
+        return Alias.apply(leaf) if self.written else leaf  # type: ignore[no-untyped-call]
+
+    def _checked(self, path: str) -> torch.Tensor:
+        assert self.data is not None
+        data = fetch(self.data)
+        if self.spare is not None and (self.was_changed or other_bytes(self.spare, data.untyped_storage())):
+            return placed_on(self.spare, data)
+        if self.was_changed:
+            assert self.alias is not None
+            raise RegionError(
+                Problem(
+                    where=path or "region",
+                    found=f"input {self.position} ({describe(data)}) was changed in place after the forward: it is at "
+                    f"version {version_of(self.alias)}, backward expects version {self.version}",
+                    fix="do not write to the input of a checkpointed region before backward, or pass a clone",
+                )
+            )
+        return data
+
+
+def copied(tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:
+    """Return ``tensor`` on a copy of its storage, the same copy for all tensors that share one."""
+    if type(tensor) is not torch.Tensor or tensor.is_conj() or tensor.is_neg():
+        return tensor.clone()
+    storage = tensor.untyped_storage()
+    copy = storages.setdefault(storage._cdata, copy_of(storage))
+    return placed_on(copy, tensor)
+
+
+# -- Objects that are handed to a region: a recomputation finds each as it was when the forward began
+
+# Note [Objects as arguments]
+#
+# A block writes its keys and values into the cache that it is given, or puts its result into a field of a state that is
+# passed from layer to layer (`state.h = layer(state)`). Recomputed on that object it would start from its own results.
+# So such an object is kept as a copy of what it was when the forward began: of its objects and containers, and not of
+# its tensors, which keep their graph (a trained prefix has its gradient). Each recomputation runs on a copy of that.
+#
+# The region must not hold the caller's object: what the region has put there has the region in its history, and such a
+# circle, which leads through autograd's nodes, no collector would find.
+#
+# Lists, dicts, tuples and what else `torch.utils._pytree` takes apart are made anew for each recomputation anyway. An
+# object is copied if it holds state of the user's (Note [Python state]): any class but those of torch, of sac and of
+# the standard library. Objects of these are the same in forward and recomputation.
+
+SHARED_STATES = "shared_kv_states"  # the argument by which layers hand keys and values on
+_SHARED = (torch.Tensor, nn.Module, type, str, bytes, int, float)
+
+
+class KeptObject:
+    """An object among the arguments of a region, as it was when the forward began; see Note [Objects as arguments].
+
+    ``tensors``: those that it holds.
+    """
+
+    __slots__ = ("_copy", "tensors")
+
+    def __init__(self, value: Any) -> None:
+        copies: dict[int, Any] = {}
+        self.tensors: dict[int, torch.Tensor] = {}
+        self._copy = _copied(value, copies, self.tensors)
+
+    def rebuild(self) -> Any:
+        """Return the object for one recomputation."""
+        return _copied(self._copy, {}, {})
+
+
+def is_kept_object(value: Any) -> bool:
+    """Return whether an argument that is no tensor is kept as a copy."""
+    return type(value) not in PLAIN and not isinstance(value, _SHARED) and holds_state(value)
+
+
+def _copied(one: Any, copies: dict[int, Any], tensors: dict[int, torch.Tensor]) -> Any:
+    """Return a copy of an object, of all objects and containers below it, but not of tensors, modules and plain values.
+
+    ``copies`` holds those made so far, by what they are copies of: what was one object is one in the copy too.
+    ``tensors`` gets what is met, by id.
+    """
+    if isinstance(one, torch.Tensor):
+        tensors[id(one)] = one
+        return one
+    if type(one) in PLAIN or isinstance(one, _SHARED):
+        return one
+    if id(one) in copies:
+        return copies[id(one)]
+    if isinstance(one, tuple):
+        parts = [_copied(part, copies, tensors) for part in one]
+        return type(one)(*parts) if hasattr(one, "_fields") else type(one)(parts)
+    if not holds_state(one):
+        return one
+    try:
+        twin = copy.copy(one)
+        attributes = attributes_in(one)
+    except Exception:  # of a class that cannot be copied (a lock) or looked at: it is the same in both
+        return one
+    copies[id(one)] = twin
+    if twin is one:
+        return one
+    for name, value in attributes.items():
+        object.__setattr__(twin, name, _copied(value, copies, tensors))
+    if isinstance(one, dict):
+        for key, value in one.items():
+            dict.__setitem__(twin, key, _copied(value, copies, tensors))
+    elif isinstance(one, list):
+        list.__setitem__(twin, slice(None), [_copied(value, copies, tensors) for value in one])
+    elif isinstance(one, deque):
+        deque.clear(twin)
+        deque.extend(twin, [_copied(value, copies, tensors) for value in one])
+    return twin
+
+
+# -- The inputs of a region, kept from forward to backward so that the region can be run again
 
 
 class KeptInputs:

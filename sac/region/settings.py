@@ -1,4 +1,4 @@
-"""What a region does beyond the plain: where its inputs are kept, and what of the surroundings is put back."""
+"""How a region is run: settings that were made from the config, or by `sac.checkpoint`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 import torch.utils.checkpoint
 
-from sac.region.stores.placements import Keeping
+from sac.stores.store import Keeping
 
 AUTO, RERUN, REPLAY = ENGINES = ("auto", "rerun", "replay")
 FIRST, ALWAYS, NEVER = VERIFY = ("first", "always", "never")
@@ -35,7 +35,7 @@ class Settings:
     to get a tracker of named RNG states. ``generators``: put back beside the default ones. ``checks_metadata``: compare
     shape, dtype and device of what recomputation saves with what forward saved. ``engine`` and ``verify``: how it is
     recomputed, and when replayed and served values are compared with those of the forward; see
-    ``sac.selective.replay``.
+    ``sac.recompute.replay``.
     """
 
     keeping: Keeping | None = None

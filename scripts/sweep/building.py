@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sac.blocks.cache import turn_off_cache
+from sac.blocks.kv_cache import turn_off_cache
 
 from .classes import model_classes
 from .hint import Hint

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import sac
-from sac.blocks.wrap import regions_of
+from sac.blocks.install import regions_of
 from sac.errors import ModelError, RegionError
 from sac.memory_timeline import mark, measure_memory
 from tests.promises.test_11_invisible import flat

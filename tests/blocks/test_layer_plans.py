@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import sac
-from sac.blocks.wrap import regions_of
+from sac.blocks.install import regions_of
 from sac.config import parse_config
 from sac.errors import ConfigError, ModelError, PolicyError
 from sac.policy.dump import dump_policy

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import sac
 from sac.errors import PolicyError, RegionError, SacError
+from sac.policy.load import is_shipped, shipped_directory, shipped_policies
 from sac.policy.model import Mark
-from sac.policy.shipped import is_shipped, shipped_directory, shipped_policies
 
 CHOICE = (
     "no rule of it matches anything in this model\n"

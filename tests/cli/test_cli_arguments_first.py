@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from torch import nn
 
-from sac.cli import main
-from sac.commands.arguments import check_writable
 from sac.errors import ConfigError
-from sac.policy.shipped import shipped_policies
+from sac.policy.load import shipped_policies
+from sac.tools.arguments import check_writable
+from sac.tools.cli import main
 
 LLAMA = "hf:examples/llama-3.2-1b.json"
 TOY = "tests.planner.plan_models:stack"

@@ -8,9 +8,7 @@ import torch
 from torch import nn
 
 from sac.errors import ConfigError
-from sac.measuring.built_model import Scale
-from sac.measuring.hf_models import scale_config
-from sac.measuring.modelspec import load_model
+from sac.tools.models import Scale, load_model, scale_config
 
 LLAMA = Path(__file__).parents[2] / "examples" / "llama-3.2-1b.json"
 TEXT = LLAMA.parent / "text.txt"

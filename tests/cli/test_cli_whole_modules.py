@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from sac.cli import main
+from sac.tools.cli import main
 from tests.cli.test_cli import tiny_llama
 
 __all__ = ["tiny_llama"]

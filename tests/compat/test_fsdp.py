@@ -18,10 +18,10 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
 import sac
-from sac.blocks.wrap import regions_of
+from sac.blocks.install import regions_of
 from sac.compat import fsdp as ours
+from sac.config import FullConfig
 from sac.errors import ModelError
-from sac.full.full_config import FullConfig
 from tests.compat.wrapping import (
     PUTS,
     Put,

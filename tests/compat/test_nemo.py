@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import sac
 from sac.blocks.find import find_blocks
-from sac.blocks.wrap import InstalledForward, ours_on, regions_of
+from sac.blocks.install import InstalledForward, ours_on, regions_of
 from sac.compat.nemo import (
     SELECTIVE_AC_WRAPPER_FLAG,
     apply_selective_checkpointing_to_layers,

@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 import sac
-from sac.blocks.wrap import regions_of
+from sac.blocks.install import regions_of
 from sac.compat import nemo
 from sac.errors import ConfigError, SacWarning
 from tests.support.layers import stack

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import sac
-from sac.blocks.wrap import regions_of
+from sac.blocks.install import regions_of
 from tests.docs.pages import fenced, sections
 from tests.docs.snippet_models import WIDTH, Layer, Model
 

@@ -17,12 +17,11 @@ import yaml
 from torch import nn
 
 import sac
-from sac.blocks.wrap import regions_of
-from sac.compat import deepspeed, megatron_job
-from sac.config import OWN_KEYS, parse_config
+from sac.blocks.install import regions_of
+from sac.compat import deepspeed
+from sac.compat import megatron as megatron_job
+from sac.config import CALL_KEYS, FULL_CONFIG_KEYS, OWN_KEYS, STORES, CallOptions, parse_config
 from sac.full import FullConfig
-from sac.full.checks import STORES
-from sac.full.full_config import CALL_KEYS, FULL_CONFIG_KEYS, CallOptions
 from tests.docs.pages import rows, snippets
 from tests.docs.snippet_models import WIDTH, Layer, Model
 from tests.support.ranks import run_ranks

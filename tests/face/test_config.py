@@ -15,7 +15,7 @@ from sac.blocks.find import GRANULARITIES
 from sac.blocks.towers import SCOPES
 from sac.config import Config, parse_config
 from sac.errors import ConfigError, PolicyError, RegionError
-from sac.policy.files import load_policy, shipped_policies
+from sac.policy.load import load_policy, shipped_policies
 from sac.policy.model import Layers
 from sac.policy.patterns import PathPattern
 

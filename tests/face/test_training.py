@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import sac
-from sac.policy.files import shipped_policies
+from sac.policy.load import shipped_policies
 from tests.support.model_zoo import tiny
 from tests.support.recording import Recorder, without_collector
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import sac
 from sac.errors import Problem, RegionError
-from sac.region.advice import OTHER_PATH, advised
+from sac.region.frame import OTHER_PATH, advised
 from sac.region.settings import PLAIN, Settings
 from tests.support.cases import WIDTH, hidden
 
@@ -34,7 +34,7 @@ def test_a_variable_that_is_bound_later_is_that_of_the_forward() -> None:
 
 
 def test_another_path() -> None:
-    steps = iter([2, 1])
+    steps = (one for one in (2, 1))  # a generator is not put back
     h = hidden(4, WIDTH)[1]
 
     def function(h: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ def test_another_path() -> None:
 
 
 def test_another_kind_of_tensor() -> None:
-    dtypes = iter([torch.float32, torch.float64])
+    dtypes = (one for one in (torch.float32, torch.float64))  # a generator is not put back
     h = hidden(4, WIDTH)[1]
     assert told(sac.checkpoint(lambda h: h.to(next(dtypes)).tanh().float(), h)) == (
         "test_another_kind_of_tensor.<locals>.<lambda>: saved tensor 0 was float32[4, 8] on cpu in forward and is "
@@ -61,7 +61,7 @@ def test_another_kind_of_tensor() -> None:
 
 
 def test_other_values() -> None:
-    orders = iter([(torch.exp, torch.tanh), (torch.tanh, torch.exp)])
+    orders = (one for one in ((torch.exp, torch.tanh), (torch.tanh, torch.exp)))  # a generator is not put back
     h = hidden(4, WIDTH)[1]
 
     def function(h: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import sac
-from sac.blocks.wrap import regions_of
+from sac.blocks.install import regions_of
 from sac.errors import ConfigError, RegionError
 from sac.full import RngTracker
 from tests.promises.test_11_invisible import flat

@@ -13,10 +13,10 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import sac
+from sac.compat.output_discarding import discard, lent_inputs, run_discardable
 from sac.errors import RegionError
-from sac.full.discarding import discard, lent_inputs, run_discardable
-from sac.full.saved_by_graph import nodes_between
-from sac.region.advice import OTHER_LAYOUT, WRITTEN_LATER
+from sac.region.compiled_graphs import nodes_between
+from sac.region.frame import OTHER_LAYOUT, WRITTEN_LATER
 from sac.region.settings import PLAIN
 from tests.support.discarding_programs import (
     WIDTH,

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 import sac
 from sac.errors import SacWarning
-from sac.selective.replay_run import CannotReplay
+from sac.recompute.replay import CannotReplay
 from tests.fuzz.instructions import INSTRUCTIONS, READ_TWICE, operands_of
 from tests.fuzz.programs import Line, Program, policies, programs, values
 from tests.support.blocks import APPLY, install, policy, selective
@@ -124,7 +124,7 @@ def hold(program: Program, value: Any, entries: Entries, backward: Backward, dev
 @contextlib.contextmanager
 def refusing() -> Iterator[None]:
     """Let no call be replayed, and say so in a warning that is no error."""
-    refusal = mock.patch("sac.selective.replay.run_plan", side_effect=CannotReplay("of this test"))
+    refusal = mock.patch("sac.recompute.replay.run_plan", side_effect=CannotReplay("of this test"))
     with refusal, warnings.catch_warnings():
         warnings.simplefilter("ignore", SacWarning)
         yield

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sac.planner import layer_search
-from sac.planner.layer_search import Row
-from sac.planner.layers import BudgetTooSmallError, assign, assign_alike, peak
+from sac.planner import layers as layer_search
+from sac.planner.layers import BudgetTooSmallError, Row, assign, assign_alike, peak
 
 
 def random_case(random, positions, choices, kinds):

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from sac.planner.choices import policy_for
-from sac.planner.planner import Planner
-from sac.planner.plans import make_plan
+from sac.planner.plan_file import make_plan
 from sac.planner.prepare import prepare
+from sac.planner.search import Planner
 from tests.docs.pages import text_of
 from tests.planner.small_model import DIM, INPUTS, Block, Model
 from tests.planner.truth import CONFIGS, EVERYTHING, MODELS, Bytes, measured, model_named, predicted, put_on, saving

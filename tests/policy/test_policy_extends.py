@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from sac.errors import PolicyError
-from sac.policy import shipped
-from sac.policy.files import load_policy
+from sac.policy import load as shipped
+from sac.policy.load import load_policy
 from sac.policy.model import Decision, Layers
 from sac.policy.patterns import PathPattern
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import sac
-from sac.selective import modes
+from sac.recompute import rerun as modes
 from tests.support.blocks import FULL, Stack, policy, selective
 from tests.support.stores import MODES
 from tests.support.training import same_bits

@@ -11,20 +11,23 @@ PACKAGE = Path(__file__).parents[2] / "sac"
 LAYERS = (
     {"errors"},
     {"extras", "memory_timeline"},
+    {"outer_hooks"},
+    {"tensors"},
+    {"checksums"},
     {"policy", "ops"},
+    {"stores"},
     {"region"},
-    {"selective"},
-    {"full"},
+    {"recompute"},
+    {"rng_tracker"},
     {"config"},
+    {"checkpointing"},
+    {"full"},
     {"blocks"},
-    {"trace"},
     {"reporting"},
     {"planner"},
     {"compat"},
     {"__init__"},  # the face; what is above it is the command line, which uses sac as anyone would
-    {"measuring"},
-    {"commands"},
-    {"cli"},
+    {"tools"},
 )
 RANKS = {unit: rank for rank, layer in enumerate(LAYERS) for unit in layer}
 FACE = ("apply", "remove", "load_policy", "context_fn", "checkpoint", "report", "plan")

@@ -12,9 +12,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sac
-from sac.region.detach import detached
-from sac.region.states.bindings import owners_of
-from sac.selective.bare_mode import CAN_MARK, BareMode
+from sac.recompute.module_tracker import CAN_MARK, BareMode
+from sac.region.module_state import owners_of
+from sac.tensors import detached
 from tests.support.blocks import ENGINES, alternate, llama_stack, policy, save, selective, tokens
 
 

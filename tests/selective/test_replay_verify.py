@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from sac.errors import SacWarning
-from sac.selective import replay_recorder
+from sac.recompute import recorder as replay_recorder
 from tests.support.blocks import FunctionBlock, Stack, square
 from tests.support.custom_ops import Wobble, wobble
 from tests.support.replay_programs import POLICIES, applied, block_of, python_runs, replay, warning_of

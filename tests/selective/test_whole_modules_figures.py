@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import sac
-from sac.measuring.step_flops import count_flops
-from sac.trace import decisions_of
+from sac.reporting import decisions_of
+from sac.tools.comparison import count_flops
 from tests.stacks.composition import differences, forward_done, outcome
 from tests.support import whole_module_blocks as blocks
 from tests.support.blocks import FULL, llama_stack, policy, save, selective, square, tokens

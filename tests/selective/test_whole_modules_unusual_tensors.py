@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import sac
-from sac.region.detach import laid_out, layout_of
-from sac.selective.autocast import has_own_body
+from sac.recompute.autocast import has_own_body
+from sac.tensors import laid_out, layout_of
 from tests.support.blocks import FunctionBlock, Stack, policy, save, selective, square
 from tests.support.training import assert_same_training, built
 from tests.support.whole_module_blocks import WIDTH, Apply, whole

@@ -14,7 +14,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.checkpoint import checkpoint
 
 import sac
-from sac.blocks.switches import ENABLING
+from sac.blocks.other_checkpointing import ENABLING
 from sac.errors import ModelError, RegionError
 from tests.support.model_zoo import tiny
 from tests.support.plain_zoo import plain

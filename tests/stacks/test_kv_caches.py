@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import sac
-from sac.blocks.cache import turn_off_cache
-from sac.blocks.wrap import regions_of
+from sac.blocks.install import regions_of
+from sac.blocks.kv_cache import turn_off_cache
 from tests.stacks.composition import Outcome, differences, forward_done, outcome
 from tests.support.model_zoo import tiny
 from tests.support.pairs import in_turn

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import sac
-from sac.blocks.wrap import regions_of
+from sac.blocks.install import regions_of
 from tests.stacks.composition import Outcome, differences, forward_done, outcome
 from tests.support.blocks import alternate, policy
 from tests.support.model_zoo import tiny

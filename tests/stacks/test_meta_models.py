@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sac
-from sac.measuring.step_flops import count_flops
+from sac.tools.comparison import count_flops
 from tests.stacks.composition import gradients_of
 from tests.support.blocks import FULL, LlamaLikeBlock, Stack, alternate, llama_stack, policy, save, selective
 from tests.support.ranks import run_ranks

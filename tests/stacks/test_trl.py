@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import sac
-from sac.blocks.cache import turn_off_cache
-from sac.blocks.wrap import ours_on, regions_of
+from sac.blocks.install import ours_on, regions_of
+from sac.blocks.kv_cache import turn_off_cache
 from sac.errors import ConfigError, ModelError
 from tests.stacks.hf_training import Trained, arguments, saved_memory, told, untouched
 from tests.support.model_zoo import tiny

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from sac.blocks.wrap import regions_of
+from sac.blocks.install import regions_of
 from tests.support.blocks import LlamaLikeBlock, with_dropout
 
 

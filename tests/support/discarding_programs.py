@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
-from sac.full.discarding import Discardable, discard, run_discardable
+from sac.compat.output_discarding import Discardable, discard, run_discardable
 from sac.region.settings import PLAIN
 
 WIDTH = 8

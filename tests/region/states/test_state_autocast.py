@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import sac
-from sac.region.states.ambient import AutocastState
+from sac.region.ambient import AutocastState
 from tests.support.blocks import FunctionBlock
 from tests.support.pairs import in_pairs
 from tests.support.runs import Noted

@@ -21,10 +21,10 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional as F
 
 import sac
+from sac.config import CallOptions, settings_of
 from sac.full import FullConfig
-from sac.full.full_config import CallOptions, settings_of
-from sac.region.stores.layout import Layout
-from sac.region.stores.scatter import PlacedShare
+from sac.stores.scatter import PlacedShare
+from sac.stores.store import Layout
 from tests.support.blocks import Stack
 from tests.support.ranks import run_ranks
 from tests.support.scattering import Run, Seen, differences, mlp, plainly, scattered, summed_up, weights

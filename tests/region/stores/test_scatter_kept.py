@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import sac
-from sac.region.stores.scatter import PlacedShare
+from sac.stores.scatter import PlacedShare
 from tests.support.blocks import LlamaLikeBlock, Stack, alternate, policy, save
 from tests.support.ranks import run_ranks
 from tests.support.recording import Recorder, without_collector

@@ -1,0 +1,90 @@
+"""``sac.context_fn``: a policy for ``torch.utils.checkpoint``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from sac.blocks.install import scope_modules
+from sac.config import usable_policy
+from sac.errors import ConfigError, ModelError, Problem
+from sac.policy.load import PolicySource, load_policy
+from sac.policy.model import Rule
+from sac.recompute.table import NAMES, BoundPolicy, Table, layer_index
+from sac.recompute.torch_checkpoint import checkpoint_contexts
+
+
+def context_fn(policy: PolicySource, module: nn.Module | None = None) -> Callable[[], Any]:
+    """Return what ``torch.utils.checkpoint.checkpoint(…, use_reentrant=False, context_fn=…)`` takes.
+
+    ``policy`` is anything that ``sac.load_policy`` takes. It is carried out by rerun, as torch does it, with the same
+    exactness as under ``sac.apply``. Rules that speak of modules or layers need ``module``, the block that is
+    checkpointed: its sub-modules then tell which of them runs (``sac.remove`` takes that off). Where the block is in a
+    model is not known here: rules on ``blocks`` are refused, and the ops that a plan was made for are not compared.
+
+    Raises ``PolicyError`` for the policy, ``ConfigError`` when a rule needs ``module`` and there is none, and
+    ``ModelError`` when ``module`` does not tell what a rule asks for.
+    """
+    bound = usable_policy(load_policy(policy))
+    needing = [one.rule for one in bound.rules if one.rule.module is not None or one.rule.speaks_of_some_regions]
+    if module is None:
+        if needing:
+            raise ConfigError([_needs_module(rule) for rule in needing])
+        return partial(checkpoint_contexts, _table_of(bound, 0), "")
+    located = [rule for rule in needing if rule.blocks]
+    if located:
+        raise ModelError([_needs_model(rule) for rule in located])
+    table = _table(bound, module, needing)
+    scope_modules([module])
+    return partial(checkpoint_contexts, table, "", module)
+
+
+def _table(bound: BoundPolicy, module: nn.Module, needing: list[Rule]) -> Table:
+    layered = [rule for rule in needing if rule.layers is not None and not rule.layers.is_all]
+    if not layered:
+        return _table_of(bound, 0)
+    layer = layer_index(module)
+    counting = [rule for rule in layered if rule.layers is not None and rule.layers.needs_count]
+    if layer is None or counting:
+        rule = counting[0] if counting else layered[0]
+        reason = _counts(rule) if counting else "speaks of layers"
+        raise ModelError(
+            Problem(
+                rule.where("layers"),
+                f'rule "{rule.id}" {reason}, and {type(module).__name__} does not tell '
+                f"{'how many there are' if counting else 'which one it is'} ({', '.join(NAMES)})",
+                fix="use sac.apply on the whole model",
+            )
+        )
+    return _table_of(bound, layer)
+
+
+def _counts(rule: Rule) -> str:
+    from_the_end = rule.layers is not None and rule.layers.last is not None
+    return "counts from the last layer" if from_the_end else "speaks of a fraction of the layers"
+
+
+def _table_of(bound: BoundPolicy, layer: int) -> Table:
+    return bound.table(rule.index for rule in bound.rules_of("", layer, layer + 1, lambda rule: True))
+
+
+def _needs_model(rule: Rule) -> Problem:
+    return Problem(
+        rule.where("blocks"),
+        f'rule "{rule.id}" speaks of blocks, and sac.context_fn is not told where in the model a block is',
+        fix="use sac.apply on the whole model",
+    )
+
+
+def _needs_module(rule: Rule) -> Problem:
+    if rule.blocks:
+        return _needs_model(rule)
+    key = "module" if rule.module is not None else "layers"
+    return Problem(
+        rule.where(key),
+        f'rule "{rule.id}" speaks of {key}, and sac.context_fn was given no module',
+        fix="pass the block that is checkpointed: sac.context_fn(policy, module=block)",
+    )

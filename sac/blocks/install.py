@@ -1,0 +1,291 @@
+"""Regions on blocks: the forward that is put on a module, and rules that match nothing."""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from sac.blocks.find import Block
+from sac.blocks.kv_cache import Restore
+from sac.blocks.other_checkpointing import refuse_callers, refuse_flags, uncover_switches
+from sac.blocks.paths import parts_of
+from sac.errors import ModelError, Problem, RegionError, SacWarning, listing
+from sac.policy.load import is_shipped, shipped_policies
+from sac.policy.model import Rule
+from sac.recompute.module_tracker import ScopedForward
+from sac.recompute.op_rows import RegionStats
+from sac.recompute.regions import Kind, Region, run_modules
+from sac.recompute.table import Table
+from sac.recompute.torch_checkpoint import run_in_eager, run_traced
+from sac.region.settings import PLAIN, Settings
+
+# -- Notices rules that matched nothing once every region has run
+
+COMPILED = "compiled"  # the save-set of compiled graphs as a whole
+
+
+class HitWatch:
+    """Adds up the hits of each region's first call; when all regions have run, reports rules without any.
+
+    ``strict``: that is an error. Otherwise it is a warning, also if no rule at all has a hit: rules may match in later
+    steps, when sequences are longer or the batch is no longer empty.
+    """
+
+    def __init__(self, paths: Iterable[str], rules: Iterable[Rule], *, strict: bool) -> None:
+        self._pending = set(paths)
+        self._compiled: list[str] = []
+        self._rules = list(rules)
+        self._hit: set[str] = set()
+        self.strict = strict
+        self.waits = bool(self._pending)
+
+    def saw(self, path: str, table: Table, stats: RegionStats) -> None:
+        """A region has run; ``stats`` holds the hits of its call. Raises ``RegionError`` under ``strict``."""
+        self._hit.update(table.rules[place].rule.id for place in _places(table, stats))
+        self._pending.discard(path)
+        if stats.compiled_graphs:
+            self._compiled.append(path)
+        if self._pending and stats.calls < 2:
+            return
+        self.waits = False
+        self._tell_of_compiled()
+        idle = self.idle()
+        if not idle:
+            return
+        problems = idle_problems(idle, {rule.id: _problem(rule) for rule in idle}, any_hit=bool(self._hit))
+        if problems and self.strict:
+            raise RegionError(problems)
+        for problem in problems:
+            warnings.warn(str(problem), SacWarning, stacklevel=2)
+
+    def _tell_of_compiled(self) -> None:
+        """Warn that rules do not reach what is compiled below a region, unless one of them is on that as a whole."""
+        if self._compiled and self._rules and not any(COMPILED in rule.ops for rule in self._rules):
+            warnings.warn(str(_compiled_problem(self._compiled)), SacWarning, stacklevel=2)
+
+    def idle(self) -> list[Rule]:
+        """Return the rules that nothing has matched so far and that are not optional."""
+        return [rule for rule in self._rules if rule.id not in self._hit and not rule.optional]
+
+
+def idle_problems(idle: Sequence[Rule], problems: Mapping[str, Problem], *, any_hit: bool) -> list[Problem]:
+    """Return what there is to say of ``idle`` rules, by whose ids ``problems`` are named.
+
+    Rules of a shipped policy are ours to know, not the user's. If no rule at all matches (not ``any_hit``), that is one
+    problem, of the choice of policy.
+    """
+    found = [problems[rule.id] for rule in idle if not is_shipped(rule.mark)]
+    names = dict.fromkeys(rule.origin for rule in idle if is_shipped(rule.mark)) if not any_hit else ()
+    fix = "`sac trace` lists the ops there are; choose another policy, or write one for this model"
+    legal = listing(shipped_policies())
+    return found + [
+        Problem(f"policy {name}", "no rule of it matches anything in this model", legal, fix=fix) for name in names
+    ]
+
+
+def _places(table: Table, stats: RegionStats) -> list[int]:
+    chosen = {bound.index: place for place, bound in enumerate(table.rules)}
+    return [chosen[index] for index in stats.hits if index in chosen]
+
+
+def _compiled_problem(paths: list[str]) -> Problem:
+    more = f" and {len(paths) - 1} more regions" if len(paths) > 1 else ""
+    return Problem(
+        where=f"{paths[0]}{more}",
+        found="torch.compile was applied to something inside the region. That is one piece here: what rules say of "
+        "modules and ops inside does not reach it, and it is run again as a whole",
+        fix="compile the whole block or model instead, after sac.apply: block.compile() or torch.compile(model)",
+    )
+
+
+def _problem(rule: Rule) -> Problem:
+    what = "module" if rule.speaks_of_module else "op"
+    return Problem(
+        where=rule.where(),
+        found=f'rule "{rule.id}" matched no {what} in any region of the model',
+        fix=f"`sac trace` lists the {what}s there are; mark the rule `optional: true` if it may match nothing",
+    )
+
+
+# -- Puts regions on modules by instance-level forwards, and takes them off again
+
+
+@dataclass(slots=True)
+class Applied:
+    """What one ``sac.apply`` did to one model, shared by its regions."""
+
+    mode: str
+    restores: tuple[Restore, ...]
+    watch: HitWatch
+    left_alone: tuple[str, ...] = ()  # paths of frozen blocks
+    notes: tuple[str, ...] = ()
+    settings: Settings = PLAIN
+
+
+class InstalledForward(ABC):
+    """An instance-level ``forward`` that runs its module, or parts of it, as regions.
+
+    Picklable, and right after ``deepcopy``: it refers to its module as an attribute, which both of them follow.
+    """
+
+    def __init__(self, module: nn.Module, applied: Applied) -> None:
+        self.module = module
+        self.applied = applied
+        self.before = module.__dict__.get("forward")
+
+    @property
+    def original(self) -> Any:
+        """The forward that the module would have without sac."""
+        # A partial, not a bound method: Dynamo 2.11 can trace neither `__get__` nor the making of a method.
+        return self.before if self.before is not None else partial(type(self.module).forward, self.module)
+
+    @property
+    @abstractmethod
+    def regions(self) -> tuple[Region, ...]:
+        """The regions that it runs, in order."""
+
+    @abstractmethod
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module."""
+
+
+class RegionForward(InstalledForward):
+    """Runs a module as one region."""
+
+    def __init__(self, block: Block, kind: Kind, applied: Applied) -> None:
+        super().__init__(block.module, applied)
+        self.region = Region(kind, block.path)
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        """The one region."""
+        return (self.region,)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module as a region."""
+        if not torch.is_grad_enabled():
+            return self.original(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            if self.applied.settings.needs_frame:
+                return run_in_eager(self._run, *args, **kwargs)
+            return run_traced(self.original, self.region.kind.table, args, kwargs)
+        return self._run(*args, **kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        region, module, watch = self.region, self.module, self.applied.watch
+        refuse_flags(module, region.path)  # see Note [Both on]
+        if not region.stats.calls:
+            refuse_callers(module, region.path)
+        output = run_modules(region, self.original, module, self.applied.settings, args, kwargs)
+        if watch.waits and region.stats.calls:  # none yet where this call ran without checkpointing
+            watch.saw(region.path, region.kind.table, region.stats)
+        return output
+
+
+def ours_on(module: nn.Module) -> InstalledForward | ScopedForward | None:
+    """Return what sac has put on ``module``, if anything."""
+    owner = getattr(module.__dict__.get("forward"), "__self__", None)
+    return owner if isinstance(owner, (InstalledForward, ScopedForward)) else None
+
+
+def install(pairs: Sequence[tuple[Block, Kind]], applied: Applied) -> None:
+    """Put a region on each block; the caller has checked that none is there yet."""
+    scope_modules([block.module for block, _ in pairs])
+    for block, kind in pairs:
+        set_forward(block.module, RegionForward(block, kind, applied))
+
+
+def scope_modules(blocks: Sequence[nn.Module]) -> None:
+    """Let the sub-modules of each block tell, while they run, which of them it is."""
+    roots = {id(block) for block in blocks}
+    for block in blocks:
+        for path, module in parts_of(block):
+            if id(module) not in roots:
+                scope_module(module, path)
+
+
+def scope_module(module: nn.Module, path: str) -> None:
+    """Let ``module`` tell, while it runs, that it is the one at ``path`` of its region; once is enough."""
+    if ours_on(module) is None:
+        set_forward(module, ScopedForward(module, path))
+
+
+def set_forward(module: nn.Module, forward: InstalledForward | ScopedForward) -> None:
+    """Make ``forward`` the module's own."""
+    # As a bound method, for which Dynamo guards on the function: a callable object would be guarded by its identity,
+    # and blocks that are alike compiled one by one. Not by setattr: a module may guard it, and the name of a method is
+    # no parameter, buffer or sub-module.
+    module.__dict__["forward"] = MethodType(type(forward).__call__, forward)
+
+
+@dataclass(frozen=True, slots=True)
+class InstalledRegion:
+    """A region on a model, and what the ``sac.apply`` that made it did."""
+
+    region: Region
+    applied: Applied
+
+
+def regions_of(model: nn.Module) -> Iterator[InstalledRegion]:
+    """Yield the regions that are on ``model``, in module order."""
+    for module in model.modules():
+        forward = ours_on(module)
+        if isinstance(forward, InstalledForward):
+            for region in forward.regions:
+                yield InstalledRegion(region, forward.applied)
+
+
+def remove(model: nn.Module) -> nn.Module:
+    """Take every region off ``model`` and give back what ``apply`` changed; returns the model.
+
+    Raises ``ModelError``, with nothing changed, when something else has since put its own forward over a region's.
+    """
+    owned = [(module, forward) for module in model.modules() if (forward := ours_on(module)) is not None]
+    buried = [(name, module) for name, module in model.named_modules() if _buries_ours(module)]
+    if buried:
+        name, module = buried[0]
+        raise ModelError(
+            Problem(
+                where=name or type(module).__name__,
+                found=f"{_described(module.__dict__['forward'])} was put over the region's forward after sac.apply",
+                fix="take that off first, then call sac.remove",
+            )
+        )
+    uncover_switches(model)
+    for module, _ in owned:
+        take_off(module)
+    applied = {id(forward.applied): forward.applied for _, forward in owned if isinstance(forward, InstalledForward)}
+    for one in applied.values():
+        for restore in one.restores:
+            restore.undo()
+    return model
+
+
+def take_off(module: nn.Module) -> None:
+    """Give ``module`` the forward that it had before sac put its own on it, if sac has."""
+    forward = ours_on(module)
+    if forward is not None and forward.before is not None:
+        module.__dict__["forward"] = forward.before
+    elif forward is not None:
+        del module.__dict__["forward"]
+
+
+def _buries_ours(module: nn.Module) -> bool:
+    """Whether an instance-level forward that is not ours leads to one that is, as ``functools.wraps`` tells."""
+    forward = module.__dict__.get("forward")
+    if forward is None or ours_on(module) is not None:
+        return False
+    below = [getattr(forward, "__wrapped__", None), getattr(module, "_old_forward", None)]
+    return any(isinstance(getattr(one, "__self__", None), (InstalledForward, ScopedForward)) for one in below)
+
+
+def _described(forward: Any) -> str:
+    return f"another forward ({getattr(forward, '__qualname__', type(forward).__name__)})"

@@ -1,0 +1,93 @@
+"""`sac.checkpoint`: full recomputation of one function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import astuple
+from typing import Any
+
+import torch
+
+from sac.config import DEFAULT_CONFIG, DEFAULT_OPTIONS, REENTRANT, CallOptions, FullConfig, settings_of
+from sac.recompute.regions import FULL_TABLE, run_as_region
+from sac.recompute.torch_checkpoint import run_in_eager, run_traced
+from sac.region.settings import PLAIN, Settings
+
+_USUAL = astuple(DEFAULT_OPTIONS)[1:]  # all but use_reentrant; such calls go a short way, which a small region notices
+
+
+def checkpoint(
+    function: Callable[..., Any],
+    /,
+    *args: Any,
+    use_reentrant: bool = False,
+    distribute_saved_activations: bool = False,
+    tp_group: Any = None,
+    get_rng_state_tracker: Callable[[], Any] | None = None,
+    preserve_rng_state: bool = True,
+    early_stop: bool = True,
+    determinism_check: str = "default",
+    config: FullConfig | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Run ``function(*args, **kwargs)`` as a region that is recomputed as a whole in backward; return its result.
+
+    Arguments and results have any structure. Gradients are bit for bit those of the plain call, dropout included:
+    random states, autocast and the buffers of ``function`` (if it is a module) are as they were in forward.
+    Nondeterministic routing ops keep their results. Without grad mode it is the plain call. In a function that
+    ``torch.compile`` compiles the region is part of the graph; with any of the arguments below it runs in eager there.
+
+    ``use_reentrant``: recompute inside an autograd function whose backward calls backward again. Leave it off: only the
+    other mode stops early, and allows ``torch.autograd.grad`` and double backward. Only there is it known which results
+    need a gradient (here every floating-point one claims to), and has what ``function`` leaves elsewhere than in its
+    result a graph.
+    ``distribute_saved_activations``: keep the first floating-point input scattered over ``tp_group`` (a process group
+    or a mesh of one dimension, with this rank in it): each rank holds 1 / group size of it until backward.
+    ``get_rng_state_tracker``: returns a tracker of named RNG states (ours, Megatron's, TransformerEngine's,
+    DeepSpeed's), which is put back too. ``preserve_rng_state``: whether random states are put back at all.
+    ``early_stop``: end recomputation when all that backward needs is there; what torch's
+    ``set_checkpoint_early_stop`` says around the call takes precedence. ``determinism_check``: ``default`` compares
+    what recomputation saves with what forward saved, ``none`` does not.
+    ``config``: everything else.
+
+    Raises ``ConfigError`` at the call for options that cannot be carried out; ``RegionError`` in backward when the
+    function does not repeat itself, or when an input was changed in place after the forward.
+    """
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    given = (
+        distribute_saved_activations,
+        tp_group,
+        get_rng_state_tracker,
+        preserve_rng_state,
+        early_stop,
+        determinism_check,
+    )
+    if config is None and given == _USUAL and type(use_reentrant) is bool and not torch.compiler.is_compiling():
+        return run_as_region(function, REENTRANT if use_reentrant else PLAIN, args, kwargs)
+    options = CallOptions(use_reentrant, *given)
+    if torch.compiler.is_compiling() and (config is not None or options != DEFAULT_OPTIONS):
+        return run_in_eager(_run, function, options, config, args, kwargs)
+    return _run(function, options, config, args, kwargs)
+
+
+def _run(
+    function: Callable[..., Any],
+    options: CallOptions,
+    config: FullConfig | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    settings = settings_of(DEFAULT_CONFIG if config is None else config, options, "sac.checkpoint")
+    return run_with(settings, function, args, kwargs)
+
+
+def run_with(settings: Settings, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run ``function(*args, **kwargs)`` as a region with settings made before; every keyword is the function's own."""
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    if torch.compiler.is_compiling():
+        if settings.needs_frame:
+            return run_in_eager(run_as_region, function, settings, args, kwargs)
+        return run_traced(function, FULL_TABLE, args, kwargs)
+    return run_as_region(function, settings, args, kwargs)

@@ -1,0 +1,175 @@
+"""Checksums of tensors: of what autograd saved, to compare it with what was replayed."""
+
+from __future__ import annotations
+
+import ctypes
+import zlib
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from sac.tensors import tensor_parts, tensors_of
+
+# Note [Checksums]
+#
+# Every call of a region that is replayed compares what it replays with what autograd saved, so a checksum has to be
+# quick: on the CPU one of a small tensor takes about 2 µs, and one of a large tensor a third of the time of a
+# pointwise op on it.
+#
+# A small tensor on the CPU has the CRC of its bytes. Of a large one, or on another device, 64-bit words are added up in
+# `_COLUMNS` sums, the i-th word in sum number i modulo `_COLUMNS`. That number is a prime, so that rows and columns of
+# a matrix do not fall on it: words that change places nearly always change sums, as words that change do. The number of
+# words in each sum is odd: if the sign of every value is flipped, the highest bit of each sum is. Words that are left
+# over are taken as they are. A tensor without gaps is read in the order of memory, with nothing allocated but the sums;
+# of one with gaps, or whose words are not aligned, copies are made, piece by piece. Hooks on saved tensors may return
+# a tensor with other strides: where there are any, values are read in the order of indices (`in_order`).
+#
+# On a device nothing waits for the forward's checksums. `find_different` compares all those of one recomputation at
+# once, and waits once. While a CUDA graph is captured nothing can be waited for, so nothing is compared: the calls
+# before the capture have shown what the captured kernels do, and no Python runs when they are launched again.
+
+_COLUMNS = 1021
+_SMALL_BYTES = 1 << 16  # up to which a CRC is quicker than sums
+_PIECE_BYTES = 1 << 22  # of a tensor with gaps, which is copied
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+_Unseen = getattr(torch._C, "_DisableTorchDispatch", None)
+Sums = tuple["Tensor | int", ...]
+_Bytes = ctypes.c_char * _SMALL_BYTES
+
+
+def checksum(tensor: Tensor, *, in_order: bool = False) -> Sums:
+    """Return what stands for the bits of ``tensor``; nothing waits for a device.
+
+    ``in_order``: the checksum does not depend on strides. On the CPU checksums are numbers, which no allocator has to
+    hold until backward; on another device tensors, of at most 24 KB each. Tensors without a plain strided layout, and
+    those without data (fake, meta), have the empty checksum.
+    """
+    if type(tensor) is Tensor:
+        return _of_plain(tensor, in_order)
+    return tuple(total for part in tensor_parts(tensor) for total in _of_plain(part, in_order))
+
+
+def sums_of(out: Any) -> Sums:
+    """Return the checksums of the tensors in the result of an op, one after the other."""
+    return tuple(total for tensor in tensors_of(out) for total in checksum(tensor))
+
+
+def find_different(pairs: Sequence[tuple[Sums, Sums]]) -> list[int]:
+    """Return the places of those pairs of checksums that are not equal; waits at most once for each device."""
+    different = []
+    compared: dict[torch.device, tuple[list[int], list[Tensor]]] = {}
+    for place, (left, right) in enumerate(pairs):
+        if left and type(left[0]) is int:  # on the CPU
+            if (right and type(right[0]) is not int) or left != right:
+                different.append(place)
+            continue
+        if len(left) != len(right):
+            different.append(place)
+            continue
+        for one, other in zip(left, right, strict=True):
+            if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+                if isinstance(one, Tensor) or isinstance(other, Tensor) or one != other:
+                    different.append(place)
+            elif one.shape != other.shape or one.device != other.device:
+                different.append(place)
+            elif not (one.is_cuda and torch.cuda.is_current_stream_capturing()):
+                places, answers = compared.setdefault(one.device, ([], []))
+                places.append(place)
+                answers.append(_equal(one, other))
+    for places, answers in compared.values():
+        found: list[bool] = _unseen(lambda answers=answers: torch.stack(answers).tolist())
+        different += [place for place, is_equal in zip(places, found, strict=True) if not is_equal]
+    return sorted(set(different))
+
+
+def same(left: Sums, right: Sums) -> bool:
+    """Return whether two checksums are equal."""
+    return not find_different([(left, right)])
+
+
+def _of_plain(tensor: Tensor, in_order: bool) -> Sums:
+    kind = type(tensor)
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        return ()
+    if tensor.is_cpu and (kind is Tensor or kind is Parameter):
+        size = tensor.nbytes
+        is_small = size <= _SMALL_BYTES and not (tensor.is_conj() or tensor.is_neg())
+        if is_small and (tensor.is_contiguous() or (not in_order and _has_no_gaps(tensor))):
+            return (_crc(tensor, size),)
+    elif tensor.device.type == "meta" or kind.__name__ == "FakeTensor":
+        return ()
+    return _unseen(partial(_sums, tensor, in_order))  # type: ignore[no-any-return]
+
+
+def _crc(tensor: Tensor, size: int) -> int:
+    return zlib.crc32(memoryview(_Bytes.from_address(tensor.data_ptr()))[:size]) if size else 0
+
+
+def _unseen(function: Any) -> Any:
+    """Call ``function`` seen by no dispatch mode, without a graph."""
+    guard = _Unseen() if _Unseen is not None else None
+    try:
+        with torch.no_grad():
+            return function()
+    finally:
+        del guard
+
+
+def _sums(tensor: Tensor, in_order: bool) -> Sums:
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    if tensor.element_size() not in _INTEGERS:
+        return ()
+    return tuple(total for flat in _flat(tensor, in_order) for total in _of_flat(flat))
+
+
+def _flat(tensor: Tensor, in_order: bool) -> Iterable[Tensor]:
+    """Yield the values of ``tensor`` as contiguous, aligned tensors of one dimension: itself, or copies of pieces."""
+    is_aligned = tensor.storage_offset() * tensor.element_size() % 8 == 0
+    if is_aligned and tensor.is_contiguous():
+        yield tensor.view(-1)
+    elif is_aligned and not in_order and _has_no_gaps(tensor):
+        yield tensor.as_strided((tensor.numel(),), (1,))
+    else:
+        longest = max(range(tensor.dim()), key=lambda dim: tensor.shape[dim])
+        rows = max(1, _PIECE_BYTES * tensor.shape[longest] // max(1, tensor.numel() * tensor.element_size()))
+        for piece in tensor.split(rows, longest):
+            yield piece.clone(memory_format=torch.contiguous_format).view(-1)
+
+
+def _has_no_gaps(tensor: Tensor) -> bool:
+    expected = 1
+    for stride, length in sorted(zip(tensor.stride(), tensor.shape)):  # noqa: B905 (it takes longer)
+        if length != 1 and stride != expected:
+            return False
+        expected *= length
+    return True
+
+
+def _of_flat(flat: Tensor) -> list[Tensor | int]:
+    size = flat.numel() * flat.element_size()
+    if flat.is_cpu and size <= _SMALL_BYTES:
+        return [_crc(flat, size)]
+    bits = flat.view(torch.uint8) if flat.dtype is torch.bool else flat.view(_INTEGERS[flat.element_size()])
+    per_word = 8 // bits.element_size()
+    rows = bits.numel() // (per_word * _COLUMNS)
+    rows -= 1 - rows % 2
+    if rows <= 0:
+        parts = [bits.clone()]
+    else:
+        end = rows * _COLUMNS * per_word
+        parts = [bits[:end].view(torch.int64).view(rows, _COLUMNS).sum(0), bits[end:].clone()]
+    if flat.is_cpu:
+        return [_crc(part, part.numel() * part.element_size()) for part in parts]
+    return [*parts]
+
+
+def _equal(left: Tensor, right: Tensor) -> Tensor:
+    answer: Tensor = _unseen(lambda: (left == right).all())
+    return answer

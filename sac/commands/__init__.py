@@ -1,1 +1,0 @@
-"""What the commands of `sac` print: tables, a picture, progress."""

@@ -1,0 +1,217 @@
+"""The output of a region, let go of until backward although what comes next has saved it."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
+
+from sac.checkpointing import run_with
+from sac.errors import Problem, RegionError, SacWarning
+from sac.outer_hooks import PackHooks, Parked, park, surrounding_hooks
+from sac.recompute.regions import Note, remembering
+from sac.region.compiled_graphs import nodes_between, saved_without_hooks, shows_saved_tensors
+from sac.region.frame import OTHER_LAYOUT, WRITTEN_LATER
+from sac.region.settings import Settings
+from sac.tensors import plain_address, version_of
+
+# Note [Discarded outputs]
+#
+# What comes after a region mostly saves the region's output for its own backward, though the region can compute it
+# again. To let it go takes three steps:
+#
+# Forward. Behind the function, inside the region, `Note.take` saves the outputs, in a node on which nothing else
+# depends. So they are the last of what the region's recomputation has to make, as long as somebody may ask for them.
+#
+# Discard. The graph between the region and a tensor further on is walked, and each saved tensor that lies in the
+# storage of an output gets hooks (autograd's own, as in `saved_tensors_hooks`, but put on afterwards): its data goes,
+# and where in the storage it lay stays. No storage is resized. What the walk does not see (a consumer that does not
+# lead to that tensor, a saved tensor that has hooks, an attribute) holds the output as before; gradients are right
+# either way.
+#
+# Backward. The first consumer that asks reads what `Note.take` saved. That runs the region again, once for all
+# consumers and for the region's own backward, and the consumer's tensor is laid on the recomputed storage.
+#
+# Regions that take such an output as their input hold it themselves, not through autograd. `lent_inputs` puts hooks
+# around them, which they hand their inputs to: a chain of regions holds none of the outputs between them.
+
+_open: weakref.WeakValueDictionary[int | None, Discardable] = weakref.WeakValueDictionary()  # by address of a storage
+
+
+class Discardable:
+    """The tensors that one call of a region returned: those of the forward until ``discard``, recomputed ones after it.
+
+    ``note``: what the forward has left; see Note [Discarded outputs].
+    """
+
+    __slots__ = ("__weakref__", "_layouts", "_memories", "_nodes", "_remembered", "_tensors", "_versions")
+
+    def __init__(self, note: Note) -> None:
+        assert note.remembered is not None
+        self._remembered = note.remembered
+        self._tensors: dict[int, torch.Tensor] = dict(enumerate(note.tensors))
+        self._layouts = [_layout_of(tensor) for tensor in note.tensors]
+        self._memories = [StorageWeakRef(tensor.untyped_storage()) for tensor in note.tensors]
+        self._versions = [version_of(tensor) for tensor in note.tensors]
+        self._nodes = {tensor.grad_fn for tensor in note.tensors} - {None}
+        for tensor in note.tensors:
+            _open.setdefault(plain_address(tensor), self)
+
+    @property
+    def unchanged(self) -> dict[int | None, int]:
+        """The addresses of the forward's outputs still held, but for those written to since; with their indices."""
+        held = reversed(self._tensors.items())
+        return {plain_address(tensor): index for index, tensor in held if self._is_unchanged(index)}
+
+    @property
+    def has_graph(self) -> bool:
+        """Whether anything can depend on the outputs."""
+        return bool(self._nodes)
+
+    @property
+    def starts(self) -> set[Any]:
+        """The graph nodes that made the outputs; that of ``Note.take`` if the outputs have none."""
+        return self._nodes or {self._remembered.grad_fn}
+
+    def let_go(self) -> bool:
+        """Hold no output any more that can be computed again; return whether one has to be held."""
+        for index, tensor in list(self._tensors.items()):
+            if self._is_unchanged(index):
+                if _open.get(plain_address(tensor)) is self:
+                    del _open[plain_address(tensor)]
+                del self._tensors[index]
+        self._nodes = set()
+        return bool(self._tensors)
+
+    def lend(self, tensor: torch.Tensor) -> Lent | None:
+        """Return ``tensor``, which lies in the memory of an output, held by its place there; None if it was changed."""
+        index = next(index for index, output in self._tensors.items() if plain_address(output) == plain_address(tensor))
+        return Lent(self, index, tensor) if self._is_unchanged(index) else None
+
+    def tensor(self, index: int) -> torch.Tensor:
+        """Return an output without its graph.
+
+        Raises ``RegionError`` if the recomputed one lies in memory otherwise, or in the same memory, which is then not
+        the region's own, and was written to.
+        """
+        if index in self._tensors:
+            return self._tensors[index].detach()
+        node: Any = self._remembered.grad_fn
+        found: torch.Tensor = node.saved_tensors[index]
+        forward, now = self._layouts[index], _layout_of(found)
+        if forward != now:
+            raise _error(index, f"was {_told(forward)} in forward and is {_told(now)} in recomputation")
+        # The weak reference keeps the address of a storage from being used for another one.
+        if plain_address(found) == self._memories[index].cdata and version_of(found) != self._versions[index]:
+            raise _error(
+                index, "lies in memory that is not the region's own and was written to after the forward", WRITTEN_LATER
+            )
+        return found
+
+    def _is_unchanged(self, index: int) -> bool:
+        return version_of(self._tensors[index]) == self._versions[index]
+
+
+class Lent:
+    """A tensor in the memory of a discardable output, held by where it lies there."""
+
+    __slots__ = ("_dtype", "_index", "_lender", "_place")
+
+    def __init__(self, lender: Discardable, index: int, tensor: torch.Tensor) -> None:
+        self._lender = lender
+        self._index = index
+        self._dtype = tensor.dtype
+        self._place = (tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    def fetch(self) -> torch.Tensor:
+        """Return the tensor, on memory that it shares with other fetches."""
+        with torch.no_grad():
+            output = self._lender.tensor(self._index)
+            return output.new_empty(0, dtype=self._dtype).set_(output.untyped_storage(), *self._place)
+
+
+def run_discardable(
+    settings: Settings, function: Callable[..., Any], args: tuple[Any, ...]
+) -> tuple[Any, Discardable | None]:
+    """Run ``function(*args)`` as a region; return its result, and what discards the tensors in it.
+
+    That is None where there is nothing to let go of: without grad mode, or if the function returns no tensor with
+    memory of its own. ``settings`` must be those of a non-reentrant region.
+    """
+    note = Note()
+    with lent_inputs(args):
+        output = run_with(settings, remembering(function), args, {"note": note})
+    discardable = Discardable(note) if note.remembered is not None else None
+    note.tensors, note.remembered = (), None  # the region holds the note: it must not hold the region
+    return output, discardable
+
+
+def discard(outputs: Sequence[Discardable], *further_on: torch.Tensor) -> int:
+    """Let go of the outputs of regions, and of what was saved of them between the regions and ``further_on``.
+
+    Returns how many saved tensors were let go. The memory goes when its last other holder does. Warns, and keeps what
+    backward needs, if an output was written to since its region returned it, or if no ``further_on`` depends on it.
+    What was discarded before is passed over.
+    """
+    lenders = {address: (one, index) for one in reversed(outputs) for address, index in one.unchanged.items()}
+    missed = [one.starts for one in outputs if one.unchanged and one.has_graph]
+    count = 0
+    for node in nodes_between(further_on, [start for one in outputs if one.unchanged for start in one.starts]):
+        missed = [starts for starts in missed if node not in starts]
+        for saved in saved_without_hooks(node):
+            lender = lenders.get(plain_address(saved.data))
+            if lender is not None:
+                saved.register_hooks(partial(Lent, *lender), Lent.fetch)
+                count += 1
+    if lenders and not shows_saved_tensors():
+        _warn("this version of torch does not show what its graph has saved: the output is kept until backward")
+    if missed:
+        _warn("the tensor given does not depend on the region's output, which is therefore kept until backward")
+    if [one for one in outputs if one.let_go()]:
+        _warn("the region's output was changed in place after the region: it is kept until backward")
+    return count
+
+
+def lent_inputs(inputs: Any) -> AbstractContextManager[Any]:
+    """Return a context for a region with these inputs: those that are discardable outputs, it does not hold itself."""
+    if not _open or not any(plain_address(leaf) in _open for leaf in tree_leaves(inputs)):
+        return nullcontext()
+    return saved_tensors_hooks(partial(_lend, surrounding_hooks()), _take_back)
+
+
+def _lend(outer: PackHooks | None, tensor: torch.Tensor) -> Any:
+    lender = _open.get(plain_address(tensor))
+    lent = lender.lend(tensor) if lender is not None else None
+    return park(tensor, outer) if lent is None else lent
+
+
+def _take_back(held: torch.Tensor | Parked | Lent) -> torch.Tensor:
+    return held if isinstance(held, torch.Tensor) else held.fetch()
+
+
+def _layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    storage = tensor.untyped_storage()
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset(), storage.nbytes()
+
+
+def _told(layout: tuple[Any, ...]) -> str:
+    dtype, shape, stride, offset, size = layout
+    return (
+        f"{str(dtype).removeprefix('torch.')}{list(shape)} with strides {stride}, {offset} elements into {size} bytes"
+    )
+
+
+def _error(index: int, found: str, fix: str = OTHER_LAYOUT) -> RegionError:
+    return RegionError(Problem("region", f"output {index} {found}", fix=fix))
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, SacWarning, stacklevel=4)

@@ -1,0 +1,283 @@
+"""What is known of an op: what it writes to, whether it is a view, draws random numbers, communicates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cache
+from typing import Any
+
+import torch
+
+from sac.ops.registry import NamePattern, op_name
+from sac.ops.save_sets import BACKWARD_MARKS, SAVE_SETS, SaveSet
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional"})
+
+INFRASTRUCTURE = frozenset({"fsdp", "c10d", "profiler", "streams", "debug_mode_ops"})
+"""Namespaces whose ops run a training job rather than compute: hooks, buffers, streams, marks of a profiler."""
+
+_RUNNING_STATISTICS = ("running_mean", "running_var")
+HIDDEN_WRITES: Mapping[str, tuple[str, ...]] = {
+    "aten.native_batch_norm": _RUNNING_STATISTICS,
+    "aten.cudnn_batch_norm": _RUNNING_STATISTICS,
+    "aten.miopen_batch_norm": _RUNNING_STATISTICS,
+    "aten.batch_norm_gather_stats": _RUNNING_STATISTICS,
+    "aten.batch_norm_gather_stats_with_counts": _RUNNING_STATISTICS,
+    "aten.batch_norm_update_stats": _RUNNING_STATISTICS,
+    "aten._batch_norm_impl_index": _RUNNING_STATISTICS,
+    "aten.batch_norm": _RUNNING_STATISTICS,
+    "aten.instance_norm": _RUNNING_STATISTICS,
+    "aten.mkldnn_rnn_layer_backward": ("workspace",),
+    "aten._cudnn_rnn_flatten_weight": ("weight_arr",),
+    "_c10d_functional.irecv": ("tensor",),
+    "_c10d_functional.batch_p2p_ops": ("tensors",),
+}
+"""Arguments that an op writes although its schema does not say so."""
+
+HIDDEN_ALIASES = _words(
+    """aten._unsafe_view aten.unsafe_split aten.unsafe_split_with_sizes aten.unsafe_chunk aten.lift aten.data aten.set
+    aten._remove_batch_dim aten._to_cpu aten._coalesce aten._coalesced aten._sparse_coo_tensor_with_dims_and_tensors
+    aten.dequantize aten.to_dense aten.sum_to_size aten.type_as aten.broadcast_tensors aten._saturate_weight_to_fp16
+    aten.to_dense_backward aten.to_mkldnn_backward aten.cumprod_backward inductor._reinterpret_tensor
+    inductor._alloc_from_pool export.access_subclass_inner_tensor _c10d_functional.wait_tensor
+    _c10d_functional._wrap_tensor_autograd c10d_functional.wait_tensor"""
+)
+"""Packets that hand back an argument or a view of its storage, always or for some arguments, without saying so."""
+
+FILLING = _words(
+    """copy_ fill_ zero_ set_ resize_ uniform_ normal_ bernoulli_ exponential_ geometric_ cauchy_ log_normal_ random_
+    _foreach_copy_ _foreach_zero_"""
+)
+"""Aten packets that write to the whole of an argument, whatever was there."""
+
+FILLING_PARTS = _words(
+    """index_put_ _index_put_impl_ index_copy_ index_fill_ scatter_ masked_fill_ masked_scatter_ put_ fill_diagonal_"""
+)
+"""Aten packets that may fill fresh memory part by part, and do not read what was there."""
+
+OVERSTATED_WRITES: tuple[tuple[str, tuple[str, ...]], ...] = (
+    # FlashAttention 2's kernels take `q` by C++ reference to rebind it; its values stay.
+    ("*flash_attn*.fwd", ("q",)),
+    ("*flash_attn*.varlen_fwd", ("q",)),
+    ("_vllm_fa*.fwd", ("q",)),
+    ("_vllm_fa*.varlen_fwd", ("q",)),
+)
+"""Arguments that a schema marks as written although the kernel only reads them."""
+
+_UNINITIALISED = _words(
+    """empty empty_like empty_strided empty_permuted empty_quantized new_empty new_empty_strided
+    _empty_affine_quantized _empty_per_channel_affine_quantized"""
+)
+_CONSTANT_OF_A_TENSOR = _words("zeros_like ones_like full_like new_zeros new_ones new_full zero _make_dep_token")
+_TAGS_ITS_RANDOM_OPS = frozenset({"aten", "prims", "c10d", "_c10d_functional", "_c10d_functional_autograd"})
+_HIGHER_ORDER_WITHOUT_RESULT = frozenset({"print", "call_torchbind", "_export_tracepoint"})
+_HIGHER_ORDER_WRITING = frozenset({"triton_kernel_wrapper_mutation"})
+
+
+@dataclass(frozen=True, slots=True)
+class OpTraits:
+    """What is known of one op whatever its arguments; positions and names are those of its schema."""
+
+    mutated_args: tuple[int, ...] = ()
+    mutated_kwargs: tuple[str, ...] = ()  # keyword-only arguments
+    is_view: bool = False  # the result is an argument, or lies in the storage of one
+    is_factory: bool = False  # a constant, a range or fresh memory: no tensor's values go in, no generator either
+    is_uninitialised: bool = False
+    is_infrastructure: bool = False
+    is_random: bool = False
+    is_nondeterministic: bool = False  # of the save-set `nondeterministic`, perhaps only in some calls
+    may_draw: bool = False  # the generator state has to be compared around a saved call
+    generator_args: tuple[int, ...] = ()
+    generator_kwargs: tuple[str, ...] = ()
+    returns_tensor: bool = True
+    reads_data: bool = False  # values decide a Python number, or the shape of the result; not `index` with a mask
+    is_collective: bool = False  # ranks have to meet in it, or in the wait for it
+    takes_optional: bool = False  # a tensor among its arguments may be left out
+    tensor_places: tuple[int, ...] = ()  # of its arguments, those that are tensors
+    view_of: int = -1  # the argument of which the result is a view each time, a new tensor; -1: there is none such
+    is_flat: bool = False  # each tensor among its arguments is a positional argument by itself
+    unsavable_reason: str = ""  # phrase for a message; empty when every call can be saved
+    savable_if: str = ""  # a name in CONDITIONS: calls that can be saved although there is an unsavable_reason
+
+    @property
+    def savable(self) -> bool:
+        """Whether the result of every call can be kept instead of made again."""
+        return not self.unsavable_reason
+
+
+@cache
+def traits_of(op: Any) -> OpTraits:
+    """Return the facts of ``op``: an overload, a higher-order op, or a callable that has no schema."""
+    schema = getattr(op, "_schema", None)
+    return _of_schema(op, schema) if isinstance(schema, torch.FunctionSchema) else _without_schema(op)
+
+
+def _without_schema(op: Any) -> OpTraits:
+    name = op_name(op)
+    own_name = name.rpartition(".")[2]
+    reason = ""
+    if own_name in _HIGHER_ORDER_WRITING:
+        reason = "it writes its arguments"
+    elif own_name in _HIGHER_ORDER_WITHOUT_RESULT:
+        reason = "it returns no tensor"
+    return OpTraits(
+        is_nondeterministic=_is_of(SAVE_SETS["nondeterministic"], name),
+        may_draw=True,
+        returns_tensor=own_name not in _HIGHER_ORDER_WITHOUT_RESULT | _HIGHER_ORDER_WRITING,
+        unsavable_reason=reason,
+    )
+
+
+def _of_schema(op: Any, schema: Any) -> OpTraits:
+    name = op_name(op)
+    namespace, packet = name.split(".")[:2]
+    written = _written_arguments(f"{namespace}.{packet}", schema)
+    generators = [argument for argument in enumerate(schema.arguments) if "Generator" in str(argument[1].type)]
+    is_random = torch.Tag.nondeterministic_seeded in op.tags or bool(generators)
+    returns_tensor = any("Tensor" in str(result.type) for result in schema.returns)
+    is_view = returns_tensor and not written and _aliases(f"{namespace}.{packet}", op, schema)
+    is_uninitialised = packet in _UNINITIALISED and not written
+    is_factory = is_uninitialised or (not written and not is_random and _is_constant(namespace, packet, schema))
+    reason = _unsavable_reason(
+        namespace,
+        written,
+        is_view=is_view,
+        is_uninitialised=is_uninitialised,
+        is_factory=is_factory,
+        returns_tensor=returns_tensor,
+    )
+    return OpTraits(
+        mutated_args=_positional(written),
+        mutated_kwargs=_keyword_only(written),
+        is_view=is_view,
+        is_factory=is_factory,
+        is_uninitialised=is_uninitialised,
+        is_infrastructure=namespace in INFRASTRUCTURE,
+        is_random=is_random,
+        is_nondeterministic=_is_of(SAVE_SETS["nondeterministic"], name),
+        may_draw=is_random or namespace not in _TAGS_ITS_RANDOM_OPS,
+        generator_args=_positional(generators),
+        generator_kwargs=_keyword_only(generators),
+        returns_tensor=returns_tensor,
+        reads_data=_reads_data(packet, op),
+        is_collective=namespace in _COLLECTIVES or _is_of(SAVE_SETS["collective"], name),
+        takes_optional=any("Optional[Tensor]" in str(argument.type) for argument in schema.arguments),
+        is_flat=_is_flat(schema),
+        tensor_places=tuple(
+            place
+            for place, argument in enumerate(schema.arguments)
+            if str(argument.type) in ("Tensor", "Optional[Tensor]") and not argument.kwarg_only
+        ),
+        view_of=_view_of(f"{namespace}.{packet}", schema) if is_view else -1,
+        unsavable_reason=reason,
+        savable_if=_savable_if(written) if returns_tensor and namespace not in INFRASTRUCTURE else "",
+    )
+
+
+def _written_arguments(packet: str, schema: Any) -> list[tuple[int, Any]]:
+    hidden = HIDDEN_WRITES.get(packet, ())
+    overstated = {name for glob, names in OVERSTATED_WRITES if fnmatchcase(packet, glob) for name in names}
+    written = [
+        (place, argument)
+        for place, argument in enumerate(schema.arguments)
+        if argument.name in hidden
+        or (argument.alias_info is not None and argument.alias_info.is_write and argument.name not in overstated)
+    ]
+    says_it_writes = packet.endswith("_") and not packet.endswith("__")  # `inductor.accumulate_grad_` marks nothing
+    return written or ([(0, schema.arguments[0])] if says_it_writes and schema.arguments else [])
+
+
+def _positional(arguments: list[tuple[int, Any]]) -> tuple[int, ...]:
+    return tuple(place for place, argument in arguments if not argument.kwarg_only)
+
+
+def _keyword_only(arguments: list[tuple[int, Any]]) -> tuple[str, ...]:
+    return tuple(argument.name for _, argument in arguments if argument.kwarg_only)
+
+
+def _aliases(packet: str, op: Any, schema: Any) -> bool:
+    # The tag marks composite ops that hand back an argument for some values, as dropout does in eval mode.
+    tag = getattr(torch.Tag, "maybe_aliasing_or_mutating", None)
+    marked = any(argument.alias_info is not None and not argument.alias_info.is_write for argument in schema.arguments)
+    return marked or packet in HIDDEN_ALIASES or (tag is not None and tag in op.tags)
+
+
+def _view_of(packet: str, schema: Any) -> int:
+    if packet == "aten._unsafe_view":
+        return 0
+    if len(schema.returns) != 1 or str(schema.returns[0].type) != "Tensor" or packet in HIDDEN_ALIASES:
+        return -1
+    if packet == "aten.lift_fresh":  # it hands its argument back
+        return -1
+    marked = [place for place, argument in enumerate(schema.arguments) if argument.alias_info is not None]
+    sure = schema.returns[0].alias_info is not None and len(marked) == 1
+    return marked[0] if sure and packet.startswith("aten.") else -1
+
+
+def _is_constant(namespace: str, packet: str, schema: Any) -> bool:
+    if packet in _CONSTANT_OF_A_TENSOR or (packet == "fill" and schema.overload_name == "Scalar"):
+        return True
+    takes_tensor = any("Tensor" in str(argument.type) for argument in schema.arguments)
+    gives_tensor = any("Tensor" in str(result.type) for result in schema.returns)
+    return namespace in ("aten", "prims") and gives_tensor and not takes_tensor
+
+
+def _reads_data(packet: str, op: Any) -> bool:
+    tags = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+    # `index` is tagged for masks; with integers, its usual call, its shape is that of the indices.
+    return packet in ("is_nonzero", "item") or (packet != "index" and not tags.isdisjoint(op.tags))
+
+
+def _is_flat(schema: Any) -> bool:
+    for argument in schema.arguments:
+        kind = str(argument.type)
+        if "Tensor" in kind and (argument.kwarg_only or kind not in ("Tensor", "Optional[Tensor]")):
+            return False
+        if kind in ("Any", "t") or kind.startswith("__torch__"):
+            return False
+    return True
+
+
+def _is_of(save_set: SaveSet, name: str) -> bool:
+    return not any(mark in name for mark in BACKWARD_MARKS) and any(
+        NamePattern(entry.name).matches(name) for entry in save_set.entries
+    )
+
+
+def _unsavable_reason(
+    namespace: str,
+    written: list[tuple[int, Any]],
+    *,
+    is_view: bool,
+    is_uninitialised: bool,
+    is_factory: bool,
+    returns_tensor: bool,
+) -> str:
+    if namespace in INFRASTRUCTURE:
+        return f"{namespace} ops belong to the infrastructure"
+    if written:
+        names = [f"`{argument.name}`" for _, argument in written]
+        listed = " and ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)
+        return f"it writes its argument{'s' if names[1:] else ''} {listed}"
+    if not returns_tensor:
+        return "it returns no tensor"
+    if is_view:
+        return "it is a view"
+    if is_uninitialised:
+        return "it makes an uninitialised tensor"
+    return "it makes a constant" if is_factory else ""
+
+
+def _savable_if(written: list[tuple[int, Any]]) -> str:
+    """Name the condition under which nothing is written, for an op that writes only arguments that may be left out."""
+    marked = all(argument.alias_info is not None and argument.alias_info.is_write for _, argument in written)
+    if not written or not marked or not all("Optional" in str(argument.type) for _, argument in written):
+        return ""
+    return "absent:" + ",".join(f"{'' if arg.kwarg_only else place}/{arg.name}" for place, arg in written)

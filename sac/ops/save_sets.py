@@ -1,0 +1,271 @@
+"""Named sets of ops such as `attention` and `matmul`, and the conditions on calls that some of them make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+# -- Conditions: questions to one call of an op, for ops that a save-set means only in some of their calls
+
+Condition = Callable[[tuple[Any, ...], Mapping[str, Any], Any], bool]  # (args, kwargs, out)
+
+
+def device_to_host(args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> bool:
+    """Whether the call copies a tensor from an accelerator to the host; ``out`` may be None before the call."""
+    source = args[0] if args else kwargs.get("self")
+    if not isinstance(source, torch.Tensor) or source.device.type in ("cpu", "meta"):
+        return False
+    target = out.device if isinstance(out, torch.Tensor) else kwargs.get("device")
+    return target is not None and torch.device(target).type == "cpu"
+
+
+def _absent(places: tuple[str, ...]) -> Condition:
+    return lambda args, kwargs, out: all(_argument(args, kwargs, place) is None for place in places)
+
+
+def _truthy(places: tuple[str, ...]) -> Condition:
+    return lambda args, kwargs, out: all(bool(_argument(args, kwargs, place)) for place in places)
+
+
+def _argument(args: tuple[Any, ...], kwargs: Mapping[str, Any], place: str) -> Any:
+    position, _, name = place.partition("/")
+    return args[int(position)] if position and int(position) < len(args) else kwargs.get(name)
+
+
+_PLAIN: Mapping[str, Condition] = {"device_to_host": device_to_host}
+_WITH_PLACES: Mapping[str, Callable[[tuple[str, ...]], Condition]] = {"absent": _absent, "truthy": _truthy}
+
+
+class _Conditions(Mapping[str, Condition]):
+    """Conditions by name; see ``CONDITIONS``."""
+
+    def __getitem__(self, name: str) -> Condition:
+        return _read(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_PLAIN)
+
+    def __len__(self) -> int:
+        return len(_PLAIN)
+
+
+@cache
+def _read(name: str) -> Condition:
+    both, _, rest = name.partition(" & ")
+    if rest:
+        first, second = _read(both), _read(rest)
+        return lambda args, kwargs, out: first(args, kwargs, out) and second(args, kwargs, out)
+    if name in _PLAIN:
+        return _PLAIN[name]
+    kind, _, places = name.partition(":")
+    return _WITH_PLACES[kind](tuple(places.split(",")))
+
+
+CONDITIONS: Mapping[str, Condition] = _Conditions()
+"""By name, a function of ``(args, kwargs, out)``. Besides the plain names it understands ``absent:3/out,4/mask`` (each
+of these arguments, at this position or under this keyword, was left out or None), ``truthy:…`` (each of them is true)
+and ``one & other``. An unknown name raises ``KeyError``."""
+
+
+# -- The save-sets, as data: which ops a policy means when it says ``attention``, ``matmul``, ``collective``, …
+
+__all__ = ["BACKWARD_MARKS", "CONDITIONS", "SAVE_SETS", "SET_NAMES", "SaveSet", "SetEntry"]
+
+BACKWARD_MARKS = ("bwd", "backward", "_grad")
+
+
+@dataclass(frozen=True, slots=True)
+class SetEntry:
+    """One name of a save-set; ``condition`` (a name in ``CONDITIONS``) limits it to some calls of the op."""
+
+    name: str
+    condition: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveSet:
+    """A named set of ops; ``doc`` is the sentence that ``sac check`` prints."""
+
+    name: str
+    doc: str
+    entries: tuple[SetEntry, ...]
+
+
+def _entries(namespace: str, names: str) -> tuple[SetEntry, ...]:
+    return tuple(SetEntry(f"{namespace}.{name}") for name in names.split())
+
+
+def _names(names: str) -> tuple[SetEntry, ...]:
+    return tuple(SetEntry(name) for name in names.split())
+
+
+def _some_calls(name: str, condition: str) -> tuple[SetEntry, ...]:
+    return (SetEntry(name, condition),)
+
+
+# The math path of scaled_dot_product_attention is no op: it dispatches matmuls, a softmax and perhaps a dropout.
+_ATTENTION = SaveSet(
+    "attention",
+    "Outputs of fused attention kernels: dear to run again, small to keep (no scores are stored).",
+    _entries(
+        "aten",
+        """_scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention
+        _scaled_dot_product_cudnn_attention _scaled_dot_product_fused_attention_overrideable
+        _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_attention_math_for_mps
+        _flash_attention_forward _efficient_attention_forward _cudnn_attention_forward
+        _triton_scaled_dot_attention scaled_dot_product_attention""",
+    )
+    + _names(
+        """higher_order.flex_attention torch_attn._varlen_attn
+        *flash_attn*.*fwd* *flash_attn*.*forward* _vllm_fa*.*fwd* xformers*.*fwd* xformers*.*forward*
+        mslk*.*flash*fwd* sageattention*.*attn* aiter.*mha*fwd* npu.npu_fusion_attention*""",
+    ),
+)
+
+_MATMUL = SaveSet(
+    "matmul",
+    "Matrix products in full precision, and linear layers: most of the FLOPs of a block.",
+    _entries(
+        "aten",
+        """mm addmm bmm baddbmm addbmm mv addmv linear matmul _addmm_activation mkldnn_linear _foreach_mm
+        _sparse_semi_structured_mm _sparse_semi_structured_addmm _sparse_semi_structured_linear _cslt_sparse_mm""",
+    )
+    + _names(
+        """mkldnn._linear_pointwise mkl._mkl_linear
+        symm_mem.fused_all_gather_matmul symm_mem.fused_matmul_reduce_scatter""",
+    ),
+)
+
+_GROUPED_MATMUL = SaveSet(
+    "grouped_matmul",
+    "Grouped matrix products: the experts of a mixture-of-experts layer.",
+    _entries("aten", "_grouped_mm _scaled_grouped_mm _scaled_grouped_mm_v2")
+    + _names(
+        """transformers.grouped_mm_fallback torchao*.*grouped_mm* fbgemm*.*grouped* mslk*.*grouped*
+        megablocks*.*gmm* grouped_gemm*.*gmm*""",
+    ),
+)
+
+_LOW_PRECISION_MATMUL = SaveSet(
+    "low_precision_matmul",
+    "Matrix products on scaled or quantised operands: fp8, mx formats, int8, int4.",
+    _entries(
+        "aten",
+        """_scaled_mm _scaled_mm_v2 _int_mm _weight_int4pack_mm _weight_int4pack_mm_for_cpu
+        _weight_int4pack_mm_with_scales_and_zeros _weight_int8pack_mm _dyn_quant_matmul_4bit _mixed_dtypes_linear""",
+    )
+    + _names(
+        """symm_mem.fused_all_gather_scaled_matmul symm_mem.fused_scaled_matmul_reduce_scatter
+        onednn.qlinear_pointwise torchao*.*scaled_mm* torchao*.*_matmul* fbgemm*.f8* fbgemm*.i8* fbgemm*.bf16i4*
+        mslk*.f8* mslk*.f4* mslk*.i8* mslk*.bf16i4* bitsandbytes.gemm_4bit
+        bitsandbytes.int8_scaled_mm bitsandbytes.int8_mixed_scaled_mm bitsandbytes.int8_linear_matmul""",
+    ),
+)
+
+_CONVOLUTION = SaveSet(
+    "convolution",
+    "Convolutions of every backend.",
+    _entries(
+        "aten",
+        """convolution _convolution convolution_overrideable cudnn_convolution cudnn_convolution_relu
+        cudnn_convolution_add_relu cudnn_convolution_transpose miopen_convolution miopen_convolution_relu
+        miopen_convolution_add_relu miopen_convolution_transpose miopen_depthwise_convolution mkldnn_convolution
+        _slow_conv2d_forward slow_conv3d_forward slow_conv_dilated2d slow_conv_dilated3d slow_conv_transpose2d
+        slow_conv_transpose3d thnn_conv2d _conv_depthwise2d conv_depthwise3d conv_tbc _mps_convolution
+        _mps_convolution_transpose _nnpack_spatial_convolution""",
+    )
+    + _names("mkldnn._convolution_pointwise mkldnn._convolution_transpose_pointwise *causal_conv1d*.*fwd*"),
+)
+
+# Note [Saving a collective]
+# What is kept is the result of the collective, not that of `wait_tensor`: the latter hands back its argument, so it
+# counts as a view and is run again, where it costs nothing because that result has been waited for (or, if nothing
+# used it in forward, still has its work registered under the same storage). Until then the values are unfinished: the
+# engine keeps the tensor itself and must not copy it. Held by test_ops_collective.
+_COLLECTIVE = SaveSet(
+    "collective",
+    "Results of collectives: keeping them spares the network in backward.",
+    _entries(
+        "_c10d_functional",
+        """all_reduce all_reduce_coalesced all_gather_into_tensor all_gather_into_tensor_coalesced
+        reduce_scatter_tensor reduce_scatter_tensor_coalesced all_to_all_single broadcast""",
+    )
+    + _entries("_c10d_functional_autograd", "all_gather_into_tensor reduce_scatter_tensor all_to_all_single")
+    + _names(
+        """_dtensor.shard_dim_alltoall symm_mem.one_shot_all_reduce symm_mem.one_shot_all_reduce_copy
+        symm_mem.multimem_one_shot_all_reduce deepep*.* deep_ep*.* hybridep*.* hybrid_ep*.*""",
+    ),
+)
+
+# What two runs of one router may answer differently, by ties or by a last bit of its scores, and what no generator
+# state rewinds: cuDNN and MIOpen draw the dropout of their RNNs from a state of their own.
+# All-to-alls carry the routed tokens. Even ones too: with uneven parts on some ranks only, a decision by sizes would
+# let some ranks send again and others not, and the first would wait for ever.
+# Not here: `max.dim`, which low-precision recipes use on every row for their scales.
+_NONDETERMINISTIC = SaveSet(
+    "nondeterministic",
+    "Choices that decide where tokens go, which a second run may make differently: saved in every mode.",
+    _entries(
+        "aten",
+        """topk sort kthvalue mode median.dim nanmedian.dim argmax argmin multinomial histc bincount nonzero
+        nonzero_static _unique _unique2 unique_dim unique_consecutive unique_dim_consecutive""",
+    )
+    + _some_calls("aten._cudnn_rnn", "truthy:11/dropout,12/train")
+    + _some_calls("aten.miopen_rnn", "truthy:9/dropout,10/train")
+    + _names("_c10d_functional.all_to_all_single _c10d_functional_autograd.all_to_all_single")
+    + _names("deepep*.*dispatch* deep_ep*.*dispatch* hybridep*.*dispatch* hybrid_ep*.*dispatch*"),
+)
+
+_DEVICE_TO_HOST = SaveSet(
+    "device_to_host",
+    "Copies from an accelerator to the host, each of which stops the host until the device has caught up.",
+    _some_calls("aten._to_copy", "device_to_host") + _some_calls("prims.device_put", "device_to_host"),
+)
+
+_RANDOM = SaveSet(
+    "random",
+    "Draws from a random generator: keeping them spares the draw; the generator is put where it would have been.",
+    _entries(
+        "aten",
+        """bernoulli binomial cauchy exponential geometric log_normal multinomial native_dropout _fused_dropout normal
+        normal_functional poisson rand rand_like randint randint_like randn randn_like random randperm
+        rrelu_with_noise_functional _sample_dirichlet _standard_gamma uniform""",
+    )
+    + _names("prims.normal prims.uniform rngprims.philox_rand"),
+)
+
+_SCALING = SaveSet(
+    "scaling",
+    "Reductions to the largest magnitude, from which low-precision recipes compute their scales.",
+    _entries("aten", "amax amin aminmax max.default min.default")
+    + _names("torchao*.*amax* torchao*.*_scale torchao*.*_scales"),
+)
+
+_COMPILED = SaveSet(
+    "compiled",
+    "A compiled region inside the block, seen from outside as one op.",
+    _names("higher_order.inductor_compiled_code higher_order.invoke_subgraph"),
+)
+
+SAVE_SETS: Mapping[str, SaveSet] = {
+    save_set.name: save_set
+    for save_set in (
+        _ATTENTION,
+        _MATMUL,
+        _GROUPED_MATMUL,
+        _LOW_PRECISION_MATMUL,
+        _CONVOLUTION,
+        _COLLECTIVE,
+        _NONDETERMINISTIC,
+        _DEVICE_TO_HOST,
+        _RANDOM,
+        _SCALING,
+        _COMPILED,
+    )
+}
+
+SET_NAMES: tuple[str, ...] = tuple(SAVE_SETS)

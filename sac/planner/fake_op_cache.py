@@ -1,0 +1,218 @@
+"""Results of ops on fake tensors, made again from what the same op on the same sizes gave before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn import Parameter
+
+from sac.tensors import layout_key
+
+# Note [Quick fakes]
+#
+# A step of a large model is thousands of calls of few ops on few sizes, and what torch does for a fake one takes
+# longer than all else here. So the result of a call is made from that of an earlier one: a new tensor of the same
+# geometry, or, where the op gave a view, a tensor of that geometry in the storage of its first argument. The attributes
+# of a fake tensor are copied from one that torch has made. Ops that write, that read no fake tensor, or whose results
+# lie in memory otherwise than their geometry says, always go torch's way. A tensor with data beside fake ones (FSDP2
+# gathers parameters into such) counts by its geometry, since torch makes a fake one of it before it looks at the op,
+# but not a single number, which may be one of Python's. A view that is none by its schema, of a conjugate, or of a
+# storage that is too small now (FSDP2 empties them), is made by the kernel for tensors without data.
+
+_in_kernel: Any = getattr(fake_tensor, "in_kernel_invocation_manager", None)
+_refuse_data: Any = getattr(torch._C, "_set_throw_on_mutable_data_ptr", None)
+IS_QUICK = _in_kernel is not None and _refuse_data is not None and hasattr(Tensor, "_make_subclass")
+_SCALARS = (int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+_KINDS = frozenset(_SCALARS)
+
+_OF_DATA = ("constant", "real_tensor", "pytype", "dispatch_keys", "_nonzero_memo", "_item_memo", "_unique_memo")
+
+
+class _Unfit(Exception):  # noqa: N818 (it is no error)
+    """The call has no key."""
+
+
+@dataclass(frozen=True, slots=True)
+class _New:
+    """A result in memory of its own."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    state: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """A result in the storage of the first argument, which has to have ``end`` bytes for it."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    end: int
+    dtype: torch.dtype
+    device: torch.device
+    state: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _ByKernel:
+    """A view that is made by its kernel."""
+
+    device: torch.device
+    state: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Several:
+    """Several results, each new or a scalar."""
+
+    results: tuple[Any, ...]
+    container: type
+
+
+class QuickFakes:
+    """Runs ops on fake tensors; see Note [Quick fakes]."""
+
+    def __init__(self) -> None:
+        # By the id of the op, since its hash is a function in Python: the op, and what is known of calls by their key,
+        # or None if its calls have to go torch's way.
+        self._ops: dict[int, tuple[Any, dict[Any, Any] | None]] = {}
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return what the op gives."""
+        found = self._ops.get(id(func))
+        if found is None:
+            is_quick = IS_QUICK and func.namespace == "aten" and not func._schema.is_mutable
+            found = self._ops[id(func)] = func, {} if is_quick else None
+        calls = found[1]
+        if calls is None:
+            return func(*args, **kwargs)
+        try:
+            key: Any = tuple(map(_key, args))
+            if kwargs:
+                key = (*key, *((name, _key(value)) for name, value in kwargs.items()))
+        except _Unfit:
+            key = _key_beside_data(args, kwargs)
+            if key is None:
+                return func(*args, **kwargs)
+        known = calls.get(key, _Unfit)
+        kind = type(known)
+        if kind is _New:
+            return _new(known)
+        if kind is _View and (storage := args[0].untyped_storage()).nbytes() >= known.end:
+            elem = torch.empty_strided((0,), (1,), dtype=known.dtype, device="meta")
+            elem.set_(storage, known.offset, known.shape, known.stride)
+            return _fake(elem, known.device, known.state)
+        if kind is _View or kind is _ByKernel:
+            return _by_kernel(func, args, kwargs, known)
+        if kind is _Several:
+            return known.container([_new(one) if type(one) is _New else one for one in known.results])
+        out = func(*args, **kwargs)
+        if known is _Unfit:
+            calls[key] = _learn(func, out, args, kwargs)
+        return out
+
+
+def _key(value: Any) -> Any:
+    kind = type(value)
+    if kind is FakeTensor:
+        return value.shape, value.stride(), value.dtype, value.storage_offset(), value.is_conj(), value.is_neg()
+    if kind in _KINDS:
+        return kind, value
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_key, value))
+    if isinstance(value, _SCALARS):
+        return kind, value
+    raise _Unfit
+
+
+def _key_beside_data(args: Any, kwargs: Any) -> Any:
+    """Return the key of a call that reads tensors with data beside fake ones, None if there is none."""
+    if not any(type(one) is FakeTensor for one in _flat((*args, *kwargs.values()))):
+        return None
+    try:
+        return (*map(_any_key, args), *((name, _any_key(value)) for name, value in kwargs.items()))
+    except _Unfit:
+        return None
+
+
+def _any_key(value: Any) -> Any:
+    if type(value) in (Tensor, Parameter) and value.dim() and value.layout is torch.strided:
+        return "data", layout_key(value), value.device, value.is_conj(), value.is_neg()
+    return tuple(map(_any_key, value)) if isinstance(value, (list, tuple)) else _key(value)
+
+
+def _learn(func: Any, out: Any, args: Any, kwargs: Any) -> Any:
+    """Return what is to be known of a call, None if nothing is."""
+    given = [one for one in _flat((*args, *kwargs.values())) if isinstance(one, Tensor)]
+    parts: Sequence[Any] = [out] if isinstance(out, Tensor) else out if isinstance(out, (list, tuple)) else ()
+    fakes: list[Any] = [one for one in parts if isinstance(one, Tensor)]
+    if not given or not fakes or not all(type(one) is FakeTensor and one.layout is torch.strided for one in fakes):
+        return None
+    state = dict(vars(fakes[0]))
+    if any(value is not None for name, value in state.items() if name in _OF_DATA):
+        return None
+    storages = {one.untyped_storage()._cdata for one in given}
+    if isinstance(out, Tensor) and fakes[0].untyped_storage()._cdata in storages:
+        return _learn_view(func, fakes[0], args, state) if all(type(one) is FakeTensor for one in given) else None
+    results: list[Any] = []
+    own: set[int] = set()
+    for one in parts:
+        if not isinstance(one, Tensor):
+            if not isinstance(one, _SCALARS):
+                return None
+            results.append(one)
+            continue
+        fake: Any = one
+        storage = fake.untyped_storage()
+        if storage._cdata in storages | own or one.storage_offset() or one.is_conj() or one.is_neg():
+            return None
+        own.add(storage._cdata)
+        new = _New(tuple(one.shape), tuple(one.stride()), one.dtype, fake.fake_device, dict(vars(fake)))
+        if _new(new).untyped_storage().nbytes() != storage.nbytes():
+            return None
+        results.append(new)
+    return results[0] if isinstance(out, Tensor) else _Several(tuple(results), type(out))
+
+
+def _learn_view(func: Any, out: Any, args: Any, state: dict[str, Any]) -> _View | _ByKernel:
+    base = args[0] if func.is_view and args else None
+    if type(base) is not FakeTensor or any(one.is_conj() or one.is_neg() for one in (base, out)):
+        return _ByKernel(out.fake_device, state)
+    if base.untyped_storage()._cdata != out.untyped_storage()._cdata:
+        return _ByKernel(out.fake_device, state)
+    shape, stride, offset = tuple(out.shape), tuple(out.stride()), out.storage_offset()
+    last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    end = (offset + last + 1) * out.element_size() if out.numel() else 0
+    return _View(shape, stride, offset, end, out.dtype, out.fake_device, state)
+
+
+def _flat(value: Any) -> list[Any]:
+    return [one for part in value for one in (_flat(part) if isinstance(part, (list, tuple)) else [part])]
+
+
+def _new(spec: _New) -> Tensor:
+    elem = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
+    return _fake(elem, spec.device, spec.state)
+
+
+def _by_kernel(func: Any, args: Any, kwargs: Any, known: _View | _ByKernel) -> Tensor:
+    mode: FakeTensorMode = known.state["fake_mode"]
+    with _in_kernel(mode):
+        out = func(*args, **kwargs)
+    return _fake(out, known.device, known.state)
+
+
+def _fake(elem: Tensor, device: torch.device, state: dict[str, Any]) -> Tensor:
+    made: Tensor = Tensor._make_subclass(FakeTensor, elem, False, dispatch_device=True, device_for_backend_keys=device)
+    _refuse_data(made)
+    vars(made).update(state)
+    return made

@@ -1,0 +1,299 @@
+"""Bytes that are alive during a step, op by op, with the scratch memory of kernels."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from bisect import bisect_left
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+from sac.errors import PlanError, Problem
+from sac.memory_timeline import mark, measure_memory
+from sac.ops.names import op_name
+from sac.planner.fake_op_cache import QuickFakes
+from sac.recompute.module_tracker import BareMode
+from sac.tensors import STORAGE_WATCHERS, storage_address, tensor_parts, tensors_of
+
+# -- What the CPU's kernels take beside their results, measured by running each op once on tensors of its sizes
+
+_log = logging.getLogger(__name__)
+
+# Note [Scratch]
+#
+# The memory that a kernel takes and gives back is known to nobody but itself. On the CPU the op is run, once per op and
+# sizes, on zeros, and the profiler says how far the memory went up meanwhile. That is asked for after the step, for the
+# moment in each of its parts at which most was alive when the op began.
+#
+# oneDNN's kernel for LSTMs packs what its backward needs into bytes whose number only it knows: a tensor without data
+# has none of them. Its backward, run on those, takes the process with it (torch 2.13). So the op is refused.
+
+_PACKS_BYTES = "aten::mkldnn_rnn_layer"
+
+
+class Scratch:
+    """Notes at what level of live bytes ops run, and tells how high each part of a step went with their scratch."""
+
+    def __init__(self) -> None:
+        self._ops: dict[Hashable, tuple[Any, Any, Any]] = {}
+        self._sizes: dict[Hashable, int] = {}  # bytes that the op takes at most while it runs, results included
+        self._levels: dict[Hashable, int] = {}  # of the part of the step that is going on
+
+    def saw(self, func: Any, args: Any, kwargs: Any, before: int) -> None:
+        """An op has run; ``before`` bytes were alive when it began. ``PlanError`` for one that tells no sizes."""
+        if func.is_view:
+            return
+        if func.name() == _PACKS_BYTES:
+            found = "how many bytes its kernel packs for backward is not known, so no peak can be told"
+            raise PlanError(Problem(op_name(func), found, fix="use mode: full, or a policy by hand"))
+        metas = tree_map_only(Tensor, _meta, (args, kwargs))
+        key = func, str(metas)
+        if key not in self._ops:
+            self._ops[key] = func, *metas
+        self._levels[key] = max(before, self._levels.get(key, 0))
+
+    def cut(self) -> dict[Hashable, int]:
+        """A part of the step is over: return the levels of its ops."""
+        levels, self._levels = self._levels, {}
+        return levels
+
+    def peak(self, levels: dict[Hashable, int]) -> int:
+        """Return how high a part went that ran ops at these levels."""
+        self._measure()
+        return max((level + self._sizes[key] for key, level in levels.items()), default=0)
+
+    def _measure(self) -> None:
+        waiting = [key for key in self._ops if key not in self._sizes]
+        if not waiting:
+            return
+        state = torch.get_rng_state()
+        try:
+            with torch.no_grad():
+                timeline = measure_memory(lambda: self._run(waiting))
+        finally:
+            torch.set_rng_state(state)
+        for place, key in enumerate(waiting):
+            began, ended = timeline.marks[f"begin {place}"][-1][0], timeline.marks[f"end {place}"][-1][0]
+            first, last = bisect_left(timeline.times_ms, began), bisect_left(timeline.times_ms, ended)
+            self._sizes[key] = max(timeline.live_bytes[first : last + 1]) - timeline.live_bytes[first]
+
+    def _run(self, keys: list[Hashable]) -> None:
+        for place, key in enumerate(keys):
+            func, args, kwargs = self._ops[key]
+            try:
+                args, kwargs = tree_map_only(_Meta, _zeros, (args, kwargs))
+                mark(f"begin {place}")
+                func(*args, **kwargs)
+            except Exception:  # (zeros are no legal input of some ops)
+                _log.debug("%s does not run on zeros: its scratch is not known", func)
+                mark(f"begin {place}")
+            mark(f"end {place}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Meta:
+    """How a tensor lies in memory."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _meta(tensor: Tensor) -> _Meta:
+    return _Meta(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+
+
+def _zeros(meta: _Meta) -> Tensor:
+    return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype).zero_()
+
+
+# -- Live bytes over one step, from the storages of the tensors that its ops make; it needs no allocator, and no
+#    data
+
+# Note [What the ledger counts]
+#
+# A storage counts from the end of the op that made it to its end, each with its own bytes, rounded up to the
+# allocator's block where there is one. Arguments that are written to and results that lie in known storages are not
+# new; one that is resized, as those of FSDP2 are, counts with its new size. What a kernel takes and gives back while it
+# runs is no tensor of any op; `Scratch` (scratch.py) knows of it.
+# On the CPU two more things count that no dispatcher sees made: the states of random generators, and numbers. Of
+# `x * 0.5` autograd saves the number as a tensor of eight bytes.
+
+
+class Ledger(BareMode):
+    """Counts the bytes of storages while it is on; see Note [What the ledger counts].
+
+    ``block_bytes``: what the allocator rounds sizes up to. ``scratch`` hears of each op. ``on_host``: whether what lies
+    in the host's memory counts, such as states of generators.
+    """
+
+    def __init__(
+        self,
+        block_bytes: int = 1,
+        scratch: Scratch | None = None,
+        fakes: QuickFakes | None = None,
+        *,
+        on_host: bool = True,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = 0
+        self.peak = 0  # since it was last set
+        self._block = block_bytes
+        self.scratch = scratch
+        self._numbers = _Numbers(self) if on_host else None
+        self._fakes = fakes or QuickFakes()
+        self._storages: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._zeros = 0  # address of the storage that the last op has filled with zeros
+
+    def __enter__(self) -> Ledger:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        STORAGE_WATCHERS.append(self.note_unseen)
+        self._resize = torch.UntypedStorage.resize_
+        torch.UntypedStorage.resize_ = self._resized  # type: ignore[method-assign,assignment]
+        if self._numbers is not None:
+            self._numbers.__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._numbers is not None:
+            self._numbers.__exit__(*error)  # type: ignore[no-untyped-call]
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        STORAGE_WATCHERS.remove(self.note_unseen)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def note_unseen(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage that no op made."""
+        if self._numbers is not None or storage.device.type != "cpu":
+            self._note_storage(storage)
+
+    def note(self, tensor: Tensor) -> None:
+        """Count the storage of ``tensor`` if it is not counted yet."""
+        for part in tensor_parts(tensor):
+            try:
+                storage = part.untyped_storage()
+            except (RuntimeError, NotImplementedError):  # of sparse layouts there is none
+                continue
+            self._note_storage(storage)
+
+    def _note_storage(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._storages:
+            return
+        size = self._size(storage)
+        self._storages[key] = weakref.ref(storage, self._freed(key)), size
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+    def _size(self, storage: torch.UntypedStorage) -> int:
+        return -(-storage.nbytes() // self._block) * self._block
+
+    @property
+    def _resized(self) -> Callable[[torch.UntypedStorage, int], Any]:
+        """What stands in for the method by which FSDP2 takes and gives back the memory of whole parameters."""
+        ledger, resize = self, self._resize
+
+        def resized(storage: torch.UntypedStorage, size: int) -> Any:
+            out = resize(storage, size)
+            found = ledger._storages.get(storage._cdata)
+            if found is not None:
+                now = ledger._size(storage)
+                ledger._storages[storage._cdata] = found[0], now
+                ledger.live += now - found[1]
+                ledger.peak = max(ledger.peak, ledger.live)
+            return out
+
+        return resized
+
+    def _freed(self, key: int) -> Callable[[Any], None]:
+        mine = weakref.ref(self)
+
+        def freed(_: Any) -> None:
+            ledger = mine()
+            if ledger is not None and (found := ledger._storages.pop(key, None)) is not None:
+                ledger.live -= found[1]
+
+        return freed
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if _GROUPED is not None and func is _GROUPED.default and isinstance(args[0], FakeTensor):
+            return _run_grouped(args, kwargs)
+        return self._fakes.run(func, args, kwargs)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and type(args[0]) is FakeTensor and not args[0].fake_mode.in_kernel_invocation:
+            return args[0].fake_device  # as torch answers; autograd asks for more devices than there are ops
+        if func.namespace == "prim":
+            return func(*args, **(kwargs or {}))
+        before = self.live
+        if func is _INDEX_PUT and _is_gradient_of_index(args, self._zeros):
+            func, args = _INDEX_PUT_INTO, (*args, False)
+        out = self._run(func, args, kwargs or {})
+        self._zeros = storage_address(out) if func in _ZEROS else 0
+        if type(out) is FakeTensor and out.layout is _STRIDED:
+            self._note_storage(out.untyped_storage())
+        else:
+            for tensor in tensors_of(out):
+                self.note(tensor)
+        if self.scratch is not None:
+            self.scratch.saw(func, args, kwargs or {}, before)
+        if torch.Tag.nondeterministic_seeded in func.tags and _would_draw(func, args, kwargs or {}, out):
+            torch.empty(1).uniform_()  # without data nothing is drawn; what looks at generators is to see that it was
+        return out
+
+
+_DEVICE, _STRIDED = torch.ops.prim.device.default, torch.strided
+
+# Of what was indexed the gradient is zeros with the incoming gradient added at some places. While a mode is on,
+# autograd makes a copy of the zeros for that, and without one it writes to them.
+_INDEX_PUT, _INDEX_PUT_INTO = torch.ops.aten.index_put.default, torch.ops.aten._index_put_impl_.default
+_ZEROS = (torch.ops.aten.new_zeros.default, torch.ops.aten.zeros.default, torch.ops.aten.zeros_like.default)
+
+
+def _is_gradient_of_index(args: Any, zeros: int) -> bool:
+    in_backward = torch._C._current_graph_task_id() >= 0
+    return in_backward and len(args) == 4 and bool(args[3]) and storage_address(args[0]) == zeros
+
+
+_GROUPED = getattr(torch.ops.aten, "_grouped_mm", None)
+
+
+def _run_grouped(args: Any, kwargs: Any) -> Any:
+    """Run a grouped product of fake tensors, also of dtypes that only the CPU's kernel takes."""
+    left, right, *rest = args  # torch 2.13 knows the shape for bfloat16 only
+    op: Any = _GROUPED
+    out = op.default(left.bfloat16(), right.bfloat16(), *rest, **{**kwargs, "out_dtype": None})
+    return out.new_empty(out.shape, dtype=kwargs.get("out_dtype") or left.dtype)
+
+
+def _would_draw(func: Any, args: Any, kwargs: Any, out: Any) -> bool:
+    """Whether a random op without data would have drawn numbers: not if nothing is to be dropped."""
+    if not any(isinstance(tensor, FakeTensor) for tensor in tensors_of(out)):
+        return False
+    given = {argument.name: argument.default_value for argument in func._schema.arguments}
+    given |= dict(zip(given, args, strict=False)) | kwargs
+    share = given.get("dropout_p", given.get("p") if "dropout" in func.name() else None)
+    return share != 0.0 and given.get("train") is not False
+
+
+class _Numbers(TorchFunctionMode):
+    """Counts the numbers that autograd saves as tensors."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._note = ledger.note
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        node = out.grad_fn if isinstance(out, Tensor) else None
+        if node is not None and node.name() in ("MulBackward0", "DivBackward0"):
+            number = getattr(node, "_raw_saved_other", None)
+            data = getattr(number, "data", None)  # private to torch (2.11 to 2.13): looks, and unpacks nothing
+            if isinstance(data, Tensor) and not data.dim() and not isinstance(data, FakeTensor):
+                self._note(data)
+        return out

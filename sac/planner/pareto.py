@@ -1,0 +1,370 @@
+"""The save sets of one region of which no other is both smaller and faster."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from sac.extras import import_extra
+from sac.planner.profile import Entry, Recompute, RegionProfile
+
+# -- What has to run again or be held in one region so that backward gets what it needs, as a list of conditions
+
+Engine = Literal["replay", "rerun"]
+ALWAYS = -1  # stands for a reader that runs again whatever is saved: backward itself, or an entry that is never spared
+NOTHING = -1  # stands for a maker that cannot run instead, or for a storage that cannot be held
+
+# Note [Demands]
+#
+# A demand says: if `reader` runs again, then `maker` does or the storage `root` is held. All that Note [What is
+# replayed] asks for has this form. A value that is read: its maker runs or its storage is held, if its maker may be
+# saved; its maker runs, if it may not; its storage is held, if it must be saved. A write to the storage of a value that
+# is read later runs whatever is held, and so does what has to draw random numbers first. A collective before the last
+# need runs unless it is saved; a wait for its result runs if the collective does.
+#
+# For any choice of storages to hold, the least set of entries that meets all demands is what runs again, and what does
+# not run again although something reads it has to be saved. So keep-sets need no variables of their own. A saved entry
+# that runs anyway would hold memory for nothing. (One case is left out: where a collective runs for what it writes or
+# draws, saving it as well would spare the wait for it.)
+#
+# Under rerun all runs again that is not saved, up to the last need. Only what those entries read is held. (It ends
+# earlier if all that backward needs of the end is saved. That is not foreseen: it holds less, in less time.)
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """See Note [Demands]. An entry or ``ALWAYS``, an entry or ``NOTHING``, a root or ``NOTHING``."""
+
+    reader: int
+    maker: int
+    root: int
+
+
+def recomputed(profile: RegionProfile, saved: Collection[int], engine: Engine) -> Recompute:
+    """Return what ``engine`` runs again and holds if the entries ``saved``, and those that must be, are saved."""
+    if engine == "replay":
+        return profile.replayed(saved)
+    chosen = {*saved, *(entry.number for entry in profile.entries if entry.must_save)}
+    running = [entry for entry in profile.entries[: _last(profile)] if entry.number not in chosen]
+    read = {need.value for need in profile.needs}.union(*(entry.reads for entry in running))
+    held = sorted({*profile.routed, *(value for value in read if profile.maker.get(value) in chosen)})
+    storages = {profile.roots[value]: profile.bytes[value] for value in held}
+    return Recompute(tuple(entry.number for entry in running), tuple(held), sum(storages.values()))
+
+
+def demands_of(profile: RegionProfile, engine: Engine) -> frozenset[Demand]:
+    """Return the demands of a region. Storages that are held in any case, or of no bytes, are left out of it."""
+    ever = recomputed(profile, (), engine).entries
+    rows = _of_replay(profile, ever) if engine == "replay" else _of_rerun(profile, ever)
+    idle = [value for value in profile.maker if not profile.bytes[value]]
+    free = {profile.roots[value] for value in (*idle, *profile.routed)}
+    return frozenset(row for row in rows if row.root == NOTHING or row.root not in free)
+
+
+def _last(profile: RegionProfile) -> int:
+    return max((need.time for need in profile.needs), default=0)
+
+
+def _of_value(profile: RegionProfile, reader: int, value: int) -> Iterator[Demand]:
+    """Yield what the reading of ``value`` asks of its maker."""
+    if value not in profile.maker:
+        return
+    maker, root = profile.entries[profile.maker[value]], profile.roots[value]
+    if maker.must_save:
+        yield Demand(reader, NOTHING, root)
+    else:
+        yield Demand(reader, maker.number, root if maker.savable else NOTHING)
+
+
+def _of_replay(profile: RegionProfile, ever: Collection[int]) -> Iterator[Demand]:
+    writers: dict[int, list[int]] = {}
+    for entry in profile.entries:
+        for root in entry.writes:
+            writers.setdefault(root, []).append(entry.number)
+
+    def read(reader: int, value: int, time: int) -> Iterator[Demand]:
+        yield from _of_value(profile, reader, value)
+        for writer in writers.get(profile.roots[value], ()):
+            if writer < time:
+                yield Demand(reader, writer, NOTHING)
+
+    for need in profile.needs:
+        yield from read(ALWAYS, need.value, need.time)
+    for number in ever:
+        entry = profile.entries[number]
+        for value in entry.reads:
+            yield from read(number, value, number)
+        for earlier in entry.after:
+            yield Demand(number, earlier, NOTHING)
+    for entry in profile.entries[: _last(profile)]:
+        if entry.is_collective and not (entry.makes and (entry.must_save or entry.savable)):
+            yield from _of_collective(profile, entry)
+
+
+def _of_collective(profile: RegionProfile, entry: Entry) -> Iterator[Demand]:
+    """Yield when a collective that cannot be saved runs: always, or if one of those that it waits for does."""
+    sources = [profile.entries[profile.maker[value]] if value in profile.maker else None for value in entry.reads]
+    if not entry.is_view or any(one is None or not (one.savable or one.must_save) for one in sources):
+        yield Demand(ALWAYS, entry.number, NOTHING)
+        return
+    for source in sources:
+        if source is not None and not source.must_save:
+            yield Demand(source.number, entry.number, NOTHING)
+
+
+def _of_rerun(profile: RegionProfile, ever: Collection[int]) -> Iterator[Demand]:
+    for need in profile.needs:
+        yield from _of_value(profile, ALWAYS, need.value)
+    for number in ever:
+        if not profile.entries[number].savable:
+            yield Demand(ALWAYS, number, NOTHING)
+        for value in profile.entries[number].reads:
+            yield from _of_value(profile, number, value)
+
+
+# -- Making a list of demands shorter without losing any choice that could be best
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """What is decided and the demands that are still open: entries that run or are spared, roots that are held."""
+
+    open: frozenset[Demand]
+    runs: frozenset[int]
+    spared: frozenset[int]
+    held: frozenset[int]
+
+
+def settle(rows: Collection[Demand], runs: Iterable[int] = (), spared: Iterable[int] = ()) -> Settled | None:
+    """Return what follows if the entries ``runs`` run again and ``spared`` do not; None if that cannot be.
+
+    See Note [Demands]: an entry that nothing asks for does not run.
+    """
+    on, off, held = set(runs), set(spared), set[int]()
+    while True:
+        makers = {row.maker for row in rows}
+        left = set()
+        for row in rows:
+            reader = ALWAYS if row.reader in on else row.reader
+            maker = NOTHING if row.maker in off else row.maker
+            if maker in on or row.root in held or reader in off or (reader != ALWAYS and reader not in makers):
+                continue
+            if maker != NOTHING and (reader != ALWAYS or row.root != NOTHING):
+                left.add(Demand(reader, maker, row.root))
+            elif maker != NOTHING:
+                on.add(maker)
+            elif row.root == NOTHING:
+                if reader == ALWAYS:
+                    return None
+                off.add(reader)
+            elif reader == ALWAYS:
+                held.add(row.root)
+            else:
+                left.add(Demand(reader, NOTHING, row.root))
+        if left == rows:
+            return Settled(frozenset(left), frozenset(on), frozenset(off), frozenset(held))
+        rows = left
+
+
+def folded(rows: Collection[Demand], seconds: dict[int, float], savable: Collection[int]) -> frozenset[Demand]:
+    """Fold each entry that cannot be saved, and runs for one reader only, into that reader, with its ``seconds``.
+
+    Changes ``seconds``, which is per entry that is not decided.
+    """
+    for number in sorted(seconds, reverse=True):
+        readers = {row.reader for row in rows if row.maker == number} - {number}
+        if number not in savable and len(readers) == 1:
+            into = readers.pop()
+            seconds[into] += seconds.pop(number)
+            rows = [_renamed(row, number, into) for row in rows]
+    return frozenset(row for row in rows if row.maker != row.reader and not _follows(row, rows))
+
+
+def _renamed(row: Demand, old: int, new: int) -> Demand:
+    return replace(row, reader=new if row.reader == old else row.reader, maker=new if row.maker == old else row.maker)
+
+
+def _follows(row: Demand, rows: Collection[Demand]) -> bool:
+    """Whether another row asks for the same in any case."""
+    return row.reader != ALWAYS and replace(row, reader=ALWAYS) in rows
+
+
+def joined(rows: Collection[Demand], size: dict[int, int]) -> frozenset[Demand]:
+    """Let the first of several storages that are asked for alike stand for all, and add their bytes to its ``size``."""
+    askers: dict[int, set[tuple[int, int]]] = {}
+    for row in rows:
+        if row.root != NOTHING:
+            askers.setdefault(row.root, set()).add((row.reader, row.maker))
+    first: dict[frozenset[tuple[int, int]], int] = {}
+    gone = set()
+    for root in sorted(askers):
+        kept = first.setdefault(frozenset(askers[root]), root)
+        if kept != root:
+            size[kept] += size[root]
+            gone.add(root)
+    return frozenset(row for row in rows if row.root not in gone)
+
+
+def parts(rows: Collection[Demand]) -> list[frozenset[Demand]]:
+    """Split rows into parts that share neither an entry nor a storage: each can be decided for itself."""
+    groups: list[tuple[set[tuple[str, int]], set[Demand]]] = []
+    for row in sorted(rows, key=lambda row: (row.maker, row.root, row.reader)):
+        names = {("entry", number) for number in (row.reader, row.maker) if number >= 0}
+        names |= {("root", row.root)} if row.root != NOTHING else set()
+        inside = {row}
+        apart = []
+        for group in groups:
+            if names.isdisjoint(group[0]):
+                apart.append(group)
+            else:
+                names, inside = names | group[0], inside | group[1]
+        groups = [*apart, (names, inside)]
+    return [frozenset(inside) for _, inside in groups]
+
+
+# -- Which of a region's results to save: all choices of which none is both smaller and faster than another
+
+MOST_BEST = 400  # choices of a part that go on
+TICKS = 2**50  # the seconds of all entries, in the integers that are compared
+
+# Note [The search for keep-sets]
+#
+# The open demands of a region fall apart: what backward reads itself is made or held whatever else is, so a chain of
+# ops ends there. Parts that share nothing are searched apart, and their choices added up, of which only those are kept
+# that no other beats in both bytes and seconds. A part is searched by deciding one of its entries both ways, which lets
+# it fall apart again; what was searched once is remembered. Nothing is rounded, so the set is exact; unless there are
+# more than `MOST_BEST` best choices of a part (regions with many small results, such as a router's). Then of those
+# whose seconds lie within one of so many equal steps only the one with the fewest bytes goes on.
+
+
+@dataclass(frozen=True, slots=True)
+class KeepSet:
+    """Entries to save, beside those that must be; the bytes that are held then, and the seconds that run again."""
+
+    saved: frozenset[int]
+    bytes: int
+    seconds: float
+
+
+def priced(profile: RegionProfile, times: Sequence[float], saved: Collection[int], engine: Engine) -> KeepSet:
+    """Return what it costs to save the entries ``saved``. ``times``: seconds per entry."""
+    cost = recomputed(profile, saved, engine)
+    return KeepSet(frozenset(saved), cost.bytes, math.fsum(times[number] for number in cost.entries))
+
+
+def pareto(profile: RegionProfile, times: Sequence[float], engine: Engine = "replay") -> tuple[KeepSet, ...]:
+    """Return the keep-sets of which no other holds fewer bytes in no more time, or takes less time in no more bytes.
+
+    Bytes ascend and seconds descend, with one keep-set for each pair. Of keep-sets that cost the same, one that saves
+    fewer entries is preferred, then one that saves earlier ones. ``times``: seconds per entry, none of them negative.
+    Needs numpy. See Note [The search for keep-sets].
+    """
+    candidates = {entry.number for entry in profile.candidates}
+    size = {profile.roots[value]: profile.bytes[value] for value in profile.maker}
+    start = settle(demands_of(profile, engine))
+    assert start is not None, "all that runs without saving is a choice"
+    undecided = {row.maker for row in start.open} - {NOTHING}
+    seconds = {number: times[number] for number in undecided}
+    rows = joined(folded(start.open, seconds, candidates), size)
+    ever = recomputed(profile, (), engine).entries
+    savable = frozenset(candidates.intersection(ever) - start.runs)
+    found: list[KeepSet] = []
+    for running in _Search(size, seconds).front(rows).running:
+        one = _tidied(profile, times, savable - running, engine)
+        if not found or one.seconds < found[-1].seconds:  # ticks may tell apart what seconds do not
+            found.append(one)
+    return tuple(found)
+
+
+def _tidied(profile: RegionProfile, times: Sequence[float], saved: frozenset[int], engine: Engine) -> KeepSet:
+    """Price ``saved`` without the entries that hold nothing, if that costs no more."""
+    held = {profile.maker[value] for value in recomputed(profile, saved, engine).held}
+    best = priced(profile, times, saved, engine)
+    idle = sorted(saved - held)  # makers first: a reader that runs would have what they make held
+    for drop in (idle, *([number] for number in idle)):
+        less = priced(profile, times, best.saved.difference(drop), engine)
+        if less.bytes <= best.bytes and less.seconds <= best.seconds:
+            best = less
+    return best
+
+
+@dataclass(frozen=True, slots=True)
+class _Front:
+    """Choices that no other beats, bytes ascending: arrays [choice], and the entries that run again in each."""
+
+    bytes: Any
+    ticks: Any
+    counts: Any  # of the entries that are spared by decision
+    running: tuple[frozenset[int], ...]
+
+
+class _Search:
+    """Finds the choices for a list of demands; see Note [The search for keep-sets]."""
+
+    def __init__(self, size: dict[int, int], seconds: dict[int, float]) -> None:
+        self._np: Any = import_extra("numpy", "tools")
+        self._size = size
+        self._known: dict[frozenset[Demand], _Front] = {}
+        whole = math.fsum(seconds.values()) or 1.0
+        self._ticks = {number: round(time / whole * TICKS) for number, time in seconds.items()}
+
+    def front(self, rows: frozenset[Demand]) -> _Front:
+        """Return the best choices for ``rows``, which may fall apart."""
+        fronts = [self._decided(part) for part in parts(rows)]
+        total = self._point(Settled(frozenset(), frozenset(), frozenset(), frozenset()))
+        for one in fronts:
+            total = self._sum(total, one)
+        return total
+
+    def _decided(self, rows: frozenset[Demand]) -> _Front:
+        """Decide the last entry both ways: few others are asked for by it and by earlier ones."""
+        if rows in self._known:
+            return self._known[rows]
+        number = max(max(row.reader, row.maker) for row in rows)
+        ways = [settle(rows, spared=(number,)), settle(rows, runs=(number,))]
+        fronts = [self._sum(self._point(way), self.front(way.open)) for way in ways if way is not None]
+        self._known[rows] = self._union(fronts)
+        return self._known[rows]
+
+    def _point(self, way: Settled) -> _Front:
+        array = self._np.array
+        return _Front(
+            bytes=array([sum(self._size[root] for root in way.held)]),
+            ticks=array([sum(self._ticks[number] for number in way.runs)]),
+            counts=array([len(way.spared)]),
+            running=(way.runs,),
+        )
+
+    def _sum(self, one: _Front, other: _Front) -> _Front:
+        """Return the best of all pairs; among equals the pair that holds more in ``one``."""
+        add = self._np.add.outer
+        columns = [add(a, b).ravel() for a, b in zip(_columns(one), _columns(other), strict=True)]
+        width = len(other.running)
+        rank = -self._np.arange(len(columns[0]))
+        return self._best(columns, rank, lambda at: one.running[at // width] | other.running[at % width])
+
+    def _union(self, fronts: list[_Front]) -> _Front:
+        columns = [self._np.concatenate(column) for column in zip(*map(_columns, fronts), strict=True)]
+        running = [choice for front in fronts for choice in front.running]
+        return self._best(columns, self._np.arange(len(running)), running.__getitem__)
+
+    def _best(self, columns: list[Any], rank: Any, running: Any) -> _Front:
+        """Return the choices, given as the columns of a front, that no other beats; ``rank`` decides between equals."""
+        size, ticks, counts = columns
+        order = self._np.lexsort((rank, counts, ticks, size))
+        least = self._np.minimum.accumulate(ticks[order])
+        order = order[self._np.append(True, least[1:] < least[:-1])]
+        if len(order) > MOST_BEST:
+            order = order[self._thinned(ticks[order])]
+        return _Front(size[order], ticks[order], counts[order], tuple(running(int(at)) for at in order))
+
+    def _thinned(self, ticks: Any) -> Any:
+        """Return which of choices with descending ``ticks`` go on, the first and the last among them."""
+        steps = (ticks[0] - ticks) // -(-(ticks[0] - ticks[-1]) // (MOST_BEST - 1))
+        return self._np.append(True, steps[1:] != steps[:-1]) | (ticks == ticks[-1])
+
+
+def _columns(front: _Front) -> tuple[Any, Any, Any]:
+    return front.bytes, front.ticks, front.counts

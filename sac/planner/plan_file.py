@@ -1,0 +1,130 @@
+"""From a budget to a plan: which policy fits, and by how much."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from sac.errors import PlanError, Problem
+from sac.planner.budget import read_budget
+from sac.planner.choices import NONE, Choice, policy_for
+from sac.planner.devices import Device
+from sac.planner.layers import BudgetTooSmallError
+from sac.planner.memory import Moment
+from sac.planner.profile import RegionProfile
+from sac.planner.search import Planner, Point
+from sac.policy.model import Policy
+from sac.policy.read import bytes_text
+
+_ROUNDS = 12
+
+
+@dataclass(slots=True)
+class Plan:
+    """What was planned: the policy, what it was planned for, and the alternatives beside it."""
+
+    policy: Policy
+    point: Point
+    budget: int
+    least: int
+    most: int
+    profiles: tuple[RegionProfile, ...]
+    choices: tuple[tuple[Choice, ...], ...]
+    device: Device
+    static: int
+    extra: int
+    engine: str = "auto"
+    kinds: tuple[int, ...] = ()  # of each position
+    paths: tuple[str, ...] = ()  # of the region at each position
+    times: tuple[tuple[float, ...], ...] = ()  # seconds of each entry of each profile
+    baselines: tuple[Point, ...] = ()
+    curve: tuple[Point, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def make_plan(
+    planner: Planner, budget: Any, *, name: str = "planned", title: str = "", same_layers: bool = False
+) -> Plan:
+    """Return the plan that takes least time within ``budget``; raises ``PlanError`` if none fits."""
+    wanted = read_budget(budget)
+    least, most = planner.least(), planner.point(NONE, planner.without_checkpointing)
+    notes: list[str] = []
+    if wanted.bytes is None:  # a share of what there is: both ends have to be true
+        for end in (least, most):
+            planner.run(end.choice)
+        least, most = planner.point(least.label, least.choice), planner.point(NONE, most.choice)
+    least = min([least, *_steps(planner, same_layers=same_layers)], key=lambda one: (one.peak, one.seconds))
+    allowed = wanted.within(least.peak, most.peak)
+    chosen = most.choice
+    if allowed < most.peak or planner.step.peak_of(planner.run(chosen)) > allowed:
+        chosen = _fitting(planner, allowed, least, same_layers=same_layers)
+    else:
+        notes.append("no checkpointing is needed")
+    point = planner.point("plan", chosen)
+    made_for = (
+        f"{title or type(planner.model).__name__}, {planner.device.name}: peak {point.peak} bytes of {allowed}"
+        + (f", with {planner.step.extra} bytes of optimizer state" if planner.step.extra else "")
+    )
+    policy = policy_for(
+        planner.profiles, planner.choices, planner.kinds, planner.step.paths, chosen, name, made_for=made_for
+    )
+    return Plan(
+        policy, point, allowed, min(least.peak, point.peak), most.peak, planner.profiles, planner.choices,
+        planner.device, planner.step.static, planner.step.extra, planner.engine, planner.kinds, planner.step.paths,
+        planner.times, notes=tuple(notes),
+    )  # fmt: skip
+
+
+def _fitting(planner: Planner, budget: int, least: Point, *, same_layers: bool) -> tuple[int, ...]:
+    """Return the fastest choice within ``budget`` that a step has been run with, and that has not gone above it."""
+    aim = budget
+    for _ in range(_ROUNDS):
+        try:
+            choice = planner.assign(aim, same_layers=same_layers)
+        except BudgetTooSmallError:
+            break
+        high = planner.step.peak_of(planner.run(choice))
+        if high <= budget:
+            return choice
+        aim = min(aim - 1, aim - (high - budget))
+    planner.run(least.choice)
+    steps = _steps(planner, same_layers=same_layers)
+    fit = [one for one in steps if one.peak <= budget]
+    if fit:
+        return min(fit, key=lambda one: one.seconds).choice
+    raise _too_small(planner, budget, min(steps, key=lambda one: one.peak))
+
+
+def _steps(planner: Planner, *, same_layers: bool) -> list[Point]:
+    """Return what the choices take that a step was run with; where layers hang together, not all is as predicted."""
+    alike = [
+        choice
+        for choice in planner.records
+        if not same_layers or len({*zip(planner.kinds, choice, strict=True)}) == len({*planner.kinds})
+    ]
+    return [planner.point("least", choice) for choice in alike]
+
+
+def _too_small(planner: Planner, budget: int, least: Point) -> PlanError:
+    """Return the error for a budget that nothing fits into: the least that does, and what holds it up."""
+    _, row = planner.step.peak(least.choice)
+    moment = planner.step.moments[row]
+    static = planner.step.static + planner.step.extra
+    where = _where(moment, len(planner.kinds))
+    found = f"{bytes_text(budget)} is below the least peak of this model and these inputs, {bytes_text(least.peak)}"
+    why = (
+        f"{bytes_text(static)} are parameters, buffers, inputs and optimizer state; the peak is {where}"
+        f", where checkpointing holds {bytes_text(least.kept)}"
+    )
+    return PlanError(Problem("budget", f"{found}: {why}", f"{least.peak} bytes or more", fix=_FIXES))
+
+
+_FIXES = "give more, or shrink the batch, the sequence, or what checkpointing cannot: shard parameters, chunk the loss"
+
+
+def _where(moment: Moment, regions: int) -> str:
+    if moment.path:
+        return f"in the {'backward' if moment.in_backward else 'forward'} of {moment.path}"
+    if moment.position == regions:
+        return "in the head and the loss, after the last block"
+    return f"between blocks, at place {moment.position}"

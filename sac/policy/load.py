@@ -1,0 +1,268 @@
+"""Where a policy comes from: a shipped name, a path, a mapping; and the files that it extends."""
+
+from __future__ import annotations
+
+import codecs
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from importlib import resources
+from pathlib import Path
+from typing import TypeAlias
+
+from sac.errors import PolicyError, Problem, listing, nearest
+from sac.policy.dump import dump_policy
+from sac.policy.model import Mark, Policy, Rule
+from sac.policy.read import SCHEMA, Written, read_policy
+from sac.policy.syntax import Findings, compose_yaml, node_from_value, shown
+
+# -- What `extends` means: one line of files, nearest first, folded into one policy
+
+
+def join_lines(written: Written, parents: Sequence[tuple[Written, ...]]) -> tuple[Written, ...]:
+    """Return the line of a file from the lines of its parents; see Note [Inheritance]."""
+    line = [written, *(ancestor for parent in parents for ancestor in parent)]
+    last = {id(one): place for place, one in enumerate(line)}
+    return tuple(one for place, one in enumerate(line) if last[id(one)] == place)
+
+
+def fold(line: Sequence[Written]) -> Policy:
+    """Return the one policy that a line of files means; see Note [Inheritance]."""
+    policies = [written.policy for written in line]
+    child = policies[0]
+    sets: dict[str, tuple[str, ...]] = {}
+    for policy in policies:
+        for name, ops in policy.sets.items():
+            sets[name] = tuple(dict.fromkeys((*sets.get(name, ()), *ops)))
+    default, blocks, layers = (_first_that_sets(key, policies) for key in ("default", "blocks", "layers"))
+    marks = [policy.key_marks for policy in policies]
+    inherited = {key: mark for one in reversed(marks) for key, mark in one.items() if key in _INHERITED}
+    return replace(
+        child,
+        rules=_fold_rules(policies),
+        default=default.default,
+        blocks=blocks.blocks,
+        layers=layers.layers,
+        sets=sets,
+        set_marks={name: mark for policy in reversed(policies) for name, mark in policy.set_marks.items()},
+        extends=tuple(policy.name for policy in policies[1:]),
+        key_marks=inherited | dict(child.key_marks),
+    )
+
+
+_INHERITED = ("default", "regions", "blocks", "layers", "sets")
+
+
+def _first_that_sets(key: str, policies: Sequence[Policy]) -> Policy:
+    return next((policy for policy in policies if key in policy.key_marks), policies[0])
+
+
+def _fold_rules(policies: Sequence[Policy]) -> tuple[Rule, ...]:
+    taken: dict[str, Rule] = {}
+    for rule in (rule for policy in policies for rule in policy.rules):
+        same = taken.get(rule.id)
+        if same is None:
+            taken[rule.id] = rule
+        elif not ("id" in same.key_marks and "id" in rule.key_marks):
+            # Ids that sac made up clash only when two files have one name: that hides nothing.
+            free = next(f"{rule.id}.{n}" for n in range(2, len(taken) + 3) if f"{rule.id}.{n}" not in taken)
+            taken[free] = replace(rule, id=free)
+    return tuple(taken.values())
+
+
+# -- The policies that come with sac, and how a name or path becomes a file
+
+_ENDINGS = (".yaml", ".yml")
+
+
+def shipped_directory() -> Path:
+    """Return the directory of the shipped policies: package data, or ``policies/`` of a checkout run in place."""
+    try:
+        return Path(str(resources.files("sac.policies")))
+    except ModuleNotFoundError:
+        return Path(__file__).resolve().parents[2] / "policies"
+
+
+def shipped_policies() -> tuple[str, ...]:
+    """Return the names of the shipped policies, sorted."""
+    return tuple(sorted(path.stem for path in shipped_directory().glob("*.yaml")))
+
+
+def is_shipped(mark: Mark) -> bool:
+    """Return whether what stands at ``mark`` was written by us and not by the user."""
+    return Path(mark.file).parent == shipped_directory()
+
+
+def shipped_policy_path(name: str) -> Path:
+    """Return the file of a shipped policy; raises ``PolicyError`` for an unknown name. Case and ``-``/``_`` are one."""
+    findings = Findings()
+    path = _find_shipped(name, Mark("policy"), findings)
+    if path is None:
+        raise PolicyError(findings.problems())
+    return path
+
+
+def looks_like_path(text: str) -> bool:
+    """Return whether ``text`` names a file and not a shipped policy."""
+    return text.lower().endswith(_ENDINGS) or any(sep in text for sep in (os.sep, os.altsep) if sep)
+
+
+def find_file(text: str, base: Path, mark: Mark, findings: Findings) -> Path | None:
+    """Return the file that ``text`` names: a shipped policy, or a path (relative ones start at ``base``)."""
+    if not looks_like_path(text):
+        return _find_shipped(text, mark, findings)
+    try:
+        path = base / os.path.expanduser(text)
+        path.stat()  # not exists(): what else it passes over differs between versions of Python
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a NUL in the name
+        near = nearest(Path(text).stem, shipped_policies())
+        fix = f'the shipped policy is written "{near}", without a path' if near else "check the path"
+        findings.add(mark, f'there is no file "{shown(text)}"', nearest=near, fix=fix)
+        return None
+    except OSError as error:
+        findings.add(mark, f'the file "{shown(text)}" cannot be reached: {error.strerror}', fix="check the path")
+        return None
+    return path
+
+
+def _find_shipped(name: str, mark: Mark, findings: Findings) -> Path | None:
+    names = shipped_policies()
+    word = name.strip().lower().replace("-", "_")
+    if word in names:
+        return shipped_directory() / f"{word}.yaml"
+    fix = 'to name a file, give a path that ends in .yaml or has a "/" in it'
+    found = f'no shipped policy is called "{shown(name)}"'
+    findings.add(mark, found, expected=listing(names), nearest=nearest(word, names), fix=fix)
+    return None
+
+
+# -- Loading policies: from a shipped name, a path, a mapping, with all that they extend
+
+__all__ = ["PolicySource", "dump_policy", "load_policy", "shipped_policies", "shipped_policy_path"]
+
+PolicySource: TypeAlias = "str | os.PathLike[str] | Mapping[str, object] | Policy"
+
+MAX_BYTES = 1024 * 1024
+MAX_LINEAGE = 16
+
+
+def load_policy(source: PolicySource, *, where: str = "policy") -> Policy:
+    """Return the policy that ``source`` names or says, with the rules of all that it extends.
+
+    ``source`` is a shipped policy's name, a path (a ``PathLike``, or text that ends in ``.yaml`` or ``.yml`` or has a
+    separator in it), a mapping as a YAML file would have it (``schema`` may be left out; what it ``extends`` by a
+    relative path starts at the working directory), or a ``Policy``, which comes back as it is. ``where`` is how
+    messages call the argument. How parents are folded in, see Note [Inheritance] in ``inherit.py``.
+
+    Raises:
+        PolicyError: with every problem of the policy and of its parents.
+    """
+    if isinstance(source, Policy):
+        return source
+    lineage = _Lineage()
+    if isinstance(source, Mapping):
+        line = lineage.of_mapping(source, where)
+    else:
+        line = lineage.of_file(_top_file(source, where), ())
+    if lineage.problems:
+        raise PolicyError(lineage.problems)
+    return fold(line)
+
+
+def _top_file(source: object, where: str) -> Path:
+    findings = Findings()
+    if isinstance(source, os.PathLike):
+        source = os.fsdecode(source)
+        source = source if os.sep in source else os.path.join(os.curdir, source)
+    if not isinstance(source, str) or not source.strip():
+        expected = f"a path, a mapping, a Policy, or one of {listing(shipped_policies())}"
+        found = "an empty name" if isinstance(source, str) else f"a value of type {type(source).__name__}"
+        findings.stop(Mark(where), f"a policy is meant, this is {found}", expected=expected)
+    path = find_file(source, Path(), Mark(where), findings)
+    if path is None:
+        raise PolicyError(findings.problems())
+    return path
+
+
+class _Lineage:
+    """Reads a policy and its ancestors, each file once, and gathers the problems of all of them."""
+
+    def __init__(self) -> None:
+        self.problems: list[Problem] = []
+        self._lines: dict[Path, tuple[Written, ...]] = {}
+
+    def of_mapping(self, source: Mapping[str, object], where: str) -> tuple[Written, ...]:
+        findings = Findings()
+        node = node_from_value(source, where, findings)
+        written = read_policy(node, "inline", where, findings, needs_schema=False)
+        return self._with_parents(written, Path(), (), findings)
+
+    def of_file(self, path: Path, trail: tuple[Path, ...]) -> tuple[Written, ...]:
+        """Return the line of one file; ``trail`` are the files whose `extends` led here."""
+        key = path.resolve()
+        if key not in self._lines:
+            self._lines[key] = ()
+            findings = Findings()
+            try:
+                written = _read_file(path, findings)
+            except PolicyError as error:
+                self.problems.extend(error.problems)
+            else:
+                self._lines[key] = self._with_parents(written, path.parent, (*trail, path), findings)
+        return self._lines[key]
+
+    def _with_parents(
+        self, written: Written, base: Path, trail: tuple[Path, ...], findings: Findings
+    ) -> tuple[Written, ...]:
+        files = [self._parent(name, mark, base, trail, findings) for name, mark in written.parents]
+        self.problems.extend(findings.problems())
+        return join_lines(written, [self.of_file(path, trail) for path in files if path is not None])
+
+    def _parent(self, name: str, mark: Mark, base: Path, trail: tuple[Path, ...], findings: Findings) -> Path | None:
+        path = find_file(name, base, mark, findings)
+        if path is None:
+            return None
+        same = [place for place, earlier in enumerate(trail) if earlier.resolve() == path.resolve()]
+        if same:
+            chain = " -> ".join(str(one) for one in (*trail[same[0] :], path))
+            findings.add(mark, f"extends goes in a circle: {chain}", fix="remove one of these `extends`")
+        elif len(trail) >= MAX_LINEAGE:
+            findings.add(mark, f"extends goes more than {MAX_LINEAGE} files deep", fix="join some of the files")
+        else:
+            return path
+        return None
+
+
+def _read_file(path: Path, findings: Findings) -> Written:
+    root = compose_yaml(_read_text(path, findings), str(path), findings)
+    if root is None:
+        findings.stop(Mark(str(path)), "the file is empty", fix=f'start with "schema: {SCHEMA}" and "rules:"')
+    return read_policy(root, path.stem, str(path), findings, needs_schema=True)
+
+
+def _read_text(path: Path, findings: Findings) -> str:
+    """Return the text of a file; never reads more than the bound, whatever the file says its size is."""
+    mark = Mark(str(path))
+    if path.is_dir():
+        findings.stop(mark, "this is a directory, not a policy file", fix="name a file in it")
+    if not path.is_file():
+        findings.stop(mark, "this is not a regular file", fix="copy it into a file")
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        findings.stop(mark, f"the file cannot be read: {error.strerror}", fix="check its permissions")
+    if len(data) > MAX_BYTES:
+        findings.stop(mark, "the file is longer than 1 MiB", fix="name a policy file; they have a few kB")
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        findings.stop(mark, "this is UTF-16 text", fix="save it as UTF-8")
+    if b"\0" in data:
+        findings.stop(mark, f"this is a binary file: byte {data.index(0)} is NUL", fix="name a YAML text file")
+    data = data.removeprefix(codecs.BOM_UTF8)
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line_start = data.rfind(b"\n", 0, error.start) + 1
+        column = len(data[line_start : error.start].decode("utf-8")) + 1
+        place = Mark(str(path), data.count(b"\n", 0, error.start) + 1, column)
+        findings.stop(place, f"the byte 0x{data[error.start]:02x} is not UTF-8", fix="save the file as UTF-8")

@@ -1,0 +1,723 @@
+"""From nodes to a policy: every key, its legal values, and all errors of a file at once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from fnmatch import fnmatchcase
+
+from sac.errors import listing, nearest
+from sac.policy.model import ALTERNATE, Calls, Chunks, Decision, Dim, Layers, Mark, Plan, PlannedRegion, Policy, Rule
+from sac.policy.patterns import PathPattern
+from sac.policy.syntax import Findings, ListNode, MapNode, Node, Scalar, describe, shown
+
+# -- Sizes in bytes as people write and read them
+
+LEGAL_BYTES = 'a whole number of bytes, or text such as "64KiB", "1MiB", "1.5GB"'
+MAX_WHOLE = 2**63 - 1
+_UNITS = {"": 1, "b": 1}
+_UNITS |= {f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)}
+_UNITS |= {f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", start=1)}
+_SIZE = re.compile(r"([0-9]+\.?[0-9]*(?:[eE]\+?[0-9]{1,2})?)\s*([A-Za-z]*)")
+
+
+def parse_bytes(text: str) -> int:
+    """Return the bytes that ``text`` writes: a number, then nothing, ``B``, ``kB`` … ``TB`` or ``KiB`` … ``TiB``.
+
+    Units are case-insensitive. Raises ``ValueError`` with the reason when ``text`` is no whole number of bytes.
+    """
+    if text.startswith("-"):
+        raise ValueError("it is below zero")
+    found = _SIZE.fullmatch(text.strip())
+    if not found or len(text) > 60:
+        raise ValueError("it is not a number with a unit")
+    number, unit = found.groups()
+    if unit.lower() not in _UNITS:
+        raise ValueError(f'the unit "{unit}" is none of B, kB, MB, GB, TB, KiB, MiB, GiB, TiB')
+    size = Decimal(number) * _UNITS[unit.lower()]
+    if size > MAX_WHOLE:
+        raise ValueError("it is more than 2**63 - 1 bytes")
+    if size != int(size):
+        raise ValueError("it is not a whole number of bytes")
+    return int(size)
+
+
+def bytes_text(count: int) -> str:
+    """Return a byte count in binary units: ``1.5 MiB``."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+# -- Reading words, texts and numbers out of nodes; what is wrong goes into the findings, and None comes back
+
+
+def read_entries(node: Node, what: str, legal: Sequence[str], findings: Findings) -> dict[str, Node]:
+    """Return the values of a mapping by key; keys that are not in ``legal`` are findings."""
+    if not isinstance(node, MapNode):
+        fix = 'write it as "key: value" pairs'
+        findings.add(node.mark, f"{what} is {describe(node)}", expected=f"a mapping of {listing(legal)}", fix=fix)
+        return {}
+    known: dict[str, Node] = {}
+    for key, value in node.entries:
+        if _is_name(key, what, findings):
+            if key.text in legal:
+                known[key.text] = value
+            else:
+                found, near = f'unknown key "{shown(key.text)}" in {what}', nearest(key.text, legal)
+                fix = f'write "{near}"' if near else "remove it"
+                findings.add(key.mark, found, expected=listing(legal), nearest=near, fix=fix)
+    return known
+
+
+def lacks(key: str, node: MapNode, legal: Sequence[str]) -> bool:
+    """Return whether ``key`` is missing, and not just misspelled (which has been told)."""
+    names = [name.text for name, _ in node.entries]
+    return (
+        key not in names
+        and "<<" not in names
+        and all(nearest(name, legal) != key for name in names if name not in legal)
+    )
+
+
+def read_named(node: Node, what: str, findings: Findings) -> list[tuple[Scalar, Node]]:
+    """Return the entries of a mapping whose keys the user chooses."""
+    if not isinstance(node, MapNode):
+        findings.add(node.mark, f"{what} is {describe(node)}", expected="a mapping of names")
+        return []
+    return [(key, value) for key, value in node.entries if _is_name(key, what, findings)]
+
+
+def _is_name(key: Scalar, what: str, findings: Findings) -> bool:
+    if key.text == "<<":
+        fix = "write the keys out, or put the shared rules into a policy of their own and use `extends`"
+        findings.add(key.mark, 'merge keys ("<<") are not supported', fix=fix)
+        return False
+    if key.kind == "text" and key.text.isprintable() and key.text.strip():
+        return True
+    findings.add(key.mark, f"a key of {what} is {describe(key)}", expected="text", fix="quote it if text is meant")
+    return False
+
+
+def read_text(node: Node, what: str, findings: Findings, *, empty_is_legal: bool = False) -> str | None:
+    """Return a text, letter by letter as written (``1.10`` stays ``1.10``)."""
+    if not isinstance(node, Scalar) or node.kind in ("null", "other"):
+        findings.add(node.mark, f"{what} is {describe(node)}", expected="text")
+    elif node.kind == "bool":
+        findings.add(node.mark, f"{what} is the boolean {node.text}", expected="text", fix=f'write "{node.text}"')
+    elif node.kind == "float" and not node.mark.line:
+        # A float of Python no longer says how it was written: 1.10 came as 1.1.
+        findings.add(
+            node.mark, f"{what} is the number {node.text}", expected="text", fix="quote it where it is written"
+        )
+    elif not node.text and not empty_is_legal:
+        findings.add(node.mark, f"{what} is an empty text", expected="text")
+    elif not node.text.isprintable() or node.text.strip() != node.text:
+        fix = "remove what cannot be seen"
+        findings.add(node.mark, f"{what} has a line break, an outer space or a control character in it", fix=fix)
+    else:
+        return node.text
+    return None
+
+
+def read_texts(
+    node: Node, what: str, findings: Findings, *, empty_is_legal: bool = False
+) -> tuple[tuple[str, Mark], ...]:
+    """Return one text or a list of them, each with its mark."""
+    if isinstance(node, MapNode):
+        findings.add(node.mark, f"{what} is {describe(node)}", expected="text, or a list of at least one")
+        return ()
+    nodes = node.items if isinstance(node, ListNode) else (node,)
+    if not nodes:
+        findings.add(
+            node.mark,
+            f"{what} is an empty list",
+            expected="text, or a list of at least one",
+            fix="remove it, or name one",
+        )
+    texts = ((read_text(item, what, findings, empty_is_legal=empty_is_legal), item.mark) for item in nodes)
+    return tuple((text, mark) for text, mark in texts if text is not None)
+
+
+def read_names(node: Node, what: str, findings: Findings) -> tuple[tuple[str, Mark], ...]:
+    """Return one name or a list of them; a name has no spaces or commas in it."""
+    names = read_texts(node, what, findings)
+    for name, mark in names:
+        if "," in name or any(character.isspace() for character in name):
+            found = f'{what} has the name "{shown(name)}" with a space or comma in it'
+            findings.add(mark, found, fix="write several names as a list: [first, second]")
+    return names
+
+
+def read_word(node: Node, what: str, legal: Sequence[str], findings: Findings) -> str | None:
+    """Return one of the ``legal`` words; case does not matter."""
+    if not isinstance(node, Scalar) or node.kind in ("null", "other"):
+        findings.add(node.mark, f"{what} is {describe(node)}", expected=listing(legal))
+        return None
+    word = next((word for word in legal if word.lower() == node.text.strip().lower()), None)
+    if word is None:
+        near = nearest(node.text, legal)
+        fix = f'write "{near}"' if near else ""
+        if node.kind == "bool" and not node.mark.line:
+            fix = "quote the word that is meant: YAML 1.1 reads on, off, yes and no as booleans"
+        findings.add(node.mark, f"{what} is {describe(node)}", expected=listing(legal), nearest=near, fix=fix)
+    return word
+
+
+def read_bool(node: Node, what: str, findings: Findings) -> bool | None:
+    """Return ``true`` or ``false``; ``yes``, ``on``, 1 and quoted words are findings."""
+    if isinstance(node, Scalar) and node.kind == "bool":
+        return node.text.lower() == "true"
+    meant = {"yes": "true", "on": "true", "true": "true", "1": "true"}
+    meant |= {"no": "false", "off": "false", "false": "false", "0": "false"}
+    word = meant.get(node.text.lower(), "") if isinstance(node, Scalar) else ""
+    fix = f"write {word}, without quotes" if word else ""
+    findings.add(node.mark, f"{what} is {describe(node)}", expected="true, false", fix=fix)
+    return None
+
+
+def read_whole(node: Node, what: str, findings: Findings, *, least: int) -> int | None:
+    """Return a whole number not below ``least``; ``1e3`` is one, ``010`` (8 in YAML 1.1) and ``"10"`` are not."""
+    expected, fix = f"a whole number, {least} or more", ""
+    if isinstance(node, Scalar):
+        digits = node.text.lstrip("+-")
+        octal = len(digits) > 1 and digits.startswith("0") and node.kind == "int"
+        if node.kind in ("int", "float") and not octal:
+            value = _whole(node.text)
+            if value is not None and least <= value <= MAX_WHOLE:
+                return value
+        if octal:
+            fix = f"write {digits.lstrip('0') or '0'}; a leading zero means base 8 to some readers"
+        elif node.kind == "text" and _whole(node.text) is not None:
+            fix = "remove the quotes"
+    findings.add(node.mark, f"{what} is {describe(node)}", expected=expected, fix=fix)
+    return None
+
+
+def read_fraction(node: Node, what: str, findings: Findings) -> float | None:
+    """Return a number above 0 and at most 1, written as a number: ``0.5``, ``1``, ``5e-1``."""
+    if isinstance(node, Scalar) and node.kind in ("int", "float") and is_fraction(node.text):
+        return float(node.text)
+    fix = "remove the quotes" if isinstance(node, Scalar) and node.kind == "text" and is_fraction(node.text) else ""
+    findings.add(node.mark, f"{what} is {describe(node)}", expected="a number above 0, at most 1", fix=fix)
+    return None
+
+
+def is_fraction(text: str) -> bool:
+    """Return whether ``text`` writes a number above 0 and at most 1."""
+    if len(text) > 40 or not text.isascii() or text.strip("+-0123456789.eE"):
+        return False
+    try:
+        return 0 < float(text) <= 1
+    except ValueError:
+        return False
+
+
+def _whole(text: str) -> int | None:
+    if len(text) > 40 or not text.isascii() or text.strip("+-0123456789.eE"):
+        return None
+    try:
+        value = Decimal(text)
+    except ArithmeticError:
+        return None
+    return int(value) if abs(value) <= MAX_WHOLE and value == value.to_integral_value() else None
+
+
+def read_bytes(node: Node, what: str, findings: Findings) -> int | None:
+    """Return a number of bytes, written as a number or as text with a unit."""
+    if not isinstance(node, Scalar) or node.kind not in ("int", "float", "text"):
+        findings.add(node.mark, f"{what} is {describe(node)}", expected=LEGAL_BYTES)
+        return None
+    try:
+        return parse_bytes(node.text)
+    except ValueError as error:
+        findings.add(node.mark, f"{what} is {describe(node)}: {error}", expected=LEGAL_BYTES)
+    return None
+
+
+# -- The forms that a rule's matchers are written in: layers, calls, shapes, dtypes and module patterns
+
+LAYER_FORMS = ("first", "block", "last", "every", "offset", "fraction")
+_LEGAL_FORMS = "all, {first: n}, {block: n}, {last: n}, {every: k, offset: j}, {fraction: f}"
+LEGAL_LAYERS = f'{_LEGAL_FORMS}, or a list such as ["0-7", "12"]'
+LEGAL_PLANS = f'{_LEGAL_FORMS}, a list such as ["0-7", "12"], or chunks of layers: sqrt, {{uniform: n}}'
+LEGAL_CALL = "{index: n}, {index: [n, m]} or {every: k, offset: j}, counted from 0"
+LEGAL_SHAPE = 'a list such as [_, 128, ">=4096"], with _ for any size and "..." in front for any leading dimensions'
+DTYPES = (
+    *("float64", "float32", "float16", "bfloat16", "complex32", "complex64", "complex128", "bool"),
+    *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "qint8", "quint8", "qint32"),
+    *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
+)
+_DTYPE_ALIASES = {"float": "float32", "double": "float64", "half": "float16", "int": "int32", "long": "int64"}
+_DTYPE_ALIASES |= {"short": "int16", "cfloat": "complex64", "cdouble": "complex128", "chalf": "complex32"}
+_RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
+_RANGE_LOOKALIKE = re.compile(r"([0-9]{1,18})\s*(?::|-|\.\.+|,|to|–|—)\s*([0-9]{1,18})")
+_DIM = re.compile(r"(==|!=|>=|<=|>|<|)\s*([0-9]{1,18})")
+
+
+def read_pattern(node: Node, what: str, findings: Findings) -> PathPattern | None:
+    """Return one pattern over module paths; a list of patterns is folded into one with alternatives."""
+    patterns = read_patterns(node, what, findings)
+    if not patterns:
+        return None
+    try:
+        return PathPattern.any_of(pattern.text for pattern in patterns)
+    except ValueError as error:
+        findings.add(node.mark, f"{what} is not a pattern: {error}", fix="write fewer patterns")
+        return None
+
+
+def read_patterns(node: Node, what: str, findings: Findings) -> tuple[PathPattern, ...]:
+    """Return the patterns of one text or a list of texts."""
+    if isinstance(node, MapNode):
+        fix = 'quote it: unquoted braces are a mapping; patterns are written as in "{q_proj,k_proj}"'
+        findings.add(node.mark, f"{what} is {describe(node)}", expected="a pattern, or a list of them", fix=fix)
+        return ()
+    patterns = []
+    for text, mark in read_texts(node, what, findings, empty_is_legal=True):
+        try:
+            patterns.append(PathPattern.parse(text))
+        except ValueError as error:
+            expected = 'a dotted module path, such as "self_attn.{q,k}_proj" or "mlp.**"'
+            findings.add(mark, f'{what} is "{shown(text)}": {error}', expected=expected)
+    return tuple(patterns)
+
+
+def read_layers(node: Node, what: str, findings: Findings) -> Layers | None:
+    """Return the layers chosen by ``all``, one of the forms of ``LAYER_FORMS`` or a list of ranges.
+
+    Chunks, which a config value can ask for, are a finding: a policy speaks of one layer at a time.
+    """
+    plan = _read_plan(node, what, LEGAL_LAYERS, findings)
+    if isinstance(plan, Chunks):
+        fix = "write it in the config value, under `layers`, with `mode: full`"
+        found = f"{what} asks for chunks of layers, which no policy can"
+        findings.add(node.mark, found, expected=LEGAL_LAYERS, fix=fix)
+        return None
+    return plan
+
+
+def read_layer_plan(node: Node, what: str, findings: Findings) -> Layers | Chunks | None:
+    """Return what ``read_layers`` does, or chunks: ``sqrt``, ``{uniform: n}``. Chunks of one layer are all layers."""
+    plan = _read_plan(node, what, LEGAL_PLANS, findings)
+    return Layers() if plan == Chunks(1) else plan
+
+
+def _read_plan(node: Node, what: str, legal: str, findings: Findings) -> Layers | Chunks | None:
+    if isinstance(node, ListNode):
+        return _read_ranges(node, what, legal, findings)
+    if isinstance(node, MapNode):
+        return _read_counted_layers(node, what, legal, findings)
+    word = node.text.strip().lower() if node.kind == "text" else ""
+    if word == "all":
+        return Layers()
+    if word == "sqrt":
+        return Chunks()
+    near = nearest(word, ["all", "sqrt"]) if word and legal == LEGAL_PLANS else nearest(word, ["all"])
+    findings.add(node.mark, f"{what} is {describe(node)}", expected=legal, nearest=near, fix=_layers_fix(node))
+    return None
+
+
+def _layers_fix(node: Scalar) -> str:
+    between = _RANGE_LOOKALIKE.fullmatch(node.text)
+    if between:
+        return f'ranges are written as "{between[1]}-{between[2]}", in a list: ["{between[1]}-{between[2]}"]'
+    word = node.text.strip().lower()
+    if node.kind == "text" and word in (*LAYER_FORMS, "uniform") and word != "offset":
+        return f"say how many, as in {{{word}: {'0.5' if word == 'fraction' else '2'}}}"
+    if node.kind == "float" and is_fraction(node.text):
+        return f"write {{fraction: {node.text}}}"
+    if node.kind != "int" or not node.text.isdecimal():
+        return ""
+    fix = f"write [{node.text}] for that layer alone, {{first: {node.text}}} for the first ones"
+    high, low = divmod(int(node.text[:18]), 60)
+    if high and not node.mark.line:  # PyYAML made this number before we saw it
+        fix += (
+            f'; if {high}:{low} was written, YAML 1.1 reads it as {node.text}: ranges are written as ["{high}-{low}"]'
+        )
+    return fix
+
+
+def _read_counted_layers(node: MapNode, what: str, legal: str, findings: Findings) -> Layers | Chunks | None:
+    names = [key.text for key, _ in node.entries]
+    if "sqrt" in names and legal == LEGAL_PLANS:
+        findings.add(node.mark, f'{what} has the key "sqrt"', expected=legal, fix="write the word alone: layers: sqrt")
+        return None
+    forms = (*LAYER_FORMS, "uniform") if legal == LEGAL_PLANS or "uniform" in names else LAYER_FORMS
+    entries = read_entries(node, what, forms, findings)
+    if not _is_one_form(node, entries, what, legal, findings):
+        return None
+    if "fraction" in entries:
+        return Layers(fraction=read_fraction(entries["fraction"], f"{what}.fraction", findings))
+    numbers = {
+        key: read_whole(value, f"{what}.{key}", findings, least=0 if key == "offset" else 1)
+        for key, value in entries.items()
+    }
+    if "uniform" in numbers:
+        return Chunks(numbers["uniform"])
+    first = numbers.get("first", numbers.get("block"))
+    return Layers(first=first, last=numbers.get("last"), every=numbers.get("every"), offset=numbers.get("offset") or 0)
+
+
+def _is_one_form(node: MapNode, entries: dict[str, Node], what: str, legal: str, findings: Findings) -> bool:
+    """Return whether one form is chosen; ``offset`` belongs to ``every`` and is no form of its own."""
+    forms = [key for key in entries if key != "offset"]
+    if len(forms) == 1 and ("offset" not in entries or "every" in entries):
+        return True
+    if len(entries) == len(node.entries):  # otherwise an unknown key has been told, and is likely the form
+        found = " and ".join(entries) or "nothing in it"
+        findings.add(node.mark, f"{what} has {found}", expected=legal, fix="choose one of the forms")
+    return False
+
+
+def _read_ranges(node: ListNode, what: str, legal: str, findings: Findings) -> Layers | None:
+    if not node.items:
+        findings.add(node.mark, f"{what} is an empty list", expected=legal, fix="remove it, or name a layer")
+        return None
+    ranges = []
+    for item in node.items:
+        text = item.text if isinstance(item, Scalar) and item.kind in ("int", "text") else ""
+        found, fix = _RANGE.fullmatch(text), ""
+        if found and int(found[1]) <= int(found[2] or found[1]) <= MAX_WHOLE:
+            ranges.append((int(found[1]), int(found[2] or found[1])))
+            continue
+        if found:
+            fix = f'write "{found[2]}-{found[1]}"'
+        elif between := _RANGE_LOOKALIKE.fullmatch(text):
+            fix = f'ranges are written as "{between[1]}-{between[2]}"'
+        expected = 'a layer such as 12, or a range such as "0-7" (both ends are meant)'
+        findings.add(item.mark, f"an entry of {what} is {describe(item)}", expected=expected, fix=fix)
+    return Layers(ranges=tuple(ranges))
+
+
+def read_call(node: Node, what: str, findings: Findings) -> Calls | None:
+    """Return which uses of an op are meant: ``index``, or ``every`` with an ``offset``."""
+    if not isinstance(node, MapNode):
+        text = node.text if isinstance(node, Scalar) and node.kind == "int" else ""
+        fix = f"write {{index: {text}}}" if text else ""
+        findings.add(node.mark, f"{what} is {describe(node)}", expected=LEGAL_CALL, fix=fix)
+        return None
+    entries = read_entries(node, what, ("index", "every", "offset"), findings)
+    if not _is_one_form(node, entries, what, LEGAL_CALL, findings):
+        return None
+    if "index" in entries:
+        return _read_indices(entries["index"], f"{what}.index", findings)
+    every = read_whole(entries["every"], f"{what}.every", findings, least=1)
+    offset = read_whole(entries["offset"], f"{what}.offset", findings, least=0) if "offset" in entries else 0
+    return Calls(every=every, offset=offset or 0)
+
+
+def _read_indices(node: Node, what: str, findings: Findings) -> Calls | None:
+    nodes = node.items if isinstance(node, ListNode) else (node,)
+    if not nodes:
+        findings.add(node.mark, f"{what} is an empty list", expected=LEGAL_CALL, fix="remove it, or name a call")
+    indices = (read_whole(item, what, findings, least=0) for item in nodes)
+    return Calls(index=frozenset(index for index in indices if index is not None))
+
+
+def read_shape(node: Node, what: str, findings: Findings) -> tuple[Dim, ...] | None:
+    """Return the dimensions of a shape pattern."""
+    if not isinstance(node, ListNode) or not node.items:
+        findings.add(node.mark, f"{what} is {describe(node)}", expected=LEGAL_SHAPE)
+        return None
+    dims = (_read_dim(item, what, findings, is_first=not place) for place, item in enumerate(node.items))
+    return tuple(dim for dim in dims if dim is not None)
+
+
+def _read_dim(node: Node, what: str, findings: Findings, *, is_first: bool) -> Dim | None:
+    text = node.text.strip() if isinstance(node, Scalar) and node.kind in ("int", "text") else ""
+    if text == "_":
+        return Dim()
+    if text == "..." and is_first:
+        return Dim("...")
+    found = _DIM.fullmatch(text)
+    if found:
+        return Dim(found[1] or "==", int(found[2]))
+    expected = '_ for any size, a size such as 128, or "!=", ">=", "<=", ">", "<" and a size'
+    fix = '"..." may stand in front only' if text == "..." else 'write _ for "any"' if text in ("*", "-1") else ""
+    findings.add(node.mark, f"an entry of {what} is {describe(node)}", expected=expected, fix=fix)
+    return None
+
+
+def read_dtypes(node: Node, what: str, findings: Findings) -> tuple[str, ...]:
+    """Return dtype names as torch prints them, without ``torch.``; its short names (``half``) are legal too."""
+    names = []
+    for text, mark in read_texts(node, what, findings):
+        word = text.lower().removeprefix("torch.")
+        name = _DTYPE_ALIASES.get(word, word)
+        if name in DTYPES:
+            names.append(name)
+        else:
+            findings.add(mark, f'{what} is "{shown(text)}"', expected=listing(DTYPES), nearest=nearest(word, DTYPES))
+    return tuple(dict.fromkeys(names))
+
+
+# -- One rule of a policy: its node to a ``Rule``, and the rules of a file that can never fire
+
+RULE_KEYS = ("id", "ops", "blocks", "module", "layers", "call", "shape", "dtype", "min_bytes", "optional", "do")
+DO_WORDS = (*(decision.value for decision in Decision), ALTERNATE)
+_ABOUT_ONE_OP = ("call", "shape", "dtype", "min_bytes")
+
+
+def read_rules(node: Node | None, policy_name: str, findings: Findings) -> tuple[Rule, ...]:
+    """Return the rules of one file; a rule without an id is called ``<policy's name>.<n>``, counted from 1."""
+    if node is None:
+        return ()
+    if not isinstance(node, ListNode):
+        fix = 'start each rule with "- "' if isinstance(node, MapNode) else "write [] for no rules"
+        findings.add(node.mark, f"rules is {describe(node)}", expected="a list of rules", fix=fix)
+        return ()
+    rules, sound = [], []
+    for number, item in enumerate(node.items, start=1):
+        problems = len(findings)
+        rule = _read_rule(item, f"{policy_name}.{number}", policy_name, findings)
+        if rule is not None:
+            rules.append(rule)
+            sound += [rule] if len(findings) == problems else []  # a broken matcher reads as "matches everything"
+    _find_double_ids(rules, findings)
+    _find_shadowed(sound, findings)
+    return tuple(rules)
+
+
+def _read_rule(node: Node, fallback_id: str, origin: str, findings: Findings) -> Rule | None:
+    """Return the rule, None when it is no mapping or says nothing to do."""
+    entries = read_entries(node, "a rule", RULE_KEYS, findings)
+    if not isinstance(node, MapNode):
+        return None
+    do = read_word(entries["do"], "do", DO_WORDS, findings) if "do" in entries else None
+    if lacks("do", node, RULE_KEYS):
+        findings.add(node.mark, "this rule says nothing to do", expected=", ".join(DO_WORDS), fix='add "do: save"')
+    if lacks("ops", node, RULE_KEYS):
+        _check_speaks_of_module(node, entries, findings)
+    names = read_names(entries["ops"], "ops", findings) if "ops" in entries else ()
+    return Rule(
+        id=(read_text(entries["id"], "id", findings) if "id" in entries else None) or fallback_id,
+        do=do or Decision.RECOMPUTE.value,
+        ops=tuple(name for name, _ in names),
+        blocks=read_patterns(entries["blocks"], "blocks", findings) if "blocks" in entries else (),
+        module=read_pattern(entries["module"], "module", findings) if "module" in entries else None,
+        layers=read_layers(entries["layers"], "layers", findings) if "layers" in entries else None,
+        call=read_call(entries["call"], "call", findings) if "call" in entries else None,
+        shape=read_shape(entries["shape"], "shape", findings) if "shape" in entries else None,
+        dtype=read_dtypes(entries["dtype"], "dtype", findings) if "dtype" in entries else (),
+        min_bytes=(read_bytes(entries["min_bytes"], "min_bytes", findings) if "min_bytes" in entries else None) or 0,
+        optional=bool(read_bool(entries["optional"], "optional", findings)) if "optional" in entries else False,
+        mark=node.mark,
+        key_marks={key: value.mark for key, value in entries.items()},
+        op_marks=tuple(mark for _, mark in names),
+        origin=origin,
+    )
+
+
+def _check_speaks_of_module(node: MapNode, entries: dict[str, Node], findings: Findings) -> None:
+    """A rule without ops speaks of a module as a whole: it needs the module, and has no one op to measure."""
+    if lacks("module", node, RULE_KEYS):
+        fix = 'add ops, such as "ops: matmul"; "*" means every op that can be saved'
+        findings.add(node.mark, "this rule has neither ops nor module", expected="ops, module, or both", fix=fix)
+        return
+    for key in _ABOUT_ONE_OP:
+        if key in entries:
+            found = f"{key} speaks of one op's output, but this rule has no ops"
+            findings.add(entries[key].mark, found, fix=f'remove {key}, or add ops, such as "ops: matmul"')
+
+
+def _find_double_ids(rules: Sequence[Rule], findings: Findings) -> None:
+    first: dict[str, Rule] = {}
+    for rule in rules:
+        if rule.id in first:
+            mark = rule.key_marks.get("id", rule.mark)
+            found = f'the id "{rule.id}" is given twice; the first is at {first[rule.id].where("id")}'
+            findings.add(mark, found, fix="give each rule its own id")
+        first.setdefault(rule.id, rule)
+
+
+def _find_shadowed(rules: Sequence[Rule], findings: Findings) -> None:
+    """Find rules that can never fire because an earlier one takes all that they match, by their text alone."""
+    for place, later in enumerate(rules):
+        for earlier in rules[:place]:
+            if takes_all_of(earlier, later):
+                found = (
+                    f'the rule "{later.id}" can never fire: "{earlier.id}" at {earlier.where()} matches all it matches'
+                )
+                fix = f'put "{later.id}" before "{earlier.id}", or remove it'
+                findings.add(later.mark, found, fix=fix)
+                break
+
+
+def takes_all_of(earlier: Rule, later: Rule) -> bool:
+    """Return whether ``earlier`` matches all that ``later`` matches, as far as their texts tell."""
+    if earlier.speaks_of_module != later.speaks_of_module:
+        return False
+    return (
+        _has_all_blocks_of(earlier, later)
+        and (earlier.module in (None, later.module) or earlier.module.text == "**")
+        and (earlier.layers in (None, later.layers) or earlier.layers.is_all)
+        and earlier.call in (None, later.call)
+        and earlier.shape in (None, later.shape)
+        and (not earlier.dtype or (bool(later.dtype) and set(later.dtype) <= set(earlier.dtype)))
+        and earlier.min_bytes <= later.min_bytes
+        and all(any(_names_at_least(wide, narrow) for wide in earlier.ops) for narrow in later.ops)
+    )
+
+
+def _has_all_blocks_of(earlier: Rule, later: Rule) -> bool:
+    if not earlier.blocks or any(pattern.text == "**" for pattern in earlier.blocks):
+        return True
+    return bool(later.blocks) and set(later.blocks) <= set(earlier.blocks)
+
+
+def _names_at_least(wide: str, narrow: str) -> bool:
+    """Whether ``wide`` names every op that ``narrow`` names: the same, ``*``, a glob over it, or its packet."""
+    wide, narrow = wide.replace("::", "."), narrow.replace("::", ".")
+    if wide in ("*", narrow):
+        return True
+    if "." not in narrow:
+        return False  # a save-set: what is in it is not told by its name
+    return narrow.startswith(f"{wide}.") if not set("*?[") & set(wide) else fnmatchcase(narrow, wide)
+
+
+# -- The key ``plan`` of a policy: what a computed policy was computed for
+
+PLAN_KEYS = ("made_for", "regions")
+PLANNED_KEYS = ("blocks", "layers", "signature")
+_SIGNATURE = re.compile(r"[0-9a-f]{16}")
+
+
+def read_plan(node: Node, findings: Findings) -> Plan | None:
+    """Return what a policy was computed for; every problem in it goes into ``findings``."""
+    entries = read_entries(node, "plan", PLAN_KEYS, findings)
+    if not isinstance(node, MapNode):
+        return None
+    _require(PLAN_KEYS, node, "plan", PLAN_KEYS, findings)
+    made_for = read_text(entries["made_for"], "plan.made_for", findings) if "made_for" in entries else None
+    regions = _read_planned_regions(entries["regions"], findings) if "regions" in entries else ()
+    return Plan(made_for or "", regions)
+
+
+def _read_planned_regions(node: Node, findings: Findings) -> tuple[PlannedRegion, ...]:
+    if not isinstance(node, ListNode):
+        fix = 'start each entry with "- "' if isinstance(node, MapNode) else "write [] for none"
+        findings.add(node.mark, f"plan.regions is {describe(node)}", expected="a list of regions", fix=fix)
+        return ()
+    regions = (_read_region(item, findings) for item in node.items)
+    return tuple(region for region in regions if region is not None)
+
+
+def _read_region(node: Node, findings: Findings) -> PlannedRegion | None:
+    what = "an entry of plan.regions"
+    entries = read_entries(node, what, PLANNED_KEYS, findings)
+    if not isinstance(node, MapNode):
+        return None
+    _require(("blocks", "signature"), node, what, PLANNED_KEYS, findings)
+    return PlannedRegion(
+        blocks=read_patterns(entries["blocks"], "blocks", findings) if "blocks" in entries else (),
+        layers=read_layers(entries["layers"], "layers", findings) if "layers" in entries else None,
+        signature=_read_signature(entries["signature"], findings) if "signature" in entries else "",
+        mark=node.mark,
+    )
+
+
+def _require(keys: Sequence[str], node: MapNode, what: str, legal: Sequence[str], findings: Findings) -> None:
+    for key in keys:
+        if lacks(key, node, legal):
+            fix = f"add {key}, or write the plan again with `sac plan`"
+            findings.add(node.mark, f"{what} has no {key}", expected=f"a mapping of {', '.join(legal)}", fix=fix)
+
+
+def _read_signature(node: Node, findings: Findings) -> str:
+    """Return the signature as it was written; sixteen digits may also read as a number."""
+    text = node.text if isinstance(node, Scalar) and node.kind in ("text", "int", "float") else ""
+    if _SIGNATURE.fullmatch(text):
+        return text
+    fix = "copy it from what `sac plan` wrote, with quotes around it"
+    findings.add(node.mark, f"signature is {describe(node)}", expected="sixteen digits out of 0-9 and a-f", fix=fix)
+    return ""
+
+
+# -- The grammar of policy files, ``sac/v1``: from nodes to what one file says
+
+SCHEMA = "sac/v1"
+POLICY_KEYS = ("schema", "name", "extends", "models", "sets", "regions", "plan", "default", "rules")
+REGION_KEYS = ("blocks", "layers")
+_SET_NAME = re.compile(r"\w[\w-]*")
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What one file says by itself: its own rules and keys, and the parents it names, not yet looked up."""
+
+    policy: Policy
+    parents: tuple[tuple[str, Mark], ...]
+
+
+def read_policy(node: Node, fallback_name: str, source: str, findings: Findings, *, needs_schema: bool) -> Written:
+    """Return what ``node`` says; every problem in it goes into ``findings``.
+
+    ``fallback_name`` is the policy's name when it has no ``name``. A key's mark in ``Policy.key_marks`` says that the
+    file itself sets the key; ``blocks`` and ``layers`` have theirs beside ``regions``.
+    """
+    if not isinstance(node, MapNode):
+        fix = f'start with "schema: {SCHEMA}"' if needs_schema else ""
+        findings.stop(
+            node.mark, f"the policy is {describe(node)}", expected=f"a mapping of {', '.join(POLICY_KEYS)}", fix=fix
+        )
+    entries = read_entries(node, "a policy", POLICY_KEYS, findings)
+    _check_top(node, entries, findings, needs_schema=needs_schema)
+    name = (read_text(entries["name"], "name", findings) if "name" in entries else None) or fallback_name
+    blocks, layers, region_marks = _read_regions(entries.get("regions"), findings)
+    sets, set_marks = _read_sets(entries.get("sets"), findings)
+    default = read_word(entries["default"], "default", _DEFAULTS, findings) if "default" in entries else None
+    parents = read_texts(entries["extends"], "extends", findings) if "extends" in entries else ()
+    policy = Policy(
+        name=name,
+        rules=read_rules(entries.get("rules"), name, findings),
+        default=Decision(default) if default else Decision.RECOMPUTE,
+        models=_texts(entries.get("models"), "models", findings),
+        sets=sets,
+        set_marks=set_marks,
+        blocks=blocks,
+        layers=layers,
+        plan=read_plan(entries["plan"], findings) if "plan" in entries else None,
+        source=source,
+        key_marks={key: value.mark for key, value in entries.items()} | region_marks,
+    )
+    return Written(policy, parents)
+
+
+_DEFAULTS = tuple(decision.value for decision in Decision)
+
+
+def _check_top(node: MapNode, entries: dict[str, Node], findings: Findings, *, needs_schema: bool) -> None:
+    if "schema" in entries:
+        read_word(entries["schema"], "schema", (SCHEMA,), findings)
+    elif needs_schema and lacks("schema", node, POLICY_KEYS):
+        findings.add(node.mark, "the policy does not name its schema", expected=SCHEMA, fix=f'add "schema: {SCHEMA}"')
+    if all(lacks(key, node, POLICY_KEYS) for key in ("rules", "extends", "default")):
+        fix = 'add rules; "rules: []" means the default for every op'
+        findings.add(node.mark, "the policy has neither rules nor extends", expected="rules, extends, default", fix=fix)
+
+
+def _texts(node: Node | None, what: str, findings: Findings) -> tuple[str, ...]:
+    return tuple(text for text, _ in read_texts(node, what, findings)) if node is not None else ()
+
+
+def _read_regions(node: Node | None, findings: Findings) -> tuple[tuple[PathPattern, ...], Layers, dict[str, Mark]]:
+    entries = read_entries(node, "regions", REGION_KEYS, findings) if node is not None else {}
+    blocks = read_patterns(entries["blocks"], "regions.blocks", findings) if "blocks" in entries else ()
+    layers = read_layers(entries["layers"], "regions.layers", findings) if "layers" in entries else None
+    return blocks, layers or Layers(), {key: value.mark for key, value in entries.items()}
+
+
+def _read_sets(node: Node | None, findings: Findings) -> tuple[dict[str, tuple[str, ...]], dict[str, Mark]]:
+    named = read_named(node, "sets", findings) if node is not None else []
+    for key, _ in named:
+        if not _SET_NAME.fullmatch(key.text):
+            expected = "a word of letters, digits, _ and -"  # anything else could not be told from an op or a glob
+            findings.add(key.mark, f"the name of a set is {describe(key)}", expected=expected)
+    names = {key.text: read_names(value, f"sets.{key.text}", findings) for key, value in named}
+    return {key: tuple(name for name, _ in ops) for key, ops in names.items()}, {key.text: key.mark for key, _ in named}

@@ -1,0 +1,325 @@
+"""YAML text as nodes that know their line and column."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Literal, NoReturn, TypeAlias
+
+import yaml
+from yaml.error import Mark as YamlMark
+
+from sac.errors import PolicyError, Problem
+from sac.policy.model import Mark
+
+if TYPE_CHECKING:
+    from yaml._yaml import Mark as CMark  # only its type: a PyYAML built without libyaml has no such module
+
+
+# -- What was written, before it means anything: scalars, lists and mappings, each with its mark
+
+MAX_NODES = 10_000  # with every alias written out; the longest shipped policy has a few hundred
+MAX_DEPTH = 20
+
+ScalarKind: TypeAlias = Literal["text", "null", "bool", "int", "float", "other"]
+_NULL = re.compile(r"(~|null|Null|NULL)?")
+_BOOL = re.compile(r"true|True|TRUE|false|False|FALSE")
+_INT = re.compile(r"[-+]?[0-9]+")
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
+
+
+@dataclass(frozen=True, slots=True)
+class Scalar:
+    """One word, number or text; ``text`` is what stood in the file, letter by letter."""
+
+    text: str
+    kind: ScalarKind
+    mark: Mark
+
+
+@dataclass(frozen=True, slots=True)
+class ListNode:
+    """A list."""
+
+    items: tuple[Node, ...]
+    mark: Mark
+
+
+@dataclass(frozen=True, slots=True)
+class MapNode:
+    """A mapping, in the order written; keys are unique."""
+
+    entries: tuple[tuple[Scalar, Node], ...]
+    mark: Mark
+
+
+Node: TypeAlias = Scalar | ListNode | MapNode
+
+
+class Findings:
+    """Gathers the problems of one file, so that all of them are told at once."""
+
+    def __init__(self) -> None:
+        self._found: list[tuple[Mark, Problem]] = []
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def add(self, mark: Mark, found: str, *, expected: str = "", nearest: str = "", fix: str = "") -> None:
+        """Note one problem at ``mark``."""
+        self._found.append((mark, Problem(str(mark), found, expected, nearest, fix)))
+
+    def stop(self, mark: Mark, found: str, *, expected: str = "", nearest: str = "", fix: str = "") -> NoReturn:
+        """Note a problem behind which nothing can be read, and raise all that was found."""
+        self.add(mark, found, expected=expected, nearest=nearest, fix=fix)
+        raise PolicyError(self.problems())
+
+    def problems(self) -> tuple[Problem, ...]:
+        """Return what was found, in order of place (in order of finding where there are no lines)."""
+        return tuple(problem for _, problem in sorted(self._found, key=lambda found: (found[0].line, found[0].column)))
+
+
+def plain_kind(text: str) -> ScalarKind:
+    """Return what an unquoted scalar is.
+
+    These are the rules of YAML 1.2: ``on``, ``no`` and ``1:8`` are text, ``1e-3`` is a number. YAML 1.1, which PyYAML
+    resolves by, has it the other way round in each case.
+    """
+    if _NULL.fullmatch(text):
+        return "null"
+    if _BOOL.fullmatch(text):
+        return "bool"
+    if _INT.fullmatch(text):
+        return "int"
+    return "float" if _FLOAT.fullmatch(text) else "text"
+
+
+def describe(node: Node) -> str:
+    """Return what stands there, for a message."""
+    if isinstance(node, ListNode):
+        return "a list" if node.items else "an empty list"
+    if isinstance(node, MapNode):
+        return "a mapping" if node.entries else "an empty mapping"
+    if node.kind == "null":
+        return "empty"
+    if node.kind == "other":
+        return f"a {node.text}"
+    return f'"{shown(node.text)}"' if node.kind == "text" else shown(node.text)
+
+
+def shown(text: str) -> str:
+    """Return ``text`` as a message can hold it: cut, and what cannot be printed escaped."""
+    text = text if len(text) <= 60 else text[:57] + "..."
+    return text if text.isprintable() else text.encode("unicode_escape").decode()
+
+
+def node_from_value(value: object, path: str, findings: Findings) -> Node:
+    """Return the node of a Python value (a policy given as a mapping); marks are paths: ``policy.rules[0]``."""
+    return _Values(findings).convert(value, path, MAX_DEPTH)
+
+
+class _Values:
+    """Converts one Python value, with the same bounds on size and depth as a file has."""
+
+    def __init__(self, findings: Findings) -> None:
+        self.findings = findings
+        self.nodes_left = MAX_NODES
+
+    def convert(self, value: object, path: str, depth_left: int) -> Node:
+        mark = Mark(path)
+        self.nodes_left -= 1
+        if self.nodes_left < 0:
+            self.findings.stop(mark, f"the mapping holds more than {MAX_NODES} values", fix="split the policy")
+        if depth_left < 0:
+            self.findings.stop(mark, f"the mapping nests more than {MAX_DEPTH} deep", fix="a policy needs 5 levels")
+        if isinstance(value, Mapping):
+            return MapNode(self._entries(value, path, depth_left - 1), mark)
+        if isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray)):
+            items = enumerate(value)
+            return ListNode(tuple(self.convert(v, f"{path}[{i}]", depth_left - 1) for i, v in items), mark)
+        return _scalar_from_value(value, mark)
+
+    def _entries(self, value: Mapping[object, object], path: str, depth_left: int) -> tuple[tuple[Scalar, Node], ...]:
+        entries = []
+        for key, item in value.items():
+            below = f"{path}.{shown(str(key))}"
+            entries.append((_scalar_from_value(key, Mark(below)), self.convert(item, below, depth_left)))
+        return tuple(entries)
+
+
+def _scalar_from_value(value: object, mark: Mark) -> Scalar:
+    if isinstance(value, Enum):
+        value = value.value
+    if value is None:
+        return Scalar("null", "null", mark)
+    if isinstance(value, bool):
+        return Scalar(str(value).lower(), "bool", mark)
+    if isinstance(value, str):
+        return Scalar(str(value), "text", mark)
+    if isinstance(value, int) and value.bit_length() <= 128:  # far longer ones cannot even be printed
+        return Scalar(str(int(value)), "int", mark)
+    if isinstance(value, float):
+        return Scalar(repr(float(value)), "float", mark)
+    return Scalar(f"value of type {type(value).__name__}", "other", mark)
+
+
+# -- YAML text to nodes with marks: only plain data, bounded in size and depth, no key lost
+
+_NodeEvent: TypeAlias = yaml.AliasEvent | yaml.ScalarEvent | yaml.CollectionStartEvent
+_NODE_EVENTS = (yaml.AliasEvent, yaml.ScalarEvent, yaml.CollectionStartEvent)
+_QUOTE_STAR = 'an unquoted * at the start of a word refers to an anchor; quote patterns, as in "*_proj"'
+
+
+def compose_yaml(text: str, file: str, findings: Findings) -> Node | None:
+    """Return what ``text`` writes, None when it is empty; raises ``PolicyError`` where reading cannot go on.
+
+    Duplicate keys are noted in ``findings`` and the first one is kept.
+    """
+    return _Composer(text, file, findings).compose()
+
+
+@dataclass(slots=True)
+class _Open:
+    """A list or mapping whose end has not been read yet."""
+
+    is_mapping: bool
+    mark: Mark
+    anchor: str | None
+    first_node: int  # how many nodes had been counted before this one
+    children: list[Node] = field(default_factory=list)
+
+
+class _Composer:
+    """Composes one text; see ``compose_yaml``."""
+
+    def __init__(self, text: str, file: str, findings: Findings) -> None:
+        self.text, self.file, self.findings = text, file, findings
+        self.open: list[_Open] = []
+        self.anchors: dict[str, tuple[Node, int]] = {}  # and its nodes, every alias in it written out
+        self.nodes = 0
+        self.documents = 0
+        self.root: Node | None = None
+
+    def compose(self) -> Node | None:
+        for event in self._events():
+            if isinstance(event, yaml.DocumentStartEvent):
+                self._start_document(event)
+            elif isinstance(event, _NODE_EVENTS):
+                self._start_node(event)
+            elif isinstance(event, yaml.CollectionEndEvent):
+                self._end_collection()
+        return None if isinstance(self.root, Scalar) and self.root.kind == "null" else self.root
+
+    def _events(self) -> Iterator[yaml.Event]:
+        loader: yaml.SafeLoader | None = None
+        try:
+            loader = yaml.SafeLoader(self.text)
+            while loader.check_event():
+                yield loader.get_event()  # type: ignore[no-untyped-call]  # PyYAML's stubs leave it untyped
+        except yaml.MarkedYAMLError as error:
+            mark = error.problem_mark or error.context_mark
+            found = ": ".join(part for part in (error.context, error.problem) if part)
+            fix = _syntax_fix(error, self.text[mark.index : mark.index + 1] if mark else "")
+            self.findings.stop(self._mark(mark), f"this is not YAML: {found}", fix=fix)
+        except yaml.reader.ReaderError as error:
+            place = place_in(self.text, error.position, self.file)
+            self.findings.stop(place, f"the character {error.character:#06x} is not allowed in YAML", fix="remove it")
+        except (ValueError, OverflowError):  # PyYAML lets these out for an escape such as "\Uffffffff"
+            place = self._mark(loader.get_mark() if loader else None)
+            found = "this is not YAML: an escape in quoted text stands for no character"
+            self.findings.stop(place, found, fix="look for a wrong \\")
+
+    def _start_document(self, event: yaml.DocumentStartEvent) -> None:
+        self.documents += 1
+        if self.documents > 1:
+            self.findings.stop(self._mark(event.start_mark), "a second document starts here", fix="one policy per file")
+
+    def _start_node(self, event: _NodeEvent) -> None:
+        mark = self._mark(event.start_mark)
+        if isinstance(event, yaml.AliasEvent):
+            node, size = self._aliased(event.anchor or "", mark)
+            self._count(size, mark)
+            self._attach(node)
+            return
+        self._count(1, mark)
+        if event.tag is not None:
+            tag = event.tag.replace("tag:yaml.org,2002:", "!!", 1)
+            fix = "remove it; a policy is plain words, numbers, lists and mappings"
+            self.findings.stop(mark, f"the tag {shown(tag)} is not allowed", fix=fix)
+        if isinstance(event, yaml.ScalarEvent):
+            node = Scalar(event.value, plain_kind(event.value) if event.implicit[0] else "text", mark)
+            self._close(node, event.anchor, self.nodes - 1)
+            return
+        if len(self.open) == MAX_DEPTH:
+            self.findings.stop(mark, f"this nests more than {MAX_DEPTH} deep", fix="a policy needs 5 levels")
+        self.open.append(_Open(isinstance(event, yaml.MappingStartEvent), mark, event.anchor, self.nodes - 1))
+
+    def _aliased(self, anchor: str, mark: Mark) -> tuple[Node, int]:
+        if anchor in self.anchors:
+            return self.anchors[anchor]
+        if any(opened.anchor == anchor for opened in self.open):
+            self.findings.stop(mark, f"*{anchor} stands inside of what it refers to", fix="write it out")
+        self.findings.stop(mark, f"*{anchor} refers to no anchor", fix=_QUOTE_STAR)
+
+    def _count(self, size: int, mark: Mark) -> None:
+        self.nodes += size
+        if self.nodes > MAX_NODES:
+            found = f"up to here the file holds more than {MAX_NODES} values, with every alias written out"
+            self.findings.stop(mark, found, fix="use fewer aliases, or split the policy with `extends`")
+
+    def _end_collection(self) -> None:
+        done = self.open.pop()
+        if not done.is_mapping:
+            self._close(ListNode(tuple(done.children), done.mark), done.anchor, done.first_node)
+            return
+        entries: dict[str, tuple[Scalar, Node]] = {}
+        for key, value in zip(done.children[::2], done.children[1::2], strict=True):
+            self._add_entry(entries, key, value)
+        self._close(MapNode(tuple(entries.values()), done.mark), done.anchor, done.first_node)
+
+    def _add_entry(self, entries: dict[str, tuple[Scalar, Node]], key: Node, value: Node) -> None:
+        if not isinstance(key, Scalar):
+            self.findings.add(
+                key.mark, "a list or mapping stands where a key is meant", fix="quote it if text is meant"
+            )
+        elif key.text in entries:
+            first = entries[key.text][0].mark
+            found = f'the key "{shown(key.text)}" is given twice; the first is at {first}'
+            self.findings.add(key.mark, found, fix="keep one of them")
+        else:
+            entries[key.text] = (key, value)
+
+    def _close(self, node: Node, anchor: str | None, first_node: int) -> None:
+        if anchor is not None:
+            self.anchors[anchor] = (node, self.nodes - first_node)
+        self._attach(node)
+
+    def _attach(self, node: Node) -> None:
+        if self.open:
+            self.open[-1].children.append(node)
+        else:
+            self.root = node
+
+    def _mark(self, place: YamlMark | CMark | None) -> Mark:
+        return Mark(self.file, place.line + 1, place.column + 1) if place else Mark(self.file)
+
+
+def _syntax_fix(error: yaml.MarkedYAMLError, character: str) -> str:
+    context, problem = error.context or "", error.problem or ""
+    if "alias" in context:
+        return _QUOTE_STAR
+    if character == "\t":
+        return "indent with spaces, not with tabs"
+    if "block scalar" in context or "cannot start any token" in problem:
+        return 'quote text that starts with a sign, as in ">=4096"'
+    if "quoted scalar" in context:
+        return "close the quote"
+    return "check the indentation, the brackets, and that text with a sign in it is quoted"
+
+
+def place_in(text: str, offset: int, file: str) -> Mark:
+    """Return the mark of the character at ``offset`` of ``text``."""
+    before = text[:offset]
+    return Mark(file, before.count("\n") + 1, offset - before.rfind("\n"))

@@ -1,0 +1,192 @@
+"""A row per op that a region ran, for trace and report, and figures of what a call keeps."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from sac.errors import Problem, RegionError
+from sac.ops.flops import flops_of
+from sac.ops.names import op_name
+from sac.policy.model import PlannedRegion
+from sac.recompute.table import BoundRule, Plan, first_tensor
+from sac.tensors import storage_bytes, tensors_of
+
+# -- What was decided for each op that one call of a region ran, a row per op, for trace and report
+
+
+@dataclass(frozen=True, slots=True)
+class OpRow:
+    """One op of a region's forward, or one module that is saved as a whole: then ``op`` is ``module`` and its class.
+
+    ``bytes`` are those of an op's results, and of all that is kept of a module. ``flops`` by torch's formulas (0: none
+    known).
+
+    ``decision`` is ``save`` or ``recompute``; ``reason`` says who decided: a rule's id, ``must-save``, ``default``, or
+    why the op cannot be saved.
+    """
+
+    module: str
+    op: str
+    call: int
+    decision: str
+    rule: str
+    reason: str
+    bytes: int
+    flops: int
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Rows:
+    """Collects one row per op that the dispatcher shows."""
+
+    def __init__(self) -> None:
+        self.rows: list[OpRow] = []
+        self._calls: dict[tuple[str, str], int] = {}
+
+    def add(
+        self,
+        plan: Plan,
+        rule: BoundRule | None,
+        saves: bool,
+        args: Any,
+        kwargs: Any,
+        out: Any,
+        *,
+        call: int | None = None,
+    ) -> None:
+        """Append the op just run."""
+        name = op_name(plan.op)
+        count = self._calls.get((plan.path, name), 0)
+        self._calls[plan.path, name] = count + 1
+        tensor = first_tensor(out)
+        self.rows.append(
+            OpRow(
+                module=plan.path,
+                op=name,
+                call=count if call is None else call,
+                decision="save" if saves else "recompute",
+                rule=rule.rule.id if rule is not None else "",
+                reason=_reason(plan, rule, saves),
+                bytes=0 if plan.is_view else sum(map(storage_bytes, tensors_of(out))),
+                flops=flops_of(plan.op, args, kwargs, out),
+                shape=tuple(tensor.shape) if tensor is not None else (),
+                dtype=str(tensor.dtype).removeprefix("torch.") if tensor is not None else "",
+            )
+        )
+
+    def add_module(
+        self, place: tuple[str, int], rule: BoundRule, module: nn.Module, out: Any, *, kept_bytes: int, flops: int
+    ) -> None:
+        """Append a call of a module that is saved as a whole; ``out`` is what it returned."""
+        tensor = first_tensor(out if isinstance(out, torch.Tensor) else tree_leaves(out))
+        path, number = place
+        self.rows.append(
+            OpRow(
+                module=path,
+                op=f"module {type(module).__name__}",
+                call=number,
+                decision="save",
+                rule=rule.rule.id,
+                reason=f"rule {rule.rule.id}",
+                bytes=kept_bytes,
+                flops=flops,
+                shape=tuple(tensor.shape) if tensor is not None else (),
+                dtype=str(tensor.dtype).removeprefix("torch.") if tensor is not None else "",
+            )
+        )
+
+
+def signature(rows: Iterable[OpRow]) -> str:
+    """Return what a sequence of ops is known by, whatever their sizes: sixteen hex digits. Views are left out."""
+    text = "\n".join(f"{row.module} {row.op}" for row in rows if row.bytes)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _reason(plan: Plan, rule: BoundRule | None, saves: bool) -> str:
+    if plan.traits.unsavable_reason:
+        return plan.traits.unsavable_reason
+    if rule is not None and (saves == rule.saves or not saves):
+        return f"rule {rule.rule.id}"
+    return "must-save" if saves and plan.must_save else "default"
+
+
+# -- What one region's last call kept, for the report
+
+NO_RULE = -1  # the key of what the must-save tier or the policy's default saved
+
+
+@dataclass(slots=True)
+class RegionStats:
+    """What the last call of one region kept, in bytes of whole storages, each counted once.
+
+    ``saved_bytes``: for backward, the inputs apart; ``input_host_bytes``: of inputs kept in host memory for a device;
+    ``dead_bytes``: decided to be saved, and let go since backward can
+    never read it; ``by_rule`` and ``hits`` are keyed by the rule's index in the table. ``compiled_graphs``: those of
+    ``torch.compile`` that the first call ran. ``engine``: that of the last call, empty if it needed none.
+    """
+
+    calls: int = 0
+    saved_bytes: int = 0
+    input_bytes: int = 0
+    input_host_bytes: int = 0
+    dead_bytes: int = 0
+    by_rule: dict[int, int] = field(default_factory=dict)
+    hits: dict[int, int] = field(default_factory=dict)
+    compiled_graphs: int = 0
+    engine: str = ""
+
+    def figures(self) -> tuple[object, ...]:
+        """Return all but the number of calls, to be compared."""
+        kept = (self.saved_bytes, self.input_bytes, self.input_host_bytes, self.dead_bytes, self.compiled_graphs)
+        return (*kept, tuple(sorted(self.by_rule.items())), tuple(sorted(self.hits.items())))
+
+    def take(self, kept: KeptFigures | None, input_bytes: tuple[int, int]) -> None:
+        """Overwrite with what the call just run keeps; ``kept`` is None where no mode was needed."""
+        self.calls += 1
+        self.input_bytes, self.input_host_bytes = input_bytes
+        self.saved_bytes = kept.saved_bytes if kept is not None else 0
+        self.dead_bytes = kept.dead_bytes if kept is not None else 0
+        if kept is not None:
+            self.by_rule, self.hits = kept.by_rule, kept.hits
+
+
+@dataclass(frozen=True, slots=True)
+class KeptFigures:
+    """What one call's record and handles keep, counted before anything is handed to surrounding hooks."""
+
+    saved_bytes: int
+    dead_bytes: int
+    by_rule: dict[int, int]
+    hits: dict[int, int]
+
+
+# -- Whether a region runs the ops that a plan was made for
+
+
+def check_planned(planned: PlannedRegion | None, rows: Rows | None, path: str) -> None:
+    """Raise ``RegionError`` if ``rows``, of the first call of a kind, are not those that the plan was made for.
+
+    ``planned`` is what the plan says of the kind (None: nothing), ``rows`` are None in later calls, ``path`` names the
+    region.
+    """
+    if planned is None or rows is None:
+        return
+    found = signature(rows.rows)
+    if found != planned.signature:
+        count = sum(row.bytes > 0 for row in rows.rows)
+        raise RegionError(
+            Problem(
+                str(planned.mark),
+                f"{path or 'the model'} runs {count} ops that are not those which the plan was made for "
+                f"(signature {found}, planned {planned.signature})",
+                fix="plan again for this model, torch version and device: `sac plan …`",
+            )
+        )

@@ -1,0 +1,183 @@
+"""Values that are computed from parameters alone, such as casts of weights: not worth saving."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from sac.recompute.tape import Tape
+from sac.tensors import storage_address, storage_bytes, tensor_parts, tensors_of, wrapped_parts
+
+# -- Which values of a region are made from parameters alone: those are made again, and not kept
+
+# Note [Made from parameters alone]
+#
+# A value into which nothing but parameters and constants goes is the same in recomputation, and as large as a weight: a
+# dequantised or cast weight, a merged adapter, a weight gathered from its shards. To keep it would undo the
+# quantisation or the sharding, in every region, until backward. So a rule that saves it is passed over. Kept are values
+# that are small beside the parameter, as the scales of low-precision recipes are, and those that must be saved.
+#
+# What a parameter is made of counts as the parameter, since forwards use it without passing the parameter to any op:
+# the tensors inside a wrapper subclass, and those that it carries as attributes (the quantisation state of
+# bitsandbytes). They are looked up when the first tensor of unknown origin is met.
+
+NOT_PARAMETERS = -1
+SMALL_PART = 16  # a value is small if the parameter is this many times as large
+
+_CARRIED_DEPTH = 3  # parameter -> its state -> the state of that
+
+
+class Origins:
+    """What went into each storage of a region, by its label.
+
+    A label that is not known here has to do with an input, with something from outside, or with random numbers.
+    """
+
+    __slots__ = ("_bytes", "_owners", "_parts")
+
+    def __init__(self, owners: tuple[nn.Module, ...]) -> None:
+        self._owners = owners
+        self._parts: dict[int, int] | None = None
+        self._bytes: dict[int, int] = {}  # label -> bytes of the largest parameter in it; 0 of a constant
+
+    def name_parameter(self, label: int, parameter: torch.Tensor) -> None:
+        """``label`` stands for a parameter."""
+        self._bytes[label] = _logical_bytes(parameter)
+
+    def name_foreign(self, label: int, address: int) -> None:
+        """``label`` stands for a storage from outside, at ``address``: that of a part of a parameter, perhaps."""
+        if self._parts is None:
+            self._parts = dict(_parts_of_parameters(self._owners))
+        if address in self._parts:
+            self._bytes[label] = self._parts[address]
+
+    def name_result(self, label: int, parameter_bytes: int) -> None:
+        """``label`` stands for a result of what ``parameter_bytes`` (see ``of``) was said."""
+        if parameter_bytes >= 0:
+            self._bytes[label] = parameter_bytes
+
+    def of(self, label: int) -> int:
+        """Return the bytes of the largest parameter in what is made from parameters alone, 0 for a constant.
+
+        ``NOT_PARAMETERS`` for all else.
+        """
+        return self._bytes.get(label, NOT_PARAMETERS)
+
+    def joined(self, made_of: int, label: int) -> int:
+        """Return what ``of`` says of something made of ``label`` too, besides what it says of the rest."""
+        if made_of < 0:
+            return NOT_PARAMETERS
+        found = self._bytes.get(label, NOT_PARAMETERS)
+        return found if found < 0 else max(found, made_of)
+
+    def of_all(self, labels: Iterable[int]) -> int:
+        """Return what ``of`` says of something made of ``labels`` together."""
+        made_of = 0
+        for label in labels:
+            made_of = self.joined(made_of, label)
+        return made_of
+
+
+def is_large(out: Any, parameter_bytes: int) -> bool:
+    """Return whether a result made from parameters alone is too large beside the largest of them to be kept."""
+    return parameter_bytes > 0 and SMALL_PART * sum(map(storage_bytes, tensors_of(out))) > parameter_bytes
+
+
+def _logical_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()  # of a DTensor: of all shards, the same on every rank
+
+
+def _parts_of_parameters(owners: Iterable[nn.Module]) -> Iterator[tuple[int, int]]:
+    """Yield the address of each storage that belongs to a parameter of a kind of its own, and the parameter's bytes."""
+    for owner in owners:
+        for parameter in owner._parameters.values():
+            if parameter is not None and type(parameter) is not Parameter:
+                for part in (*tensor_parts(parameter), *_carried(parameter, _CARRIED_DEPTH)):
+                    yield storage_address(part), _logical_bytes(parameter)
+
+
+def _carried(value: Any, depth: int) -> Iterator[torch.Tensor]:
+    """Yield the tensors among the attributes of ``value``, and among theirs."""
+    for held in getattr(value, "__dict__", {}).values():
+        if isinstance(held, torch.Tensor):
+            yield from wrapped_parts(held) if hasattr(type(held), "__tensor_flatten__") else (held,)
+        elif depth > 1 and hasattr(held, "__dict__") and not isinstance(held, (nn.Module, type)):
+            yield from _carried(held, depth - 1)
+
+
+# -- Whether a value of a tape is made from parameters alone; see Note [Made from parameters alone]
+
+
+class MadeOf:
+    """Answers for one tape, when asked: most values never are."""
+
+    def __init__(self, tape: Tape, owners: tuple[nn.Module, ...]) -> None:
+        self._tape = tape
+        self._origins = Origins(owners)
+        self._known: dict[int, int] = {}
+
+    def all_of(self, values: tuple[int, ...] | list[int]) -> int:
+        """Return what ``Origins.of`` says of something made of these values together."""
+        made_of = 0
+        for value in values:
+            found = self._of(value)
+            if found < 0:
+                return NOT_PARAMETERS
+            made_of = max(made_of, found)
+        return made_of
+
+    def _of(self, value: int) -> int:
+        # Not by recursion: a region may hold more ops than Python has frames.
+        known, tape = self._known, self._tape
+        stack = [value]
+        while stack:
+            one = stack[-1]
+            if one in known:
+                stack.pop()
+                continue
+            entry = self._maker(one)
+            if one in tape.constants:
+                known[one] = 0
+            elif entry is None:
+                known[one] = self._of_leaf(one)
+            elif getattr(tape.plans[entry], "is_random", False):
+                known[one] = NOT_PARAMETERS
+            else:
+                reads = [read for read in self._reads(one, entry) if read != one]
+                unknown = [read for read in reads if read not in known and read not in stack]
+                if unknown and not any(known.get(read, 0) < 0 for read in reads):
+                    stack.append(unknown[0])  # one at a time: the first that has to do with an input decides
+                    continue
+                found = [known.get(read, NOT_PARAMETERS if read not in stack else 0) for read in reads]
+                known[one] = NOT_PARAMETERS if any(each < 0 for each in found) else max(found, default=0)
+            stack.pop()
+        return known[value]
+
+    def _reads(self, value: int, entry: int) -> list[int]:
+        """Return what the entry that made ``value`` reads, and what those read that have written to it since."""
+        tape = self._tape
+        writers = tape.writers.get(tape.roots[value], ()) if tape.writers else ()
+        return [*tape.reads[entry], *(read for writer in writers for read in tape.reads[writer])]
+
+    def _maker(self, value: int) -> int | None:
+        tape = self._tape
+        entry = bisect_right(tape.firsts, value) - 1
+        if entry < 0 or value >= tape.firsts[entry] + tape.counts.get(entry, 1):
+            return None
+        return entry
+
+    def _of_leaf(self, value: int) -> int:
+        leaf = self._tape.leaves.get(value)
+        tensor: Tensor | None = leaf.tensor() if leaf is not None and leaf.position < 0 else None
+        if tensor is None:
+            return NOT_PARAMETERS
+        if isinstance(tensor, Parameter):
+            self._origins.name_parameter(value, tensor)
+        else:
+            self._origins.name_foreign(value, storage_address(tensor))
+        return self._origins.of(value)

@@ -1,0 +1,987 @@
+"""Writes the tape of one forward, and holds the tensors that the policy saves."""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from sac.checksums import Sums, checksum, find_different
+from sac.ops.facts import FILLING, FILLING_PARTS
+from sac.outer_hooks import PackHooks, park, surrounding_hooks
+from sac.recompute.autocast import callers_autocast
+from sac.recompute.fallback import FallbackMode, Routed
+from sac.recompute.forward_state import Generators, Images, forget_freed, image_of, note_generator
+from sac.recompute.module_tracker import RegionMode
+from sac.recompute.op_rows import NO_RULE, KeptFigures, Rows
+from sac.recompute.parameter_only import NOT_PARAMETERS, MadeOf, is_large
+from sac.recompute.rerun import decide, default_generators, gathers, written_tensors
+from sac.recompute.schedule import Program, ReplayPlan, Wanted, plan_replay
+from sac.recompute.table import BoundRule, Plan, Table, run_op
+from sac.recompute.tape import HOLE, SMALL_NUMEL, Tape, as_reads, cast_of
+from sac.region.frame import Ending, Handle, compact_views
+from sac.region.inputs import KeptInputs
+from sac.region.module_state import other_bytes
+from sac.region.rng import RngSnapshot, States, state_of, states_of
+from sac.region.settings import AUTO, Settings
+from sac.tensors import (
+    copy_of,
+    describe,
+    detached,
+    equal,
+    storage_address,
+    storage_bytes,
+    tensor_parts,
+    tensors_of,
+    version_of,
+    written_parts,
+)
+
+# -- Where random generators stood before the ops of a tape that drew from them, so that these can draw the same
+#    again
+
+# A state of the CPU's generator is five kilobytes. It need not be held for an op that finds the generator where another
+# one has left it, if that one runs again too, nor where it stood so at the start of the region: the frame holds that.
+
+
+class Draws:
+    """Takes note of the draws of one region call, for its tape."""
+
+    __slots__ = ("_before", "_last", "_previous", "_tape")
+
+    def __init__(self, tape: Tape) -> None:
+        self._tape = tape
+        self._before: States = []  # as generators stood before the op that runs now
+        # Of each generator that has been drawn from: itself, the entry that did so last (-1: none yet), what that left.
+        self._last: dict[int, tuple[torch.Generator, int, torch.Tensor]] = {}
+        self._previous: dict[int, tuple[int, ...]] = {}  # entry -> which one left each of its states; -1: none
+
+    def begin(self, snapshot: RngSnapshot | None) -> None:
+        """The region starts; ``snapshot`` is held until its backward."""
+        if snapshot is not None:
+            self._last = {id(generator): (generator, -1, state) for generator, state in snapshot.states}
+
+    def before(self, generators: list[torch.Generator]) -> None:
+        """An op is about to run that may draw from ``generators``."""
+        self._before = states_of(generators)
+
+    def have_moved(self) -> bool:
+        """Whether the op has moved one of its generators."""
+        return any(not equal(generator.get_state(), state) for generator, state in self._before)
+
+    def after(self, entry: int, *, runs_again: bool) -> None:
+        """The op of ``entry`` has run: note what it moved, and how to do so once more if it ``runs_again``."""
+        before, self._before = self._before, []
+        found: States = []
+        previous = []
+        for generator, state in before:
+            now = state_of(generator)
+            if equal(now, state):
+                continue
+            _, last, left = self._last.get(id(generator), (None, -1, None))
+            if left is not None and equal(left, state):
+                found.append((generator, left))
+                previous.append(last)
+            else:
+                found.append((generator, state))
+                previous.append(-1)
+            self._last[id(generator)] = generator, entry, now
+        if runs_again and found:
+            self._tape.states[entry] = found
+            self._previous[entry] = tuple(previous)
+
+    def close(self, running: set[int]) -> None:
+        """The forward is over, and the entries ``running`` are to run again: hold the states that they need."""
+        tape, every = self._tape, self._tape.states
+        tape.states = {}
+        for entry, states in every.items():
+            if entry not in running:
+                continue
+            previous = self._previous[entry]
+            follows = tuple(one for one in previous if one in running and one in every)
+            if follows:
+                tape.draws_after[entry] = follows
+            if held := [state for state, one in zip(states, previous, strict=True) if one not in follows]:
+                tape.states[entry] = held
+        self.drop()
+
+    def drop(self) -> None:
+        """Hold nothing any more."""
+        self._last, self._previous, self._before = {}, {}, []
+
+
+# -- What one call of a region keeps for backward, counted from its tape, for the report
+
+
+def figures_of_tape(
+    kept: Mapping[int, Tensor],
+    held: Iterable[int],
+    loose: Iterable[Handle],
+    rule_of: Mapping[int, int],
+    hits: Mapping[int, int],
+) -> KeptFigures:
+    """Count each storage once, under its rule.
+
+    ``kept``: values that were held until the end of the forward, of which the ``held`` stay. ``loose``: handles that
+    keep a value of their own. ``rule_of``: values that a rule saves.
+    """
+    stays = {*held}
+    sizes: dict[int, tuple[int, int]] = {}  # address of a storage -> bytes, rule
+    rule_at: dict[int, int] = {}
+    dead: dict[int, int] = {}
+    for value, tensor in kept.items():
+        rule = rule_of.get(value, NO_RULE)
+        for part in tensor_parts(tensor):
+            address = storage_address(part)
+            rule_at[address] = rule
+            if value in stays:
+                sizes[address] = storage_bytes(part), rule
+            elif value in rule_of:
+                dead[address] = storage_bytes(part)
+    for handle in loose:
+        if isinstance(handle.value, Tensor):
+            rule = rule_at.get(handle.storage, NO_RULE)
+            for part in tensor_parts(handle.value):
+                sizes.setdefault(storage_address(part), (storage_bytes(part), rule))
+    rules = dict.fromkeys(rule_of.values(), 0)
+    for size, rule in sizes.values():
+        rules[rule] = rules.get(rule, 0) + size
+    lost = sum(size for address, size in dead.items() if address not in sizes)
+    return KeptFigures(sum(size for size, _ in sizes.values()), lost, rules, dict(hits))
+
+
+# -- Ops that a device may answer differently each time, by the order in which its threads add: they are not
+#    compared
+
+# What torch's list of nondeterministic kernels (`torch.use_deterministic_algorithms`, 2.13) holds of ops that a forward
+# runs. CPU kernels repeat their bits. What another op makes of such a result differs with it.
+_ADDED_IN_ANY_ORDER = frozenset(
+    "aten::" + name
+    for name in (
+        *("index_add", "index_reduce", "index_put", "_unsafe_index_put", "_index_put_impl", "put", "cumsum"),
+        *("scatter", "scatter_add", "scatter_reduce", "histc", "bincount", "_embedding_bag", "_sparse_mm", "sspaddmm"),
+        "nll_loss2d_forward",
+    )
+)
+
+
+def unrepeatable_on(device: torch.device) -> frozenset[str]:
+    """Return the names of such ops, without the underscore of those that write in place; none where all repeat."""
+    if device.type == "cpu" or torch.are_deterministic_algorithms_enabled():
+        return frozenset()
+    return _ADDED_IN_ANY_ORDER
+
+
+def may_differ(tape: Tape, value: int, names: frozenset[str]) -> bool:
+    """Return whether an op of these ``names`` has a part in what ``value`` is."""
+    makers: dict[int, int] = {}  # value -> entry
+    for entry, first in enumerate(tape.firsts):
+        makers.update(dict.fromkeys(range(first, first + tape.counts.get(entry, 1)), entry))
+    known = {value}
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        entries = list(tape.writers.get(tape.roots[one], ()))
+        if one in makers and one not in tape.kept:
+            entries.append(makers[one])
+        for entry in entries:
+            if _name(tape.plans[entry]) in names:
+                return True
+            more = set(tape.reads[entry]) - known
+            known |= more
+            waiting += more
+    return False
+
+
+def _name(plan: object) -> str:
+    schema = getattr(getattr(plan, "op", None), "_schema", None)
+    return str(schema.name).removesuffix("_") if schema is not None else ""
+
+
+# -- The dispatch mode under which a region's forward runs when it is to be replayed: it decides, and writes the
+#    tape
+
+_NO_REPLAY = frozenset({"fsdp", "streams"})  # what they do hangs on more than tensors
+
+
+class TapeMode(RegionMode):
+    """Runs a region's forward: decides per op, holds what is saved, and writes down how to make the rest again."""
+
+    def __init__(self, recorder: TapeRecorder, rows: Rows | None) -> None:
+        super().__init__(recorder.table)
+        self.record = recorder
+        self.tape = recorder.tape
+        self.rows = rows
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        plan: Plan | None = self.plans.get(id(func))
+        tape, record = self.tape, self.record
+        if plan is None or not plan.is_usual or tape.is_busy or self.rows is not None:
+            return self._run(plan or record.table.plan(func, self.path), func, args, kwargs or {})
+
+        # The usual op, of which there are many: all that is known of it beforehand is not asked again. What follows
+        # does what `_run` does, with the methods of the tape written out.
+        ids, versions, roots = tape.ids, tape.versions, tape.roots
+        reads = []
+        rest: Any = args
+        try:
+            for place in plan.places:
+                if place >= len(args):
+                    break
+                value: Any = args[place]
+                found = ids.get(id(value))
+                if found is None or found[0]() is not value:
+                    if not isinstance(value, Tensor):  # left out, or a number
+                        continue
+                    number = tape.meet(value, func)
+                else:
+                    number = found[1]
+                    if value._version != versions[number]:
+                        number = tape.look_at_version(value, number)
+                reads.append(number)
+                if rest is args:
+                    rest = [*args]
+                rest[place] = HOLE
+        except RuntimeError:  # a tensor of inference mode has no version
+            return self._run(plan, func, args, kwargs or {})
+        if tape.is_busy:  # trouble
+            return self._run(plan, func, args, kwargs or {})
+        out = plan.run(*args, **kwargs) if kwargs else plan.run(*args)
+        if type(out) is not Tensor:
+            record.finish(self, plan, args, kwargs or {}, rest, reads, kwargs or {}, out)
+            return out
+        first = len(roots)
+        if plan.view_of >= 0:
+            versions.append(versions[reads[0]])
+            roots.append(roots[reads[0]])
+            ids[id(out)] = ref(out), first
+        else:  # in new memory, always
+            versions.append(0)
+            roots.append(first)
+            reference = ref(out)
+            ids[id(out)] = reference, first
+            tape.unsynced.append((first, reference))
+        if kwargs:
+            tape.keywords[len(tape.plans)] = kwargs
+        tape.plans.append(plan)
+        tape.rests.append(rest)
+        tape.reads.append(reads)
+        tape.firsts.append(first)
+        if plan.decides:
+            record.decide_on(plan, args, kwargs or {}, out, first, reads)
+        if record.recent:
+            record.recent = []
+        return out
+
+    def _run(self, plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run any op, and write it down."""
+        record, tape = self.record, self.tape
+        if plan.is_silent or record.paused:
+            return self._run_silently(plan, func, args, kwargs)
+        if record.suspects:
+            record.settle_suspects()
+        if tape.trouble:
+            return record.run_untaped(self, plan, args, kwargs)
+        reads: list[int] = []
+        rest: Any
+        keywords: Any = kwargs
+        if plan.flat:
+            rest = []
+            for value in args:
+                if isinstance(value, Tensor):
+                    reads.append(tape.find(value, func))
+                    rest.append(HOLE)
+                else:
+                    rest.append(value)
+        else:
+            rest = as_reads(args, tape, func, reads)
+            keywords = as_reads(kwargs, tape, func, reads)
+        if tape.factories:
+            record.read_factories(plan, args, kwargs, reads)
+        if plan.writes:
+            record.before_write(plan, args, kwargs)
+        if plan.draws:
+            record.draw(plan, args, kwargs)
+        if tape.trouble:
+            return record.run_untaped(self, plan, args, kwargs)
+        if plan.own_body:
+            tape.guards[len(tape.plans)] = callers_autocast(func, args)
+        out = run_op(plan, args, kwargs)
+        record.finish(self, plan, args, kwargs, rest, reads, keywords, out)
+        return out
+
+    def _run_silently(self, plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
+        if not self.record.paused:
+            self.record.reads_values = self.record.reads_values or plan.reads_value
+            if plan.traits.is_infrastructure and func.namespace in _NO_REPLAY:
+                self.tape.fail(f"{func.namespace} ops run inside the region")
+            if self.rows is not None:
+                self.rows.add(plan, None, False, args, kwargs, None)
+        return plan.run(*args, **kwargs)
+
+
+def generators_of(args: Any, kwargs: Any) -> list[torch.Generator]:
+    """Return the generators that an op with these arguments may draw from: those passed, else the default ones."""
+    passed = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
+    return passed or default_generators(args, kwargs)
+
+
+def new_tensors(out: Any) -> list[Tensor]:
+    """Return the tensors of an op's result, in order."""
+    return [out] if isinstance(out, Tensor) else tensors_of(out)
+
+
+# -- The recorder of the replay engine towards the mode of a region's forward: decides, holds, and writes the tape
+
+_LIFT_FRESH = torch.ops.aten.lift_fresh.default
+
+
+class TapeRecorder:
+    """What ``TapeMode`` asks; see Note [The tape]. What the frame asks is in ``ReplayRecorder``."""
+
+    def __init__(self, table: Table, owners: tuple[nn.Module, ...], settings: Settings, *, verifies: bool) -> None:
+        self.table = table
+        self.tape = Tape()
+        self.paused = False  # a replay runs inside the region's own forward: nothing of it is recorded
+        self.images: Images = {}
+        self.checksums: dict[int, Sums] | None = {} if verifies else None  # of missing handles
+        self.may_save = False
+        self.reads_values = False  # the value of a tensor was read: the program may have branched on it
+        self.calls: defaultdict[Plan, int] = defaultdict(int)
+        self.alternations: defaultdict[int, int] = defaultdict(int)
+        self.hits: defaultdict[int, int] = defaultdict(int)
+        self.recent: list[tuple[int, Tensor, int]] = []  # handles of what autograd saved since the last op, and roots
+        self.suspects: list[tuple[int, Tensor, int, int]] = []
+        self.draws = Draws(self.tape)
+        self._settings = settings
+        self._made_of = MadeOf(self.tape, owners)
+        self._places: dict[int, tuple[int, int, int]] = {}  # missing handle -> value, number of the next entry, version
+        self._kept_in = self.tape.kept_in
+        self._in_order = False  # whether a value may come back with other strides
+        self._routing_sums: dict[int, Sums] = {}  # if verified: result of an op that chooses -> its checksum
+        self._rules: dict[int, int] = {}  # kept value -> rule
+        self._generators: Generators = {}
+        self._routing: list[tuple[Plan, range]] = []  # calls of ops that may answer differently, and their results
+        self._written_parameters: set[int] = set()  # addresses of parameters that the region itself writes to
+        self._gathered: set[int] = set()  # after trouble: addresses of parameters, which FSDP may have filled in here
+        self._inputs: KeptInputs | None = None
+        self._wrote_inputs = False
+        self._wrote_late = False
+
+    def run_untaped(self, mode: TapeMode, plan: Plan, args: Any, kwargs: Any) -> Any:
+        """Run an op after the tape has met trouble: hold what must not be chosen anew, and image what is written."""
+        if plan.has_generator or plan.draws:
+            self._note_generators(args, kwargs)
+        if plan.writes and not plan.traits.is_infrastructure:
+            self.before_write(plan, args, kwargs)
+        for tensor in tensors_of([*args, *kwargs.values()]):
+            if isinstance(tensor, nn.Parameter):
+                self._gathered.update(map(storage_address, tensor_parts(tensor)))
+        out = run_op(plan, args, kwargs)
+        first, tensors = len(self.tape.roots), new_tensors(out)
+        for tensor in tensors:
+            self.tape.add(tensor)
+        rule, saves = plan.final, False
+        if plan.counts or plan.candidates:
+            self.may_save = self.may_save or plan.counts
+            saves, rule = decide(self, plan, args, kwargs, out)
+            if saves and plan.must_save:
+                for value in range(first, len(self.tape.roots)):
+                    self._keep_routing(plan, value, tensors[value - first])
+                self._routing.append((plan, range(first, len(self.tape.roots))))
+        if rule is not None:
+            self.hits[rule.index] += 1
+        if mode.rows is not None:
+            mode.rows.add(plan, rule, saves, args, kwargs, out)
+        return out
+
+    def read_factories(self, plan: Plan, args: Any, kwargs: Any, reads: list[int]) -> None:
+        """An op reads ``reads``: explain those that were made of nothing, and that no op has written to."""
+        if plan.is_view or (plan.writes and _fills(plan)):
+            return
+        tape = self.tape
+        found = [value for value in reads if tape.roots[value] in tape.factories]
+        if not found:
+            return
+        written = {id(tensor) for tensor in written_tensors(plan, args, kwargs)} if _writes_parts(plan) else ()
+        for tensor in tensors_of([*args, *kwargs.values()]):
+            value = tape.known(tensor)
+            root = tape.roots[value] if value in found else -1
+            if root not in tape.factories:
+                continue
+            if id(tensor) in written and tape.plans[tape.factories[root]].traits.is_uninitialised:
+                continue
+            self._explain(root, tensor, plan.op)
+
+    def before_write(self, plan: Plan, args: Any, kwargs: Any) -> None:
+        """An op is about to write to some of its arguments: copy or image what lies there, if it is wanted as it is."""
+        tape = self.tape
+        tape.sync()
+        roots = []
+        for tensor in written_tensors(plan, args, kwargs):
+            for part in written_parts(tensor):
+                if part.layout is not torch.strided:
+                    tape.fail(f"{plan.op} writes to a tensor without strides")
+                    continue
+                address = storage_address(part)
+                root = tape.by_storage.get(address)
+                if root is None and part is tensor and (value := tape.known(tensor)) is not None:
+                    root = tape.roots[value]  # the first value there is gone, and this is a view of it
+                if root is not None and plan.op._schema.name == "aten::set_":
+                    tape.fail(f"{plan.op} lets a tensor lie elsewhere")
+                if root in tape.given_out:
+                    tape.fail(f"{plan.op} writes to what a gradient inside the region has read")
+                if root in self._kept_in:
+                    self._copy_kept(root)
+                if root is None or root in tape.leaves:
+                    self._image(root, address, part, plan)
+                if root is not None:
+                    roots.append(root)
+        tape.add_write(tuple(roots))
+
+    def draw(self, plan: Plan, args: Any, kwargs: Any) -> None:
+        """An op is about to draw random numbers, perhaps: note the generators it may draw from, as they stand."""
+        if plan.has_generator:
+            self._note_generators(args, kwargs)
+        self.draws.before(generators_of(args, kwargs))
+
+    def finish(
+        self,
+        mode: TapeMode,
+        plan: Plan,
+        args: Any,
+        kwargs: Any,
+        rest: Any,
+        reads: list[int],
+        keywords: Any,
+        out: Any,
+    ) -> None:
+        """An op has run: put its entry on the tape, decide on its results, and hold them if they are to be saved."""
+        tape = self.tape
+        entry, first = len(tape.plans), len(tape.roots)
+        count = self._add_results(plan, out)
+        tape.append(plan, rest, reads, first)
+        if count != 1:
+            tape.counts[entry] = count
+        if plan.is_view and reads:
+            tape.versions[first:] = [tape.versions[reads[0]]] * count
+        if keywords:
+            tape.keywords[entry] = keywords
+        saves, rule, call = False, None, None
+        if plan.decides:
+            saves, rule, call = self.decide_on(plan, args, kwargs, out, first, reads)
+        if plan.draws:
+            self.draws.after(entry, runs_again=not saves)
+        if plan.traits.is_factory and count:
+            tape.factories[first] = entry
+        elif plan.op is _LIFT_FRESH and (constant := tape.known(out)) is not None:
+            self.keep(constant, out)  # made of numbers, which are no op's arguments
+            tape.constants.add(constant)
+        self._look_at_recent(entry)
+        tape.is_busy = bool(tape.trouble or tape.factories or self.suspects or self.paused)
+        if mode.rows is not None:
+            mode.rows.add(plan, rule, saves, args, kwargs, out, call=call)
+
+    def decide_on(
+        self, plan: Plan, args: Any, kwargs: Any, out: Any, first: int, reads: list[int]
+    ) -> tuple[bool, BoundRule | None, int | None]:
+        """Decide on the result of an op, and hold it if so; return that, the rule, and which call of the op it was."""
+        saves, rule, call = False, plan.final, None
+        if plan.counts or plan.candidates:
+            call = self.calls[plan]
+            saves, rule = decide(self, plan, args, kwargs, out)
+            saves = saves and self._save(plan, rule, call, first, out, reads)
+            self.may_save = self.may_save or plan.counts
+        if rule is not None:
+            self.hits[rule.index] += 1
+        return saves, rule, call
+
+    def _add_results(self, plan: Plan, out: Any) -> int:
+        """Give numbers to the results of an op, but not to arguments that it gives back; return how many there are."""
+        tensors = new_tensors(out)
+        tape = self.tape
+        if all(tape.known(tensor) is not None for tensor in tensors):
+            return 0
+        for tensor in tensors:
+            tape.add(tensor)
+        return len(tensors)
+
+    def _save(self, plan: Plan, rule: BoundRule | None, call: int, first: int, out: Any, reads: list[int]) -> bool:
+        """Hold the results of an op that the policy saves; return whether they can be held."""
+        roots = self.tape.roots
+        count = len(roots) - first
+        new = [first] if count == 1 else [*range(first, first + count)]
+        if not count or min(roots[first:]) < first:  # it gave back an argument, or a view of one
+            new = [value for value in new if roots[value] >= first]
+            if not new or plan.must_save:
+                return False
+        if not plan.must_save and call not in plan.calls_on_inputs and self._is_of_parameters(plan, call, out, reads):
+            return False
+        number = rule.index if rule is not None else NO_RULE
+        tensors = (out,) if count == 1 and type(out) is Tensor else new_tensors(out)
+        for value in new:
+            self._keep_routing(plan, value, tensors[value - first])
+            self._rules[value] = number
+        if len(new) < count:  # a compiled graph gives back arguments that its backward reads
+            for value in range(first, first + count):
+                if roots[value] < first:
+                    self.tape.find_behind(tensors[value - first], roots[value])
+        if plan.must_save:
+            self._routing.append((plan, range(first, first + count)))
+        return True
+
+    def _is_of_parameters(self, plan: Plan, call: int, out: Any, reads: list[int]) -> bool:
+        """Whether a result is made from parameters alone, and large."""
+        made_of = self._made_of.all_of(reads)
+        if made_of == NOT_PARAMETERS:
+            plan.calls_on_inputs.add(call)  # the next region's too: it only decides what is held
+        return is_large(out, made_of) and not (plan.draws and self.draws.have_moved())
+
+    def keep(self, value: int, tensor: Tensor) -> None:
+        """Hold what lies in ``tensor``, as ``value``."""
+        # `data` asks no dispatcher. It has a version counter of its own; but writes are seen by the mode.
+        self.tape.kept[value] = tensor.data if type(tensor) is Tensor else detached(tensor)
+        self._kept_in.setdefault(self.tape.roots[value], []).append(value)
+
+    def _keep_routing(self, plan: Plan, value: int, tensor: Tensor) -> None:
+        self.keep(value, tensor)
+        if plan.must_save and self.checksums is not None and not plan.is_collective:  # whose result is not there yet
+            self._routing_sums[value] = checksum(self.tape.kept[value])
+
+    def sum_up(self, handle: int, tensor: Tensor) -> None:
+        """If the call is verified: note the bits of what autograd has saved as ``handle``."""
+        if self.checksums is not None:
+            self.checksums[handle] = checksum(tensor, in_order=self._in_order)
+
+    def different(self, values: list[tuple[int, Any]]) -> list[tuple[int, Tensor]]:
+        """Return those of these handles with their values that are not what autograd saved in forward."""
+        assert self.checksums is not None
+        there = [(handle, value) for handle, value in values if isinstance(value, Tensor)]
+        pairs = [(self.checksums[handle], checksum(value, in_order=self._in_order)) for handle, value in there]
+        return [there[place] for place in find_different(pairs)]
+
+    def _look_at_recent(self, entry: int) -> None:
+        """An op has run: see whether it wrote to what autograd had saved right before it."""
+        if written := self.tape.writes.get(entry):
+            for handle, tensor, root in self.recent:
+                if root in written:
+                    self._wrote_late = True
+                    if handle in self._places:
+                        self.suspects.append((handle, tensor, self._places[handle][2], entry))
+        self.recent = []
+
+    def settle_suspects(self) -> None:
+        """Autograd saved these, and the next op wrote to them: with its consent if no version counter has moved."""
+        for handle, tensor, version, entry in self.suspects:
+            if tensor._version == version:
+                value, _, _ = self._places[handle]
+                self._places[handle] = value, entry + 1, version
+                self.sum_up(handle, tensor)
+        self.suspects.clear()
+
+    def _explain(self, root: int, tensor: Tensor, op: Any) -> None:
+        """A tensor made of nothing is used, and no op has written to it: hold it, unless it is a constant still."""
+        tape = self.tape
+        entry = tape.factories.pop(root)
+        plan = tape.plans[entry]
+        whole = tensor if tape.known(tensor) == root else tape.tensor_of(root)
+        if whole is None:
+            tape.fail(f"{op} reads memory that {plan.op} made, and that no op has written to")
+        elif plan.traits.is_uninitialised or not self._is_constant(entry, whole):
+            self.keep(root, whole)
+
+    def _is_constant(self, entry: int, tensor: Tensor) -> bool:
+        was_paused, self.paused = self.paused, True  # where autograd saves the tensor, the mode sees what is asked here
+        try:
+            return _is_constant(self.tape, entry, tensor)
+        finally:
+            self.paused = was_paused
+
+    def _copy_kept(self, root: int) -> None:
+        kept = self.tape.kept
+        for value in self._kept_in.pop(root):
+            kept[value] = kept[value].clone()  # which the modes around see: what measures memory among them
+
+    def _image(self, root: int | None, address: int, tensor: Tensor, plan: Plan) -> None:
+        leaf = self.tape.leaves.get(root) if root is not None else None
+        if leaf is not None and leaf.position >= 0:
+            assert self._inputs is not None
+            self._inputs.copy_storage(address)
+            self._wrote_inputs = True
+        elif (leaf is not None and leaf.lasts) or isinstance(tensor, nn.Parameter):
+            if gathers(plan) or type(tensor) not in (Tensor, nn.Parameter):
+                self.tape.fail(f"{plan.op} writes to a parameter")
+            elif address not in self.images:
+                self._written_parameters.add(address)
+                self.images[address] = image_of(tensor)
+        elif plan.traits.is_infrastructure:
+            # FSDP of FullyShardedDataParallel: parameters are gathered for a module inside the region, and let go of.
+            self.tape.fail(f"{plan.op} writes to a tensor from outside")
+        elif not self._settings.freeze_buffers:
+            self.tape.fail(f"{plan.op} writes to a tensor from outside, and freeze_buffers is off")
+        elif address not in self.images:
+            forget_freed(self.images)
+            self.images[address] = image_of(tensor)
+
+    def _note_generators(self, args: Any, kwargs: Any) -> None:
+        for generator in (*args, *kwargs.values()):
+            if isinstance(generator, torch.Generator):
+                note_generator(self._generators, generator)
+
+
+def _fills(plan: Plan) -> bool:
+    """Whether what an op writes to is wholly overwritten, as far as can be known: it does not read what is there."""
+    namespace, name = plan.op._schema.name.split("::")
+    return namespace != "aten" or name in FILLING or plan.op._schema.overload_name.endswith("out")
+
+
+def _writes_parts(plan: Plan) -> bool:
+    """Whether an op may be there to fill fresh memory, part by part."""
+    return plan.writes and plan.op._schema.name.split("::")[1] in FILLING_PARTS
+
+
+def _is_constant(tape: Tape, entry: int, tensor: Tensor) -> bool:
+    """Whether ``tensor``, which the op of ``entry`` made of no values, is still what it makes.
+
+    On a device it is asked once for all calls at one place of a kind of region: to compare waits for the device, and a
+    kernel that writes to such tensors unseen does so in every call, as a rule.
+    """
+    if tensor.is_meta or type(tensor).__name__ == "FakeTensor":
+        return True  # no data
+    plan: Plan = tape.plans[entry]
+    shape, answer = plan.constants.get(entry, (None, False))
+    if shape != tensor.shape or tensor.is_cpu:
+        args = [tensor if one is HOLE else one for one in tape.rests[entry]]
+        answer = bool(torch.equal(plan.run(*args, **tape.keywords.get(entry, {})), tensor))
+        plan.constants[entry] = tensor.shape, answer
+    return answer
+
+
+# -- The replay engine's part of a region's forward: what is kept, and what replay has to start from
+
+_SMALL_BYTES = 1 << 9  # as of buffers that a region without a recorder copies
+
+
+class ReplayRecorder(TapeRecorder):
+    """Carries a table out on one region call whose backward replays a tape; the ``Recorder`` of ``ReplayFrame``."""
+
+    sees_ops = True
+    apart: frozenset[int] = frozenset()
+
+    def __init__(
+        self,
+        table: Table,
+        path: str,
+        owners: tuple[nn.Module, ...],
+        settings: Settings,
+        rows: Rows | None = None,
+        *,
+        verifies: bool = False,
+        program: Program | None = None,
+    ) -> None:
+        super().__init__(table, owners, settings, verifies=verifies)
+        self.path = path
+        self.rows = rows
+        self.needs_mode = False
+        self.figures: KeptFigures | None = None
+        self.plan: ReplayPlan | None = None  # after the forward
+        self.program = program  # that of an earlier call on such inputs; after the forward: of this one
+        self.spoilt: dict[int, int] = {}  # handle -> version: autograd saved it, and the region wrote to it later
+        self.yields = settings.engine == AUTO  # gives way rather than be worse than rerun; see Note [Auto]
+        self.from_outside: set[int] = set()  # handles of what lives outside of the region, and is kept as it is
+        self._perhaps_outside: list[tuple[weakref.ref[Handle], weakref.ref[Tensor], int]] = []
+        self._owners = owners
+        self._buffers: frozenset[int] | None = None  # of the owners, by id, once it has been asked for
+        self._routed: list[Routed] = []  # after the forward: routing, with what is held of it
+        self._keeps_persistent = True
+        # By the address of its storage: version of a small tensor from outside, the tensor, and a copy of its data.
+        self._outside: dict[int, tuple[int, Tensor, torch.UntypedStorage]] = {}
+        self._lasting: set[int] = set()  # roots of inputs and parameters, which the region or the model holds anyway
+
+    def begin(self, inputs: KeptInputs, leaves: list[Any]) -> None:
+        """The region is about to run on ``inputs``, whose tensors are among ``leaves``."""
+        self._inputs = inputs
+        self._in_order = surrounding_hooks() is not None
+        self._keeps_persistent = self._settings.early_stop and not self._in_order
+        self.tape.lasting = self._lasting if self._keeps_persistent else set()
+        for kept in inputs.tensors:
+            self.tape.add_leaf(leaves[kept.position], kept.position, lasts=kept.stored is None)
+
+    def give_out(self, handle: int, tensor: Tensor) -> None:
+        """A gradient is taken inside the region's own forward, and ``tensor`` is what it will read as ``handle``."""
+        self.tape.recognise(tensor, self._places[handle][0])
+
+    def forward_mode(self) -> AbstractContextManager[Any]:
+        """Return the mode that writes the tape."""
+        return TapeMode(self, self.rows)
+
+    def pack(self, tensor: Tensor, handle: Handle) -> None:
+        """Autograd saves ``tensor``: note which value it is, and keep it if that costs nothing or nobody knows it."""
+        tape = self.tape
+        found = tape.ids.get(id(tensor))
+        if tape.is_busy and (tape.trouble or self.paused):
+            return
+        version = tensor._version
+        if found is not None and found[0]() is tensor:
+            value = found[1]
+            if version != tape.versions[value]:
+                value = tape.look_at_version(tensor, value)
+        elif (
+            tape.is_known(tensor)
+            or cast_of(tensor) is not None
+            or (tensor.grad_fn is not None and id(tensor) in tape.outside)
+        ):
+            value = tape.find(tensor, "autograd")
+        else:
+            self._pack_from_outside(tensor, handle)
+            return
+        root = tape.roots[value]
+        if root in tape.factories and root not in tape.kept:
+            self._explain(root, tensor, None)
+        if root in self._kept_in:
+            handle.keep(tensor)
+            handle.storage = storage_address(tensor)
+            self.recent.append((handle.index, tensor, root))
+            return
+        leaf = tape.leaves.get(root)  # none: FSDP has made the storage of a parameter in the region
+        is_written = root in tape.writers
+        is_parameter = leaf is not None and leaf.position < 0 and leaf.lasts
+        if (root in self._lasting and not is_written) or (is_parameter and is_written):
+            # As it is: it is one of the ancestors that autograd holds anyway. So is a parameter that the region has
+            # written to: if somebody writes to it once more, backward sees that as it would without us.
+            handle.kept = handle.borrowed = True
+            handle.version = version
+            handle.value = handle.watched = tensor
+            return
+        self._places[handle.index] = value, len(tape.plans), version
+        self.recent.append((handle.index, tensor, root))
+        self.sum_up(handle.index, tensor)
+
+    def _pack_from_outside(self, tensor: Tensor, handle: Handle) -> None:
+        """Autograd saves what no op of the region made: something that lives outside of it, or an unseen result."""
+        handle.storage = storage_address(tensor)
+        handle.borrowed = isinstance(tensor, nn.Parameter) or self._is_buffer(tensor)
+        if handle.borrowed or not self.yields or tensor.numel() <= SMALL_NUMEL:
+            handle.keep(tensor)
+            if type(tensor) is not nn.Parameter:
+                self.from_outside.add(handle.index)
+        else:
+            self._perhaps_outside.append((weakref.ref(handle), weakref.ref(tensor), version_of(tensor)))
+
+    def _is_buffer(self, tensor: Tensor) -> bool:
+        if self._buffers is None:
+            self._buffers = frozenset(id(buffer) for owner in self._owners for buffer in owner._buffers.values())
+        return id(tensor) in self._buffers
+
+    def hold_what_lives(self) -> None:
+        """Hold what autograd has saved of tensors from outside, which costs nothing; there is trouble if some is gone.
+
+        What has a graph, and no op made, is a result of an unseen kernel, which lives on for somebody's sake only.
+        """
+        for handle_of, tensor_of, version in self._perhaps_outside:
+            handle, tensor = handle_of(), tensor_of()
+            if handle is None:
+                continue
+            if tensor is None or tensor.grad_fn is not None or version_of(tensor) != version:
+                self.tape.fail("autograd saves a tensor that no op made")
+            else:
+                handle.keep(tensor)
+                handle.borrowed = True
+                self.from_outside.add(handle.index)
+        self._perhaps_outside.clear()
+
+    def forget_what_lives(self, handles: Iterable[Handle]) -> None:
+        """Python runs again, and finds tensors from outside itself: a buffer advances in it."""
+        for handle in handles:
+            if handle.index in self.from_outside:
+                handle.kept, handle.value, handle.watched = False, None, None
+        self.from_outside.clear()
+
+    def close(self, kept: list[Handle], last_missing: int) -> bool:
+        """See ``end``; the frame of this recorder calls that."""
+        raise AssertionError("a tape is closed by its own frame")
+
+    def may_run_again(self, kept: list[Handle], missing: list[int]) -> bool:
+        """Whether backward may need more than is kept. What lives outside may change, and be read again."""
+        if missing or not (self.yields and self.from_outside):
+            return bool(missing)
+        return not self.from_outside.isdisjoint(handle.index for handle in kept)
+
+    def end(self, kept: list[Handle], missing: list[int]) -> None:
+        """The forward is over: work out what is to be replayed, and let go of what that does not need."""
+        tape = self.tape
+        self.settle_suspects()
+        self.recent = []
+        forget_freed(self.images)
+        self.needs_mode = self.may_save or bool(
+            self.images or self._generators or self._wrote_late or self._wrote_inputs
+        )
+        if tape.writers and not tape.trouble:
+            self._look_for_spoilt(missing)
+        if not tape.trouble:
+            program = self.program
+            if program is None or not program.fits(tape, self._places, missing):
+                program = Program(tape, self._places, missing, self.plan_of(missing))
+            self.program = program
+            program.lend(tape)
+            self.plan = program.plan
+            self._check_leaves()
+            self._check_kept()
+            if self.yields:
+                self._check_unsaved(kept)
+        if tape.trouble:
+            self.plan = self.program = None
+            for address in self._gathered - self._written_parameters:
+                self.images.pop(address, None)
+            if self.may_run_again(kept, missing):
+                self.forget_what_lives(kept)
+                kept[:] = [handle for handle in kept if handle.kept]
+        self._routed = [
+            Routed(
+                plan,
+                [tape.kept[value] for value in values],
+                written=any(tape.roots[value] not in self._kept_in for value in values),
+                sums=tuple(total for value in values for total in self._routing_sums.get(value, ())),
+            )
+            for plan, values in self._routing
+        ]
+        self._let_go(kept)
+        tape.close()
+
+    def wanted(self, handles: list[int]) -> list[Wanted]:
+        """Return what the tape knows of these handles, without those that have been spoilt."""
+        places = self._places
+        return [Wanted(handle, *places[handle][:2]) for handle in handles if handle not in self.spoilt]
+
+    def plan_of(self, handles: list[int]) -> ReplayPlan:
+        """Return what to replay for these handles."""
+        return plan_replay(self.tape, self.wanted(handles), early_stop=self._settings.early_stop)
+
+    def park(self, hooks: PackHooks) -> None:
+        """Hand the held values to the saved-tensor hooks around the region."""
+        kept: dict[int, Any] = self.tape.kept
+        for value, tensor in kept.items():
+            kept[value] = park(tensor, hooks)
+
+    def recompute_mode(self, inputs: list[tuple[int, Tensor]], ending: Ending) -> AbstractContextManager[Any]:
+        """Return the context in which the region's Python runs again, where the tape cannot be replayed."""
+        return FallbackMode(self.table, self.path, self.images, self._generators, self._routed, ending)
+
+    def check_recomputed(self) -> None:
+        """Nothing: what has to be served is asked for in order."""
+
+    def drop(self) -> None:
+        """Let every held value go."""
+        self.tape.drop()
+        self.plan = None
+        self.images, self._generators, self._routed, self._places = {}, {}, [], {}
+        self.checksums = None
+        self._outside = {}
+
+    @property
+    def has_collectives(self) -> bool:
+        """Whether other ranks have a part in what is run again: in an op of the tape, or in one of a DTensor."""
+        return self.tape.has_meshes or any(getattr(plan, "is_collective", False) for plan in self.tape.plans)
+
+    def may_differ(self, handle: int, device: torch.device) -> bool:
+        """Whether what autograd saved as ``handle`` comes out otherwise each time, by the nature of its ops."""
+        names = unrepeatable_on(device)
+        return bool(names) and may_differ(self.tape, self._places[handle][0], names)
+
+    def _look_for_spoilt(self, missing: list[int]) -> None:
+        """What has been written to since autograd saved it is spoilt, or what backward sees is what was written."""
+        tape = self.tape
+        alive = {value: reference for reference, value in tape.ids.values()}
+        for handle in missing:
+            value, time, version = self._places[handle]
+            writers = tape.writers.get(tape.roots[value])
+            if not writers or writers[-1] < time:
+                continue
+            tensor = reference() if (reference := alive.get(value)) is not None else None
+            if tensor is not None and tensor._version == version:
+                self._places[handle] = value, len(tape.plans), version
+                self.sum_up(handle, tensor)
+            elif tensor is None or self.yields:
+                # Autograd's own GRU cells write to one part of what `unsafe_chunk` gives and have saved another.
+                writer = tape.plans[writers[-1]].op
+                tape.fail(f"{writer} writes to memory in which autograd saved a tensor before")
+            else:
+                self.spoilt[handle] = version
+
+    def _check_leaves(self) -> None:
+        """Nothing holds the leaves: what is gone when the forward ends will not be there in backward."""
+        assert self.plan is not None
+        tape = self.tape
+        for value in self.plan.leaves:
+            leaf = tape.leaves[value]
+            if leaf.position < 0 and leaf.tensor() is None:
+                reader = next(
+                    (tape.plans[one.number] for one in self.plan.steps if value in tape.reads[one.number]), None
+                )
+                name = getattr(reader, "op", "autograd")
+                tape.fail(f"{name} reads a tensor that no op made, and that nothing holds")
+            elif leaf.position < 0 and not leaf.lasts:
+                self._copy_small(leaf.tensor())
+
+    def _copy_small(self, tensor: Tensor) -> None:
+        """Replay will read a tensor from outside: hold a copy if it is small, since somebody may write to it before."""
+        if type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_inference():
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self.images and storage.nbytes() <= _SMALL_BYTES:
+                self._outside[storage._cdata] = tensor._version, detached(tensor), copy_of(storage)
+
+    def changed_outside(self) -> dict[int, torch.UntypedStorage]:
+        """Return what lay in small tensors from outside that were written to since the forward, by storage."""
+        return {
+            address: copy
+            for address, (version, watch, copy) in self._outside.items()
+            if watch._version != version or other_bytes(copy, watch.untyped_storage())
+        }
+
+    def _check_kept(self) -> None:
+        """What the policy saves is held as it is: something that is no op may have written to it since."""
+        assert self.plan is not None
+        for value in self.plan.kept:
+            if value in self.tape.lost:
+                self.tape.fail(
+                    f"a result that the policy saves ({describe(self.tape.kept[value])}) was written to by no op"
+                )
+
+    def _check_unsaved(self, kept: list[Handle]) -> None:
+        """What replay has to hold beyond what the policy saves, rerun would make again."""
+        assert self.plan is not None
+        large = [value for value in self.tape.kept.keys() - self._rules.keys() if self._is_large(value)]
+        if large:
+            in_handles = {handle.storage for handle in kept}
+            for value in large:
+                tensor = self.tape.kept[value]
+                if value in self.plan.kept or any(storage_address(part) in in_handles for part in tensor_parts(tensor)):
+                    self.tape.fail(f"replay would hold what the policy does not save ({describe(tensor)})")
+
+    def _is_large(self, value: int) -> bool:
+        return self.tape.kept[value].numel() > SMALL_NUMEL
+
+    def _let_go(self, kept: list[Handle]) -> None:
+        """Hold only what replay starts from, and count it."""
+        tape, program = self.tape, self.program
+        held = {value: tape.kept[value] for value in self.plan.kept} if self.plan is not None else {}
+        loose = [handle for handle in kept if not handle.borrowed]
+        if loose:
+            addresses = {storage_address(part) for tensor in held.values() for part in tensor_parts(tensor)}
+            compact_views([handle for handle in loose if handle.storage not in addresses])
+        sizes = [storage_bytes(tensor) for tensor in tape.kept.values()]
+        if program is not None and program.figures is not None and not loose and program.sizes == sizes:
+            self.figures = program.figures
+        else:
+            routed = (value for _, values in self._routing for value in values)
+            self.figures = figures_of_tape(tape.kept, [*held, *routed], loose, self._rules, self.hits)
+            if program is not None and not loose:
+                program.sizes, program.figures = sizes, self.figures
+        tape.kept = held
+        self.draws.close({step.number for step in self.plan.steps} if self.plan is not None and tape.states else set())

@@ -1,0 +1,438 @@
+"""Replay: runs the recorded ops again, below autograd."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sac.errors import Problem, RegionError, SacWarning
+from sac.outer_hooks import fetch
+from sac.recompute.autocast import as_then
+from sac.recompute.recorder import ReplayRecorder
+from sac.recompute.schedule import ReplayPlan
+from sac.recompute.table import Plan
+from sac.recompute.tape import ALIAS, CAST, HOLE, PART, WRAP, Tape, from_reads
+from sac.region.eager import never_compiled
+from sac.region.frame import Frame, Handle
+from sac.region.inputs import KeptInputs
+from sac.region.rng import state_of
+from sac.tensors import (
+    copy_of,
+    describe,
+    detached,
+    layout_key,
+    storage_address,
+    storage_bytes,
+    tensors_of,
+    version_of,
+    wrapped_parts,
+)
+
+# -- Runs the steps of a replay, below autograd and without the region's Python
+
+# In forward the ops of a tape ran inside a dispatch mode: below autograd and autocast. These guards are private to
+# torch (2.11 to 2.13); without them replay is not used.
+_BELOW_AUTOGRAD: Any = getattr(torch._C, "_AutoDispatchBelowADInplaceOrView", None)
+_NO_AUTOCAST: Any = getattr(torch._C, "_DisableAutocast", None)
+CAN_REPLAY = _BELOW_AUTOGRAD is not None and _NO_AUTOCAST is not None
+
+Fill = Callable[[int, Tensor], None]
+
+
+class CannotReplay(Exception):  # noqa: N818 (it is no error: the region's Python runs instead)
+    """A value that replay starts from is not there any more; the text says which."""
+
+
+class ExternalChangeError(Exception):
+    """A tensor from outside was written to after the forward; holds the tensor and the version of the forward."""
+
+    def __init__(self, tensor: Tensor, version: int) -> None:
+        super().__init__()
+        self.tensor, self.version = tensor, version
+
+
+Before = dict[int, torch.UntypedStorage]
+
+
+def run_plan(plan: ReplayPlan, tape: Tape, inputs: dict[int, Tensor], before: Before, fill: Fill) -> None:
+    """Run the steps of ``plan``; ``fill`` is given each waiting handle's number with its tensor.
+
+    ``inputs`` are the region's, by position; ``before``: what lay in tensors from outside that were written to since,
+    by the address of their storage. Raises ``CannotReplay`` and ``ExternalChangeError``, before any op runs.
+    """
+    values: list[Any] = [None] * len(tape.roots)
+    for value in plan.kept:  # above autograd: to fetch one may be to run an outer region again
+        values[value] = fetch(tape.kept[value])
+    generators = {id(g): g for step in plan.steps for g, _ in tape.states.get(step.number, ())}
+    # Modes that are on see the ops, as in the handler of one; autograd and autocast do not.
+    with torch.enable_grad(), _BELOW_AUTOGRAD(), _NO_AUTOCAST(), ExitStack() as stack:
+        _load(plan, tape, inputs, before, values)
+        for generator in generators.values():
+            stack.callback(generator.set_state, state_of(generator))
+        _run(plan, tape, values, fill)
+
+
+def _load(plan: ReplayPlan, tape: Tape, inputs: dict[int, Tensor], before: Before, values: list[Any]) -> None:
+    copies: dict[int, torch.UntypedStorage] = {}
+    for value in plan.leaves:
+        leaf = tape.leaves[value]
+        if leaf.position >= 0:
+            values[value] = detached(inputs[leaf.position])
+            continue
+        tensor = leaf.tensor()
+        if tensor is None:
+            raise CannotReplay("a tensor from outside that an op read is not there any more")
+        address = storage_address(tensor)
+        if address in before:
+            if address not in copies:
+                copies[address] = copy_of(before[address])
+            values[value] = tensor.new_empty(0).set_(copies[address], *_place(layout_key(tensor)))
+            continue
+        if tape.roots[value] in tape.writers:
+            raise CannotReplay("the data of a tensor that the region has written to is elsewhere now")
+        if tensor.shape != leaf.shape or (not storage_bytes(tensor) and tensor.numel()):
+            raise CannotReplay("the data of a parameter that an op read is elsewhere now")
+        if not leaf.lasts and version_of(tensor) != leaf.version:
+            raise ExternalChangeError(tensor, leaf.version)
+        values[value] = tensor
+    for value in plan.kept:
+        if tape.roots[value] in plan.written:
+            values[value] = values[value].clone()
+
+
+def _place(geometry: tuple[Any, ...]) -> tuple[Any, ...]:
+    shape, stride, offset, _ = geometry
+    return offset, shape, stride
+
+
+def _run(plan: ReplayPlan, tape: Tape, values: list[Any], fill: Fill) -> None:
+    for handle, value in plan.fills:
+        fill(handle, values[value])
+    rests, states, keywords = tape.rests, tape.states, tape.keywords
+    works: list[Any] = []  # of point-to-point calls, of which several have to be under way at once
+    for number, run, places, result, fills, frees in plan.orders or _orders(plan, tape):
+        if result < 0 or works or number in states:
+            _run_unusual(plan, tape, number, values, works)
+        else:
+            args = [*rests[number]]
+            for place, value in places:
+                if args[place] is not HOLE:  # a number stands where another call of this program had a tensor
+                    args = _arguments(rests[number], tape.reads[number], values)
+                    break
+                args[place] = values[value]
+            values[result] = run(*args, **keywords[number]) if number in keywords else run(*args)
+        for handle, value in fills:
+            fill(handle, values[value])
+        for value in frees:
+            values[value] = None
+    _wait(works)
+
+
+def _orders(plan: ReplayPlan, tape: Tape) -> list[Any]:
+    """Return the steps in the form in which they are run; calls with the same plan share it.
+
+    Of a usual step: its number, what to call, where its tensors stand among the arguments, the number of its result,
+    and what to do after it. The result is -1 where there is more to it; see ``_run_unusual``.
+    """
+    plan.orders = []
+    plan.steps_by_number = {step.number: step for step in plan.steps}
+    for step in plan.steps:
+        number = step.number
+        op, rest = tape.plans[number], tape.rests[number]
+        result = -1
+        places: tuple[tuple[int, int], ...] = ()
+        if type(op) is Plan and op.is_usual and not op.traits.takes_optional and tape.counts.get(number, 1) == 1:
+            holes = [place for place, one in enumerate(rest) if one is HOLE]
+            places = tuple(zip(holes, tape.reads[number], strict=True))
+            result = step.outputs[0][1] if step.outputs else -1
+        plan.orders.append((number, getattr(op, "run", None), places, result, step.fills, step.frees))
+    return plan.orders
+
+
+def _run_unusual(plan: ReplayPlan, tape: Tape, number: int, values: list[Any], works: list[Any]) -> None:
+    """Run a step with several results or none, with tensors inside arguments, random numbers, ranks to wait for, …"""
+    op, rest, reads = tape.plans[number], tape.rests[number], tape.reads[number]
+    if type(op) is not Plan:
+        out = _made(op, rest, [values[read] for read in reads])
+    else:
+        if works and op.op.namespace != "c10d":
+            _wait(works)
+        for generator, state in tape.states.get(number, ()):
+            generator.set_state(state)
+        keywords = tape.keywords.get(number, {})
+        if op.flat:
+            args = _arguments(rest, reads, values)
+        else:
+            args, keywords = from_reads(rest, values), from_reads(keywords, values)
+        if op.own_body:
+            with as_then(tape.guards.get(number)):
+                out = op.op(*args, **keywords)
+        else:
+            out = op.run(*args, **keywords)
+        if op.is_collective and op.op.namespace == "c10d":
+            works.extend(_works_of(out))
+            if plan.steps_by_number[number].fills:
+                _wait(works)
+    made = [out] if isinstance(out, Tensor) else tensors_of(out)
+    for place, value in plan.steps_by_number[number].outputs:
+        values[value] = made[place]
+
+
+def _arguments(rest: Sequence[Any], reads: Sequence[int], values: list[Any]) -> list[Any]:
+    left = iter(reads)
+    return [values[next(left)] if one is HOLE else one for one in rest]
+
+
+def _works_of(out: Any) -> list[Any]:
+    """Return what is to be waited for among an op's results: `Work.wait` is no op, so no tape has it."""
+    found = out if isinstance(out, (tuple, list)) else (out,)
+    return [one for one in found if isinstance(one, torch.ScriptObject) and hasattr(one, "wait")]
+
+
+def _wait(works: list[Any]) -> None:
+    while works:
+        works.pop(0).wait()
+
+
+def _made(kind: Any, rest: Any, reads: list[Any]) -> Tensor:
+    """Make what came about unseen in the forward; see Note [The tape]."""
+    if kind is ALIAS:
+        return _alias(reads[0], rest[0])
+    if kind is CAST:
+        cast: Tensor = reads[0].to(rest[0])
+        return cast
+    if kind is PART:
+        part = wrapped_parts(reads[0])[rest[0]]
+        return part if layout_key(part) == rest[1] else _alias(part, rest[1])
+    assert kind is WRAP
+    cls, inside, context, size, stride = rest
+    left = iter(reads)
+    held = {name: next(left) if value is HOLE else value for name, value in inside}
+    made: Tensor = cls.__tensor_unflatten__(held, context, size, stride)
+    return made
+
+
+def _alias(tensor: Tensor, geometry: tuple[Any, ...]) -> Tensor:
+    *_, dtype = geometry
+    found: Tensor = torch.empty(0, dtype=dtype, device=tensor.device)
+    return found.set_(tensor.untyped_storage(), *_place(geometry))
+
+
+# -- The replay engine: a region's forward is written to a tape, and backward runs again what it needs of that
+
+# Note [Replay]
+#
+# Forward. The region's function runs under a `TapeMode`, which writes down what each op read, made and wrote (Note [The
+# tape]), and holds what the policy saves. What autograd saves is a missing handle, known by its value on the tape.
+# At the end a plan is made of what backward will have to run (Note [What is replayed]), and what the plan does not
+# start from is let go.
+#
+# Backward. The first unpack of a missing handle runs the plan: the ops alone, below autograd, with no dispatch mode of
+# ours and none of the region's Python. So nothing that Python does happens twice, and nothing that it looks at matters:
+# numbers that came from tensors, autocast, the way through an `if` stand on the tape. Random ops that run again find
+# their generators as they stood.
+#
+# Where replay gives way. Trouble on the tape (`Tape.fail`), a leaf that is gone or lies elsewhere, or a value that is
+# not the one of the forward (`verify`): then this call's Python is run again from its start, with random states,
+# buffers and flags as they were; nothing of what the policy saved is of use then, except what must not be chosen anew.
+# Later calls of the kind go under the rerun engine, and those whose backward is still to come run as Python too. Not so
+# inside hooks on saved tensors, which may be those of an outer checkpoint: that counts what is handed to it, and finds
+# in its recomputation what it found in its forward. There a call goes on as before, but that its backward runs Python.
+# A value that differs is an error where the tape holds collectives: another rank may not have seen the difference, and
+# would not take part in a second run.
+#
+# Note [Auto]
+#
+# With `engine: auto` nothing may be worse than under rerun: no warning where replay gives way, no error that rerun
+# would not raise, nothing held that rerun would not hold. So replay gives way in more places (`yields` of the
+# recorder): where it would hold what the policy does not save, because a kernel has made it that the dispatcher does
+# not see; where a write would be an error; and inside hooks on saved tensors, where giving way would not last. The one
+# warning is of a tensor from outside that was written to after the forward: Python reads what is there now, which may
+# be something else. The one error is that of a value that differs where ranks meet, see above.
+
+_CHANGED = "a tensor from outside was changed in place after the forward"
+_READ_AGAIN = "the region's Python runs again, and finds what is there now: gradients are right if that is the same"
+
+
+class ReadAgain(CannotReplay):
+    """A tensor from outside was written to after the forward: this call's Python runs again, and reads it anew."""
+
+    def __init__(self) -> None:
+        super().__init__(_CHANGED)
+
+
+class ReplayFrame(Frame):
+    """The frame of a region that is replayed; see Note [Replay].
+
+    ``give_up`` hears why it cannot be; ``given_up`` returns that, once another call of the kind has said so.
+    """
+
+    recorder: ReplayRecorder
+
+    def __init__(self, *args: Any, give_up: Callable[[str], None], given_up: Callable[[], str], **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._give_up = give_up
+        self._given_up = given_up
+        self._rebuilt: Any = None
+
+    def _begin(self, inputs: KeptInputs) -> None:
+        super()._begin(inputs)
+        self.recorder.tape.outside = self.surroundings.reachable.tensors | inputs.tensors_in_objects()
+        self.recorder.draws.begin(self.surroundings.rng)
+
+    def _pack(self, tensor: Tensor) -> Handle:
+        handle = Handle(len(self._handles))
+        self._handles.append(weakref.ref(handle))
+        self.recorder.pack(tensor, handle)
+        return handle
+
+    def _hold(self, alive: list[Handle]) -> list[Handle]:
+        recorder = self.recorder
+        recorder.hold_what_lives()
+        kept = [handle for handle in alive if handle.kept]
+        missing = [handle.index for handle in alive if not handle.kept]
+        needed = recorder.may_run_again(kept, missing)
+        self.surroundings.close(self.path, needed=needed)
+        recorder.end(kept, missing)
+        if recorder.tape.trouble:
+            self._give_up(recorder.tape.trouble)
+        self._hold_inputs(kept, needed=needed)
+        if self.hooks is not None:
+            recorder.needs_mode = recorder.needs_mode or bool(kept or recorder.tape.kept)  # so that they are again
+            recorder.park(self.hooks)
+        return kept
+
+    @never_compiled
+    def _unpack(self, handle: Handle) -> Tensor:
+        if not handle.kept and handle.index in self.recorder.spoilt:
+            version = self.recorder.spoilt[handle.index]
+            raise RegionError(
+                self._problem(
+                    f"saved tensor {handle.index} was changed in place: backward expects version {version} of it",
+                    fix="do not change it in place between the op that uses it and backward",
+                )
+            )
+        if not self._forward_over:
+            self.recorder.hold_what_lives()
+        if self._was_changed(handle):
+            self.recorder.tape.fail(_CHANGED)
+            self.recorder.forget_what_lives(self._alive())
+        return self._value_of(handle)
+
+    def _was_changed(self, handle: Handle) -> bool:
+        """Whether what is kept as ``handle`` lives outside of the region, was written to, and can be found anew."""
+        recorder = self.recorder
+        if not recorder.yields or self._dropped or handle.index not in recorder.from_outside:
+            return False
+        return handle.watched is not None and version_of(handle.watched) != handle.version
+
+    def _recompute(self, wanted: Handle, task: int, *, last: bool) -> None:
+        recorder = self.recorder
+        if self._dropped or recorder.tape.trouble:
+            super()._recompute(wanted, task, last=last)
+            return
+        last = last and self._forward_over
+        wanted.task = -2  # it may have been unpacked in this task before: a second read of ctx.saved_tensors
+        waiting = {handle.index: handle for handle in self._alive() if self._waits(handle, task)}
+        try:
+            # Not in a forward inside hooks: an outer checkpoint is shown there what its own forward was shown.
+            if (self._forward_over or self.hooks is None) and (reason := self._given_up()):
+                raise CannotReplay(reason)
+            if recorder.from_outside and any(map(self._was_changed, self._alive())):
+                raise ReadAgain
+            self._replay(waiting)
+        except CannotReplay as error:
+            # What somebody else did between the passes says nothing about other calls.
+            if not isinstance(error, ReadAgain):
+                self._give_up(str(error))
+            self._run_python(str(error), wanted, waiting, task, last=last)
+            return
+        if last:
+            self._drop()
+
+    def _replay(self, waiting: dict[int, Handle]) -> None:
+        recorder = self.recorder
+        bindings = self.surroundings.bindings
+        before = bindings.copies()
+        if before is None:
+            raise CannotReplay("a buffer's data is elsewhere now")
+        before = {
+            **recorder.changed_outside(),
+            **before,
+            **{address: image.copy for address, image in recorder.images.items()},
+        }
+        plan = recorder.plan
+        asked = frozenset(waiting) - recorder.spoilt.keys()
+        if plan is None or plan.handles != asked:
+            plan = recorder.plan_of(sorted(asked))
+        if self.settings.checks_metadata:
+            read = frozenset(id(recorder.tape.leaves[value].tensor()) for value in plan.leaves)
+            if (problem := bindings.changed_parameter(self.path, read)) is not None:
+                raise RegionError(problem)
+        filled: list[int] = []
+
+        def fill(index: int, tensor: Tensor) -> None:
+            waiting[index].value = tensor
+            filled.append(index)
+            if not self._forward_over:
+                recorder.give_out(index, tensor)
+
+        was_paused, recorder.paused = recorder.paused, not self._forward_over
+        recorder.tape.is_busy = recorder.tape.is_busy or recorder.paused
+        try:
+            self._rebuilt = rebuilt = self._rebuild()
+            with self.surroundings.process_flags():
+                run_plan(plan, recorder.tape, dict(rebuilt[2]), before, fill)
+        except ExternalChangeError as change:
+            problem = self._problem(
+                f"a tensor from outside the region ({describe(change.tensor)}) was changed in place after the "
+                f"forward: it is at version {version_of(change.tensor)}, backward expects version {change.version}",
+                fix="do not write to it between forward and backward, or pass it to the region as an argument",
+            )
+            if not recorder.yields:
+                raise RegionError(problem) from None
+            warnings.warn(f"{problem}\n    {_READ_AGAIN}", SacWarning, stacklevel=2)
+            raise ReadAgain from None
+        finally:
+            recorder.paused = was_paused
+        if plan.written:
+            self._rebuilt = None  # the inputs may have been written to
+        if recorder.checksums is not None:
+            self._verify(waiting, filled)
+        self._rebuilt = None
+
+    def _rebuild(self) -> tuple[tuple[Any, ...], dict[str, Any], list[tuple[int, Tensor]]]:
+        """Return the arguments; what replay was given may serve Python after it, for hooks may give it only once."""
+        rebuilt, self._rebuilt = self._rebuilt, None
+        return super()._rebuild() if rebuilt is None else rebuilt
+
+    def _verify(self, waiting: dict[int, Handle], filled: list[int]) -> None:
+        """Compare what was replayed with what autograd saved; raises ``CannotReplay`` if that is something else."""
+        recorder = self.recorder
+        for index, value in recorder.different([(index, waiting[index].value) for index in filled]):
+            if recorder.may_differ(index, value.device):
+                continue
+            found = f"saved tensor {index} ({describe(value)}) is replayed with other values than forward had"
+            if recorder.has_collectives:
+                raise RegionError(self._problem(found, fix="set `engine: rerun` for this model"))
+            raise CannotReplay(found)
+
+    def _run_python(self, reason: str, wanted: Handle, waiting: dict[int, Handle], task: int, *, last: bool) -> None:
+        self.recorder.tape.fail(reason)
+        self.recorder.forget_what_lives(self._alive())
+        for handle in waiting.values():
+            handle.value = None
+        super()._recompute(wanted, task, last=last)
+
+
+def warn_of_trouble(path: str, reason: str) -> None:
+    """Tell that regions like the one at ``path`` cannot be replayed."""
+    found = f"replay cannot be used here: {reason}"
+    fix = "none is needed, the region runs again as Python; `engine: rerun` asks for that from the start"
+    warnings.warn(str(Problem(path or "region", found, fix=fix)), SacWarning, stacklevel=2)

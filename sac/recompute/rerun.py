@@ -1,0 +1,1013 @@
+"""Rerun: the region's Python runs again, and calls whose results are saved are served instead."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import nn
+
+from sac.checksums import Sums, find_different, same, sums_of
+from sac.errors import Problem, RegionError
+from sac.ops.flops import flops_of
+from sac.outer_hooks import PackHooks, Parked, fetch, park, surrounding_hooks
+from sac.recompute.forward_state import ForwardState, Images, forget_freed, image_of, note_generator
+from sac.recompute.module_tracker import RegionMode
+from sac.recompute.op_rows import NO_RULE, KeptFigures, Rows
+from sac.recompute.parameter_only import NOT_PARAMETERS, is_large
+from sac.recompute.table import BoundRule, Plan, Table, plan_name, run_op
+from sac.recompute.value_ids import Description, Labels
+from sac.recompute.whole_modules import SavedCall, SavedModules, SavingPass, ServingPass
+from sac.region.frame import OTHER_PATH, OTHER_VALUE, OTHER_WRITE, Ending, Handle, ToTheEnd, compact_views
+from sac.region.inputs import KeptInputs
+from sac.region.module_state import UnseenWriteError
+from sac.region.rng import default_generator, state_of, states_of
+from sac.tensors import (
+    describe,
+    equal,
+    map_tensors,
+    storage_address,
+    storage_bytes,
+    storage_sizes,
+    tensor_parts,
+    tensors_of,
+    version_of,
+    written_parts,
+)
+
+if TYPE_CHECKING:
+    from sac.recompute.module_tracker import ScopedForward
+
+
+# -- What one region call holds for its recomputation: saved values, generator states, images of what it wrote to
+
+# Note [What is kept, and what is not]
+#
+# A saved op's output is used in two ways. Autograd may save it: then the handle keeps exactly what autograd would have
+# kept. And recomputation serves it instead of running the op: then it has to be held until the last missing handle is
+# filled. At the end of the forward an output that does neither is let go (it is dead: backward can never read it):
+#  - no handle is missing: nothing is run again, so only what handles keep stays;
+#  - the op runs after the last missing handle is filled: early stop never reaches it;
+#  - only saved ops read it, which recomputation serves without their arguments. The Python that runs again still passes
+#    the op: it runs anew, so that whatever looks at the value unseen by the dispatcher sees the true one. That is done
+#    for ops without FLOPs only (a norm's inner sums, say); a matmul whose result nothing recomputed reads stays held.
+# A handle whose tensor is a small view of a big output that nothing else needs keeps a copy of the view instead.
+#
+# In-place writes. A held output is copied right before an op of the region writes to its storage, and served as a copy.
+# A tensor from outside that the region writes to (a buffer, an input) is imaged right before the first write; the image
+# is put back for recomputation, and the present value after it. So statistics and counters advance once. Not with
+# `freeze_buffers=False`: then only inputs and held outputs are copied.
+
+
+_GATHERING = frozenset({"aten.split_with_sizes_copy", "aten.set_", "aten.resize_"})  # FSDP's
+
+
+class SavedValue:
+    """One saved call: its result, and how to find it again; see Note [Labels]."""
+
+    __slots__ = (
+        "call",
+        "description",
+        "foreign",
+        "must",
+        "outputs",
+        "overwritten",
+        "packs_before",
+        "plan",
+        "read",
+        "rng_after",
+        "rule",
+        "signature",
+        "sums",
+        "twin",
+        "written",
+    )
+
+    def __init__(self, plan: Plan, call: int, rule: BoundRule | None, signature: int, twin: int, foreign: bool) -> None:
+        self.plan = plan
+        self.call = call
+        self.rule = rule
+        self.signature = signature
+        self.twin = twin  # how many calls had the same signature before
+        self.foreign = foreign
+        self.must = plan.must_save
+        self.description: Description = ()
+        self.outputs: Any = None
+        self.packs_before = 0
+        self.rng_after: list[tuple[torch.Generator, torch.Tensor]] = []
+        self.read = False  # an op that is not saved reads it, and so will be in need of it in recomputation
+        self.sums: Sums = ()  # checksums of the results, if they are compared
+        self.overwritten = False  # something that is no op has written to the results: the op runs again
+        self.written = False  # the region writes to it later: it is held, and served, as a copy
+
+
+class CallRecord:
+    """State of one call of a region under a table; the forward fills it, the recomputation reads it."""
+
+    def __init__(
+        self,
+        table: Table,
+        path: str,
+        owners: tuple[nn.Module, ...] = (),
+        *,
+        freeze_buffers: bool = True,
+        modules: SavedModules | None = None,
+        verifies: bool = True,
+    ) -> None:
+        self.table = table
+        self.verifies = verifies  # whether what is served is compared with what was saved
+        self.modules = modules
+        self.inside: SavedCall | None = None  # the saved module that runs now, and is watched
+        self.path = path
+        self.freeze_buffers = freeze_buffers
+        self.labels = Labels(owners)
+        self.places = self.labels.places
+        self.saved: list[SavedValue] = []
+        self.decided: list[SavedValue] = []  # after the forward: all that was decided to be saved, for the report
+        self.by_storage: dict[int, list[SavedValue]] = {}
+        self.written_parameters: set[int] = set()  # addresses of parameters that the region itself writes to
+        self._versions: dict[int, int] = {}  # storage address -> version counter when its result was saved
+        self.generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
+        self.images: Images = {}  # by the address of the storage: what lay there before the first write
+        self.calls: defaultdict[Plan, int] = defaultdict(int)
+        self.alternations: defaultdict[int, int] = defaultdict(int)
+        self.hits: defaultdict[int, int] = defaultdict(int)
+        self.dead_bytes = 0
+        self.rule_of: dict[int, int] = {}  # after the forward: storage address of a result -> rule that saved it
+        self.visitors = self.labels.visitors
+        self.known: Collection[int] = ()  # after the forward: the signatures of all its calls
+        self.twins: defaultdict[int, int] = defaultdict(int)  # signature -> how many calls that may be saved had it
+        self.packs = 0
+        # Per tensor that autograd saved: label (None: not to be compared), foreign, maker.
+        self.packed: list[tuple[int | None, bool, Plan | None]] = []
+        self.inputs: KeptInputs | None = None
+        self.inputs_written = False
+        # Inputs and parameters are kept as they are, but not through hooks around the region: those may belong to an
+        # outer checkpoint, which counts, and has to see the same with and without a recorder.
+        self.keeps_persistent = True
+        self.lenient = False  # a gradient was taken inside the forward: what that unpacked has no label of its own
+        # The forward of a reentrant region runs without: some modules choose other kernels then, and labels say little.
+        self.saw_grad = True
+        self.may_save = False  # some op ran that another call of this region may save
+        self.reads_values = False  # the value of a tensor was read: the program may have branched on it
+        self.late_write = False  # an op wrote to a tensor that autograd had saved right before the op ran
+        self.forward_over = False
+        self.paused = False  # a recomputation runs inside the region's own forward: nothing of it is recorded
+        self.kept_places: set[int] | None = None  # inside torch.utils.checkpoint: which packed tensors are ours
+        self.held_addresses: frozenset[int] = frozenset()
+        self._packed_since_op: list[Handle] = []
+        self._is_parked = False
+
+    # Forward
+
+    def save(self, value: SavedValue, out: Any) -> None:
+        """Hold ``out``, the result of the call that ``value`` stands for, without its graph."""
+        value.outputs = map_tensors(out, _detached)
+        if self.verifies and not value.plan.is_collective:  # whose result is there when it has been waited for
+            value.sums = sums_of(value.outputs)
+        value.packs_before = self.packs
+        self.saved.append(value)
+        for tensor in tensors_of(out):
+            for part in tensor_parts(tensor):
+                address = storage_address(part)
+                self.by_storage.setdefault(address, []).append(value)
+                self._versions[address] = version_of(part)
+
+    def _look_at_version(self, tensor: torch.Tensor, address: int) -> bool:
+        """Whether what is held at ``address`` is as the op left it. Something that is no op may have written there."""
+        if version_of(tensor) <= self._versions[address]:
+            return True
+        lost = self.by_storage.pop(address)
+        self.saved = [value for value in self.saved if value not in lost]  # these ops run again
+        return False
+
+    def note_reads(self, args: tuple[Any, ...]) -> None:
+        """An op that is not saved has read ``args``."""
+        if self.by_storage:
+            for tensor in tensors_of(args):
+                for part in tensor_parts(tensor):
+                    address = storage_address(part)
+                    if address in self.by_storage and self._look_at_version(part, address):
+                        for value in self.by_storage[address]:
+                            value.read = True
+
+    def pack(self, tensor: torch.Tensor, handle: Handle) -> None:
+        """Autograd saves ``tensor``: keep it if it is, or is a view of, a saved output, a parameter or an input."""
+        self.packs += 1
+        handle.storage = address = storage_address(tensor)
+        kind = type(tensor)
+        if kind is not torch.Tensor and kind is not torch.nn.Parameter:
+            self._pack_other(tensor, handle)
+            return
+        labels = self.labels
+        label = labels.of_plain(tensor, kind, address)
+        # Without rules parameters and inputs are saved again in recomputation; their data may be elsewhere (ZeRO-3).
+        is_compared = bool(self.table.rules) or not labels.lasts(label)
+        self.packed.append((label if is_compared else None, label in labels.foreign, labels.makers.get(label)))
+        if self.table.saves_everything:
+            handle.keep(tensor)
+            handle.borrowed = labels.origin(tensor) != "op"
+            return
+        self._packed_since_op.append(handle)
+        if address in self.by_storage and self._look_at_version(tensor, address):
+            handle.keep(tensor)
+        elif self.keeps_persistent and labels.lasts(label):
+            handle.keep(tensor)
+            handle.borrowed = True
+
+    def _pack_other(self, tensor: torch.Tensor, handle: Handle) -> None:
+        """Do what ``pack`` does, for a subclass of tensor: it may have several storages."""
+        parts = tensor_parts(tensor)
+        label = self.labels.of(tensor)
+        self.packed.append((label, label in self.labels.foreign, self.labels.makers.get(label)))
+        if self.table.saves_everything:
+            handle.keep(tensor)
+            handle.borrowed = all(self.labels.is_persistent(part) for part in parts)
+            return
+        self._packed_since_op.append(handle)
+        if all(storage_address(part) in self.by_storage for part in parts):
+            handle.keep(tensor)
+        elif self.keeps_persistent and all(self.labels.is_persistent(part) for part in parts):
+            handle.keep(tensor)
+            handle.borrowed = True
+
+    def before_write(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """An op is about to write to some of its arguments: copy or image what lies there, if it is wanted as it is."""
+        for tensor in written_tensors(plan, args, kwargs):
+            for part in written_parts(tensor):
+                address = storage_address(part)
+                if self.modules is not None:
+                    self.modules.before_write(address)
+                is_input = self.labels.origin(part) == "input"
+                if self.inside is not None and self.modules is not None and (is_input or address in self.by_storage):
+                    self.modules.learnt.keeps_watching = True
+                if address in self.by_storage:
+                    if self._look_at_version(part, address):
+                        self._copy_saved(address)
+                elif self.inside is None or is_input:
+                    self._image(address, part, plan)
+                if any(handle.storage == address for handle in self._packed_since_op):
+                    self.late_write = True
+
+    def after_module(self, written: Iterable[torch.Tensor], where: str) -> None:
+        """A saved module has run, and has written to these; raises if it wrote to a saved value that nobody copied."""
+        for part in (part for tensor in written for part in tensor_parts(tensor)):
+            if storage_address(part) in self.by_storage:
+                raise UnseenWriteError(
+                    Problem(
+                        where=where,
+                        found=f"this saved module wrote in place to a value ({describe(part)}) that another rule "
+                        "saves, as in no call with such inputs before, so that nothing was kept to recompute it from",
+                        fix="go back to a checkpoint of the training: from now on the region keeps what it writes to",
+                    )
+                )
+
+    def after_op(self) -> None:
+        """An op has run: what autograd saved before it is no longer about to be written by it."""
+        if self._packed_since_op:
+            self._packed_since_op.clear()
+
+    def _copy_saved(self, address: int) -> None:
+        for value in self.by_storage.pop(address):
+            value.outputs = map_tensors(value.outputs, lambda t: _copy_if_at(t, address))
+            value.written = True
+
+    def _image(self, address: int, tensor: torch.Tensor, plan: Plan) -> None:
+        origin = self.labels.origin(tensor)
+        if origin == "input" and self.inputs is not None:
+            self.inputs.copy_storage(address)
+            self.inputs_written = True
+        elif address in self.images or tensor.layout is not torch.strided:
+            return
+        elif origin == "parameter":
+            if not (gathers(plan) or tensor.is_inference()):
+                self.images[address] = image_of(tensor)
+                self.written_parameters.add(address)
+        elif self.freeze_buffers and origin in ("foreign", "input"):
+            forget_freed(self.images)
+            self.images[address] = image_of(tensor)
+
+    def note_generator(self, generator: torch.Generator) -> None:
+        """See ``forward_state.note_generator``."""
+        note_generator(self.generators, generator)
+
+    def close(self, kept: list[Handle], last_missing: int) -> bool:
+        """Let dead outputs go; return whether the region can be run again without this record."""
+        self.forward_over = True
+        self._packed_since_op.clear()
+        in_handles = {handle.storage for handle in kept}
+        self.rule_of = {
+            address: value.rule.index
+            for value in self.saved
+            if value.rule is not None
+            for address in addresses_of([value])
+        }
+        alive = [v for v in self.saved if v.packs_before <= last_missing and not self._is_dead(v, in_handles)]
+        held = {id(value) for value in alive}
+        addresses = addresses_of(alive)
+        if self.modules is not None:
+            self.modules.close(last_missing)
+        compact_views([handle for handle in kept if not handle.borrowed and handle.storage not in addresses])
+        for value in self.saved:
+            if id(value) not in held:
+                self._let_go(value, in_handles)
+        self.decided, self.saved = self.saved, alive
+        self.held_addresses = addresses_of(value for value in alive if not value.written)
+        self.by_storage.clear()
+        forget_freed(self.images)
+        for address in self.labels.parameter_addresses:  # FSDP gathers a parameter into a storage by an out= op
+            if address not in self.written_parameters:
+                self.images.pop(address, None)
+        self.known = self.labels.makers.keys()
+        self.visitors = (
+            self.labels.visitors
+        )  # a foreign tensor of the recomputation never has the label of one of these
+        self.labels = Labels()
+        return not (alive or self.writes_or_draws or (self.modules is not None and self.modules.calls))
+
+    @property
+    def needs_mode(self) -> bool:
+        """Whether later calls like this one have to run under a dispatch mode."""
+        return self.may_save or self.writes_or_draws
+
+    @property
+    def writes_or_draws(self) -> bool:
+        """Whether this call did something that a recomputation without a dispatch mode would get wrong."""
+        return bool(self.images or self.generators or self.late_write or self.inputs_written)
+
+    @staticmethod
+    def _is_dead(value: SavedValue, in_handles: set[int]) -> bool:
+        """Whether only saved ops read the result, so that nothing recomputed is made from it, and it is cheap."""
+        if value.read or value.written or value.must or value.rng_after or not value.plan.is_cheap:
+            return False
+        return in_handles.isdisjoint(addresses_of([value]))
+
+    def _let_go(self, value: SavedValue, in_handles: set[int]) -> None:
+        for tensor in tensors_of(value.outputs):
+            for part in tensor_parts(tensor):
+                if storage_address(part) not in in_handles:
+                    self.dead_bytes += storage_bytes(part)
+        value.outputs = None
+
+    def look_for_overwritten(self) -> None:
+        """Compare what is held with what the ops returned: Python or a kernel may have written there, seen by no mode.
+
+        To hand that out would be to write twice.
+        """
+        if self._is_parked:
+            return  # hooks on saved tensors were given them as they were
+        values = [value for value in self.saved if value.sums and not value.overwritten]
+        different = find_different([(value.sums, sums_of(value.outputs)) for value in values])
+        for place in different:
+            values[place].overwritten = True
+
+    def park(self, hooks: PackHooks) -> None:
+        """Hand the held values to the saved-tensor hooks around the region."""
+        self.look_for_overwritten()
+        self._is_parked = True
+        self.held_addresses = frozenset()  # what comes back from the hooks is nobody else's to write to
+        for value in self.saved:
+            value.outputs = map_tensors(value.outputs, lambda tensor: park(tensor, hooks))
+        if self.modules is not None:
+            self.modules.park(hooks)
+
+    # Recomputation
+
+    def drop(self) -> None:
+        """Let every held value go."""
+        self.saved = []
+        self.images = {}
+        self.generators = {}
+        if self.modules is not None:
+            self.modules.drop()
+
+
+def addresses_of(values: Iterable[SavedValue]) -> frozenset[int]:
+    """Return the addresses of the storages in which the results of saved calls lie."""
+    tensors = (tensor for value in values for tensor in tensors_of(value.outputs))
+    return frozenset(storage_address(part) for tensor in tensors for part in tensor_parts(tensor))
+
+
+def default_generators(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Generator]:
+    """Return the default generators that an op with these arguments may draw from."""
+    device = kwargs.get("device")
+    tensors = tensors_of([*args, *kwargs.values()])
+    if (device is None or str(device) == "cpu") and all(tensor.is_cpu for tensor in tensors):
+        return [torch.default_generator]
+    devices = {tensor.device for tensor in tensors} | {torch.device("cpu")}
+    if device is not None:
+        devices.add(torch.device(device))
+    found = {id(generator): generator for generator in map(default_generator, devices) if generator is not None}
+    return list(found.values())
+
+
+def _copy_if_at(tensor: torch.Tensor, address: int) -> torch.Tensor:
+    return tensor.clone() if any(storage_address(part) == address for part in tensor_parts(tensor)) else tensor
+
+
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach()
+
+
+def gathers(plan: Plan) -> bool:
+    """Whether an op fills parameters with what their shards hold, so that its writes are not the region's own."""
+    return plan.traits.is_infrastructure or plan.is_collective or plan_name(plan) in _GATHERING
+
+
+def written_tensors(plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Return the tensors among the arguments that the plan's op writes to."""
+    traits = plan.traits
+    written = [args[place] for place in traits.mutated_args if place < len(args)]
+    return tensors_of([*written, *(kwargs[name] for name in traits.mutated_kwargs if name in kwargs)])
+
+
+# -- The message for a saved value that recomputation cannot be matched with
+
+
+def unmatched_problem(path: str, value: SavedValue, rivals: Sequence[tuple[Plan, Any]]) -> Problem:
+    """Return the problem that ``value``'s call did not come again in recomputation; ``rivals`` came instead."""
+    module = value.plan.path or "the region itself"
+    forward = ", ".join(_argument(part) for part in value.description)
+    if rivals:
+        seen = f"in recomputation with ({', '.join(_argument(part) for part in rivals[0][1])})"
+    else:
+        seen = "in recomputation not at all"
+    return Problem(
+        where=path or "region",
+        found=f"call {value.call} of {plan_name(value.plan)} in {module} ran in forward with ({forward}) and {seen}",
+        fix=OTHER_VALUE if rivals else OTHER_PATH,
+    )
+
+
+def swapped_problem(
+    path: str, place: int, tensor: torch.Tensor, forward: Plan | None, recomputed: Plan | None
+) -> Problem:
+    """Return the problem that recomputation saves another value than forward did as the ``place``-th.
+
+    ``forward`` and ``recomputed`` are the plans of the ops that made the two, where an op did.
+    """
+    return Problem(
+        where=path or "region",
+        found=f"saved tensor {place} was {_made_by(forward)} in forward; in recomputation it is "
+        f"{_made_by(recomputed)}, "
+        f"{describe(tensor)}, computed from other values",
+        fix=OTHER_VALUE,
+    )
+
+
+def overwritten_problem(path: str, op: Any) -> Problem:
+    """Return the problem that a result of ``op``, which chooses, was overwritten unseen, and that it chooses anew."""
+    return Problem(
+        where=path or "region",
+        found=f"what {op} returned in forward was overwritten afterwards by something that is not an op (NumPy, or a "
+        "kernel on raw pointers), and the op returns something else in recomputation",
+        fix="write to a copy of it",
+    )
+
+
+def _made_by(plan: Plan | None) -> str:
+    if plan is None:
+        return "an input, a parameter or a part of an op's result"
+    return f"the result of {plan_name(plan)} in {plan.path or 'the region itself'}"
+
+
+def _argument(description: Any) -> str:
+    if _is_tensor(description):
+        label, foreign, _ = description
+        shape, dtype = _sort(description)
+        origin = "from outside" if foreign else f"value {label & 0xFFFF:04x}"
+        return f"{str(dtype).removeprefix('torch.')}{shape if isinstance(shape, str) else list(shape)} {origin}"
+    if isinstance(description, tuple):
+        return "[" + ", ".join(_argument(part) for part in description) + "]"
+    return str(description)
+
+
+def agree(forward: Any, recomputed: Any, *, closely: bool = True) -> bool:
+    """Return whether two argument descriptions may mean the same call: equal but for labels that are foreign.
+
+    Not ``closely``: tensors need only have the same shapes and dtypes.
+    """
+    if len(forward) != len(recomputed):
+        return False
+    for one, other in zip(forward, recomputed, strict=True):
+        if _is_tensor(one) and _is_tensor(other):
+            if not (_may_be_same(one, other) if closely else _sort(one) == _sort(other)):
+                return False
+        elif isinstance(one, tuple) and isinstance(other, tuple):
+            if not agree(one, other, closely=closely):
+                return False
+        elif one != other:
+            return False
+    return True
+
+
+def _may_be_same(one: Any, other: Any) -> bool:
+    return bool(one[2] == other[2] and (one[0] == other[0] or one[1] or other[1]))
+
+
+def _sort(description: Any) -> tuple[Any, torch.dtype]:
+    metadata = description[2]
+    return metadata[0], next(part for part in metadata if isinstance(part, torch.dtype))
+
+
+def _is_tensor(description: Any) -> bool:
+    return isinstance(description, tuple) and len(description) == 3 and isinstance(description[1], bool)
+
+
+# -- The two dispatch modes of the rerun engine: one decides and holds in forward, one serves in recomputation
+
+_LIFT_FRESH = torch.ops.aten.lift_fresh.default
+
+
+class Counting(Protocol):
+    """What decisions hang on beside the call itself: how many calls there were before it."""
+
+    calls: defaultdict[Plan, int]
+    alternations: defaultdict[int, int]
+
+
+class Settling(Protocol):
+    """What the recomputation mode asks before each op: has everything been filled, and what then."""
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing more is wanted, once the op that comes next is known not to matter."""
+
+    verify: Callable[[int, torch.Tensor], None] | None
+
+    def settle(self, written: Sequence[torch.Tensor]) -> None:
+        """An op that writes to ``written`` is about to run although ``done``."""
+
+    def after_op(self) -> None:
+        """An op has run."""
+
+
+class ForwardMode(RegionMode):
+    """Runs a region's forward: decides per op, and holds what is saved on the call's record."""
+
+    def __init__(self, record: CallRecord, rows: Rows | None) -> None:
+        super().__init__(record.table)
+        self.record = record
+        self.rows = rows
+        self.hooks = 1  # how many of the innermost saved-tensor hooks are the region's
+
+    def whole_modules(self) -> SavingPass | None:
+        """Return what keeps them."""
+        record = self.record
+        if record.modules is None:
+            return None
+        return SavingPass(record.modules, lambda: record.packs, self, hooks=self.hooks)
+
+    def __enter__(self) -> ForwardMode:
+        super().__enter__()
+        self.record.saw_grad = torch.is_grad_enabled()
+        return self
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        record = self.record
+        if record.paused:
+            return func(*args, **kwargs)
+        if record.inside is not None:
+            return self._run_inside(record.inside, func, args, kwargs)
+        plan: Plan | None = self.plans.get(id(func))
+        if plan is None:
+            plan = record.table.plan(func, self.path)
+        if plan.light:
+            record.reads_values = record.reads_values or plan.reads_value
+            record.labels.see(args)
+            out = plan.run(*args, **kwargs)
+            if plan.is_view and func is _LIFT_FRESH:
+                record.labels.name_constant(out)
+            if self.rows is not None:
+                self.rows.add(plan, None, False, args, kwargs, out)
+            return out
+        signature, foreign, made_of = record.labels.signature(plan.key, args, kwargs)
+        if plan.is_random:
+            signature, made_of = record.labels.draw(plan.key, signature), NOT_PARAMETERS
+        if plan.has_generator:
+            _note_generators(record, args, kwargs)
+        if plan.writes:
+            record.before_write(plan, args, kwargs)
+        if plan.counts or plan.candidates:
+            out = self._run_decided(plan, signature, foreign, made_of, args, kwargs)
+        else:
+            record.note_reads(args)
+            out = run_op(plan, args, kwargs) if plan.own_body else plan.run(*args, **kwargs)
+            if plan.final is not None:
+                record.hits[plan.final.index] += 1
+            if self.rows is not None:
+                self.rows.add(plan, plan.final, False, args, kwargs, out)
+        if plan.writes:
+            _relabel(record.labels, plan, signature, foreign, args, kwargs, made_of)
+        record.labels.makers[signature] = plan
+        record.labels.name_output(out, signature, foreign, made_of)
+        record.after_op()
+        return out
+
+    def passed_generators(self) -> list[torch.Generator]:
+        """See ``Watcher``."""
+        return [generator for generator, _ in self.record.generators.values()]
+
+    @contextmanager
+    def watches(self, call: SavedCall) -> Iterator[None]:
+        """See ``Watcher``."""
+        self.record.inside = call
+        try:
+            yield
+        finally:
+            self.record.inside = None
+
+    def returned(self, call: SavedCall, forward: ScopedForward, out: Any) -> None:
+        """See ``Watcher``."""
+        assert call.result is not None
+        self.record.after_module((kept.held for _, kept in call.result.writes), call.result.where)
+        labels, label = self.record.labels, hash(("module", *call.place))
+        for position, kept in call.result.writes:
+            for number, part in enumerate(tensor_parts(kept.held)):
+                labels.name_output(part, hash((label, "written", position, number)), False)
+        for number, kept in enumerate(call.result.kept):
+            kept.places = labels.name_new(kept.held, hash((label, number)))
+        if self.rows is not None:
+            kept_bytes = sum({**call.inside, **call.result_sizes()}.values())
+            self.rows.add_module(call.place, call.rule, forward.module, out, kept_bytes=kept_bytes, flops=call.flops)
+
+    def _run_inside(self, call: SavedCall, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op of a saved module: see what it writes to, and count its FLOPs."""
+        table, path = self.record.table, call.place[0]
+        plan = table.scope(path).get(id(func)) or table.plan(func, path)
+        if plan.light:  # torch asks nested tensors for their layout where an error would end the process
+            return plan.run(*args, **kwargs)
+        if plan.writes:
+            self.record.before_write(plan, args, kwargs)
+        out = run_op(plan, args, kwargs)
+        call.flops += flops_of(plan.op, args, kwargs, out)
+        return out
+
+    def _run_decided(self, plan: Plan, signature: int, foreign: bool, made_of: int, args: Any, kwargs: Any) -> Any:
+        """Run an op that may be saved, decide, and hold its result if so."""
+        record = self.record
+        before = []
+        if plan.draws and plan.counts:
+            before = states_of(_generators(args, kwargs))
+        out = run_op(plan, args, kwargs)
+        record.may_save = record.may_save or plan.counts
+        call = record.calls[plan]
+        twin = record.twins[signature]
+        record.twins[signature] = twin + 1
+        saves, rule = decide(record, plan, args, kwargs, out)
+        if rule is not None:
+            record.hits[rule.index] += 1
+        moved = [(g, now) for g, state in before if not equal(now := state_of(g), state)] if saves else []
+        if saves and (_aliases(args, kwargs, out) or (is_large(out, made_of) and not (plan.must_save or moved))):
+            saves = False
+        if saves:
+            value = SavedValue(plan, call, rule, signature, twin, foreign)
+            value.description = record.labels.describe(args, kwargs)
+            value.rng_after = moved
+            record.save(value, out)
+        else:
+            record.note_reads(args)
+        if self.rows is not None:
+            self.rows.add(plan, rule, saves, args, kwargs, out, call=call)
+        return out
+
+
+class RecomputeMode(RegionMode):
+    """Runs a region again: serves held values in place of their ops, and stops when nothing more is needed."""
+
+    def __init__(self, record: CallRecord, inputs: list[tuple[int, torch.Tensor]], filling: Settling) -> None:
+        super().__init__(record.table)
+        self.record = record
+        self.inputs = inputs
+        self.filling = filling
+
+    def __enter__(self) -> RecomputeMode:
+        self.plans = self.table.scope("")
+        self.path = ""
+        self.labels = Labels()
+        for position, tensor in self.inputs:
+            self.labels.name_input_again(tensor, self.record.places[position])
+        self.inputs = []
+        self.filling.verify = self.verify
+        self._was_paused, self.record.paused = self.record.paused, not self.record.forward_over
+        self.record.lenient = self.record.lenient or not self.record.forward_over
+        self.live: list[tuple[Plan, Any]] = []  # calls that ran although a saved value of the same op waits
+        self.record.look_for_overwritten()
+        self.waiting = {(value.signature, value.twin): value for value in self.record.saved}
+        # Now, above autograd and outside of this mode: an outer region runs again for them, whole.
+        self._fetched: dict[int, torch.Tensor] = {}
+        for value in self.record.saved:
+            map_tensors(value.outputs, self._fetch)
+        modules = self.record.modules
+        self._results = modules.fetch_recomputed() if modules is not None else {}
+        self.twins: defaultdict[int, int] = defaultdict(int)
+        self.calls: defaultdict[Plan, int] = defaultdict(int)
+        served = (g for value in self.record.saved for g, _ in value.rng_after)  # serving moves these
+        self._forward_state = ForwardState(self.record.images, self.record.generators, served)
+        self._forward_state.put_back()
+        super().__enter__()
+        return self
+
+    def whole_modules(self) -> ServingPass | None:
+        """Return what serves them."""
+        modules = self.record.modules
+        if modules is None:
+            return None
+        fetched, self._results = self._results, {}
+        return ServingPass(modules, fetched, self, self.labels)
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.filling.verify = None
+        self.filling = ToTheEnd()  # it leads to the frame, and if this was an error the frame still leads here
+        self.record.paused = self._was_paused
+        self._forward_state.undo()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        plan: Plan | None = self.plans.get(id(func))
+        if plan is None:
+            plan = self.record.table.plan(func, self.path)
+        filling = self.filling
+        labels = self.labels
+        if plan.light:
+            labels.see(args)
+            out = plan.run(*args, **kwargs)
+            if plan.is_view and func is _LIFT_FRESH:
+                labels.name_constant(out)
+            return out
+        if filling.done:
+            filling.settle(written_tensors(plan, args, kwargs) if plan.writes else ())
+        signature, foreign, _ = labels.signature(plan.key, args, kwargs)
+        if plan.is_random:
+            signature = labels.draw(plan.key, signature)
+        value = None
+        if plan.counts or plan.candidates:  # the calls that forward counted, and no others
+            value = self._find(plan, signature, args, kwargs)
+            if value is not None and not value.overwritten:
+                filling.after_op()
+                return self._serve(value)
+        if plan.writes:
+            self._check_write(plan, args, kwargs)
+        out = run_op(plan, args, kwargs) if plan.own_body else plan.run(*args, **kwargs)
+        if value is not None and value.must and not same(value.sums, sums_of(out)):
+            raise RegionError(overwritten_problem(self.record.path, plan.op))
+        if plan.writes:
+            _relabel(labels, plan, signature, foreign, args, kwargs)
+        labels.makers[signature] = plan
+        labels.name_output(out, signature, foreign)
+        filling.after_op()
+        return out
+
+    def _serve(self, value: SavedValue) -> Any:
+        for generator, state in value.rng_after:
+            generator.set_state(state)
+        outputs = map_tensors(value.outputs, self._at_hand) if self._fetched else value.outputs
+        out = map_tensors(outputs, _copied if value.written else _fresh)
+        self.labels.name_output(out, value.signature, value.foreign)
+        return out
+
+    def _fetch(self, kept: torch.Tensor | Parked) -> None:
+        if isinstance(kept, Parked) and kept.is_recomputed:
+            self._fetched[id(kept)] = kept.fetch()
+
+    def _at_hand(self, kept: torch.Tensor | Parked) -> torch.Tensor | Parked:
+        return self._fetched.pop(id(kept), kept)
+
+    def _find(self, plan: Plan, signature: int, args: Any, kwargs: Any) -> SavedValue | None:
+        """Return the saved value of this call, if it has one, and take it off the waiting list."""
+        call = self.calls[plan]
+        twin = self.twins[signature]
+        self.calls[plan] = call + 1
+        self.twins[signature] = twin + 1
+        value = self.waiting.pop((signature, twin), None)
+        if value is None and signature not in self.record.twins:
+            value = self._match_by_order(plan, call, args, kwargs)
+            if value is not None:
+                del self.waiting[value.signature, value.twin]
+        return value
+
+    def _match_by_order(self, plan: Plan, call: int, args: Any, kwargs: Any) -> SavedValue | None:
+        """Return the waiting value of this call in order if its arguments may be the same, see Note [Labels]."""
+        seen = self.labels.describe(args, kwargs)
+        for value in self.record.saved:
+            if value.plan is plan and value.call == call and (value.signature, value.twin) in self.waiting:
+                if agree(value.description, seen, closely=self.record.saw_grad):
+                    return value
+                break
+        self.live.append((plan, seen))
+        return None
+
+    def verify(self, place: int, tensor: torch.Tensor) -> None:
+        """Raise if the ``place``-th tensor that autograd saves is known to be another value than in forward."""
+        packed = self.record.packed
+        if place < len(packed):
+            label, foreign, maker = packed[place]
+            if self.record.lenient or label is None:
+                return
+            seen = self.labels.of(tensor)
+            tolerated = (foreign or seen in self.labels.foreign) and seen not in self.record.known
+            if label != seen and not tolerated:
+                raise RegionError(swapped_problem(self.record.path, place, tensor, maker, self.labels.makers.get(seen)))
+
+    def _check_write(self, plan: Plan, args: Any, kwargs: Any) -> None:
+        """Raise if the region now writes to a held value that it did not write to in forward."""
+        held = self.record.held_addresses
+        for part in _written_parts(plan, args, kwargs):
+            if storage_address(part) in held:
+                raise RegionError(
+                    Problem(
+                        where=self.record.path or "region",
+                        found=f"{plan.op} writes to a saved value in recomputation, and did not in forward",
+                        fix=OTHER_WRITE,
+                    )
+                )
+
+    def check(self, reached: int) -> None:
+        """Raise if a saved value found no call although a call of its op found no value.
+
+        ``reached`` is the last of the tensors saved in forward that this run was to fill: what comes later was not run.
+        """
+        for value in self.record.saved:
+            if (value.signature, value.twin) not in self.waiting or value.packs_before > reached:
+                continue
+            rivals = [(plan, seen) for plan, seen in self.live if plan is value.plan]
+            if rivals or value.must or value.rng_after:
+                raise RegionError(unmatched_problem(self.record.path, value, rivals))
+
+
+def _copied(kept: torch.Tensor | Parked) -> torch.Tensor:
+    return fetch(kept).clone()
+
+
+def _fresh(kept: torch.Tensor | Parked) -> torch.Tensor:
+    return fetch(kept).detach()
+
+
+def decide(record: Counting, plan: Plan, args: Any, kwargs: Any, out: Any) -> tuple[bool, BoundRule | None]:
+    """Return whether this call's result is saved, and the rule that matched; counts the call."""
+    call = record.calls[plan]
+    record.calls[plan] = call + 1
+    saves, rule = plan.final_saves, plan.final
+    for candidate in plan.candidates:
+        if candidate.matches(call, args, kwargs, out):
+            rule, saves = candidate.bound, candidate.saves
+            if candidate.alternates:
+                turn = record.alternations[rule.index]
+                record.alternations[rule.index] = turn + 1
+                saves = turn % 2 == 0
+            break
+    if not saves and plan.must_save:
+        condition = plan.must_save_condition
+        saves = condition is None or condition(args, kwargs, out)
+    if saves and plan.savable_if is not None:
+        saves = plan.savable_if(args, kwargs, out)
+    return saves, rule
+
+
+def _written_parts(plan: Plan, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    return [part for tensor in written_tensors(plan, args, kwargs) for part in written_parts(tensor)]
+
+
+def _relabel(
+    labels: Labels, plan: Plan, signature: int, foreign: bool, args: Any, kwargs: Any, made_of: int = NOT_PARAMETERS
+) -> None:
+    for place, part in enumerate(_written_parts(plan, args, kwargs)):
+        labels.name_output(part, hash((signature, "written", place)), foreign, made_of)
+
+
+def _generators(args: Any, kwargs: Any) -> list[torch.Generator]:
+    passed = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
+    return passed or default_generators(args, kwargs)
+
+
+def _note_generators(record: CallRecord, args: Any, kwargs: Any) -> None:
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Generator):
+            record.note_generator(value)
+
+
+def _aliases(args: Any, kwargs: Any, out: Any) -> bool:
+    """Whether an op gave back one of its arguments, or a view of it: such a result is never held."""
+    inputs = {storage_address(part) for t in tensors_of([*args, *kwargs.values()]) for part in tensor_parts(t)}
+    return any(storage_address(part) in inputs for t in tensors_of(out) for part in tensor_parts(t))
+
+
+# -- The rerun engine: what one region call's recorder is, and when a kind of region needs none
+
+
+class RerunRecorder:
+    """Carries a table out on one region call; the ``Recorder`` that a frame talks to."""
+
+    sees_ops = True
+
+    def __init__(
+        self,
+        table: Table,
+        path: str,
+        owners: tuple[nn.Module, ...],
+        rows: Rows | None = None,
+        *,
+        freeze_buffers: bool = True,
+        early_stop: bool = True,
+        modules: SavedModules | None = None,
+        apart: frozenset[int] = frozenset(),
+        verifies: bool = True,
+    ) -> None:
+        self.record = CallRecord(table, path, owners, freeze_buffers=freeze_buffers, modules=modules, verifies=verifies)
+        self.apart = apart
+        self.early_stop = early_stop
+        self.rows = rows
+        self.needs_mode = self.reads_values = False
+        self.writes_or_draws = True  # after the forward: whether this alone needs a recorder
+        self.chose_at: frozenset[str] = frozenset()  # after the forward: paths of modules in which ops chose
+        self.figures: KeptFigures | None = None
+        self._recompute: RecomputeMode | None = None
+        self._reached = -1
+
+    def begin(self, inputs: KeptInputs) -> None:
+        """The region is about to run on ``inputs``."""
+        self.record.inputs = inputs
+        if self.record.modules is not None:
+            self.record.modules.begin(inputs)
+        # Without rules the calls of a region that have a recorder and those that have none must run the same ops again:
+        # the collectives among them have to meet those of other ranks. To the end: what is kept asks for no
+        # recomputation, and every rank has to run one.
+        has_rules = bool(self.record.table.rules)
+        self.record.keeps_persistent = has_rules and self.early_stop and surrounding_hooks() is None
+        for kept in inputs.tensors:
+            if isinstance(kept.data, torch.Tensor):
+                self.record.labels.name_input(kept.data, kept.position, lasts=kept.stored is None)
+
+    def forward_mode(self) -> AbstractContextManager[Any]:
+        """Return the mode that decides."""
+        return ForwardMode(self.record, self.rows)
+
+    def pack(self, tensor: torch.Tensor, handle: Handle) -> None:
+        """See ``CallRecord.pack``."""
+        if not self.record.paused:
+            self.record.pack(tensor, handle)
+
+    def close(self, kept: list[Handle], last_missing: int) -> bool:
+        """See ``CallRecord.close``."""
+        free = self.record.close(kept, last_missing)
+        self.figures = figures_of(self.record, kept)
+        self.record.decided = []
+        self.writes_or_draws = self.record.writes_or_draws
+        self.chose_at = frozenset(plan.path for plan in self.record.calls if plan.must_save)
+        self.needs_mode, self.reads_values = self.record.needs_mode, self.record.reads_values
+        return free
+
+    def park(self, hooks: PackHooks) -> None:
+        """See ``CallRecord.park``."""
+        self.record.park(hooks)
+
+    def recompute_mode(self, inputs: list[tuple[int, torch.Tensor]], ending: Ending) -> RecomputeMode:
+        """Return the mode that serves."""
+        self._recompute = RecomputeMode(self.record, inputs, ending)
+        self._reached = ending.last_missing
+        return self._recompute
+
+    def check_recomputed(self) -> None:
+        """Raise if a saved value could not be matched."""
+        if self._recompute is not None:
+            mode, self._recompute = self._recompute, None
+            mode.check(self._reached)
+
+    def drop(self) -> None:
+        """Let every held value go."""
+        self.record.drop()
+
+
+def figures_of(record: CallRecord, kept: Iterable[Handle]) -> KeptFigures:
+    """Count the storages that ``record`` and the handles of its region hold, each once and under its rule."""
+    sizes: dict[int, tuple[int, int]] = {}  # address -> (bytes, rule)
+    whole = record.table.whole_rule("") if record.table.saves_whole("") else None
+    of_no_op = whole.index if whole is not None else NO_RULE
+    for value in record.saved:
+        rule = value.rule.index if value.rule is not None else NO_RULE
+        for tensor in tensors_of(value.outputs):
+            sizes.update({address: (size, rule) for address, size in storage_sizes(tensor).items()})
+    calls = list(record.modules.calls.values()) if record.modules is not None else []
+    for call in calls:
+        sizes.update({address: (size, call.rule.index) for address, size in call.result_sizes().items()})
+    for handle in kept:
+        if not handle.borrowed and isinstance(handle.value, torch.Tensor):
+            rule = record.rule_of.get(handle.storage, of_no_op)
+            for address, size in storage_sizes(handle.value).items():
+                sizes.setdefault(address, (size, rule))
+    rules: defaultdict[int, int] = defaultdict(int)
+    for value in record.decided:
+        rules[value.rule.index if value.rule is not None else NO_RULE] += 0
+    for size, rule in sizes.values():
+        rules[rule] += size
+    hits = dict(record.hits)
+    if record.modules is not None:
+        hits |= record.modules.hits
+        for rule, size in record.modules.learnt.bytes_inside.items():
+            rules[rule] += size
+    return KeptFigures(sum(rules.values()), record.dead_bytes, dict(rules), hits)

@@ -1,0 +1,452 @@
+"""What is held of a module that is saved as a whole: results, written arguments, state it left behind."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import Parameter
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from sac.errors import Problem, RegionError
+from sac.outer_hooks import PackHooks, Parked, fetch, park, surrounding_hooks
+from sac.region.fingerprint import PLAIN, attributes_of
+from sac.region.frame import Handle
+from sac.region.inputs import Alias, copied
+from sac.region.python_state import ReachableState
+from sac.region.rng import HostRandomState, RngSnapshot, generators_now, put_back, state_of, states_of
+from sac.region.settings import Settings
+from sac.region.writes import give_history
+from sac.tensors import (
+    detached,
+    equal,
+    laid_out,
+    layout_key,
+    layout_of,
+    storage_address,
+    storage_bytes,
+    storage_sizes,
+    tensor_parts,
+    version_of,
+    version_watch,
+    write_onto,
+)
+
+# -- What stands for each leaf of a saved module's result, from forward to recomputation
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """One recomputation's call of a saved module.
+
+    ``given``: the leaves of its arguments. ``name`` is told which tensor now holds each kept value. ``fetched``: values
+    that are at hand, by the id of the leaf. ``storages``: the copies made for it so far.
+    """
+
+    given: list[Any]
+    name: Callable[[KeptLeaf, torch.Tensor], None]
+    fetched: dict[int, torch.Tensor]
+    storages: dict[int, torch.UntypedStorage] = field(default_factory=dict)
+
+
+class KeptLeaf:
+    """One tensor without its graph.
+
+    ``places``: label and offset of each of its parts, where labels are used. ``is_borrowed``: it is a leaf that needs a
+    gradient, a parameter as a rule, and stays itself.
+    """
+
+    __slots__ = ("_layout", "_needs_grad", "_version", "_watch", "copied", "data", "is_borrowed", "places")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.is_borrowed = tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
+        self._needs_grad = tensor.requires_grad
+        self.data: torch.Tensor | Parked | None = tensor if self.is_borrowed else detached(tensor)
+        self._watch: torch.Tensor | None = self.data
+        self._version = version_of(tensor)
+        self._layout: torch.Tensor | None = None  # without data: how it lay in memory, where it is held otherwise
+        self.copied = False  # the region writes to it: it is held, and given out, as a copy
+        self.places: list[tuple[int, int]] = []
+
+    @property
+    def held(self) -> torch.Tensor:
+        """The tensor, in forward."""
+        assert isinstance(self.data, torch.Tensor)
+        return self.data
+
+    @property
+    def was_changed(self) -> bool:
+        """Whether it was written to since, with no copy made before."""
+        return self._watch is not None and version_of(self._watch) != self._version
+
+    def copy(self, storages: dict[int, torch.UntypedStorage]) -> None:
+        """Hold a copy from here on; ``storages`` holds the copies made so far."""
+        if isinstance(self.data, torch.Tensor) and not self.is_borrowed and not self.copied:
+            self.data, self._watch, self.copied = copied(self.data, storages), None, True
+
+    def compact(self) -> None:
+        """Hold the elements only, and not the whole storage."""
+        if isinstance(self.data, torch.Tensor) and (layout := layout_of(self.data)) is not None:
+            self._layout = layout
+            self._watch = version_watch(self.data) if self._watch is not None else None
+            self.data = self.data.clone(memory_format=torch.preserve_format)
+
+    def park(self, hooks: PackHooks) -> None:
+        """Hand the data to the saved-tensor hooks around the region."""
+        if isinstance(self.data, torch.Tensor) and not self.is_borrowed:
+            self._watch = version_watch(self.data) if self._watch is not None else None
+            self.data = park(self.data, hooks)
+
+    def drop(self) -> None:
+        """Hold nothing any more."""
+        self.data = self._watch = None
+
+    def made(self, serving: Serving) -> torch.Tensor:
+        """Return the tensor for one recomputation."""
+        tensor = self._tensor(serving)
+        serving.name(self, tensor)
+        return tensor
+
+    def _value(self, serving: Serving) -> torch.Tensor:
+        assert self.data is not None, "a result was given out after it had been let go"
+        found = serving.fetched.pop(id(self), None)
+        return fetch(self.data) if found is None else found
+
+    def _tensor(self, serving: Serving) -> torch.Tensor:
+        data = self._value(serving)
+        if self.is_borrowed:
+            return data
+        if self._layout is not None and not _lies_as(data, self._layout):
+            data = laid_out(data, self._layout)  # kernels choose their order of sums by it
+        fresh = copied(data, serving.storages) if self.copied else detached(data)
+        if not self._needs_grad:
+            return fresh.detach() if fresh.requires_grad else fresh
+        fresh.requires_grad_()
+        return Alias.apply(fresh) if self.copied else fresh  # type: ignore[no-untyped-call]
+
+    def write_to(self, target: torch.Tensor, serving: Serving) -> None:
+        """Let ``target`` hold this value, as an op in place would have left it."""
+        value = self._value(serving)
+        if storage_address(value) != storage_address(target):
+            write_onto(target, value)
+        if self._needs_grad and not target.requires_grad:
+            give_history(target, detached(value).requires_grad_())
+
+
+def _lies_as(tensor: torch.Tensor, layout: torch.Tensor) -> bool:
+    return (tensor.stride(), tensor.is_conj(), tensor.is_neg()) == (layout.stride(), layout.is_conj(), layout.is_neg())
+
+
+class Argument:
+    """One of the arguments, returned as it is."""
+
+    __slots__ = ("_position",)
+
+    def __init__(self, position: int) -> None:
+        self._position = position
+
+    def made(self, serving: Serving) -> Any:
+        """Return the argument of the recomputation."""
+        return serving.given[self._position]
+
+
+class ArgumentView:
+    """A view of one of the arguments."""
+
+    __slots__ = ("_geometry", "_needs_grad", "_of", "_position")
+
+    def __init__(self, tensor: torch.Tensor, argument: torch.Tensor, position: int) -> None:
+        self._position = position
+        self._of = argument.shape, argument.stride()
+        self._geometry = tensor.shape, tensor.stride(), tensor.storage_offset() - argument.storage_offset()
+        self._needs_grad = tensor.requires_grad
+
+    def fits(self, given: list[Any]) -> bool:
+        """Return whether the argument is laid out as in forward."""
+        argument = given[self._position] if self._position < len(given) else None
+        return type(argument) is torch.Tensor and (argument.shape, argument.stride()) == self._of
+
+    def made(self, serving: Serving) -> Any:
+        """Return the view of the argument of the recomputation."""
+        shape, stride, offset = self._geometry
+        argument = serving.given[self._position]
+        with torch.set_grad_enabled(self._needs_grad):
+            return argument.as_strided(shape, stride, argument.storage_offset() + offset)
+
+
+class HoldingObject:
+    """An object that holds tensors under names: a dataclass, say."""
+
+    __slots__ = ("_attributes", "_kind")
+
+    def __init__(self, kind: type, attributes: dict[str, tuple[list[Any], Any]]) -> None:
+        self._kind = kind
+        self._attributes = attributes
+
+    def made(self, serving: Serving) -> Any:
+        """Return such an object anew."""
+        built: Any = object.__new__(self._kind)
+        for name, (leaves, spec) in self._attributes.items():
+            object.__setattr__(built, name, tree_unflatten([made(leaf, serving) for leaf in leaves], spec))
+        return built
+
+
+STANDING = (KeptLeaf, Argument, ArgumentView, HoldingObject)
+
+
+def made(leaf: Any, serving: Serving) -> Any:
+    """Return what ``leaf``, kept of a result, stands for: itself, if it is a plain value."""
+    return leaf.made(serving) if isinstance(leaf, STANDING) else leaf
+
+
+# -- What one call of a saved module left behind: kept in forward, given out again in recomputation
+
+# Note [What a saved module leaves behind]
+#
+# Autograd holds what the backward of the module reads. What the rest of the region reads of it is kept here, and given
+# out in recomputation as if the module had run:
+#  - a tensor that it returned, without its graph: it comes back as a leaf that needs a gradient as the original did;
+#  - one of its arguments, or a view of one, that it returned: that is taken from the arguments of the recomputation;
+#  - what it wrote to its arguments: the values after the call are kept, and written again;
+#  - where random generators and the user's state providers stood after it.
+#
+# What the region writes in place to a kept tensor later must not be in it. A call that is watched sees such a write
+# coming (Note [Whole modules]), and copies before it; the next calls copy as soon as the module returns. A write that
+# nobody saw coming shows in the version counter: then the module is run again in recomputation, unseen by the region.
+
+_DEEPEST = 3  # objects in one another that are looked into for tensors
+_OPAQUE = (nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType, torch.Generator)
+
+
+def given_leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the leaves of a call's arguments, in an order that is the same for equal calls."""
+    leaves = [*args, *kwargs.values()]
+    for leaf in leaves:
+        if not isinstance(leaf, torch.Tensor) and type(leaf) not in PLAIN:
+            return tree_leaves((args, kwargs))
+    return leaves
+
+
+def versions_of(leaves: list[Any]) -> list[int]:
+    """Return the version counter of each leaf that is a tensor, 0 of the others."""
+    return [version_of(leaf) if isinstance(leaf, torch.Tensor) else 0 for leaf in leaves]
+
+
+class KeptResult:
+    """What one call of a saved module left behind; see the Note. ``where`` names the module in messages."""
+
+    __slots__ = ("_arguments", "_leaves", "_spec", "_storages", "_views", "kept", "packs_before", "where", "writes")
+
+    def __init__(self, out: Any, given: list[Any], before: list[int], where: str) -> None:
+        self.where = where
+        self.packs_before = 0
+        self.kept: list[KeptLeaf] = []
+        self._arguments = {id(leaf): place for place, leaf in enumerate(given) if type(leaf) not in PLAIN}
+        plain = [(place, leaf) for place, leaf in enumerate(given) if type(leaf) in (torch.Tensor, Parameter)]
+        self._storages = {storage_address(leaf): (place, leaf) for place, leaf in plain}
+        self._views: list[ArgumentView] = []
+        self._spec: Any = None
+        if isinstance(out, torch.Tensor):
+            self._leaves = [self._keep(out, 0)]
+        else:
+            leaves, self._spec = tree_flatten(out)
+            self._leaves = [self._keep(leaf, 0) for leaf in leaves]
+        self.writes: list[tuple[int, KeptLeaf]] = [
+            (place, KeptLeaf(leaf))
+            for place, leaf in enumerate(given)
+            if isinstance(leaf, torch.Tensor) and version_of(leaf) != before[place]
+        ]
+        self.kept += [kept for _, kept in self.writes]
+        self._arguments, self._storages = {}, {}
+
+    def _keep(self, leaf: Any, depth: int) -> Any:
+        """Return what stands for one leaf of the result."""
+        if type(leaf) in PLAIN:
+            return leaf
+        if id(leaf) in self._arguments:
+            return Argument(self._arguments[id(leaf)])
+        if isinstance(leaf, torch.Tensor):
+            found = self._storages.get(storage_address(leaf)) if type(leaf) is torch.Tensor else None
+            if found is not None and _lies_in(leaf, found[1]):
+                self._views.append(ArgumentView(leaf, found[1], found[0]))
+                return self._views[-1]
+            self.kept.append(KeptLeaf(leaf))
+            return self.kept[-1]
+        return leaf if isinstance(leaf, _OPAQUE) or depth == _DEEPEST else self._keep_object(leaf, depth)
+
+    def _keep_object(self, leaf: Any, depth: int) -> Any:
+        if isinstance(leaf, (dict, list, tuple, set, frozenset)):
+            inside: Any = [*leaf.values()] if isinstance(leaf, dict) else [*leaf]
+            if any(isinstance(one, torch.Tensor) for one in tree_leaves(inside)):
+                raise RegionError(_hidden(leaf, self.where))
+        count = len(self.kept)
+        attributes = {}
+        for name, value in attributes_of(leaf).items():
+            leaves, spec = tree_flatten(value)
+            attributes[name] = [self._keep(one, depth + 1) for one in leaves], spec
+        return HoldingObject(type(leaf), attributes) if len(self.kept) > count else leaf
+
+    @property
+    def was_changed(self) -> bool:
+        """Whether something that is kept was written to since, and nobody had made a copy."""
+        return any(kept.was_changed for kept in self.kept)
+
+    def serves(self, given: list[Any]) -> bool:
+        """Return whether ``build`` gives what the module would return for these leaves of its arguments.
+
+        It does not if nobody made a copy of what was written to since, if what is needed was let go, or if an argument
+        of which a view was returned is laid out otherwise than in forward.
+        """
+        if self.was_changed or any(kept.data is None for kept in self.kept):
+            return False
+        return all(view.fits(given) for view in self._views)
+
+    def copy(self) -> None:
+        """Hold copies: the region writes to what the module returned."""
+        storages: dict[int, torch.UntypedStorage] = {}
+        for kept in self.kept:
+            kept.copy(storages)
+
+    def compact(self) -> None:
+        """Let small parts of a large storage not hold all of it."""
+        groups: dict[int, list[KeptLeaf]] = {}
+        for kept in self.kept:
+            if type(kept.data) is torch.Tensor and not kept.copied:
+                groups.setdefault(storage_address(kept.data), []).append(kept)
+        for group in groups.values():
+            views = {layout_key(one.data): one.data for one in group if isinstance(one.data, torch.Tensor)}
+            whole = max(map(storage_bytes, views.values()))
+            if sum(view.numel() * view.element_size() for view in views.values()) < whole:
+                for one in group:
+                    one.compact()
+
+    def addresses(self) -> set[int]:
+        """Return the addresses of the storages that are held."""
+        tensors = [kept.data for kept in self.kept if isinstance(kept.data, torch.Tensor)]
+        return {storage_address(part) for tensor in tensors for part in tensor_parts(tensor)}
+
+    def build(self, serving: Serving) -> Any:
+        """Return what the module would have returned; its arguments are written to as it would have written to them."""
+        for place, written in self.writes:
+            written.write_to(serving.given[place], serving)
+            serving.name(written, serving.given[place])
+        leaves = [made(leaf, serving) for leaf in self._leaves]
+        return leaves[0] if self._spec is None else tree_unflatten(leaves, self._spec)
+
+    def drop(self) -> None:
+        """Let all that is held go."""
+        for kept in self.kept:
+            kept.drop()
+
+
+def _lies_in(tensor: torch.Tensor, argument: torch.Tensor) -> bool:
+    """Return whether ``tensor`` is a view of elements that ``argument``, which shares its storage, spans."""
+    if tensor.dtype != argument.dtype or any(one.is_conj() or one.is_neg() for one in (tensor, argument)):
+        return False
+    first, last = _span(argument)
+    begin, end = _span(tensor)
+    return type(argument) is torch.Tensor and first <= begin and end <= last
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    start = int(tensor.storage_offset())
+    return start, start + sum((size - 1) * int(step) for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _hidden(leaf: Any, where: str) -> Problem:
+    return Problem(
+        where=where,
+        found=f"this module is saved as a whole and returned a {type(leaf).__qualname__}, in which tensors cannot be "
+        "exchanged",
+        fix="return tuples, lists, dicts, dataclasses or what is registered as a pytree, or save the ops in the module "
+        "by rules with `ops`",
+    )
+
+
+# -- What a saved module did beside returning something: to generators and Python state; repeated where it is not
+#    run
+
+
+def generators_at(settings: Settings) -> list[torch.Generator]:
+    """Return the generators that a module of the region may draw from, as far as the region puts them back."""
+    return generators_now(settings) if settings.preserve_rng_state else []
+
+
+class KeptStates:
+    """Made before ``modules`` run, and closed after that: then it holds what has changed of what they can reach.
+
+    That is the states of generators, and Python state (Note [Python state]). Of trackers and of the user's state
+    providers nobody can tell what has changed: they are put back always.
+    """
+
+    __slots__ = ("_before", "_host_rng", "_moved", "_provided", "_reachable", "_settings", "_trackers")
+
+    def __init__(self, modules: Sequence[nn.Module], generators: list[torch.Generator], settings: Settings) -> None:
+        self._settings = settings
+        self._reachable = reachable = ReachableState(modules)
+        self._host_rng: HostRandomState | None = None
+        if settings.preserve_rng_state:
+            generators = [*generators, *reachable.generators]
+            self._host_rng = HostRandomState(reachable.others)
+        self._before = states_of(generators)
+
+    def close(self) -> None:
+        """The module has run."""
+        settings = self._settings
+        self._moved = [(one, now) for one, was in self._before if not equal(now := state_of(one), was)]
+        self._before = []
+        self._reachable.keep_changes()
+        if self._host_rng is not None:
+            self._host_rng = self._host_rng.again() if self._host_rng.has_moved() else None
+        trackers = settings.trackers and settings.preserve_rng_state
+        self._trackers = RngSnapshot((), settings) if trackers else None
+        self._provided = [(provider, provider.snapshot()) for provider in settings.providers]
+
+    def put_back(self) -> None:
+        """Let all stand where it stood after the module."""
+        if self._trackers is not None:
+            self._trackers.put_back()
+        put_back(self._moved)
+        if self._host_rng is not None:
+            self._host_rng.put_back()
+        self._reachable.put_back()
+        for provider, state in self._provided:
+            provider.restore(state)
+
+
+# -- Counts what autograd keeps while a module runs; it keeps the same as without
+
+
+def counted(sizes: dict[int, int], module: nn.Module, inputs: Collection[int]) -> saved_tensors_hooks:
+    """Return the context that puts the bytes of each storage that autograd keeps into ``sizes``, by its address.
+
+    Left out is what lives without it too: the module's parameters and buffers, and the storages at ``inputs``.
+    """
+    theirs = surrounding_hooks()
+    left_out = set(inputs)
+    for tensor in (*module.parameters(), *module.buffers()):
+        left_out.update(storage_sizes(tensor))
+    return saved_tensors_hooks(partial(_pack, sizes, left_out, theirs), partial(_unpack, theirs))
+
+
+def _pack(sizes: dict[int, int], left_out: set[int], theirs: PackHooks | None, tensor: torch.Tensor) -> Any:
+    if not isinstance(tensor, nn.Parameter):
+        sizes.update({address: size for address, size in storage_sizes(tensor).items() if address not in left_out})
+    if theirs is not None:
+        return theirs[0](tensor)
+    handle = Handle(0, tensor)
+    handle.keep(tensor)
+    return handle
+
+
+def _unpack(theirs: PackHooks | None, packed: Any) -> torch.Tensor:
+    if theirs is not None:
+        return theirs[1](packed)
+    value: torch.Tensor = packed.kept_value("")
+    return value

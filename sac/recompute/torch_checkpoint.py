@@ -1,0 +1,326 @@
+"""Regions whose frame is `torch.utils.checkpoint`: in eager mode, and in graphs of `torch.compile`."""
+
+from __future__ import annotations
+
+import sys
+import types
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+from sac.errors import Problem, RegionError
+from sac.outer_hooks import PackHooks, surrounding_hooks
+from sac.recompute.compile import TracedPolicy, is_traced
+from sac.recompute.rerun import CallRecord, ForwardMode, RecomputeMode
+from sac.recompute.table import Table
+from sac.recompute.whole_modules import Learnt, SavedModules
+from sac.region.ambient import Surroundings
+from sac.region.eager import kept_out_of_graphs
+from sac.region.fingerprint import PLAIN
+from sac.region.frame import ALL, Handle, ToTheEnd
+from sac.region.module_state import has_uninitialized, owners_of
+from sac.region.settings import Settings
+from sac.tensors import detached, shares_storage
+
+# -- The same two modes for ``torch.utils.checkpoint``, in eager mode and under ``torch.compile``
+
+# Note [Inside torch.utils.checkpoint]
+#
+# torch's own frame counts what autograd saves and stops the recomputation; ours does not take part. To keep the same
+# promises our modes push saved-tensor hooks of their own inside torch's: in forward the handle of a kept value is ours
+# (torch never hears of it), every other tensor is passed on to torch's pack hook. In recomputation tensors of kept
+# handles are passed over, and the others are passed on one op late, so that an op which fills what autograd saved
+# right before it has run when torch takes the tensor, and stops.
+
+_LEARNT: weakref.WeakKeyDictionary[Table, Learnt] = weakref.WeakKeyDictionary()  # see Note [Whole modules]
+
+
+class CheckpointForwardMode(ForwardMode):
+    """``ForwardMode`` for a region whose frame is torch's; see Note [Inside torch.utils.checkpoint]."""
+
+    def __init__(self, record: CallRecord, state: _State) -> None:
+        super().__init__(record, None)
+        self._state = state
+
+    def __enter__(self) -> CheckpointForwardMode:
+        self._state.note()
+        theirs = surrounding_hooks()
+        self._watch = _Watch(self.record, theirs) if theirs is not None else None
+        self._hooks = None
+        if self._watch is not None:
+            self._hooks = saved_tensors_hooks(self._watch.pack, partial(_unpack, self._watch.theirs[1]))
+            self._hooks.__enter__()
+        self.hooks = 0 if self._watch is None else 2  # ours, and torch's below
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        # Let go of both: hooks and what they belong to would hold each other, and torch's frame with them.
+        watch, self._watch = self._watch, None
+        hooks, self._hooks = self._hooks, None
+        if hooks is not None:
+            hooks.__exit__(*error)
+        if error[0] is None:
+            kept = [] if watch is None else watch.kept()
+            last = ALL if watch is None else watch.last_missing()
+            self.record.close(kept, ALL if last >= 0 and _runs_to_the_end() else last)
+            self.record.decided = []
+            if self.record.modules is not None:
+                _LEARNT[self.record.table] = self.record.modules.learnt
+            self._state.forward_is_over()
+            outer = hooks_below_top() if watch is not None else None
+            if outer is not None:
+                for handle in kept:
+                    handle.park(outer)
+                self.record.park(outer)
+
+
+_FIRST = "run the model once under torch.no_grad() before training"
+_STEP_LATER = "step the optimizer when every backward of these weights is done"
+_SETTINGS = Settings()
+
+
+class _State:
+    """What surrounded the forward and torch's checkpoint does not put back; buffers are those of ``module``."""
+
+    def __init__(self, module: nn.Module | None, *, in_graph: bool) -> None:
+        self._module = module
+        self._in_graph = in_graph
+        self._surroundings: Surroundings | None = None
+        self._entered: list[ExitStack] = []  # a region can be recomputed inside its own recomputation
+
+    def note(self) -> None:
+        """The forward begins; raises ``RegionError`` if modules would make their parameters in it."""
+        if has_uninitialized(owners_of(self._module)):
+            found = "a lazy module would make its parameters in this checkpointed call, and its recomputation would not"
+            raise RegionError(Problem("sac.context_fn", found, fix=_FIRST))
+        # In a graph torch leaves random states to the compiler, which a backend that runs the graph as it is is not.
+        self._surroundings = Surroundings(
+            (), owners_of(self._module), _SETTINGS, _objects_torch_was_given(), beside_torch=not self._in_graph
+        )
+
+    def forward_is_over(self) -> None:
+        """Keep nothing of buffers that are what they were."""
+        if self._surroundings is not None:
+            self._surroundings.close("")
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            if self._surroundings is not None:
+                bindings = self._surroundings.bindings
+                if not self._in_graph and (problem := bindings.changed_parameter("")) is not None:
+                    raise RegionError(replace(problem, fix=_STEP_LATER))
+                stack.callback(bindings.note_parameters)
+                self._surroundings.enter_on(stack)
+            self._entered.append(stack.pop_all())
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.pop().__exit__(*error)
+
+
+def hooks_below_top() -> PackHooks | None:
+    """Return the saved-tensor hooks below the innermost ones, which here are those of torch's checkpoint."""
+    top = surrounding_hooks()
+    if top is None:
+        return None
+    torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        return surrounding_hooks()
+    finally:
+        torch._C._autograd._push_saved_tensors_default_hooks(*top)
+
+
+def _objects_torch_was_given() -> list[Any]:
+    """Return the arguments of the checkpointed call that may hold state, which torch hands to the recomputation too.
+
+    They stand in torch's frame, which enters our mode. Its name is private (2.1 to 2.13); elsewhere there are none.
+    """
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    if frame is None or not frame.f_code.co_name.startswith("_checkpoint_without_reentrant"):
+        return []
+    given = (*frame.f_locals.get("args", ()), *frame.f_locals.get("kwargs", {}).values())
+    return [value for value in given if type(value) not in PLAIN and not isinstance(value, (torch.Tensor, nn.Module))]
+
+
+def _runs_to_the_end() -> bool:
+    """Whether ``torch.utils.checkpoint.set_checkpoint_early_stop(False)`` holds, so that what comes last runs too.
+
+    The name is private to torch (2.1 to 2.13); without it, and where checkpoint is called with ``early_stop=False``,
+    what is saved behind the last tensor that backward reads is computed again.
+    """
+    return getattr(torch.utils.checkpoint, "_enable_checkpoint_early_stop", None) is False
+
+
+class _Watch:
+    """Looks on while torch's checkpoint packs, and keeps for us what need not be run again."""
+
+    def __init__(self, record: CallRecord, theirs: PackHooks) -> None:
+        self.record = record
+        self.theirs = theirs
+        self.handles: list[weakref.ref[Handle]] = []
+        self.passed_on: list[int] = []
+        self.places: set[int] = set()
+        record.kept_places = self.places
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        handle = Handle(self.record.packs, tensor)
+        self.record.pack(tensor, handle)
+        if not handle.kept:
+            self.passed_on.append(handle.index)
+            return self.theirs[0](tensor)
+        self.places.add(handle.index)
+        self.handles.append(weakref.ref(handle))
+        return handle
+
+    def kept(self) -> list[Handle]:
+        """Return the handles that hold their value and are alive."""
+        return [handle for handle in (reference() for reference in self.handles) if handle is not None]
+
+    def last_missing(self) -> int:
+        """Return the place of the last tensor that torch was given, -1 if it was given none."""
+        return max(self.passed_on, default=-1)
+
+
+def _unpack(theirs: Callable[[Any], torch.Tensor], packed: Any) -> torch.Tensor:
+    if isinstance(packed, Handle):
+        return packed.kept_value("")
+    return theirs(packed)
+
+
+class CheckpointRecomputeMode(RecomputeMode):
+    """``RecomputeMode`` for a region whose frame is torch's; see Note [Inside torch.utils.checkpoint]."""
+
+    def __init__(self, record: CallRecord, state: _State) -> None:
+        super().__init__(record, [], ToTheEnd())
+        self._state = state
+
+    def __enter__(self) -> CheckpointRecomputeMode:
+        self._state.__enter__()
+        theirs = surrounding_hooks()
+        self._late = self._hooks = None
+        if theirs is not None and self.record.kept_places is not None:
+            self.filling = self._late = _LatePacking(self.record, theirs[0])
+            self._hooks = saved_tensors_hooks(self._late.pack, _same)
+            self._hooks.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._state.__exit__(*error)
+        late, self._late, self.filling = self._late, None, ToTheEnd()
+        hooks, self._hooks = self._hooks, None
+        if hooks is not None and late is not None:
+            hooks.__exit__(*error)
+            if error[0] is None:
+                late.flush()
+        if error[0] is None or (late is not None and late.stopped):
+            self.check(late.count - 1 if late is not None else ALL)
+
+
+class _LatePacking:
+    """Passes to torch's pack hook what autograd saves in recomputation, one op late."""
+
+    def __init__(self, record: CallRecord, pack: Callable[[torch.Tensor], Any]) -> None:
+        self.theirs = pack
+        self.kept_places = record.kept_places or set()
+        self.count = 0
+        self.waiting: list[torch.Tensor] = []
+        self.stopped = False
+        self.verify: Callable[[int, torch.Tensor], None] | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether a tensor waits to be passed on."""
+        return bool(self.waiting)
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Let this tensor wait."""
+        tensor = detached(tensor) if tensor.requires_grad else tensor
+        place, self.count = self.count, self.count + 1
+        if place not in self.kept_places:
+            if self.verify is not None:
+                self.verify(place, tensor)
+            self.waiting.append(tensor)
+        return tensor
+
+    def settle(self, written: Sequence[torch.Tensor]) -> None:
+        """Pass on what waits, unless the op about to run writes to some of it."""
+        if not any(shares_storage(tensor, written) for tensor in self.waiting):
+            self.flush()
+
+    def after_op(self) -> None:
+        """Pass on what the op that has run was waited for, and what it has saved itself."""
+        if self.waiting:
+            self.flush()
+
+    def flush(self) -> None:
+        """Pass on what waits; torch raises from here when it has all it wants."""
+        waiting, self.waiting = self.waiting, []
+        try:
+            for tensor in waiting:
+                self.theirs(tensor)
+        except BaseException:
+            self.stopped = True
+            raise
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def checkpoint_contexts(
+    table: Table, path: str = "", module: nn.Module | None = None, *, in_graph: bool = False
+) -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    """Return the pair of modes for one call of ``torch.utils.checkpoint``, which calls this once per call.
+
+    ``in_graph``: the call is one in a graph of Dynamo's, which is traced, or run as it is (backend "eager").
+    """
+    if is_traced():
+        forward, recompute = create_selective_checkpoint_contexts(TracedPolicy(table, path, module))
+        return forward, recompute
+    table.left_in_eager += in_graph
+    modules = SavedModules(table, path, _SETTINGS, _LEARNT.get(table)) if table.speaks_of_modules else None
+    record = CallRecord(table, path, owners_of(module), modules=modules)
+    state = _State(module, in_graph=in_graph)
+    return CheckpointForwardMode(record, state), CheckpointRecomputeMode(record, state)
+
+
+# -- Regions in what ``torch.compile`` traces
+
+# Note [Regions under torch.compile]
+#
+# Our frame cannot be traced. Inside a compiled function a region is a call of `torch.utils.checkpoint`, which Dynamo
+# puts into its graph, with our decisions as tags for the partitioner. What only our frame can do
+# (`Settings.needs_frame`) is not dropped: such a region runs in eager, as a call that Dynamo does not look into. That
+# breaks the graph there; under `fullgraph=True` it is torch's own error, which gives our reason.
+
+_TAKEN = {"function", "use_reentrant", "context_fn", "determinism_check", "debug", "early_stop", "preserve_rng_state"}
+
+
+def run_traced(function: Callable[..., Any], table: Table, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Run ``function(*args, **kwargs)`` as a region of a graph that is being traced."""
+    contexts = partial(checkpoint_contexts, table, in_graph=True)  # no path: Dynamo would compile each region anew
+    if not _TAKEN.isdisjoint(kwargs):  # the function's own, which torch would take for its own
+        function, kwargs = partial(function, **kwargs), {}
+    return torch_checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+run_in_eager = kept_out_of_graphs(
+    "sac runs this region in eager: inputs that are kept elsewhere, trackers, generators, state providers and "
+    "use_reentrant cannot be put into a graph",
+)

@@ -1,0 +1,281 @@
+"""Where each tensor of a region came from, as one number: equal in forward and recomputation for equal values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from sac.recompute.parameter_only import NOT_PARAMETERS, Origins
+from sac.tensors import WeakStorages, layout_key, offset_in_storage, storage_address, tensor_parts, wrapped_parts
+
+# Note [Labels]
+#
+# A saved value is found again in recomputation by what it was computed from, not by counting ops: extra ops (FSDP's
+# all-gathers, autocast's casts, `record_function`) then shift nothing, and two calls that change places find their own
+# values. Every storage has a label, every call a signature:
+#
+#   signature = hash(op, arguments), a tensor argument being (label of its storage, shape, stride, offset, dtype)
+#   label of an output = signature (with its place, for several outputs); a write relabels the storage it writes
+#   label of a parameter = its identity; of an input = its place; of anything else = the address of its storage
+#
+# The last kind is called foreign: it may differ between the passes although nothing is wrong (autocast kept a cast
+# weight from an earlier region in forward and casts it anew in recomputation). What is computed from something foreign
+# is foreign too. A call whose signature forward did not see at all is matched by module, op and call, and then every
+# argument has to agree in layout, and in label too unless one side is foreign; in shape and dtype only if the forward
+# ran without grad mode, where a module may use other kernels. A call that finds nothing runs.
+
+_PLAIN = frozenset(
+    {int, bool, type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size}
+)
+
+_CONSTANT_NUMEL = 16
+
+Description = tuple[Any, ...]
+
+
+class Labels:
+    """The labels of one pass over one region; see Note [Labels]."""
+
+    __slots__ = (
+        "_by_storage",
+        "_draws",
+        "_elsewhere",
+        "_inputs",
+        "_made_of",
+        "_moved",
+        "_parameters",
+        "_weak",
+        "foreign",
+        "makers",
+        "origins",
+        "parameter_addresses",
+        "places",
+        "visitors",
+    )
+
+    def __init__(self, owners: tuple[nn.Module, ...] = ()) -> None:
+        self._by_storage: dict[int, int] = {}
+        self.origins = Origins(owners)
+        self._inputs: set[int] = set()
+        self._elsewhere: set[int] = set()
+        self._moved: dict[int, int] = {}  # storage of an input -> how much further on it lay in forward
+        self.places: dict[int, list[tuple[int, int]]] = {}  # position of an input -> label and offset of each part
+        self._parameters: set[int] = set()
+        self.foreign: set[int] = set()
+        self.parameter_addresses: set[int] = set()
+        self._draws: dict[int, int] = {}
+        self.makers: dict[int, Any] = {}  # label -> plan of the op that made it, for messages
+        self.visitors = WeakStorages()  # those of foreign tensors
+        self._weak = WeakStorages()
+
+    def name_input(self, tensor: torch.Tensor, position: int, *, lasts: bool = True) -> None:
+        """Give the storage of a region's input the label of its place.
+
+        ``lasts``: the region holds the caller's tensor until backward; not if it keeps a copy elsewhere.
+        """
+        places = self.places[position] = []
+        for part in tensor_parts(tensor):
+            label = self._by_storage.setdefault(storage_address(part), hash(("input", position)))
+            places.append((label, offset_in_storage(part)))
+            self._inputs.add(label)
+            if not lasts:
+                self._elsewhere.add(label)
+
+    def name_input_again(self, tensor: torch.Tensor, places: list[tuple[int, int]]) -> None:
+        """Give an input of a recomputation the label and the offset that it had in forward: ``places`` of its position.
+
+        What was kept elsewhere comes back in a storage of its own, though it may have been a view of another input.
+        """
+        for part, (label, offset) in zip(tensor_parts(tensor), places, strict=True):
+            address = storage_address(part)
+            self._by_storage[address] = label
+            self._inputs.add(label)
+            if offset != offset_in_storage(part):
+                self._moved[address] = offset - offset_in_storage(part)
+                self._weak.watch(part)
+
+    def name_new(self, tensor: torch.Tensor, label: int) -> list[tuple[int, int]]:
+        """Give storages that nothing in the region has met ``label``; return label and offset of each part."""
+        places = []
+        for number, part in enumerate(tensor_parts(tensor)):
+            if storage_address(part) not in self._by_storage:
+                self.name_output(part, hash((label, number)), False)
+            places.append((self.of(part), offset_in_storage(part)))
+        return places
+
+    def of(self, tensor: torch.Tensor) -> int:
+        """Return the label of a tensor's storage."""
+        kind = type(tensor)
+        if kind is not Tensor and kind is not Parameter and hasattr(kind, "__tensor_flatten__"):
+            return self._of_wrapper(tensor)
+        return self.of_plain(tensor, kind, storage_address(tensor))
+
+    def of_plain(self, tensor: Tensor, kind: type, key: int) -> int:
+        """Return the label of the storage at ``key``, in which ``tensor``, of type ``kind``, lies."""
+        label = self._by_storage.get(key)
+        if label is None:
+            if kind is Parameter or (kind is not Tensor and isinstance(tensor, Parameter)):
+                label = self._name_parameter(tensor, key)
+                self.parameter_addresses.add(key)
+            else:
+                label = hash(("foreign", key))
+                if label not in self.foreign:
+                    self.foreign.add(label)
+                    self.visitors.watch(tensor)
+                    self.origins.name_foreign(label, key)
+        elif kind is Parameter:
+            self.parameter_addresses.add(key)
+            if not self.lasts(label):  # FSDP makes the storage inside the region, and fills it; the name stays
+                label = self._name_parameter(tensor, key)
+        return label
+
+    def _name_parameter(self, tensor: Tensor, key: int) -> int:
+        # `data` of a class of parameters may be a parameter too, another in each pass: that of bitsandbytes is. It
+        # needs no gradient. What does is the module's own, whose data may be exchanged between the passes (ZeRO-3).
+        name = id(tensor) if type(tensor) is Parameter or tensor.requires_grad else key
+        label = self._by_storage[key] = hash(("parameter", name))
+        self._parameters.add(label)
+        self.origins.name_parameter(label, tensor)
+        return label
+
+    def see(self, args: tuple[Any, ...]) -> None:
+        """Take note of a parameter that a view is about to be made of: the view's storage then has its label."""
+        if args:
+            value = args[0]
+            if type(value) is not torch.Tensor and isinstance(value, Parameter):
+                self.of(value)
+
+    def name_constant(self, tensor: Any) -> None:
+        """Label a small tensor made from Python numbers by those numbers, since its storage is new in each pass."""
+        if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu" and tensor.numel() <= _CONSTANT_NUMEL:
+            label = self._by_storage[storage_address(tensor)] = hash(("constant", str(tensor.tolist())))
+            self.origins.name_result(label, 0)
+
+    def is_persistent(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor lies in an input or a parameter that nothing in the region has written to."""
+        return self.lasts(self._by_storage.get(storage_address(tensor)))
+
+    def lasts(self, label: int | None) -> bool:
+        """Whether ``label`` is that of a parameter, or of an input that the region holds as it is."""
+        return label in self._parameters or (label in self._inputs and label not in self._elsewhere)
+
+    def origin(self, tensor: torch.Tensor) -> str:
+        """Return where the tensor's storage comes from: ``parameter``, ``input``, ``foreign``, or ``op``."""
+        label = self._by_storage.get(storage_address(tensor))
+        if label is None:
+            return "parameter" if isinstance(tensor, Parameter) else "foreign"
+        if label in self._parameters:
+            return "parameter"
+        return "input" if label in self._inputs else "op"
+
+    def _of_wrapper(self, tensor: torch.Tensor) -> int:
+        if isinstance(tensor, Parameter):
+            label = hash(("parameter", id(tensor)))
+            for part in wrapped_parts(tensor):
+                self._by_storage.setdefault(storage_address(part), label)
+            self._parameters.add(label)
+            self.origins.name_parameter(label, tensor)
+            return label
+        labels = [self.of(part) for part in wrapped_parts(tensor)]
+        if labels and labels[0] in self._parameters and labels.count(labels[0]) == len(labels):
+            return labels[0]  # of a wrapped parameter without its graph, as recomputation compares it
+        label = hash(tuple(labels))
+        self.origins.name_result(label, self.origins.of_all(labels))
+        if not self.foreign.isdisjoint(labels):
+            self.foreign.add(label)
+        return label
+
+    def signature(self, key: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, bool, int]:
+        """Return the signature of a call, whether anything foreign went into it, and what ``Origins.of`` says of it."""
+        parts: list[Any] = [key]
+        self._made_of = 0
+        foreign = self._describe(args, parts)
+        if kwargs:
+            for name, value in kwargs.items():
+                parts.append(name)
+                foreign = self._describe((value,), parts) or foreign
+        return hash(tuple(parts)), foreign, self._made_of
+
+    def _describe(self, values: Any, parts: list[Any]) -> bool:
+        foreign = False
+        for value in values:
+            kind = type(value)
+            if kind is Tensor or kind is Parameter:
+                address = storage_address(value)
+                label = self.of_plain(value, kind, address)
+                parts.append((label, *(self._metadata(value) if address in self._moved else layout_key(value))))
+                foreign = foreign or label in self.foreign
+                if self._made_of >= 0:
+                    self._made_of = self.origins.joined(self._made_of, label)
+            elif kind in _PLAIN:
+                parts.append(value)
+            elif kind is float:
+                parts.append(value if value == value else "nan")
+            elif isinstance(value, Tensor):
+                label = self.of(value)
+                parts.append((label, *self._metadata(value)))
+                foreign = foreign or label in self.foreign
+                self._made_of = self.origins.joined(self._made_of, label)
+            elif kind is list or kind is tuple:
+                parts.append(len(value))
+                foreign = self._describe(value, parts) or foreign
+            else:
+                parts.append(kind)  # a Generator, an Enum, a graph module: its kind has to do
+        return foreign
+
+    def _metadata(self, tensor: torch.Tensor) -> tuple[Any, ...]:
+        """Return the layout_key of ``tensor``, with the offset that it would have had in forward."""
+        found = layout_key(tensor)
+        moved = self._moved.get(storage_address(tensor), 0) if self._moved else 0
+        if not moved:
+            return found
+        shape, stride, offset, dtype = found
+        return shape, stride, offset + moved, dtype
+
+    def draw(self, key: int, signature: int) -> int:
+        """Return the signature of a call that draws random numbers: two draws from equal arguments are not equal."""
+        number = self._draws[key] = self._draws.get(key, 0) + 1
+        return hash((signature, "draw", number))
+
+    def describe(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Description:
+        """Return what ``signature`` hashes, for matching by eye: tensors as ``(label, foreign, shape, …)``."""
+        return tuple(self._describe_one(value) for value in (*args, *kwargs.values()))
+
+    def _describe_one(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            label = self.of(value)
+            return label, label in self.foreign, self._metadata(value)
+        if isinstance(value, (list, tuple)) and any(isinstance(part, torch.Tensor) for part in value):
+            return tuple(self._describe_one(part) for part in value)
+        return str(value) if type(value) in _PLAIN or isinstance(value, (float, list, tuple)) else type(value).__name__
+
+    def _name(self, tensor: torch.Tensor, label: int) -> None:
+        try:
+            storage = tensor.untyped_storage()
+        except (RuntimeError, NotImplementedError):
+            self._by_storage[id(tensor)] = label
+            return
+        address = storage._cdata
+        if address not in self._by_storage:
+            self._weak.add(storage)
+        self._by_storage[address] = label
+
+    def name_output(self, out: Any, signature: int, foreign: bool, made_of: int = NOT_PARAMETERS) -> None:
+        """Label an op's result, which is ``made_of`` what ``Origins.of`` says."""
+        if isinstance(out, Tensor):
+            if type(out) is Tensor or not hasattr(type(out), "__tensor_flatten__"):
+                self._name(out, signature)
+                if foreign:
+                    self.foreign.add(signature)
+                if made_of >= 0:
+                    self.origins.name_result(signature, made_of)
+                return
+            out = wrapped_parts(out)
+        if isinstance(out, (tuple, list)):
+            for place, part in enumerate(out):
+                if part is not None:
+                    self.name_output(part, hash((signature, place)), foreign, made_of)

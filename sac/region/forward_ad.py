@@ -1,0 +1,201 @@
+"""Regions under forward-mode differentiation and under `torch.func` transforms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from sac.errors import Problem, RegionError
+from sac.tensors import version_of
+
+# -- Inputs of a region that carry tangents (forward-mode differentiation)
+
+# Note [Tangents]
+#
+# A dual tensor holds its tangent for as long as the `dual_level` is on in which it was made, and `detach`, which is how
+# a region keeps an input, drops it. So the tangents of a region's arguments are inputs by themselves: its function is
+# given tensors and their tangents apart, and makes dual tensors of them, in either pass. A recomputation after the end
+# of the level has one of its own.
+#
+# Tensors from outside of the region (parameters made dual) lose their tangents with the level. A recomputation that
+# needs one after that is an error.
+#
+# A call with tangents runs without checkpointing under a policy that keeps modules as a whole: their kept results have
+# no tangents. Calls inside a level neither use nor leave evidence: whether a tensor from outside has a tangent decides
+# which ops run, and is no part of what sort of call it is.
+
+_KEYWORD = "_sac_tangents"
+
+
+def dual_level_is_on() -> bool:
+    """Return whether the program is inside ``torch.autograd.forward_ad.dual_level``."""
+    # Private to torch (1.11 to 2.13), which has no other way to ask. Without it tangents are not seen, and a
+    # recomputation that lacks them raises, as a rule.
+    return getattr(forward_ad, "_current_level", -1) >= 0
+
+
+class OnTangents:
+    """A region's function, given the tangents of its arguments apart; see Note [Tangents].
+
+    ``path`` names the region in messages.
+    """
+
+    def __init__(self, function: Callable[..., Any], owners: Iterable[nn.Module], path: str) -> None:
+        self._function = function
+        self._path = path
+        self._places: list[int] = []
+        self._duals = [one for one in _tensors_of(owners) if _tangent_of(one) is not None]
+        self._written: list[tuple[torch.Tensor, int]] = []  # the caller's tensors, with their versions; in the forward
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether any tangent is there, of an argument or of what the region's modules hold; after ``taken_from``."""
+        return bool(self._places or self._duals)
+
+    def taken_from(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments without tangents, and the tangents under a keyword of their own."""
+        leaves, spec = tree_flatten((args, kwargs))
+        tangents: list[torch.Tensor] = []
+        primals: dict[int, torch.Tensor] = {}  # a tensor that is passed twice stays one tensor
+        for place, leaf in enumerate(leaves):
+            tangent = _tangent_of(leaf)
+            if tangent is None:
+                continue
+            if id(leaf) not in primals:
+                primals[id(leaf)] = forward_ad.unpack_dual(leaf).primal
+                self._written.append((leaf, version_of(leaf)))
+            self._places.append(place)
+            tangents.append(torch.zeros_like(tangent) if tangent._is_zerotensor() else tangent)
+            leaves[place] = primals[id(leaf)]
+        if not self._places:
+            return args, kwargs
+        args, kwargs = tree_unflatten(leaves, spec)
+        return args, {**kwargs, _KEYWORD: tuple(tangents)}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function on dual tensors."""
+        self._check_outside()
+        tangents = kwargs.pop(_KEYWORD, ())
+        with nullcontext() if dual_level_is_on() else forward_ad.dual_level():
+            leaves, spec = tree_flatten((args, kwargs))
+            duals: dict[int, torch.Tensor] = {}
+            for place, tangent in zip(self._places, tangents, strict=True):
+                primal = leaves[place]
+                if id(primal) not in duals:
+                    duals[id(primal)] = forward_ad.make_dual(primal, tangent)
+                leaves[place] = duals[id(primal)]
+            args, kwargs = tree_unflatten(leaves, spec)
+            output = self._function(*args, **kwargs)
+        self._check_written()
+        return output
+
+    def _check_outside(self) -> None:
+        if any(_tangent_of(one) is None for one in self._duals):
+            raise RegionError(
+                Problem(
+                    self._path or "region",
+                    "a parameter or buffer had a tangent in forward and has none in recomputation: the dual_level that "
+                    "it was made in is over",
+                    fix="call backward inside the dual_level of the forward",
+                )
+            )
+
+    def _check_written(self) -> None:
+        written, self._written = self._written, []
+        if any(version_of(leaf) != version for leaf, version in written):
+            raise RegionError(
+                Problem(
+                    self._path or "region",
+                    "the region wrote in place to an input that carries a tangent (forward-mode differentiation)",
+                    fix="clone the input inside the region before writing to it",
+                )
+            )
+
+
+def _tangent_of(value: Any) -> torch.Tensor | None:
+    if not isinstance(value, torch.Tensor) or nn.parameter.is_lazy(value):
+        return None
+    tangent: torch.Tensor | None = forward_ad.unpack_dual(value).tangent
+    return tangent
+
+
+def _tensors_of(owners: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
+    """Yield what modules hold under names: parameters, buffers, plain attributes."""
+    for owner in owners:
+        for held in (vars(owner), owner._parameters, owner._buffers):
+            yield from (one for one in held.values() if isinstance(one, torch.Tensor))
+
+
+def refuse_reentrant(path: str) -> None:
+    """Raise ``RegionError``: autograd functions of ours have no forward-mode formula."""
+    raise RegionError(
+        Problem(
+            path or "region",
+            "a reentrant region is called on a tensor that carries a tangent (forward-mode differentiation), or its "
+            "modules hold one",
+            fix="pass use_reentrant=False",
+        )
+    )
+
+
+# -- Transforms of ``torch.func`` around a region
+
+# Private to torch (2.0 to 2.13), as is every way to see whether a transform is on. Without it torch's own errors speak,
+# of saved-tensor hooks or of storages.
+_innermost: Any = getattr(getattr(torch._C, "_functorch", None), "peek_interpreter_stack", None)
+
+
+def refuse_transforms(path: str) -> None:
+    """Raise ``RegionError`` if the region ``path`` is called inside ``vmap``, ``grad`` or another transform.
+
+    Their tensors have no storage and their graph takes no hooks: torch's own checkpoint fails there too. A region that
+    runs in a recomputation is not theirs, though backward may be batched (``is_grads_batched``).
+    """
+    if _innermost is not None and _innermost() is not None and torch._C._current_graph_task_id() == -1:
+        raise RegionError(
+            Problem(
+                path or "region",
+                "this region is called inside a transform of torch.func (grad, vjp, vmap, jvp, ...), whose tensors "
+                "cannot be kept",
+                fix="call sac.remove(model) before the transform, or torch.autograd instead of torch.func; "
+                "torch.func.functional_call by itself is fine",
+            )
+        )
+
+
+# Private to torch (1.8 to 2.13): how deep the `vmap` of `is_grads_batched` is nested, which no function tells. Without
+# them what a recomputation draws is torch's error.
+_enter_vmap: Any = getattr(torch._C, "_vmapmode_increment_nesting", None)
+_leave_vmap: Any = getattr(torch._C, "_vmapmode_decrement_nesting", None)
+
+
+@contextmanager
+def outside_transforms() -> Iterator[None]:
+    """Leave the transforms that are on, as those around a batched backward, and enter them again at the end.
+
+    A recomputation reads nothing of theirs: it runs once for all gradients of the batch, on what the forward ran on.
+    Inside a ``vmap`` it could draw no random numbers.
+    """
+    depth = 0
+    if _enter_vmap is not None and _leave_vmap is not None:
+        depth = _enter_vmap() - 1
+        _leave_vmap()
+    for _ in range(depth):
+        _leave_vmap()
+    try:
+        if _innermost is None or _innermost() is None:
+            yield
+        else:
+            from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+            with temporarily_clear_interpreter_stack():
+                yield
+    finally:
+        for _ in range(depth):
+            _enter_vmap()

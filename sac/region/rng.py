@@ -1,0 +1,374 @@
+"""Random states (torch's, named streams, Python's, NumPy's), captured in forward and restored for recomputation."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from sac.errors import ConfigError, Problem, RegionError
+from sac.region.settings import Settings
+from sac.tensors import cloned, tell_of
+
+# -- The named random streams of a tracker, whoever wrote it, as they were at one time
+
+# Note [Trackers of others]
+#
+# A tracker is what has `get_states()` and `set_states(states)`: ours, Megatron-Core's, TransformerEngine's and
+# DeepSpeed's. A state is a tensor of bytes, or the generator itself (`graph-safe` trackers, which CUDA graphs can
+# follow). What `get_states` hands out may be live: tensors are copied; of a generator the state is copied, and put back
+# into the same generator, which graphs and others may hold.
+#
+# A fork of a graph-safe tracker lets the default generator share the state of the named one, so that both advance.
+# `graphsafe_get_state` returns a generator that shares the default one's state as it is now: no copy, but a note of
+# whose state it shares. It serves as that here and is put back before the states themselves.
+#
+# Megatron-Core's tracker (and ours) knows which stream is in use, and what a nested fork does depends on it; its
+# `get_states` leaves that out.
+
+CURRENT = "_current_state_name"
+_MISSING = object()
+
+States = list[tuple[torch.Generator, torch.Tensor]]
+
+
+def state_of(generator: torch.Generator) -> torch.Tensor:
+    """Return a copy of a generator's state, a tensor of bytes on the CPU."""
+    return tell_of(generator.get_state())
+
+
+def states_of(generators: Iterable[torch.Generator]) -> States:
+    """Return each generator with a copy of its state."""
+    return [(generator, state_of(generator)) for generator in generators]
+
+
+def put_back(states: States) -> None:
+    """Set each generator's state to the one it stands with."""
+    for generator, state in states:
+        generator.set_state(state)
+
+
+def tracker_of(getter: Callable[[], Any]) -> Any:
+    """Return the tracker that ``getter`` returns; raises ``ConfigError`` if that is none."""
+    if isinstance(getter, type):
+        raise _error(
+            f"it is the class {getter.__name__}, which makes a new tracker at each call",
+            expected="a function that returns the tracker whose streams the region forks: lambda: tracker",
+        )
+    tracker = getter()
+    if callable(getattr(tracker, "get_states", None)) and callable(getattr(tracker, "set_states", None)):
+        return tracker
+    raise _error(
+        f"it returned {tracker!r}, which has no get_states() and set_states(states)",
+        expected="a function that returns a tracker of named random states, such as sac.full.RngTracker",
+    )
+
+
+class NamedStates:
+    """The states of a tracker as they are now, to be put back any number of times. See Note [Trackers of others].
+
+    ``defaults``: the default generators of accelerators, which a fork may have tied to a named one.
+    """
+
+    __slots__ = ("_current", "_ties", "_values", "defaults", "generators")
+
+    def __init__(self, tracker: Any, defaults: Sequence[torch.Generator]) -> None:
+        states = tracker.get_states()
+        if not isinstance(states, Mapping):
+            raise _error(f"get_states() of its tracker returned {states!r}", expected="a mapping of name to state")
+        self._values: dict[str, torch.Tensor | torch.Generator] = {}
+        for name, value in states.items():
+            if not isinstance(value, (torch.Tensor, torch.Generator)):
+                raise _error(f"the state of {name!r} in its tracker is {value!r}", "a tensor, or a torch.Generator")
+            self._values[name] = cloned(value) if isinstance(value, torch.Tensor) else value
+        self._current = getattr(tracker, CURRENT, _MISSING)
+        live = [value for value in self._values.values() if isinstance(value, torch.Generator)]
+        self.generators = states_of(live)
+        kinds = {generator.device.type for generator in live}
+        self.defaults = [default for default in defaults if default.device.type in kinds]
+        self._ties = [(default, default.graphsafe_get_state()) for default in self.defaults]
+
+    def put_on(self, tracker: Any) -> None:
+        """Put the states back, on the tracker that serves now."""
+        for default, tied in self._ties:
+            default.graphsafe_set_state(tied)
+        if self._current is not _MISSING:
+            setattr(tracker, CURRENT, self._current)
+        if self._values or tracker.get_states():  # Megatron-Core's takes even no states for a sign that it is in use
+            tracker.set_states(
+                {name: cloned(one) if isinstance(one, torch.Tensor) else one for name, one in self._values.items()}
+            )
+        put_back(self.generators)
+
+
+def put_trackers_back(trackers: Sequence[tuple[Any, NamedStates]]) -> ExitStack:
+    """Put states back, each on the tracker beside it; closing what is returned makes all as it was before."""
+    with ExitStack() as undo:
+        for tracker, states in trackers:
+            undo.callback(put_back, states_of([generator for generator, _ in states.generators]))
+            undo.callback(NamedStates(tracker, states.defaults).put_on, tracker)
+            states.put_on(tracker)
+        return undo.pop_all()
+
+
+def _error(found: str, expected: str) -> ConfigError:
+    return ConfigError(Problem("get_rng_state_tracker", found, expected=expected))
+
+
+# -- The states of random generators at the start of a region, put back for its recomputation
+
+# Note [Random states]
+#
+# A region's recomputation has to draw what its forward drew. So the state of each generator that the forward may draw
+# from is taken at its start: the CPU's, those of the inputs' devices and of the accelerator's current device, those
+# that the caller names, and the named streams of trackers. For the recomputation they are put back; when it ends, by an
+# error too, all are again as it found them. If putting them back fails half-way, what was changed so far is undone.
+#
+# A tracker's fork exchanges the state of a default generator. So trackers come first and default generators last, both
+# when states are put back and when that is undone.
+
+
+class RngSnapshot:
+    """States of the generators that a region may draw from; a context that puts them back. See Note [Random states].
+
+    ``tensors``: whose devices' default generators are taken, beside those of the CPU and of the current device.
+    ``also``: generators that the region's modules and arguments hold.
+
+    Raises ``ConfigError`` if a function in ``settings.trackers`` returns no tracker, and ``RegionError`` while a CUDA
+    graph is captured: torch lets nobody read or set a generator's state then.
+    """
+
+    __slots__ = ("_accelerators", "_entered", "_states", "_trackers")
+
+    def __init__(
+        self, tensors: Iterable[torch.Tensor], settings: Settings, also: Iterable[torch.Generator] = ()
+    ) -> None:
+        self._accelerators = _accelerator_generators(tensors)
+        usual = (torch.default_generator, *self._accelerators)
+        # Where a module holds a default generator, that one is put back last, as ever: see above.
+        others = {one._cdata: one for one in (*settings.generators, *also)}  # type: ignore[attr-defined]
+        for one in usual:
+            others.pop(one._cdata, None)  # type: ignore[attr-defined]
+        try:
+            self._states = states_of((*usual, *others.values()))
+            self._trackers = [
+                (getter, NamedStates(tracker_of(getter), self._accelerators)) for getter in settings.trackers
+            ]
+        except RuntimeError as error:
+            _blame_capture(error)
+            raise
+        # A list: a region can be recomputed inside its own recomputation (a gradient taken in the region).
+        self._entered: list[tuple[States, ExitStack | None]] = []
+
+    @property
+    def states(self) -> States:
+        """The default generators' and those that the caller names; not the trackers'."""
+        return self._states
+
+    def put_back(self) -> None:
+        """Let all generators stand where they stood when this was made, for good."""
+        if self._trackers:
+            put_trackers_back([(tracker_of(getter), states) for getter, states in self._trackers])
+        put_back(self._states)
+
+    def __enter__(self) -> None:
+        try:
+            present = states_of([generator for generator, _ in self._states])
+            undo = None
+            if self._trackers:
+                undo = put_trackers_back([(tracker_of(getter), states) for getter, states in self._trackers])
+            self._entered.append((present, undo))
+            try:
+                put_back(self._states)
+            except BaseException:
+                self.__exit__(None, None, None)
+                raise
+        except RuntimeError as error:
+            _blame_capture(error)
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        present, undo = self._entered.pop()
+        try:
+            if undo is not None:
+                undo.close()
+        finally:
+            put_back(present)
+
+
+def generators_now(settings: Settings) -> list[torch.Generator]:
+    """Return the generators that ops may draw from on the CPU and on the current device, and those of ``settings``."""
+    return [torch.default_generator, *_accelerator_generators(()), *settings.generators]
+
+
+def default_generator(device: torch.device) -> torch.Generator | None:
+    """Return the generator that ops on ``device`` draw from when none is passed, or None if there is none yet.
+
+    A device without an index is the current one of its type.
+    """
+    if device.type == "cpu":
+        return torch.default_generator
+    module: Any = getattr(torch, device.type, None)
+    generators = getattr(module, "default_generators", ())
+    if generators:  # empty until the device type is initialised
+        index = device.index if device.index is not None else module.current_device()
+        return generators[index] if index < len(generators) else None
+    # Private to torch (2.11 to 2.13): MPS has one generator, and no tuple of them.
+    only = getattr(module, "_get_default_mps_generator", None)
+    return only() if only is not None and torch.backends.mps.is_available() else None
+
+
+def _accelerator_generators(tensors: Iterable[torch.Tensor]) -> list[torch.Generator]:
+    """Return the generators of the devices of ``tensors`` and of the accelerator's current device, not the CPU's."""
+    devices = {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None and not devices:
+        return []
+    found = [default_generator(device) for device in sorted(devices, key=str)]
+    # To ask for the current device initialises it, which a forked process must not do. MPS is always ready.
+    if accelerator is not None and getattr(getattr(torch, accelerator.type, None), "is_initialized", lambda: True)():
+        found.append(default_generator(accelerator))
+    return list({generator: None for generator in found if generator is not None})
+
+
+def _blame_capture(error: RuntimeError) -> None:
+    """Raise what a user can act on, if ``error`` came of a CUDA graph that is being captured."""
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise RegionError(
+            Problem(
+                where="preserve_rng_state",
+                found="random states can be neither read nor put back while a CUDA graph is captured",
+                fix="pass preserve_rng_state=False if the region draws no random numbers, or capture it without "
+                "checkpointing",
+            )
+        ) from error
+
+
+# -- Random generators of Python and NumPy: their states at the start of a region, put back where Python runs again
+
+# Note [Random numbers of Python and NumPy]
+#
+# Layers are dropped by `random.random()` and augmented by `numpy.random`. So the states of both modules' own generators
+# are noted when a region's forward begins, with those of generators that its modules and arguments hold, and are put
+# back while Python runs again. Replay runs no Python and needs none of them.
+#
+# Both modules' generators belong to the process. A thread that draws from them while another one's recomputation has
+# them put back draws from the wrong place of the sequence, and what it draws is drawn again later: threads that draw
+# (a loader in the same process) need generators of their own.
+
+Reader = Callable[[], Any]
+Writer = Callable[[Any], Any]
+
+
+class HostRandomState:
+    """States of Python's ``random``, of ``numpy.random`` and of ``others``, to be put back for a while."""
+
+    __slots__ = ("_entered", "_states")
+
+    def __init__(self, others: Iterable[Any] = ()) -> None:
+        pairs = [(random.getstate, random.setstate), *_NUMPY.pairs()]
+        pairs += [pair for pair in map(reader_of, others) if pair is not None]
+        self._states = [(read, write, read()) for read, write in pairs]
+        self._entered: list[list[Any]] = []  # a list: a region can be recomputed inside its own recomputation
+
+    def has_moved(self) -> bool:
+        """Return whether one of the generators has moved since this was made."""
+        return any(not _equal(read(), state) for read, _, state in self._states)
+
+    def again(self) -> HostRandomState:
+        """Return the states of the same generators as they are now."""
+        found = HostRandomState.__new__(HostRandomState)
+        found._states = [(read, write, read()) for read, write, _ in self._states]
+        found._entered = []
+        return found
+
+    def put_back(self) -> None:
+        """Let all generators stand where they stood when this was made, for good."""
+        for _, write, state in self._states:
+            write(state)
+
+    def __enter__(self) -> None:
+        present = [read() for read, _, _ in self._states]
+        self._entered.append(present)
+        for (_, write, state), now in zip(self._states, present, strict=True):
+            if not _equal(state, now):
+                write(state)
+
+    def __exit__(self, *error: Any) -> None:
+        for (read, write, _), present in zip(self._states, self._entered.pop(), strict=True):
+            if not _equal(read(), present):
+                write(present)
+
+
+class _NumPy:
+    """The generator behind ``numpy.random``'s functions; reading its state takes long, unless it has not moved."""
+
+    _BYTES = 624 * 4 + 4  # NumPy's documented layout of a Mersenne twister: 624 words and a position
+
+    def __init__(self) -> None:
+        self._last: tuple[bytes, dict[str, Any]] = b"", {}
+
+    def pairs(self) -> list[tuple[Reader, Writer]]:
+        """Return how to read and how to put it back; nothing as long as nobody has imported ``numpy.random``."""
+        module = sys.modules.get("numpy.random")
+        return [(self._read, module.set_state)] if module is not None and hasattr(module, "set_state") else []
+
+    def _read(self) -> dict[str, Any]:
+        numpy_random: Any = sys.modules["numpy.random"]
+        words = self._words(numpy_random)
+        before, state = self._last
+        # The twister's words do not show whether half of a pair of normal numbers waits to be given out.
+        if words and words == before and not state["has_gauss"]:
+            return state
+        found: dict[str, Any] = numpy_random.get_state(legacy=False)
+        self._last = words, found
+        return found
+
+    def _words(self, numpy_random: Any) -> bytes:
+        get: Any = getattr(numpy_random, "get_bit_generator", None)  # NumPy 1.24
+        source: Any = get() if get is not None else None
+        if type(source).__name__ != "MT19937":
+            return b""
+        return ctypes.string_at(source.ctypes.state_address, self._BYTES)
+
+
+_NUMPY = _NumPy()
+
+
+def is_random_source(value: Any) -> bool:
+    """Return whether ``value`` is a generator of Python's or NumPy's whose state can be read and put back."""
+    return reader_of(value) is not None
+
+
+def reader_of(value: Any) -> tuple[Reader, Writer] | None:
+    """Return how to read and how to put back the state of a generator of Python's or NumPy's; None for all else."""
+    if isinstance(value, random.Random):
+        return None if isinstance(value, random.SystemRandom) else (value.getstate, value.setstate)
+    numpy_random: Any = sys.modules.get("numpy.random")
+    if numpy_random is None or not hasattr(numpy_random, "Generator"):
+        return None
+    if isinstance(value, numpy_random.RandomState):
+        return partial(value.get_state, legacy=False), value.set_state
+    if isinstance(value, numpy_random.Generator):
+        source = value.bit_generator
+        return (lambda: source.state), partial(setattr, source, "state")
+    return None
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+    if hasattr(one, "tobytes") and hasattr(other, "tobytes"):
+        return bool(one.tobytes() == other.tobytes())
+    return bool(one == other)

@@ -1,1 +1,0 @@
-"""Where the inputs of a region lie between forward and backward, when not where the caller holds them."""

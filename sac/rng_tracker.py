@@ -1,0 +1,294 @@
+"""Named random streams, as tensor parallelism needs them, and how to seed them on each rank."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+
+from sac.errors import ConfigError, Problem, listing, nearest
+from sac.region.rng import default_generator
+from sac.tensors import cloned
+
+# -- Named random streams: one per way in which the ranks of a job are to agree, or differ, in their random numbers
+
+# Note [Named streams]
+#
+# Ops draw from the default generator of their device. A fork puts a named stream's state there, and puts back what was
+# there when it ends. The state of the stream that is in use is the default generator's; the tracker's own copy of it is
+# old until the fork ends. So the tracker knows which stream is in use, a fork of that one goes on with it, and a fork
+# of another one inside puts the first one's state away, where a third fork, of the first name again, finds it.
+#
+# `_current_state_name` has the name that Megatron-Core gave it: `sac.region.rng` takes it into its
+# snapshots, of ours and of theirs.
+
+MODEL_PARALLEL = "model-parallel-rng"
+
+_SMALLEST_SEED, _SEEDS = -(2**63), 2**64  # what torch.manual_seed takes; a negative seed counts from 2**64 down
+
+
+class RngTracker:
+    """Random streams by name, each with a state of its own; ``fork`` lets the ops inside draw from one of them.
+
+    ``device``: whose default generator forks switch; None is the accelerator, or the CPU where there is none. Without
+    an index it is the current device of the fork, which must not change inside it. States are CPU tensors of bytes and
+    do not depend on the index.
+
+    Pass ``lambda: tracker`` as ``get_rng_state_tracker`` to ``sac.checkpoint`` or ``sac.apply``, and regions that fork
+    draw the same numbers in their recomputation.
+
+    There is one default generator per device for all threads. So threads must not fork at the same time (nor draw
+    while another one forks, if numbers are to repeat). Copies and pickles hold the streams, and are in no fork.
+
+    Every error is a ``ConfigError``, and then nothing has changed.
+    """
+
+    def __init__(self, device: torch.device | str | None = None) -> None:
+        self._device = device_of(device)
+        self._states: dict[str, torch.Tensor] = {}
+        self._seeds: set[int] = set()
+        self._current_state_name: str | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """The device whose default generator forks switch."""
+        return self._device
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the streams, in the order in which they were added."""
+        return tuple(self._states)
+
+    @property
+    def generator(self) -> torch.Generator:
+        """The default generator that forks switch; makes torch initialise the device."""
+        found = default_generator(self._device)
+        if found is None:
+            torch.get_device_module(self._device).init()
+            found = default_generator(self._device)
+        assert found is not None
+        return found
+
+    def add(self, name: str, seed: int) -> None:
+        """Add a stream that begins as after ``torch.manual_seed(seed)``; the default generator is left alone.
+
+        Raises ``ConfigError`` if the name or the seed is taken, or is no string or no seed.
+        """
+        seed = checked_seed(seed, "RngTracker.add")
+        if not isinstance(name, str):
+            raise config_error("RngTracker.add", f"{name!r} is not a name", expected="a string")
+        if name in self._states:
+            raise config_error("RngTracker.add", f"{name!r} was added before", fix="give each stream a name of its own")
+        if seed % _SEEDS in self._seeds:
+            raise config_error(
+                "RngTracker.add",
+                f"seed {seed} belongs to another stream",
+                fix=f"give {name!r} a seed of its own, or it draws the same numbers",
+            )
+        self._states[name] = torch.Generator(self._device).manual_seed(seed).get_state()
+        self._seeds.add(seed % _SEEDS)
+
+    def fork(self, name: str = MODEL_PARALLEL) -> AbstractContextManager[None]:
+        """Return a context in which ops on the device draw from stream ``name``; it may be used as a decorator too.
+
+        The stream goes on where it was left, also if an exception ended its last fork. A fork inside a fork of the same
+        name goes on with it. Raises ``ConfigError`` for an unknown name.
+        """
+        self._check_known(name)
+        return self._forked(name)
+
+    @contextmanager
+    def _forked(self, name: str) -> Iterator[None]:
+        self._check_known(name)
+        outer = self._current_state_name
+        generator = self.generator
+        before = generator.get_state()
+        if outer in self._states:
+            self._states[outer] = before
+        generator.set_state(self._states[name])
+        self._current_state_name = name
+        try:
+            yield
+        finally:
+            self._leave(name, outer, generator, before)
+
+    def _leave(self, name: str, outer: str | None, generator: torch.Generator, before: torch.Tensor) -> None:
+        if self._current_state_name != name:
+            raise config_error(
+                "RngTracker.fork",
+                f"the fork of {name!r} ends inside the fork of {self._current_state_name!r}, which began later",
+                fix="end forks in the opposite order, and use one tracker in one thread at a time",
+            )
+        if name in self._states:
+            self._states[name] = generator.get_state()
+        generator.set_state(before if outer is None else self._states.get(outer, before))
+        self._current_state_name = outer
+
+    def get_states(self) -> dict[str, torch.Tensor]:
+        """Return a copy of each stream's state by name, of the one in use as it is now."""
+        states = {name: cloned(state) for name, state in self._states.items()}
+        if self._current_state_name in states:
+            states[self._current_state_name] = self.generator.get_state()
+        return states
+
+    def set_states(self, states: Mapping[str, torch.Tensor]) -> None:
+        """Take copies of ``states`` for the streams; names that are not in it are gone. Seeds stay taken.
+
+        Inside a fork the stream in use goes on from its new state. Raises ``ConfigError`` if something in it is no
+        state of this tracker's device.
+        """
+        taken = self._checked_states(states)
+        if self._current_state_name in taken:
+            self.generator.set_state(taken[self._current_state_name])
+        self._states = taken
+
+    def reset(self) -> None:
+        """Forget all streams and seeds. Raises ``ConfigError`` inside a fork."""
+        if self._current_state_name is not None:
+            raise config_error(
+                "RngTracker.reset", f"{self._current_state_name!r} is in use", fix="call it outside of every fork"
+            )
+        self._states, self._seeds = {}, set()
+
+    def _checked_states(self, states: Any) -> dict[str, torch.Tensor]:
+        if not isinstance(states, Mapping):
+            raise config_error(
+                "RngTracker.set_states", f"{states!r} holds no states", expected="a mapping of name to state"
+            )
+        scratch = torch.Generator(self._device)
+        taken: dict[str, torch.Tensor] = {}
+        for name, state in states.items():
+            if not isinstance(name, str):
+                raise config_error("RngTracker.set_states", f"{name!r} is not a name", expected="a string")
+            try:
+                taken[name] = scratch.set_state(state).get_state()
+            except (TypeError, RuntimeError) as problem:
+                raise config_error(
+                    "RngTracker.set_states",
+                    f"the state of {name!r} is none of {self._device.type}: {problem}",
+                    expected="what get_states returned for a tracker of the same device type, in host memory",
+                ) from problem
+        return taken
+
+    def _check_known(self, name: Any) -> None:
+        if not isinstance(name, str) or name not in self._states:
+            near = nearest(name, self.names) if isinstance(name, str) else ""
+            known = listing(self.names) or "none: no stream was added"
+            raise config_error(
+                "RngTracker.fork", f"{name!r} was not added", known, near, fix="add(name, seed) it first"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"device": str(self._device), "states": self.get_states(), "seeds": set(self._seeds)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._device = torch.device(state["device"])
+        self._states, self._seeds = dict(state["states"]), set(state["seeds"])
+        self._current_state_name = None
+
+    def __repr__(self) -> str:
+        return f"RngTracker(device={str(self._device)!r}, names={self.names})"
+
+
+def device_of(device: Any) -> torch.device:
+    """Return the device that ``RngTracker(device)`` is for; raises ``ConfigError`` if it has no generator here."""
+    if device is None:
+        return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    try:
+        found = torch.device(device)
+        torch.Generator(found)
+    except (TypeError, RuntimeError) as problem:
+        first = str(problem).partition("\n")[0]
+        raise config_error("RngTracker.device", f"{device!r} has no random generator here: {first}") from problem
+    return found
+
+
+def checked_seed(seed: Any, where: str) -> int:
+    """Return the seed as an int; raises ``ConfigError`` if torch would not take it."""
+    whole = whole_number(seed)
+    if whole is None or not _SMALLEST_SEED <= whole < _SEEDS:
+        raise config_error(where, f"{seed!r} is not a seed", expected="a whole number from -2**63 to 2**64 - 1")
+    return whole
+
+
+def whole_number(value: Any) -> int | None:
+    """Return a whole number of any type (numpy's too, but no bool) as an int, and None for anything else."""
+    try:
+        return operator.index(value) if not isinstance(value, bool) else None
+    except TypeError:
+        return None
+
+
+def config_error(where: str, found: str, expected: str = "", near: str = "", fix: str = "") -> ConfigError:
+    """Return an error about one problem."""
+    return ConfigError(Problem(where, found, expected=expected, nearest=near, fix=fix))
+
+
+# -- The seeds of a model-parallel job
+
+DATA_PARALLEL = "data-parallel-rng"
+EXPERT_PARALLEL = "expert-parallel-rng"
+
+
+def seed_model_parallel(
+    seed: int,
+    tp_rank: int = 0,
+    ep_rank: int = 0,
+    etp_rank: int = 0,
+    *,
+    tracker: RngTracker | None = None,
+    device: torch.device | str | None = None,
+) -> RngTracker:
+    """Seed the default generator and the three named streams of a model-parallel job; return their tracker.
+
+    The default generator of the tracker's device and ``data-parallel-rng`` get ``seed``: the same numbers on all ranks
+    that have the same seed. ``model-parallel-rng`` gets ``seed + 2718 + tp_rank`` and ``expert-parallel-rng`` gets
+    ``seed + 1024 + 100 * ep_rank + etp_rank``. ``tp_rank``, ``ep_rank`` and ``etp_rank`` are this rank's places in its
+    tensor-, expert- and expert-tensor-parallel groups. The formula is that of Megatron-Core's
+    ``model_parallel_cuda_manual_seed``. As there, the CPU's generator is left alone where the device is another one.
+
+    ``tracker`` is reset; None makes one for ``device`` (by default as in ``RngTracker``).
+
+    Raises ``ConfigError``, before anything is changed, if an argument is no seed or no rank, or two streams would have
+    the same seed.
+    """
+    where = "seed_model_parallel"
+    if tracker is not None and device is not None and device_of(device) != tracker.device:
+        raise config_error(
+            where, f"device {device} is not that of the tracker, {tracker.device}", fix="leave device out"
+        )
+    tp, ep, etp = (
+        _checked_rank(rank, f"{where}.{key}")
+        for key, rank in (("tp_rank", tp_rank), ("ep_rank", ep_rank), ("etp_rank", etp_rank))
+    )
+    first = checked_seed(seed, where)
+    seeds = {
+        DATA_PARALLEL: first,
+        MODEL_PARALLEL: first + 2718 + tp,
+        EXPERT_PARALLEL: first + 1024 + 100 * ep + etp,
+    }
+    for name, one in seeds.items():
+        checked_seed(one, f"{where}: {name}")
+    if seeds[MODEL_PARALLEL] == seeds[EXPERT_PARALLEL]:
+        raise config_error(
+            where,
+            f"{MODEL_PARALLEL} and {EXPERT_PARALLEL} of this rank would both have seed {seeds[MODEL_PARALLEL]} "
+            f"(tp_rank {tp}, ep_rank {ep}, etp_rank {etp})",
+            fix="seed the default generator and add the streams yourself, with seeds of your own",
+        )
+    tracker = tracker if tracker is not None else RngTracker(device)
+    tracker.reset()
+    tracker.generator.manual_seed(first)
+    for name, one in seeds.items():
+        tracker.add(name, one)
+    return tracker
+
+
+def _checked_rank(rank: Any, where: str) -> int:
+    whole = whole_number(rank)
+    if whole is None or whole < 0:
+        raise config_error(where, f"{rank!r} is not a rank", expected="a whole number from 0 on")
+    return whole

@@ -1,0 +1,255 @@
+"""Inputs that wait in one contiguous buffer, each in its slot."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from sac.errors import Problem, RegionError
+from sac.outer_hooks import PackHooks, Parked, fetch, park, surrounding_hooks
+from sac.stores.host import Copies, CopiesByDevice, Host, PlacedOnHost, streams_of
+from sac.stores.store import Here, Placed, PlacedHere
+
+# -- Equal slots of one piece of memory, and who holds which
+
+# Note [Slots]
+#
+# A slot is taken when an input is put into it. It is given back by `drop`, or when its holder dies: a graph was dropped
+# without backward. That may happen anywhere, in a garbage collection while another slot is being taken too, so giving
+# back takes no lock: a ticket is popped from a dictionary, which can happen once, and the slot goes onto a deque.
+#
+# `fetch` copies out of the slot. What a recomputation makes of its input may outlive the slot (a tensor saved for
+# backward is a view of it, and a later backward reads that), and the slot's next holder writes to it.
+#
+# All slots can be given back while holders live (`ContiguousBuffer.reset`). A holder knows its data by the ticket that
+# was last written into its slot; when that is another one its data is gone, and `fetch` says so.
+
+
+class Slots:
+    """``count`` slots of the size, dtype and device of ``flat``; see Note [Slots].
+
+    They lie on that device, or in host memory if there are ``copies`` to make.
+    """
+
+    def __init__(self, count: int, flat: torch.Tensor, copies: Copies | None) -> None:
+        self.size, self.dtype, self.device = flat.numel(), flat.dtype, flat.device
+        elements = count * self.size
+        self.memory = flat.new_empty(elements) if copies is None else copies.host_memory(elements, flat.dtype)
+        self.copies = copies
+        self.lock = threading.RLock()  # of the data, not of the right to a slot
+        self.free = deque(range(count))
+        self.held: dict[int, int] = {}  # ticket -> slot
+        self.written = [-1] * count  # the ticket whose data lies in each slot
+        self._used: list[Any] = [None] * count  # the event after the last use of each slot, on a device with streams
+        self._streams = streams_of(flat.device) if copies is None else None
+
+    def fit(self, flat: torch.Tensor) -> bool:
+        """Return whether ``flat`` has the size, dtype and device of these slots."""
+        return (self.size, self.dtype, self.device) == (flat.numel(), flat.dtype, flat.device)
+
+    def view(self, index: int) -> torch.Tensor:
+        """Return the memory of one slot."""
+        return self.memory.narrow(0, index * self.size, self.size)
+
+    def give_back(self, ticket: int) -> None:
+        """Free the slot that ``ticket`` holds, if it holds one."""
+        index = self.held.pop(ticket, None)
+        if index is not None:
+            self.free.append(index)
+
+    def give_all_back(self) -> None:
+        """Free every slot."""
+        for ticket in tuple(self.held):
+            self.give_back(ticket)
+
+    def begin_use(self, index: int) -> None:
+        """Let the current stream come after the last use of a slot, which may have been on another one."""
+        if self._streams is not None:
+            stream = self._streams.current_stream(self.device)
+            self.memory.record_stream(stream)
+            if self._used[index] is not None:
+                stream.wait_event(self._used[index])
+
+    def end_use(self, index: int) -> None:
+        """Mark the end of a use for the next one."""
+        if self._streams is not None:
+            self._used[index] = self._streams.current_stream(self.device).record_event()
+
+
+class PlacedInSlot:
+    """A flat tensor in a slot, and the right to that slot; see Note [Slots]."""
+
+    __slots__ = ("_index", "_inner", "_parked", "_slots", "_ticket")
+    fresh = True
+
+    def __init__(self, slots: Slots, ticket: int, flat: torch.Tensor) -> None:
+        self._slots = slots
+        self._ticket = ticket
+        self._parked: torch.Tensor | Parked | None = None
+        self._inner: PlacedHere | PlacedOnHost
+        self._index = index = slots.free.popleft()
+        slots.held[ticket] = index
+        with slots.lock:
+            slots.written[index] = ticket
+            memory = slots.view(index)
+            if slots.copies is None:
+                slots.begin_use(index)
+                self._inner = PlacedHere(memory.copy_(flat))
+                slots.end_use(index)
+            else:
+                self._inner = PlacedOnHost(slots.copies, flat, memory)
+
+    def fetch(self) -> torch.Tensor:
+        """Return a copy of what lies in the slot; raises ``RegionError`` if another region has it now."""
+        if self._parked is not None:
+            return fetch(self._parked).clone()
+        slots = self._slots
+        with slots.lock:
+            if slots.written[self._index] != self._ticket:
+                raise RegionError(_TAKEN)
+            if self._inner.fresh:
+                return self._inner.fetch()
+            slots.begin_use(self._index)
+            flat = self._inner.fetch().clone()
+            slots.end_use(self._index)
+            return flat
+
+    def settle(self) -> None:
+        """See that copying into the slot is done before the source is written to or freed."""
+        self._inner.settle()
+
+    def park(self, hooks: PackHooks) -> None:
+        """Hand a copy to the hooks, and give the slot back."""
+        self._parked = park(self.fetch(), hooks)
+        self._let_go()
+
+    def prefetch(self) -> None:
+        """Nothing."""
+
+    def drop(self) -> None:
+        """Give the slot back."""
+        self._parked = None
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self._inner.drop()
+        self._slots.give_back(self._ticket)
+
+    def __del__(self) -> None:
+        self._slots.give_back(self._ticket)
+
+    @property
+    def local(self) -> torch.Tensor | None:
+        """The slot, if it lies on the device."""
+        return self._inner.local
+
+    @property
+    def host_bytes(self) -> int:
+        """The bytes of the slot, if it lies in host memory for a device."""
+        return self._inner.host_bytes
+
+
+_TAKEN = Problem(
+    "contiguous buffer",
+    "reset() took back the slot of this region's input, and another region's input lies in it now",
+    fix="call reset() only when the forwards before it will have no backward",
+)
+
+
+# -- Kept inputs in the slots of one preallocated buffer
+
+
+class ContiguousBuffer:
+    """One buffer of ``num_checkpoints`` equal slots, made when the first input comes, of its size, dtype and device.
+
+    ``on_host``: the buffer lies in host memory, pinned where the device has streams. The buffer is made anew when an
+    input of another size comes while every slot is free. Under saved-tensor hooks that stand around a region
+    (``save_on_cpu``, a region around it) no slot is taken: the hooks decide where the input lies. (A reentrant region
+    has no hooks, so regions inside it do take slots while it is recomputed.) A copy or a pickle of a buffer is an empty
+    one with the same settings.
+    """
+
+    def __init__(self, num_checkpoints: int, *, on_host: bool = False) -> None:
+        self.num_checkpoints = num_checkpoints
+        self.on_host = on_host
+        self._under_hooks = Host() if on_host else Here()
+        self._copies = CopiesByDevice()
+        self._slots: Slots | None = None
+        self._tickets = itertools.count()
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _empty_buffer, (self.num_checkpoints, self.on_host)
+
+    def accepts(self, tensor: torch.Tensor) -> bool:
+        """Any tensor will do."""
+        return True
+
+    def put(self, flat: torch.Tensor, name: Callable[[], str]) -> Placed:
+        """Copy ``flat`` into a free slot.
+
+        Raises ``RegionError`` when no slot is free, or when ``flat`` is not of the slots' size, dtype and device while
+        some of them are taken.
+        """
+        if surrounding_hooks() is not None:
+            return self._under_hooks.put(flat, name)
+        with self._lock:
+            return PlacedInSlot(self._slots_for(flat, name), next(self._tickets), flat)
+
+    def describe(self) -> str:
+        """Say where inputs are kept."""
+        return f"in one buffer of {self.num_checkpoints} slots{' in host memory' if self.on_host else ''}"
+
+    def reset(self) -> None:
+        """Take every slot back, as after forwards whose backward will never run.
+
+        A backward that does run raises ``RegionError`` once its region's slot has been given to another one.
+        """
+        if self._slots is not None:
+            self._slots.give_all_back()
+
+    def _slots_for(self, flat: torch.Tensor, name: Callable[[], str]) -> Slots:
+        """Return slots that fit ``flat``, at least one of them free."""
+        slots = self._slots
+        if slots is not None and not slots.fit(flat):
+            if slots.held:
+                raise RegionError(_misfit(slots, flat, name()))
+            slots = self._slots = None
+        if slots is None:
+            copies = self._copies.of(flat.device) if self.on_host else None
+            slots = self._slots = Slots(self.num_checkpoints, flat, copies)
+        if not slots.free:
+            raise RegionError(_none_free(self.num_checkpoints, name()))
+        return slots
+
+
+def _empty_buffer(num_checkpoints: int, on_host: bool) -> ContiguousBuffer:
+    return ContiguousBuffer(num_checkpoints, on_host=on_host)
+
+
+def _misfit(slots: Slots, flat: torch.Tensor, name: str) -> Problem:
+    return Problem(
+        name,
+        f"it has {_kind(flat.numel(), flat.dtype, flat.device)}; the slots of the contiguous buffer have "
+        f"{_kind(slots.size, slots.dtype, slots.device)}, and some are taken",
+        fix="choose inputs of one size by `keep`, or another `store`; the size may change while no backward is pending",
+    )
+
+
+def _none_free(count: int, name: str) -> Problem:
+    return Problem(
+        name,
+        f"the contiguous buffer has {count} slots (num_checkpoints), and each holds the input of a region whose "
+        "backward has not run",
+        fix="let num_checkpoints be the number of regions whose backward is pending at once; of forwards whose "
+        "backward will never run, drop the outputs or call reset()",
+    )
+
+
+def _kind(elements: int, dtype: torch.dtype, device: torch.device) -> str:
+    return f"{elements} elements of {str(dtype).removeprefix('torch.')} on {device}"

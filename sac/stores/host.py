@@ -1,0 +1,229 @@
+"""Inputs that wait in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from sac.outer_hooks import PackHooks, Parked, fetch, park
+from sac.stores.store import Here, Placed
+
+# -- Copies between a device and host memory: on a stream of their own, ordered with the caller's by events
+
+# Note [Copies on a side stream]
+#
+# All copies between one device and the host run on one side stream, so they are ordered among themselves: host memory
+# may be overwritten by the next copy to it without asking whether the last copy from it is done. Each copy comes after
+# what the caller's stream had queued when it was asked for. Nothing comes after a copy by itself: whoever writes to or
+# frees its source or its target calls `order` before, whoever reads the target on the host calls `finish`. So the
+# caching allocators need not be told of the side stream: memory returns to the stream it came from, which has waited.
+# (Pinned memory is guarded by torch too: it is not handed out again before the copies that used it are done.)
+#
+# Held by tests/region/stores/test_streams.py, which runs regions on simulated streams and finds every access that is
+# not ordered, and by the tests marked gpu in tests/region/stores/test_host.py.
+
+
+class Copying(Protocol):
+    """One copy under way."""
+
+    def order(self) -> None:
+        """See that what the current stream and the stream of the copy's caller do from now on comes after the copy."""
+
+    def finish(self) -> None:
+        """Return when the copy is done, as the host sees it."""
+
+
+class Copies(Protocol):
+    """Copies between one device and the host."""
+
+    def host_memory(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return uninitialised host memory that copies are fast with."""
+
+    def start(self, source: torch.Tensor, target: torch.Tensor) -> Copying:
+        """Copy ``source`` to ``target``, one of them on the device and one on the host, both contiguous."""
+
+
+class SideStream:
+    """See Note [Copies on a side stream]. ``module`` is torch's module for the device's type: ``torch.cuda``."""
+
+    def __init__(self, device: torch.device, module: Any) -> None:
+        self._device = device
+        self._module = module
+        self._stream = module.Stream(device)
+
+    def host_memory(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return pinned memory."""
+        return torch.empty(elements, dtype=dtype, device="cpu", pin_memory=True)
+
+    def start(self, source: torch.Tensor, target: torch.Tensor) -> Copying:
+        """Queue the copy on the side stream."""
+        caller = self.current()
+        self._stream.wait_stream(caller)
+        with self._module.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+            event = self._stream.record_event()
+        return _Queued(self.current, caller, event)
+
+    def current(self) -> Any:
+        """Return the device's current stream."""
+        return self._module.current_stream(self._device)
+
+
+class _Queued:
+    """A copy on the side stream."""
+
+    __slots__ = ("_caller", "_current", "_event")
+
+    def __init__(self, current: Callable[[], Any], caller: Any, event: Any) -> None:
+        self._current = current
+        self._caller = caller
+        self._event = event
+
+    def order(self) -> None:
+        """Let both streams wait for the event."""
+        self._caller.wait_event(self._event)
+        current = self._current()
+        if current != self._caller:
+            current.wait_event(self._event)
+
+    def finish(self) -> None:
+        """Let the host wait for the event."""
+        self._event.synchronize()
+
+
+class DirectCopies:
+    """Copies to and from a device without streams, done on the spot."""
+
+    def host_memory(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return plain memory."""
+        return torch.empty(elements, dtype=dtype, device="cpu")
+
+    def start(self, source: torch.Tensor, target: torch.Tensor) -> Copying:
+        """Copy."""
+        target.copy_(source)
+        return _Done()
+
+
+class _Done:
+    """A copy that is over."""
+
+    __slots__ = ()
+
+    def order(self) -> None:
+        """It is."""
+
+    def finish(self) -> None:
+        """It is."""
+
+
+def has_own_memory(device: torch.device) -> bool:
+    """Return whether tensors on ``device`` lie elsewhere than in host memory."""
+    return device.type not in ("cpu", "meta")
+
+
+def streams_of(device: torch.device) -> Any:
+    """Return torch's module for the streams of ``device``, such as ``torch.cuda``; None if it has none, as on MPS."""
+    module = getattr(torch, device.type, None) if has_own_memory(device) else None
+    return module if all(hasattr(module, name) for name in ("Stream", "stream", "current_stream")) else None
+
+
+class CopiesByDevice:
+    """The side streams of one placement, each made when the first tensor of its device comes."""
+
+    def __init__(self) -> None:
+        self._of: dict[torch.device, Copies | None] = {}
+
+    def of(self, device: torch.device) -> Copies | None:
+        """Return the copies between ``device`` and the host; None where the device's memory is the host's."""
+        if device not in self._of:
+            made: Copies | None = None
+            if has_own_memory(device):
+                streams = streams_of(device)
+                made = DirectCopies() if streams is None else SideStream(device, streams)
+            self._of.setdefault(device, made)
+        return self._of[device]
+
+
+# -- Kept inputs in host memory
+
+
+class Host:
+    """Keeps a copy in host memory: pinned, and copied on a stream of its own, where the device has streams.
+
+    An input that lies in host memory already is copied there; its copy counts as one on the input's device.
+    """
+
+    def __init__(self) -> None:
+        self._copies = CopiesByDevice()
+
+    def __reduce__(self) -> tuple[type[Host], tuple[()]]:
+        return Host, ()  # streams belong to this process
+
+    def accepts(self, tensor: torch.Tensor) -> bool:
+        """Any tensor will do."""
+        return True
+
+    def put(self, flat: torch.Tensor, name: Callable[[], str]) -> Placed:
+        """Start to copy ``flat`` to the host; it must not be written to or freed before ``settle``."""
+        copies = self._copies.of(flat.device)
+        if copies is None:
+            return Here().put(flat, name)
+        return PlacedOnHost(copies, flat, copies.host_memory(flat.numel(), flat.dtype))
+
+    def describe(self) -> str:
+        """Say where inputs are kept."""
+        return "in host memory"
+
+
+class PlacedOnHost:
+    """A copy of ``flat`` in host memory; see Note [Copies on a side stream]."""
+
+    __slots__ = ("_copies", "_copying", "_device", "_host", "_source")
+    fresh = True
+
+    def __init__(self, copies: Copies, flat: torch.Tensor, host: torch.Tensor) -> None:
+        self._copies = copies
+        self._device = flat.device
+        self._host: torch.Tensor | Parked | None = host
+        # As it lies: torch applies lazy bits and strides after or around a copy, which then is no longer one.
+        self._source: torch.Tensor | None = flat.resolve_conj().resolve_neg().contiguous()
+        self._copying: Copying = copies.start(self._source, host)
+
+    def fetch(self) -> torch.Tensor:
+        """Return a copy on the device."""
+        assert self._host is not None, "fetched after it was dropped"
+        host = fetch(self._host)
+        flat = torch.empty(host.numel(), dtype=host.dtype, device=self._device)
+        self._copies.start(host, flat).order()
+        return flat
+
+    def settle(self) -> None:
+        """Let the current stream wait for the copy to the host, and let go of what it was made from."""
+        if self._source is not None:
+            self._copying.order()
+            self._source = None
+
+    def park(self, hooks: PackHooks) -> None:
+        """Hand the copy in host memory to the hooks, which may read it at once: wait until it is whole."""
+        if isinstance(self._host, torch.Tensor):
+            self._copying.finish()
+            self._host = park(self._host, hooks)
+
+    def prefetch(self) -> None:
+        """Nothing."""
+
+    def drop(self) -> None:
+        """Let the copy go; torch gives pinned memory to nobody else while a copy uses it."""
+        self._host = self._source = None
+
+    @property
+    def local(self) -> torch.Tensor | None:
+        """Nothing is held on the device."""
+        return None
+
+    @property
+    def host_bytes(self) -> int:
+        """All of it is on the host."""
+        return self._host.nbytes if isinstance(self._host, torch.Tensor) else 0

@@ -1,0 +1,160 @@
+"""Gathers of scattered inputs, started before backward asks for them."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import deque
+from collections.abc import Iterable
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+# Note [Prefetched gathers]
+#
+# When backward has fetched the input of a region, the gathers for the regions that it comes to next can be started, to
+# run while this one is recomputed. All ranks have to start the same gathers in the same order, or shares of different
+# tensors are put together. So nothing may depend on what happens to be alive: of a graph that was dropped in a
+# reference cycle the shares live until the collector comes, at another time on each rank. Only the autograd graph
+# itself tells what will be needed, and holds it:
+#
+#   forward    A region call leaves a mark (a weak reference) on the nodes that made its results. The next call looks
+#              for marks from the nodes that made its inputs on, not far: these are the calls before it.
+#   backward   A call before this one is gathered for if the node from which its mark was found is going to be run in
+#              this very backward. Then all that lies between is alive, on every rank.
+#
+# A call holds the nodes that made its inputs, where the region's own graph leads to anyway. What was started and has
+# not been fetched when that backward ends is let go.
+
+# Renamed in torch 2.13, where the old name warns.
+_gather_into = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
+# Private names (torch 2.11 to 2.13); without them nothing is started ahead.
+_will_run = getattr(torch._C, "_will_engine_execute_node", None)
+_task_id = getattr(torch._C, "_current_graph_task_id", None)
+NO_TASK = -1
+
+_MARK = "sac.stores.prefetch"
+_FAR = 64  # nodes looked at for marks; a region's input is mostly the result of another, or a few ops away from one
+
+
+class Gather:
+    """The gather of one rank's ``share`` with those of its group, under way."""
+
+    __slots__ = ("_full", "_share", "_work")
+
+    def __init__(self, share: torch.Tensor, group: Any) -> None:
+        assert _gather_into is not None, "torch has no torch.distributed"
+        self._share = share
+        self._full = share.new_empty(group.size() * share.numel())
+        # As bytes: backends know few dtypes.
+        source, target = share.view(torch.uint8), self._full.view(torch.uint8)
+        self._work = _gather_into(target, source, group=group, async_op=True) if share.numel() else None
+
+    def wait(self) -> torch.Tensor:
+        """Return the shares of all ranks, flat."""
+        work, self._work = self._work, None
+        if work is not None:
+            work.wait()
+        return self._full
+
+    def __del__(self) -> None:
+        if getattr(self, "_work", None) is not None:
+            with contextlib.suppress(Exception):  # a group that has failed has nothing to write any more
+                self.wait()
+
+
+class Gatherable(Protocol):
+    """A share, as far as its region call is concerned."""
+
+    fetched_in: int  # the backward that fetched it last
+
+    def start(self) -> bool:
+        """Start the gather, if it can be and is not under way; return whether it was started now."""
+
+    def let_go(self) -> None:
+        """Let a gather that nobody has fetched go."""
+
+
+class Call:
+    """One region call and the calls before it; see Note [Prefetched gathers]."""
+
+    __slots__ = ("__weakref__", "_before", "_shares")
+
+    def __init__(self) -> None:
+        self._shares: list[weakref.ref[Gatherable]] = []
+        self._before: list[tuple[Any, list[weakref.ref[Call]]]] = []  # node of an input -> calls found from there
+
+    def add(self, share: Gatherable, tensor: torch.Tensor) -> None:
+        """Take in the share of one input; ``tensor`` is that input."""
+        self._shares.append(weakref.ref(share))
+        node = tensor.grad_fn
+        if node is not None:
+            self._before.append((node, _marks_from(node)))
+
+    def mark(self, results: Iterable[Any]) -> None:
+        """Let later calls find this one from ``results``, the leaves of what the region returned."""
+        for result in results if self._shares else ():
+            node: Any = result.grad_fn if isinstance(result, torch.Tensor) else None
+            if node is not None:
+                node.metadata[_MARK] = weakref.ref(self)
+
+    def forget(self) -> None:
+        """Hold no node any more: this call's shares will not be fetched again."""
+        self._before = []
+
+    def start_before(self, count: int) -> None:
+        """Start the gathers of the ``count`` calls that backward comes to next, as far as it will come to them."""
+        task = current_task()
+        if task == NO_TASK or _will_run is None:
+            return
+        waiting: deque[Call] = deque([self])
+        seen = {id(self)}
+        while waiting and count > 0:
+            for call in waiting.popleft()._needed_before():
+                if id(call) not in seen and count > 0:
+                    seen.add(id(call))
+                    waiting.append(call)
+                    count -= 1
+                    call._start(task)
+
+    def _needed_before(self) -> list[Call]:
+        assert _will_run is not None
+        needed = (reference() for node, found in self._before if _will_run(node) for reference in found)
+        return [call for call in needed if call is not None]
+
+    def _start(self, task: int) -> None:
+        for reference in self._shares:
+            share = reference()
+            if share is not None and share.fetched_in != task and share.start():
+                when_over = torch.autograd.Variable._execution_engine.queue_callback
+                when_over(partial(_let_go, reference, task))
+
+
+def _let_go(reference: weakref.ref[Gatherable], task: int) -> None:
+    share = reference()
+    if share is not None and share.fetched_in != task:
+        share.let_go()
+
+
+def _marks_from(node: Any) -> list[weakref.ref[Call]]:
+    """Return the marks nearest to ``node`` in its graph."""
+    found: list[weakref.ref[Call]] = []
+    seen, waiting = {node}, deque([node])
+    while waiting:
+        node = waiting.popleft()
+        mark = node.metadata.get(_MARK)
+        if mark is not None:
+            found.append(mark)
+            continue
+        for below, _ in node.next_functions:
+            if below is not None and below not in seen and len(seen) < _FAR:
+                seen.add(below)
+                waiting.append(below)
+    return found
+
+
+def current_task() -> int:
+    """Return the number of the backward that runs on this thread; -1 outside of one."""
+    return NO_TASK if _task_id is None else int(_task_id())

@@ -1,0 +1,401 @@
+"""Inputs scattered over a process group: each rank holds its share until backward."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import sys
+import weakref
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from sac.errors import ConfigError, Problem, RegionError
+from sac.outer_hooks import PackHooks
+from sac.policy.syntax import shown
+from sac.stores.prefetch import NO_TASK, Call, Gather, current_task
+from sac.stores.store import Here, Origin, Placed, Placement, is_dtensor
+
+# -- The group over which inputs are scattered: what a user gives as one, and which DTensors are replicated over it
+
+LEGAL = "a process group that holds this rank, or a mesh of one dimension"
+
+
+def group_problem(group: Any, where: str) -> list[Problem]:
+    """Return what is wrong with ``group`` as the tensor-parallel group of this rank; ``where`` names the call."""
+    where = f"{where}.tp_group"
+    if group is None:
+        fix = "pass tp_group=, the group whose ranks all have this input"
+        return [
+            Problem(where, "inputs are to be scattered, and there is no group to scatter them over", LEGAL, fix=fix)
+        ]
+    if not (dist.is_available() and dist.is_initialized()):
+        fix = "call torch.distributed.init_process_group first"
+        return [Problem(where, "torch.distributed is not initialised", fix=fix)]
+    if group is dist.GroupMember.NON_GROUP_MEMBER:  # what new_group returns to ranks that it leaves out
+        return [_without_this_rank(where)]
+    if _is_mesh(group):
+        return _mesh_problem(group, where)
+    if not isinstance(group, dist.ProcessGroup):
+        return [Problem(where, f"{_described(group)} is no group", LEGAL)]
+    return _process_group_problem(group, where)
+
+
+def _mesh_problem(mesh: Any, where: str) -> list[Problem]:
+    if mesh.ndim != 1:
+        names = mesh.mesh_dim_names
+        shown = f" ({', '.join(names)})" if names else ""
+        fix = f'pass one of them: mesh["{names[-1]}"]' if names else "name its dimensions and pass one of them"
+        return [Problem(where, f"the mesh has {mesh.ndim} dimensions{shown}", LEGAL, fix=fix)]
+    if mesh.get_coordinate() is None:
+        return [_without_this_rank(where)]
+    return _process_group_problem(mesh.get_group(), where)
+
+
+def _process_group_problem(group: Any, where: str) -> list[Problem]:
+    try:
+        rank = dist.get_rank(group)
+    except ValueError:  # torch does not know it, or not any more
+        return [Problem(where, "the group has been destroyed", LEGAL)]
+    return [_without_this_rank(where)] if rank < 0 else []
+
+
+def _without_this_rank(where: str) -> Problem:
+    fix = "pass each rank the tensor-parallel group that it is in"
+    return Problem(where, f"rank {dist.get_rank()} is not in the group", LEGAL, fix=fix)
+
+
+def _described(group: Any) -> str:
+    plain = isinstance(group, (str, int, float, list, tuple))
+    return shown(repr(group)) if plain else f"an object of type {type(group).__name__}"
+
+
+def _is_mesh(group: Any) -> bool:
+    module = sys.modules.get("torch.distributed.device_mesh")
+    return module is not None and isinstance(group, module.DeviceMesh)
+
+
+def process_group(group: Any) -> Any:
+    """Return the process group of a group in which ``group_problem`` finds nothing wrong."""
+    return group.get_group() if _is_mesh(group) else group
+
+
+def reference_to(group: Any) -> str | None:
+    """Return what ``named_group`` finds the group by in another process; None for the default group."""
+    return None if group is dist.group.WORLD else str(group.group_name)
+
+
+def named_group(name: str | None) -> Any:
+    """Return the process group that was pickled as ``name``; raises ``ConfigError`` if this process has none such."""
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ConfigError(_not_unpickled(name, "torch.distributed is not initialised here"))
+    if name is None:
+        return dist.group.WORLD
+    # Private name (torch 2.11 to 2.13).
+    resolve = getattr(dist.distributed_c10d, "_resolve_process_group", None)
+    try:
+        found = resolve(name) if resolve is not None else None
+    except (RuntimeError, ValueError, KeyError):
+        found = None
+    if found is None:
+        raise ConfigError(_not_unpickled(name, "there is no such group here"))
+    return found
+
+
+def _not_unpickled(name: str | None, found: str) -> Problem:
+    group = "the default group" if name is None else f'the process group "{name}"'
+    fix = "make the same groups in the same order before loading, or pickle the model without sac (sac.remove)"
+    return Problem("tp_group", f"what is loaded was scattered over {group}, and {found}", fix=fix)
+
+
+def reaches(group: Any, device: torch.device) -> bool:
+    """Return whether ``group`` has a backend for tensors on ``device``: one made for NCCL alone knows no CPU."""
+    # Private name (torch 2.11 to 2.13); without it the collective itself tells.
+    kinds = getattr(group, "_device_types", None)
+    return kinds is None or any(kind.type == device.type for kind in kinds)
+
+
+def is_replicated(tensor: torch.Tensor, group: Any) -> bool:
+    """Return whether the ranks of ``group`` have the same local tensor, as far as the tensor's type tells.
+
+    Of a plain tensor they are taken to. Of a DTensor they have, if along each mesh dimension that is sharded or partial
+    all of them have the same place.
+    """
+    if not is_dtensor(tensor):
+        return True
+    mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
+    divided = [dimension for dimension, placement in enumerate(placements) if not placement.is_replicate()]
+    if not divided:
+        return True
+    places = set()
+    for rank in dist.get_process_group_ranks(group):
+        place = (mesh.mesh == rank).nonzero()
+        if len(place):  # the others have a mesh of their own, on which theirs is as ours is here
+            places.add(tuple(place[0, divided].tolist()))
+    return len(places) <= 1
+
+
+# -- Whether all ranks of a group have the same tensor, bit for bit
+
+# Note [Checksum of bits]
+#
+# A tensor's bits are read as integers v_i, and summed with weights of their own: sum of v_i * w_i modulo 2^64, all w_i
+# odd. A change of one element always changes the sum; other changes, and elements that change places, do but for one
+# chance in about 2^60. Integers add up to the same in any order, so it does not matter how a device sums. Whether all
+# ranks have one number is told by one all-reduce of its smallest value and of its largest, which is that of -x.
+
+_CHUNK = 1 << 20  # elements weighted at once
+_FACTOR = 0x5851F42D4C957F2D  # of Knuth's MMIX generator
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+
+
+def check_same_on_all_ranks(flat: torch.Tensor, origin: Origin, group: Any) -> None:
+    """Raise ``RegionError`` on every rank of ``group`` if shape, strides, dtype or bits differ between its ranks."""
+    layout = origin.layout
+    described = repr((tuple(layout.shape), layout.stride, layout.conjugate, layout.negative, str(flat.dtype)))
+    digest = hashlib.blake2b(described.encode(), digest_size=7).digest()
+    total = bit_checksum(flat)
+    low, high = total & 0xFFFFFFFF, (total >> 32) & 0xFFFFFFFF  # halves: the negative of any is an int64 too
+    own = torch.stack([total.new_tensor(int.from_bytes(digest, "big")), low, high])
+    both = torch.cat([own, -own])
+    dist.all_reduce(both, op=dist.ReduceOp.MIN, group=group)
+    smallest, largest = both.tolist()[:3], (-both).tolist()[3:]
+    if smallest == largest:
+        return
+    what = "shape, strides or dtype" if smallest[0] != largest[0] else "values"
+    raise RegionError(
+        Problem(
+            origin.name(),
+            f"its {what} are not the same on all {group.size()} ranks of the group that it is to be scattered over "
+            "(is it split between them, as in sequence parallelism?)",
+            fix="scatter what all ranks have whole: choose by `keep`, or keep the inputs of this region whole",
+        )
+    )
+
+
+def bit_checksum(flat: torch.Tensor) -> torch.Tensor:
+    """Return a sum over the bits of a flat tensor, one int64, that knows their order; see Note [Checksum of bits]."""
+    words = flat.view(_WORDS[flat.element_size()]) if flat.numel() else flat.new_empty(0, dtype=torch.int64)
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for start in range(0, words.numel(), _CHUNK):
+        chunk = words[start : start + _CHUNK].to(torch.int64)
+        weights = torch.arange(start + 1, start + 1 + chunk.numel(), device=flat.device)
+        weights.mul_(_FACTOR)
+        weights.bitwise_xor_(weights >> 29).mul_(_FACTOR).bitwise_or_(1)
+        total += (chunk * weights).sum()
+    return total
+
+
+# -- Kept inputs scattered over a tensor-parallel group: each rank holds one share of what all of them have
+
+# Note [Shares]
+#
+# Of a flat tensor of n elements over w ranks each rank keeps ceil(n / w); those of the last ranks are filled up with
+# zeros, which nobody reads. Any number of elements will do, and the sum over the ranks is less than w elements more
+# than n. A gather gives new memory each time.
+
+# Note [Compared once]
+#
+# A tensor that is split between the ranks, as in sequence parallelism, looks like one that all of them have; its gather
+# would mix their parts, and gradients would be wrong without a word. So tensors are compared over the group by a
+# checksum before they are scattered: under `sac.apply` the first one from each place (region, argument); where
+# functions are run as regions, which cannot be told apart on every rank in the same way (objects are made anew, and
+# collected at other times), the first so many over each group. All ranks have to compare in the same calls.
+
+Place = tuple[Any, str, int]  # process group, path of the region, position of the argument
+COMPARED_CALLS = 256
+
+
+class Seen(Protocol):
+    """The places whose tensors need not be compared any more."""
+
+    def __contains__(self, place: Place, /) -> bool:
+        """Return whether that is so of ``place``."""
+
+    def add(self, place: Place, /) -> None:
+        """A tensor from ``place`` has been compared, or would have been."""
+
+
+class FirstCalls:
+    """The first tensors over each group are compared, wherever they come from."""
+
+    def __init__(self) -> None:
+        self._counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+    def __contains__(self, place: Place) -> bool:
+        """See ``Seen``."""
+        return self._counts.get(place[0], 0) >= COMPARED_CALLS
+
+    def add(self, place: Place) -> None:
+        """See ``Seen``."""
+        self._counts[place[0]] = self._counts.get(place[0], 0) + 1
+
+
+Verify = bool | Seen
+
+
+class Scattered:
+    """Keeps this rank's share of each tensor, and gathers the shares of the group in recomputation.
+
+    ``inner`` keeps the share. ``verify``: whether tensors are compared over the group before; or which need not be
+    (Note [Compared once]). ``prefetch``: of how many regions ahead the gathers are started.
+    """
+
+    def __init__(self, group: Any, inner: Placement, *, verify: Verify = False, prefetch: int = 0) -> None:
+        self.group = group
+        self.inner = inner
+        self.verify = verify
+        self.prefetch = prefetch
+        self.size: int = group.size()
+        self.rank: int = group.rank()
+
+    @classmethod
+    def over(cls, group: Any, inner: Placement, *, verify: Verify, prefetch: int) -> Placement | None:
+        """Return the placement over ``group``, its shares kept by ``inner``; None for a group of one rank.
+
+        ``group`` is a process group or a mesh of one dimension in which ``group_problem`` finds nothing wrong.
+        """
+        over = process_group(group)
+        return None if over.size() == 1 else cls(over, inner, verify=verify, prefetch=prefetch)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Scattered:
+        inner = copy.deepcopy(self.inner, memo)
+        return Scattered(self.group, inner, verify=_anew(self.verify), prefetch=self.prefetch)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickled, (reference_to(self.group), self.inner, _anew(self.verify), self.prefetch)
+
+    def accepts(self, tensor: torch.Tensor) -> bool:
+        """Return whether the group can gather the tensor, and all ranks have the same.
+
+        That is so of any plain tensor, and of a DTensor that is replicated over the group.
+        """
+        possible = reaches(self.group, tensor.device) and is_replicated(tensor, self.group)
+        return possible and self.inner.accepts(tensor)
+
+    def put(self, flat: torch.Tensor, origin: Origin) -> Placed:
+        """Keep this rank's share of ``flat``, which all ranks of the group have.
+
+        Raises ``RegionError`` on all ranks if it is verified and they have not.
+        """
+        self._compare(flat, origin)
+        elements = -(-flat.numel() // self.size)
+        share = flat[self.rank * elements : (self.rank + 1) * elements]
+        if share.numel() < elements:
+            padded = flat.new_zeros(elements)
+            padded[: share.numel()] = share
+            share = padded
+        return PlacedShare(self, self.inner.put(share, origin), flat.numel(), origin)
+
+    def _compare(self, flat: torch.Tensor, origin: Origin) -> None:
+        """Raise if the ranks do not have the same, where that is to be looked at."""
+        if isinstance(self.verify, bool):
+            if self.verify:
+                check_same_on_all_ranks(flat, origin, self.group)
+            return
+        place = (self.group, *origin.place)
+        if place not in self.verify:
+            check_same_on_all_ranks(flat, origin, self.group)
+            self.verify.add(place)
+
+    def describe(self) -> str:
+        """Say where inputs are kept."""
+        inner = "" if isinstance(self.inner, Here) else f", each share {self.inner.describe()}"
+        return f"scattered over {self.size} ranks{inner}"
+
+
+def _anew(verify: Verify) -> Verify:
+    return verify if isinstance(verify, bool) else set()
+
+
+def _unpickled(reference: str | None, inner: Placement, verify: Verify, prefetch: int) -> Scattered:
+    return Scattered(named_group(reference), inner, verify=verify, prefetch=prefetch)
+
+
+class PlacedShare:
+    """This rank's share of a flat tensor; see Note [Shares]."""
+
+    __slots__ = (
+        "__weakref__",
+        "_call",
+        "_elements",
+        "_gather",
+        "_group",
+        "_inner",
+        "_parked",
+        "_prefetch",
+        "fetched_in",
+    )
+    fresh = True
+
+    def __init__(self, scattered: Scattered, inner: Placed, elements: int, origin: Origin) -> None:
+        self._group = scattered.group
+        self._inner: Placed | None = inner
+        self._elements = elements
+        self._gather: Gather | None = None
+        self._parked = False
+        self._prefetch = scattered.prefetch
+        self._call: Call | None = None
+        self.fetched_in = NO_TASK
+        if self._prefetch:
+            self._call = origin.call
+            self._call.add(self, origin.tensor)
+
+    def fetch(self) -> torch.Tensor:
+        """Return the whole, gathered anew or by a gather that was started before."""
+        assert self._inner is not None, "fetched after it was dropped"
+        gather, self._gather = self._gather or Gather(self._inner.fetch(), self._group), None
+        self.fetched_in = current_task()
+        return gather.wait()[: self._elements]
+
+    def start(self) -> bool:
+        """Start the gather, if it can be and is not under way; return whether it was started now.
+
+        A share that hooks around the region hold may have to be computed first, by a region around this one.
+        """
+        if self._inner is None or self._parked or self._gather is not None:
+            return False
+        self._gather = Gather(self._inner.fetch(), self._group)
+        return True
+
+    def let_go(self) -> None:
+        """Let a gather that nobody has fetched go, when it is over: its memory is being written to until then."""
+        gather, self._gather = self._gather, None
+        if gather is not None:
+            gather.wait()
+
+    def settle(self) -> None:
+        """See that copying is done."""
+        if self._inner is not None:
+            self._inner.settle()
+
+    def park(self, hooks: PackHooks) -> None:
+        """Hand the share to the hooks."""
+        if self._inner is not None:
+            self._parked = True
+            self._inner.park(hooks)
+
+    def prefetch(self) -> None:
+        """Start the gathers of the regions that backward comes to next."""
+        if self._call is not None:
+            self._call.start_before(self._prefetch)
+
+    def drop(self) -> None:
+        """Let the share go."""
+        self.let_go()
+        if self._call is not None:
+            self._call.forget()
+        if self._inner is not None:
+            self._inner.drop()
+            self._inner = None
+
+    @property
+    def local(self) -> torch.Tensor | None:
+        """The share, if it lies on the device."""
+        return self._inner.local if self._inner is not None else None
+
+    @property
+    def host_bytes(self) -> int:
+        """The bytes of the share, if it lies in host memory for a device."""
+        return self._inner.host_bytes if self._inner is not None else 0

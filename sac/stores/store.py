@@ -1,0 +1,491 @@
+"""Where region inputs wait for backward: the protocol, the layout in memory, and what the caller may release."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any, Protocol
+
+import torch
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
+
+from sac.errors import Problem, RegionError
+from sac.outer_hooks import PackHooks, Parked, fetch, park
+from sac.stores.prefetch import Call
+from sac.tensors import shares_storage, version_of
+
+# -- A tensor as a flat one and back, with the strides it had
+
+# Note [Laid flat]
+#
+# A tensor's elements are kept as one flat tensor, in the order in which they lie in memory. What a kernel computes may
+# depend to the last bit on strides, and on how far its address is from a multiple of 64 (matrix products of MKL do). So
+# both come back as they were:
+#
+#   dense, dimensions in any order (contiguous, transposed, channels_last)   flat is a view, and so is what is restored
+#   repeated along a dimension (expand: stride 0)                            what is repeated is kept once
+#   with gaps (a slice)                                                      kept without the gaps, restored with them
+#
+# What overlaps in another way (unfold, as_strided) cannot be laid flat. The bits of lazy conjugation and negation are
+# taken off before and put on after. Of a DTensor it is the local tensor that is laid flat.
+
+_ALIGNMENT = 64  # bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Shape and strides of a tensor whose elements now lie flat; see Note [Laid flat].
+
+    ``once`` is the shape without repetition. ``order``: its dimensions of more than one element, the outermost first.
+    ``extent``: the elements from the first to the last, gaps included. ``misalignment``: the address modulo 64.
+    ``distributed``: what makes a DTensor of a local tensor.
+    """
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    once: tuple[int, ...]
+    order: tuple[int, ...]
+    extent: int
+    misalignment: int
+    conjugate: bool
+    negative: bool
+    distributed: tuple[Any, Any, torch.Size, tuple[int, ...]] | None = None
+
+    @staticmethod
+    def fits(tensor: torch.Tensor) -> bool:
+        """Return whether the tensor can be laid flat: a plain strided one, or a DTensor whose local tensor is one."""
+        local = local_of(tensor)
+        if type(local) is not torch.Tensor or local.layout is not torch.strided or local.is_quantized:
+            return False
+        once, order = _without_repetition(local)
+        return _extent(once, local.stride(), order) > 0
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> tuple[Layout, torch.Tensor]:
+        """Return the layout of ``tensor``, which has to fit, and its elements, flat; they may share its memory."""
+        local = local_of(tensor)
+        distributed = None
+        if local is not tensor:
+            distributed = (tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())  # type: ignore[attr-defined]
+        once, order = _without_repetition(local)
+        layout = Layout(
+            shape=local.shape,
+            stride=local.stride(),
+            once=once,
+            order=order,
+            extent=_extent(once, local.stride(), order),
+            misalignment=local.data_ptr() % _ALIGNMENT,
+            conjugate=local.is_conj(),
+            negative=local.is_neg(),
+            distributed=distributed,
+        )
+        return layout, layout._flatten(local)
+
+    def _flatten(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.conjugate:
+            tensor = tensor.conj()
+        if self.negative:
+            tensor = torch._neg_view(tensor)
+        elements = prod(self.once)
+        if elements and elements < self.extent:
+            tensor = self._ordered(tensor.as_strided(self.once, self.stride)).contiguous()
+        return tensor.as_strided((elements,), (1,))
+
+    def restore(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return the tensor again; it may share the memory of ``flat``."""
+        tensor = flat
+        if flat.numel() and (flat.numel() < self.extent or flat.data_ptr() % _ALIGNMENT != self.misalignment):
+            tensor = self._memory(flat)
+            ordered = self._ordered(tensor.as_strided(self.once, self.stride))
+            ordered.copy_(flat.view(ordered.shape))
+        tensor = tensor.as_strided(self.shape, self.stride)
+        if self.negative:
+            tensor = torch._neg_view(tensor)
+        if self.conjugate:
+            tensor = tensor.conj()
+        if self.distributed is None:
+            return tensor
+        mesh, placements, shape, stride = self.distributed
+        kind = sys.modules["torch.distributed.tensor"].DTensor
+        whole: torch.Tensor = kind.from_local(tensor, mesh, placements, run_check=False, shape=shape, stride=stride)
+        return whole
+
+    def _memory(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return memory of this extent and misalignment, where and of what ``flat`` is."""
+        memory = flat.new_empty(self.extent + _ALIGNMENT // flat.element_size())
+        skipped = (self.misalignment - memory.data_ptr()) % _ALIGNMENT // flat.element_size()
+        return memory[skipped : skipped + self.extent]
+
+    def _ordered(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return ``tensor``, of shape ``once``, with the dimensions as they lie in memory, the outermost first."""
+        single = tuple(i for i in range(len(self.once)) if i not in self.order)
+        return tensor.permute(single + self.order)
+
+
+def _without_repetition(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shape with repeated dimensions once, and its dimensions of several elements, the outermost first."""
+    stride = tensor.stride()
+    once = tuple(1 if step == 0 and size > 1 else size for size, step in zip(tensor.shape, stride, strict=True))
+    return once, tuple(sorted((i for i, size in enumerate(once) if size > 1), key=lambda i: stride[i], reverse=True))
+
+
+def _extent(shape: tuple[int, ...], stride: tuple[int, ...], order: tuple[int, ...]) -> int:
+    """Return the elements from the first to the last of a strided tensor, 1 if it has none; 0 where they overlap."""
+    extent = 1
+    for i in reversed(order) if 0 not in shape else ():
+        if stride[i] < extent:
+            return 0
+        extent += (shape[i] - 1) * stride[i]
+    return extent
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the local tensor of a DTensor, and any other tensor as it is."""
+    return tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Return whether ``tensor`` is a DTensor, without importing what makes them."""
+    if type(tensor) is torch.Tensor:
+        return False
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+# -- A caller's tensor that keeps only what its region keeps of it, until backward
+
+# Note [Released inputs]
+#
+# Megatron and TransformerEngine free a region's input by giving the caller's tensor another `.data`: this rank's share.
+# Here that is on request only, and guarded:
+#
+#  - It is done when the forward is over and a recomputation will come, and not to a tensor that the region has written
+#    to or returns.
+#  - Nor to one whose memory something else holds: a view, an op that saved it as its result. Nothing would be freed,
+#    and autograd makes the history of a view anew, from the tensor's shape, when the version is another.
+#  - Whatever else autograd has saved the tensor for would compute with the share. So the tensor's version is raised:
+#    autograd then raises instead. It is put back with the data, and from then on the other op is right again.
+#  - A gradient may arrive at the tensor before its data is fetched, if that takes no recomputation: then it is fetched
+#    for that. (Accumulation into a leaf looks at its shape.)
+#  - A write to the share shows in the version too; what lies there is all that is left of the input.
+#  - To pass a released tensor to a region is an error, if that region keeps its inputs elsewhere too.
+#
+# What else reads the tensor meanwhile sees the share: that is the price.
+
+_FIX = "pass a tensor that has its memory to itself (a clone), or leave release_input off"
+
+_released = WeakTensorKeyDictionary()  # released tensor -> an alias of what it was given
+
+
+class Released:
+    """One caller's tensor, held weakly; see Note [Released inputs].
+
+    ``left`` is what it keeps, flat; None for nothing. ``fetch`` is called when a gradient arrives at the tensor first.
+    """
+
+    __slots__ = ("_caller", "_given", "_hook", "_own_version", "_version")
+
+    def __init__(self, tensor: torch.Tensor, left: torch.Tensor | None, fetch: Callable[[torch.Tensor], None]) -> None:
+        local = local_of(tensor)
+        self._caller = TensorWeakRef(tensor)
+        self._own_version = version_of(tensor)
+        local.data = local.new_empty(0) if left is None else left
+        torch.autograd.graph.increment_version(tensor)
+        self._given = local.detach()
+        self._version = version_of(self._given)
+        _released[tensor] = self._given
+        self._hook = tensor.register_hook(fetch) if tensor.requires_grad else None
+
+    def give_back(self, data: torch.Tensor, path: str) -> None:
+        """Let the caller's tensor, if it still lives, have ``data``; raises ``RegionError`` if it was written to."""
+        self.forget()
+        if version_of(self._given) != self._version:
+            found = "its input was changed in place after it had been released, and what is kept of it with it"
+            fix = "do not write to a released tensor, or leave release_input off"
+            raise RegionError(Problem(path or "region", found, fix=fix))
+        tensor = self._caller()
+        if tensor is None or not is_released(tensor):
+            return
+        del _released[tensor]
+        local_of(tensor).data = local_of(data)
+        _set_version(tensor, self._own_version)
+
+    def forget(self) -> None:
+        """The data will not be fetched for the tensor any more."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+
+def is_released(tensor: torch.Tensor) -> bool:
+    """Return whether ``tensor`` has been released, and nobody has given it other data since."""
+    given = _released.get(tensor)
+    return given is not None and local_of(tensor).is_set_to(given)
+
+
+def is_worth_it(tensor: torch.Tensor) -> bool:
+    """Return whether to release ``tensor`` frees its memory: whether nothing else holds that."""
+    # Private name (torch 2.11 to 2.13); without it nothing is released.
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    if count is None:
+        return False
+    mine, fresh = local_of(tensor), torch.empty(0)
+    return bool(count(mine.untyped_storage()._cdata) == count(fresh.untyped_storage()._cdata))
+
+
+def check_releasable(tensor: torch.Tensor, leaves: Iterable[object], name: Callable[[], str]) -> None:
+    """Raise ``RegionError`` if ``tensor``, one of the ``leaves`` of a call, could not be released after it."""
+    if is_released(tensor):
+        found = "the region that it was passed to before has released it: of its data a share is left"
+        raise RegionError(Problem(name(), found, fix="leave release_input off where an input is used more than once"))
+    others = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf is not tensor]
+    if tensor._base is not None:
+        found = "it is a view, and to release it would not free the memory of its base"
+    elif shares_storage(tensor, others):
+        found = "it shares its memory with another tensor of this call, and to release it would not free that"
+    elif tensor.is_inference():
+        found = "it is an inference tensor, whose data cannot be exchanged"
+    else:
+        return
+    raise RegionError(Problem(name(), found, fix=_FIX))
+
+
+def _set_version(tensor: torch.Tensor, version: int) -> None:
+    # Private name (torch 2.6 to 2.13); without it another op that saved the tensor raises in any case.
+    put_back = getattr(torch._C._autograd, "_unsafe_set_version_counter", None)
+    if put_back is not None:
+        put_back((tensor,), (version,))
+
+
+# -- Where a kept input lies between forward and backward, when not where the caller holds it
+
+# Note [Kept inputs]
+#
+# A region's inputs wait for its recomputation. By default the region holds on to the caller's data and checks that
+# nobody wrote to it. With a `Keeping` it copies the chosen inputs before the forward, so that the caller may free or
+# overwrite them: tensor -> flat, in the order of its storage (`Layout`) -> one or more placements, the outermost first:
+#
+#   scattered      this rank's share of a tensor that every rank of a group holds (`scatter.Scattered`)
+#   contiguous     a slot of one preallocated buffer (`contiguous.ContiguousBuffer`)
+#   host           a copy in host memory (`host.Host`)
+#
+# Each placement's `put` gives a `Placed`, whose `fetch` gives the flat tensor back; recomputation lays it out as it
+# was. A chosen input is never held in another way too: not by handles, not by the recorder.
+
+
+class Placed(Protocol):
+    """One flat tensor between forward and backward.
+
+    ``fresh``: whether each ``fetch`` returns memory of its own, which may be written to.
+    """
+
+    @property
+    def fresh(self) -> bool:
+        """See above."""
+
+    def fetch(self) -> torch.Tensor:
+        """Return the flat tensor on the device it came from."""
+
+    def settle(self) -> None:
+        """What the data was copied from is about to be written to or freed: see that copying is done by then."""
+
+    def park(self, hooks: PackHooks) -> None:
+        """Hand what is held to the saved-tensor hooks around the region."""
+
+    def prefetch(self) -> None:
+        """Start to bring back what a neighbouring region will want next, if there is anything to gain."""
+
+    def drop(self) -> None:
+        """Let the data go: nobody will fetch it. May be called more than once."""
+
+    @property
+    def local(self) -> torch.Tensor | None:
+        """What is held on the device, flat, if anything; before ``park``."""
+
+    @property
+    def host_bytes(self) -> int:
+        """The bytes held in host memory on behalf of a device; before ``park``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Which argument a flat tensor is made of, for as long as it is being put somewhere; called, it tells its name.
+
+    ``layout`` is that of ``tensor``, the argument; ``call`` is the region call, the same for all its inputs. ``place``:
+    the region's path, and the position of the argument among its leaves.
+    """
+
+    tensor: torch.Tensor
+    layout: Layout
+    call: Call
+    place: tuple[str, int]
+    name: Callable[[], str]
+
+    def __call__(self) -> str:
+        """Return how the call writes the argument: ``args[0]``."""
+        return self.name()
+
+
+class Placement(Protocol):
+    """A way to keep flat tensors."""
+
+    def accepts(self, tensor: torch.Tensor) -> bool:
+        """Return whether this input can be kept so at all; if not, it is kept whole."""
+
+    def put(self, flat: torch.Tensor, name: Origin, /) -> Placed:
+        """Copy ``flat`` to where it is kept; ``name`` is called for the argument's name, and not held."""
+
+    def describe(self) -> str:
+        """Say where inputs are kept, for reports: ``in host memory``."""
+
+
+class Here:
+    """Keeps a copy on the device where the tensor is."""
+
+    def accepts(self, tensor: torch.Tensor) -> bool:
+        """Any tensor will do."""
+        return True
+
+    def put(self, flat: torch.Tensor, name: Callable[[], str]) -> Placed:
+        """Copy ``flat``."""
+        return PlacedHere(flat.clone())
+
+    def describe(self) -> str:
+        """Say where inputs are kept."""
+        return "on the device"
+
+
+class PlacedHere:
+    """A flat tensor on the device it came from."""
+
+    __slots__ = ("_kept",)
+    fresh = False
+
+    def __init__(self, flat: torch.Tensor) -> None:
+        self._kept: torch.Tensor | Parked | None = flat
+
+    def fetch(self) -> torch.Tensor:
+        """Return the tensor itself."""
+        assert self._kept is not None, "fetched after it was dropped"
+        return fetch(self._kept)
+
+    def settle(self) -> None:
+        """The copy is ordered before whatever comes next on the stream."""
+
+    def park(self, hooks: PackHooks) -> None:
+        """Hand the copy to the hooks."""
+        if isinstance(self._kept, torch.Tensor):
+            self._kept = park(self._kept, hooks)
+
+    def prefetch(self) -> None:
+        """It is here."""
+
+    def drop(self) -> None:
+        """Let the copy go."""
+        self._kept = None
+
+    @property
+    def local(self) -> torch.Tensor | None:
+        """The copy."""
+        return self._kept if isinstance(self._kept, torch.Tensor) else None
+
+    @property
+    def host_bytes(self) -> int:
+        """None of it is on the host."""
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Keeping:
+    """Which inputs of a region are kept by ``placement``; the others are kept whole.
+
+    ``which``: ``first`` (the first floating-point tensor), ``all`` (every floating-point tensor), or a predicate of the
+    input's position among the leaves of ``(args, kwargs)`` and the tensor. ``release``: after the forward the caller's
+    tensor is given what this rank keeps in place of its data, until backward.
+    """
+
+    placement: Placement
+    which: str | Callable[[int, torch.Tensor], bool] = "first"
+    release: bool = False
+
+    def choose(self, leaves: Sequence[Any]) -> list[int]:
+        """Return the positions of the leaves to be kept elsewhere."""
+        tensors = [
+            (position, leaf)
+            for position, leaf in enumerate(leaves)
+            if isinstance(leaf, torch.Tensor) and not isinstance(leaf, torch.nn.Parameter)
+        ]
+        if callable(self.which):
+            chosen = [(position, leaf) for position, leaf in tensors if self.which(position, leaf)]
+        else:
+            chosen = [(position, leaf) for position, leaf in tensors if leaf.is_floating_point() or leaf.is_complex()]
+            chosen = chosen[:1] if self.which == "first" else chosen
+        return [position for position, leaf in chosen if Layout.fits(leaf) and self.placement.accepts(leaf)]
+
+
+class Stored:
+    """One kept input: how it is laid out, and where it lies."""
+
+    __slots__ = ("__weakref__", "_released", "layout", "placed")
+
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        placement: Placement,
+        call: Call,
+        place: tuple[str, int],
+        name: Callable[[], str],
+    ) -> None:
+        self._released: Released | None = None
+        with torch.no_grad():
+            self.layout, flat = Layout.of(tensor.detach())
+            self.placed = placement.put(flat, Origin(tensor, self.layout, call, place, name))
+
+    def close(self, hooks: PackHooks | None) -> None:
+        """The forward is over."""
+        self.placed.settle()
+        if hooks is not None:
+            self.placed.park(hooks)
+
+    def release(self, tensor: torch.Tensor) -> None:
+        """Leave the caller's ``tensor`` nothing but what is kept of it on the device, until it is fetched."""
+        self._released = Released(tensor, self.placed.local, partial(_fetch_released, weakref.ref(self)))
+
+    @property
+    def is_released(self) -> bool:
+        """Whether a caller's tensor waits for its data."""
+        return self._released is not None
+
+    def fetch(self, path: str) -> torch.Tensor:
+        """Return the input, laid out as it was; ``path`` names the region in messages."""
+        with torch.no_grad():
+            flat = self.placed.fetch()
+            data = self.layout.restore(flat)
+            if self._released is not None:
+                own = data if self.placed.fresh else self.layout.restore(flat.clone())
+                released, self._released = self._released, None
+                released.give_back(own, path)
+            return data
+
+    def drop(self) -> None:
+        """Let the data go."""
+        if self._released is not None:
+            self._released.forget()
+            self._released = None
+        self.placed.drop()
+
+    def bytes(self) -> tuple[int, int]:
+        """Return the bytes held on the device and on the host."""
+        local = self.placed.local
+        return 0 if local is None else local.numel() * local.element_size(), self.placed.host_bytes
+
+
+def _fetch_released(reference: weakref.ref[Stored], grad: torch.Tensor) -> None:
+    """A hook on a released tensor: ``grad`` is about to be accumulated into it, or passed on."""
+    stored = reference()
+    if stored is not None and stored.is_released:
+        stored.fetch("")

@@ -1,0 +1,318 @@
+"""Storages, versions and parts of tensors, and copies that autograd does not see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from sac.outer_hooks import Parked
+
+# -- What the region asks of a tensor: in which storages it lies, its version, its name in messages
+
+
+def storage_sizes(tensor: torch.Tensor) -> dict[int, int]:
+    """Return the address and the bytes of each storage that holds data of ``tensor``."""
+    if type(tensor) is not torch.Tensor and hasattr(type(tensor), "__tensor_flatten__"):
+        return {address: size for part in inner_tensors(tensor) for address, size in storage_sizes(part).items()}
+    if tensor.layout is not torch.strided:
+        return {id(tensor): tensor.numel() * tensor.element_size()}
+    storage = tensor.untyped_storage()
+    return {storage._cdata: storage.nbytes()}
+
+
+def plain_address(value: Any) -> int | None:
+    """Return the address of a plain strided tensor's storage; None for all else, and where no memory is in it.
+
+    A lazily conjugated or negated tensor is not plain: its elements are not what lies in its storage.
+    """
+    if type(value) is not torch.Tensor or value.layout is not torch.strided or value.is_conj() or value.is_neg():
+        return None
+    storage = value.untyped_storage()
+    address: int = storage._cdata
+    return address if storage.nbytes() > 0 else None
+
+
+def inner_tensors(tensor: Any) -> list[torch.Tensor]:
+    """Return the tensors inside a wrapper subclass; a DTensor names its mesh among them (torch 2.13)."""
+    names, _ = tensor.__tensor_flatten__()
+    return [part for part in (getattr(tensor, name) for name in names) if isinstance(part, torch.Tensor)]
+
+
+def shares_storage(tensor: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:
+    """Return whether ``tensor`` lies in a storage in which one of ``others`` lies."""
+    mine = storage_sizes(tensor).keys()
+    return any(not mine.isdisjoint(storage_sizes(other)) for other in others)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return the tensor's version counter; 0 for an inference tensor, which has none."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def metadata(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    """Return what recomputation has to repeat of a tensor whatever its values: shape, dtype and device."""
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+def describe(tensor: torch.Tensor) -> str:
+    """Return dtype and shape as errors print them: ``float32[2, 8]``."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+# -- Detaching and copying a tensor without asking the dispatch modes that are on
+
+# Private to torch (2.11 to 2.13): a guard object; while it lives, neither modes nor subclasses see an op. Without it
+# these are `Tensor.detach` and `Tensor.clone`, which cost a trip through every mode. See
+# test_detached_is_seen_by_no_mode.
+_Unseen = getattr(torch._C, "_DisableTorchDispatch", None)
+
+STORAGE_WATCHERS: list[Callable[[torch.UntypedStorage], None]] = []  # told of what is made here: no mode sees it
+
+
+def tell_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Tell the watchers of a tensor that was made unseen by any mode, and return it."""
+    for watcher in STORAGE_WATCHERS:
+        watcher(tensor.untyped_storage())
+    return tensor
+
+
+def detached(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor.detach()``: the same data, the same version counter, no graph."""
+    kind = type(tensor)
+    if _Unseen is None or (kind is not torch.Tensor and kind is not torch.nn.Parameter):
+        return tensor.detach()
+    guard = _Unseen()
+    try:
+        return tensor.detach()
+    finally:
+        del guard
+
+
+def has_graph(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is the result of something that autograd has noted."""
+    if not tensor.requires_grad:
+        return False
+    try:
+        return tensor.grad_fn is not None
+    except RuntimeError:  # a view that an in-place write has made unusable
+        return True
+
+
+def cloned(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor.clone()`` of a plain tensor, seen by no mode: bookkeeping, not an op of the model."""
+    if _Unseen is None or type(tensor) is not torch.Tensor:
+        return tensor.clone()
+    guard = _Unseen()
+    try:
+        return tell_of(tensor.clone())
+    finally:
+        del guard
+
+
+def version_watch(tensor: torch.Tensor) -> torch.Tensor:
+    """Return an empty tensor that shares the version counter of a plain tensor, and holds none of its data.
+
+    Other tensors, whose data cannot be exchanged, are returned as they are.
+    """
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_inference():
+        return tensor
+    watch = detached(tensor)
+    guard = _Unseen() if _Unseen is not None else None
+    try:
+        watch.data = tensor.new_empty(0)
+    finally:
+        del guard
+    return watch
+
+
+def equal(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Return ``torch.equal`` of two states of generators, which no mode is asked for, fake tensors included."""
+    guard = _Unseen() if _Unseen is not None else None
+    try:
+        return torch.equal(left, right)
+    finally:
+        del guard
+
+
+def overwrite(storage: torch.UntypedStorage, source: torch.UntypedStorage) -> None:
+    """Copy the bytes of ``source`` into ``storage``, seen by no mode and no version counter."""
+    guard = _Unseen() if _Unseen is not None else None
+    try:
+        storage.copy_(source)
+    finally:
+        del guard
+
+
+def copy_of(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    """Return a copy of ``storage``, made unseen by any mode."""
+    guard = _Unseen() if _Unseen is not None else None
+    try:
+        copy: torch.UntypedStorage = storage.clone()
+        for watcher in STORAGE_WATCHERS:
+            watcher(copy)
+        return copy
+    finally:
+        del guard
+
+
+def placed_on(storage: torch.UntypedStorage, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a plain tensor that lies in ``storage`` as ``tensor`` lies in its own, made unseen by any mode."""
+    guard = _Unseen() if _Unseen is not None else None
+    try:
+        return tensor.new_empty(0).set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+    finally:
+        del guard
+
+
+def laid_out(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return the values of a plain tensor, laid out as ``like`` lies in memory, made unseen by any mode.
+
+    ``like``, a tensor on the meta device say, has no two elements at one place.
+    """
+    guard = _Unseen() if _Unseen is not None else None
+    try:
+        fresh = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=tensor.device)
+        found = fresh.conj() if like.is_conj() else fresh
+        found = torch._neg_view(found) if like.is_neg() else found
+        found.copy_(tensor)
+        tell_of(fresh)
+        return found.detach()
+    finally:
+        del guard
+
+
+def layout_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return a tensor without data that says how ``tensor``, a plain one, lies in memory: see ``laid_out``.
+
+    None if several of its elements may share a place.
+    """
+    end = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= end:
+            return None
+        end += (size - 1) * stride
+    guard = _Unseen() if _Unseen is not None else None
+    try:
+        empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        empty = empty.conj() if tensor.is_conj() else empty
+        return torch._neg_view(empty) if tensor.is_neg() else empty
+    finally:
+        del guard
+
+
+def write_onto(target: torch.Tensor, value: torch.Tensor) -> None:
+    """Write ``value`` to ``target`` without a graph; of plain tensors unseen by any mode."""
+    plain = type(target) in (torch.Tensor, torch.nn.Parameter) and type(value) is torch.Tensor
+    guard = _Unseen() if _Unseen is not None and plain else None
+    try:
+        with torch.no_grad():
+            target.detach().copy_(value)
+    finally:
+        del guard
+
+
+# -- Tensors inside arguments and results, and the storages they lie in
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """Return the tensors in ``value``, through tuples and lists."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (tuple, list)):
+        return [tensor for part in value for tensor in tensors_of(part)]
+    return []
+
+
+def map_tensors(value: Any, function: Any) -> Any:
+    """Return ``value`` with ``function`` applied to its tensors, through tuples and lists."""
+    if isinstance(value, (torch.Tensor, Parked)):
+        return function(value)
+    if isinstance(value, (tuple, list)):
+        return type(value)(map_tensors(part, function) for part in value)
+    return value
+
+
+def tensor_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the plain tensors that hold the data of ``tensor``: itself, or those inside a wrapper subclass."""
+    kind = type(tensor)
+    if kind is Tensor or kind is Parameter or not hasattr(kind, "__tensor_flatten__"):
+        return [tensor]
+    return wrapped_parts(tensor)
+
+
+def written_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return those of ``tensor_parts`` that an op in place on ``tensor`` writes to: not where jagged rows begin."""
+    parts = tensor_parts(tensor)
+    return parts[:1] if len(parts) > 1 and tensor.layout is torch.jagged else parts
+
+
+def wrapped_parts(tensor: Any) -> list[torch.Tensor]:
+    """Return the plain tensors inside a wrapper subclass such as DTensor."""
+    parts: list[torch.Tensor] = []
+    for part in inner_tensors(tensor):
+        parts.extend(wrapped_parts(part) if hasattr(type(part), "__tensor_flatten__") else [part])
+    return parts
+
+
+def layout_key(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return shape, stride, offset and dtype of a tensor, in a form that can be hashed."""
+    if type(tensor) is not Tensor and hasattr(type(tensor), "__tensor_flatten__"):
+        return str(tensor.shape), tensor.dtype  # sizes of a jagged tensor are symbols, which have no hash
+    if tensor.layout is not torch.strided:
+        return tensor.shape, tensor.dtype, tensor.layout
+    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
+
+
+def storage_address(tensor: torch.Tensor) -> int:
+    """Return the address of the tensor's storage object, or of the tensor where it has none (sparse layouts)."""
+    try:
+        address: int = tensor.untyped_storage()._cdata
+        return address
+    except (RuntimeError, NotImplementedError):
+        return id(tensor)
+
+
+def has_storage(tensor: torch.Tensor) -> bool:
+    """Return whether the tensor lies in a storage at all; sparse ones do not."""
+    return tensor.layout is torch.strided
+
+
+def offset_in_storage(tensor: torch.Tensor) -> int:
+    """Return where in its storage the tensor begins, in elements; 0 where it has none."""
+    return int(tensor.storage_offset()) if has_storage(tensor) else 0
+
+
+def storage_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes that keeping ``tensor`` keeps: those of its whole storage."""
+    if type(tensor) is not Tensor and hasattr(type(tensor), "__tensor_flatten__"):
+        return sum(storage_bytes(part) for part in wrapped_parts(tensor))
+    try:
+        return tensor.untyped_storage().nbytes()
+    except (RuntimeError, NotImplementedError):
+        return tensor.numel() * tensor.element_size()
+
+
+class WeakStorages:
+    """Weak references to storages: as long as they are held, the address of none is given to another storage."""
+
+    __slots__ = ("references",)
+
+    def __init__(self) -> None:
+        self.references: list[Any] = []
+
+    def add(self, storage: Any) -> None:
+        """Hold a weak reference to ``storage``."""
+        self.references.append(storage._weak_ref())
+
+    def watch(self, tensor: torch.Tensor) -> None:
+        """Hold a weak reference to the tensor's storage, if it has one."""
+        if has_storage(tensor):
+            self.add(tensor.untyped_storage())
+
+    def __del__(self) -> None:
+        for reference in self.references:
+            torch.UntypedStorage._free_weak_ref(reference)

@@ -1,0 +1,141 @@
+"""`sac check`: the rules of a policy file, with what each means in this build of torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from sac.policy.load import load_policy
+from sac.policy.model import Calls, Dim, Layers, Policy, Rule
+from sac.recompute.table import bind_policy
+from sac.tools.render import print_rows
+
+COLUMNS = ("rule", "do", "ops", "names here", "only where", "of policy", "place")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedRule:
+    """A rule and the op names that it means: those that this build of torch has, and those that it lacks."""
+
+    rule: Rule
+    present: tuple[str, ...]
+    missing: tuple[str, ...]
+
+
+def check_file(source: str, *, verbose: bool, as_json: bool) -> int:
+    """Print what the policy of a file or of a shipped name means; raises ``PolicyError`` with all that is wrong."""
+    policy = load_policy(source)
+    rules = tuple(_checked(policy))
+    if as_json:
+        print(json.dumps(_as_dict(policy, rules), indent=2))
+        return 0
+    family = f", for {', '.join(policy.models)}" if policy.models else ""
+    parents = f", extends {', '.join(policy.extends)}" if policy.extends else ""
+    print(f"{policy.source}: policy {policy.name}{parents}{family}")
+    print_rows(COLUMNS, [_cells(checked) for checked in rules], right=("names here",))
+    print(f"everything else: {policy.default.value}; layers: {layers_text(policy.layers)}")
+    _print_missing(rules, verbose=verbose)
+    return 0
+
+
+def _checked(policy: Policy) -> Iterator[CheckedRule]:
+    for bound in bind_policy(policy).rules:
+        missing = bound.matcher.missing
+        names = dict.fromkeys(entry.pattern.text for entry in bound.matcher.entries)
+        yield CheckedRule(bound.rule, tuple(name for name in names if name not in missing), missing)
+
+
+def _print_missing(rules: tuple[CheckedRule, ...], *, verbose: bool) -> None:
+    missing = {checked.rule.id: checked.missing for checked in rules if checked.missing}
+    if not missing:
+        return
+    if not verbose:
+        count = len({name for names in missing.values() for name in names})
+        print(f"{count} names are not in this build of torch ({torch.__version__}): --verbose lists them")
+        return
+    print(f"\nnot in this build of torch ({torch.__version__}):")
+    for rule_id, names in missing.items():
+        print(f"  {rule_id}: {', '.join(names)}")
+
+
+def _cells(checked: CheckedRule) -> tuple[str, ...]:
+    rule = checked.rule
+    ops = ", ".join(rule.ops) if rule.ops else "(the module as a whole)"
+    here = f"{len(checked.present)} of {len(checked.present) + len(checked.missing)}" if rule.ops else "–"
+    return (rule.id, str.__str__(rule.do), ops, here, "; ".join(limits_of(rule)), rule.origin, rule.where())
+
+
+def limits_of(rule: Rule) -> list[str]:
+    """Return the matchers of a rule besides its ops, each as a short text in the words of a policy file."""
+    limits = []
+    if rule.blocks:
+        limits.append(f"blocks {' or '.join(pattern.text for pattern in rule.blocks)}")
+    if rule.module is not None:
+        limits.append(f"module {rule.module.text}")
+    if rule.layers is not None:
+        limits.append(f"layers {layers_text(rule.layers)}")
+    if rule.call is not None:
+        limits.append(f"call {_call_text(rule.call)}")
+    if rule.shape is not None:
+        limits.append(f"shape [{', '.join(map(_dim_text, rule.shape))}]")
+    if rule.dtype:
+        limits.append(f"dtype {' or '.join(rule.dtype)}")
+    if rule.min_bytes:
+        limits.append(f"min_bytes {rule.min_bytes}")
+    if rule.optional:
+        limits.append("optional")
+    return limits
+
+
+def layers_text(layers: Layers) -> str:
+    """Return a choice of layers as a short text."""
+    if layers.first is not None:
+        return f"first {layers.first}"
+    if layers.last is not None:
+        return f"last {layers.last}"
+    if layers.every is not None:
+        return f"every {layers.every} from {layers.offset}"
+    if layers.ranges is not None:
+        return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in layers.ranges)
+    if layers.fraction is not None:
+        return f"fraction {layers.fraction}"
+    return "all"
+
+
+def _call_text(call: Calls) -> str:
+    if call.index is not None:
+        return ", ".join(map(str, sorted(call.index)))
+    return f"every {call.every} from {call.offset}"
+
+
+def _dim_text(dim: Dim) -> str:
+    if dim.op in ("any", "..."):
+        return "_" if dim.op == "any" else "..."
+    return str(dim.size) if dim.op == "==" else f"{dim.op}{dim.size}"
+
+
+def _as_dict(policy: Policy, rules: tuple[CheckedRule, ...]) -> dict[str, object]:
+    return {
+        "policy": policy.name,
+        "source": policy.source,
+        "extends": list(policy.extends),
+        "models": list(policy.models),
+        "default": policy.default.value,
+        "torch": torch.__version__,
+        "rules": [
+            {
+                "id": checked.rule.id,
+                "do": str.__str__(checked.rule.do),
+                "ops": list(checked.rule.ops),
+                "only_where": limits_of(checked.rule),
+                "of_policy": checked.rule.origin,
+                "place": checked.rule.where(),
+                "names": list(checked.present),
+                "missing": list(checked.missing),
+            }
+            for checked in rules
+        ],
+    }

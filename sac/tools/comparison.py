@@ -1,0 +1,396 @@
+"""One training run for each mode, and the table that compares them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import partial
+from math import isnan
+from statistics import median
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+from torch.utils.flop_counter import FlopCounterMode
+
+import sac
+from sac.blocks.stacks import find_stacks
+from sac.errors import ConfigError, Problem, SacError, nearest
+from sac.memory_timeline import MemoryTimeline, mark, measure_memory
+from sac.ops.flops import added_formulas
+from sac.tools.models import BuiltModel, Inputs
+
+# -- What a comparison of modes found: numbers only, ready for a table, a picture or JSON
+
+
+@dataclass(frozen=True, slots=True)
+class ModeResult:
+    """One mode's row. A mode that failed has ``error`` and none of the numbers."""
+
+    mode: str
+    error: str = ""
+    memory: MemoryTimeline | None = None
+    kept_bytes: int = 0  # live at the end of forward, by the profiler
+    region_kept_bytes: Mapping[str, int] = field(default_factory=dict)  # by the profiler, around each block
+    step_flops: int = 0
+    recompute_flops: int | None = None  # this mode's step minus that of `none`
+    step_ms: tuple[float, ...] = ()  # without the first step, which warms up
+    losses: tuple[float, ...] = ()  # one per step
+    max_gradient_difference: float | None = None  # to `none` after the first step's backward, over all parameters
+    report: Mapping[str, Any] | None = None  # what sac itself says it kept
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes alive during one forward and backward, relative to its start."""
+        return self.memory.peak_bytes if self.memory else 0
+
+    @property
+    def median_step_ms(self) -> float:
+        """The middle step time."""
+        return median(self.step_ms) if self.step_ms else 0.0
+
+    @property
+    def typical_region_bytes(self) -> int | None:
+        """The middle of what the regions kept, or None when no blocks were found."""
+        return int(median(self.region_kept_bytes.values())) if self.region_kept_bytes else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the row's numbers for JSON."""
+        if self.error:
+            return {"mode": self.mode, "error": self.error}
+        return {
+            "mode": self.mode,
+            "kept_bytes": self.kept_bytes,
+            "region_kept_bytes": dict(self.region_kept_bytes),
+            "peak_bytes": self.peak_bytes,
+            "step_flops": self.step_flops,
+            "recompute_flops": self.recompute_flops,
+            "median_step_ms": self.median_step_ms,
+            "step_ms": list(self.step_ms),
+            "losses": list(self.losses),
+            "max_gradient_difference": self.max_gradient_difference,
+            "report": self.report,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The rows of all modes, ``none`` first, and what they were measured on."""
+
+    model: str
+    parameters: int
+    device: str
+    torch_version: str
+    steps: int
+    rows: tuple[ModeResult, ...]
+
+    @property
+    def failed(self) -> bool:
+        """True when a mode could not be run."""
+        return any(row.error for row in self.rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all numbers for JSON; the curves of the picture are left out."""
+        return {
+            "model": self.model,
+            "parameters": self.parameters,
+            "device": self.device,
+            "torch": self.torch_version,
+            "steps": self.steps,
+            "modes": [row.to_dict() for row in self.rows],
+        }
+
+
+# -- Floating-point operations of one call, counted by torch's dispatcher and not by sac
+
+
+class _NoModules(nullcontext[None]):
+    """Stands for the counter's module tracker, whose hooks refuse ``torch.autograd.grad`` (torch 2.13)."""
+
+    parents = frozenset({"Global"})
+
+
+def count_flops(fn: Callable[[], object]) -> int:
+    """Run ``fn`` once and return the FLOPs of its matmuls, convolutions and attentions (one multiply-add is two).
+
+    The counter stands around the whole call, so what backward recomputes is counted as well.
+    """
+    counter = FlopCounterMode(display=False, custom_mapping=added_formulas())
+    counter.mod_tracker = _NoModules()  # type: ignore[assignment]
+    with counter:
+        fn()
+    return int(counter.get_total_flops())
+
+
+# -- One mode's copy of a model: trained, then measured
+
+NONE = "none"
+OPTIMIZERS: dict[str, Any] = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """How each copy is trained: ``steps`` of ``optimizer`` at ``learning_rate``, seeded with ``seed``."""
+
+    steps: int = 5
+    optimizer: str = "sgd"
+    learning_rate: float = 1e-2
+    seed: int = 0
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be run; raises ``ConfigError``."""
+        problems = []
+        if self.steps < 2:
+            found = f"{self.steps} steps cannot be timed: the first one warms up"
+            problems.append(Problem("--steps", found, "2, 3, 4, …"))
+        if self.optimizer not in OPTIMIZERS:
+            found = f"unknown optimizer '{self.optimizer}'"
+            problems.append(Problem("--optimizer", found, ", ".join(OPTIMIZERS), nearest(self.optimizer, OPTIMIZERS)))
+        try:
+            check_device(self.device)
+        except ConfigError as error:
+            problems += error.problems
+        if problems:
+            raise ConfigError(problems)
+
+
+def check_device(device: str) -> None:
+    """Raise ``ConfigError`` if models cannot run on ``device`` here."""
+    if device.partition(":")[0] not in ("cpu", "cuda"):
+        raise ConfigError(Problem("--device", f"'{device}' cannot be measured", "cpu, cuda"))
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(Problem("--device", "torch sees no CUDA device here", "cpu", fix="--device cpu"))
+    try:
+        torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(Problem("--device", f"'{device}' is no device of torch", "cpu, cuda, cuda:0, …")) from error
+
+
+def inputs_on(device: str, inputs: Inputs) -> Inputs:
+    """Return ``inputs`` with every tensor on ``device``."""
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device), inputs)  # type: ignore[no-any-return]
+
+
+def forward_backward(model: nn.Module, inputs: Inputs) -> float:
+    """Run the model forward and backward and return the loss; ``mark("forward")`` stands between them."""
+    loss = loss_of(model(**inputs) if isinstance(inputs, Mapping) else model(*inputs))
+    mark("forward")  # the output is dropped by now: what lives is what backward needs, and the loss
+    torch.autograd.backward(loss)
+    return loss.item()
+
+
+def loss_of(output: Any) -> Tensor:
+    """Return the scalar to train on: ``output.loss`` where there is one, else the mean square of its first tensor."""
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if loss is not None:
+        return loss  # type: ignore[no-any-return]
+    if isinstance(output, Mapping):
+        output = tuple(output.values())
+    while isinstance(output, (tuple, list)):
+        output = next(part for part in output if part is not None)
+    return output if output.dim() == 0 else output.float().square().mean()  # type: ignore[no-any-return]
+
+
+@final
+class ModeRun:
+    """One mode's copy of the model while it is measured; ``error`` is set once sac has refused, and ends its part."""
+
+    def __init__(
+        self, mode: str, model: nn.Module, inputs_of_step: Callable[[int], Inputs], training: Training
+    ) -> None:
+        self.mode = mode
+        self.error = ""
+        self.step_flops = 0
+        self._model: nn.Module | None = model
+        self._inputs_of_step = inputs_of_step
+        self._training = training
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._optimizer: torch.optim.Optimizer = OPTIMIZERS[training.optimizer](trained, lr=training.learning_rate)
+        self._step_ms: list[float] = []
+        self._losses: list[float] = []
+        self._max_difference: float | None = None
+        self._memory: MemoryTimeline | None = None
+        self._region_kept_bytes: dict[str, int] = {}
+
+    def attempt(self, part: Callable[[], None]) -> None:
+        """Run a part of the measuring unless an earlier one failed; an error of sac's becomes the row's text."""
+        if self.error:
+            return
+        try:
+            part()
+        except (SacError, torch.OutOfMemoryError) as error:
+            self.error = str(error)
+            self._model = None  # frees the copy
+            self._optimizer.param_groups.clear()
+
+    def apply(self) -> None:
+        """Put the mode on the model."""
+        sac.apply(self._live_model, self.mode)
+
+    def train_step(self, step: int, reference: dict[str, Tensor] | None) -> None:
+        """Train one step; with ``reference`` compare the gradients to it, or fill it where it is empty."""
+        inputs = self._inputs(step)
+        self._synchronize()
+        started = time.perf_counter()
+        loss = forward_backward(self._live_model, inputs)
+        self._synchronize()
+        backward_s = time.perf_counter() - started
+        if reference is not None:
+            self._compare_gradients(reference)
+        started = time.perf_counter()
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self._synchronize()
+        if step > 0:
+            self._step_ms.append((backward_s + time.perf_counter() - started) * 1e3)
+        self._losses.append(loss)
+
+    def count_flops(self) -> None:
+        """Count one forward and backward; its gradients stay, for ``measure_memory``."""
+        inputs = self._inputs(self._training.steps)
+        self.step_flops = count_flops(partial(forward_backward, self._live_model, inputs))
+
+    def measure_memory(self) -> None:
+        """Measure one forward and backward by the profiler, with marks around each block.
+
+        It adds to the gradients that are there, as with gradient accumulation: on a model that is cut to a few layers,
+        gradients that backward allocates would hide the activations.
+        """
+        inputs = self._inputs(self._training.steps)
+        blocks = blocks_of(self._live_model)
+        with ExitStack() as hooks:
+            for path, block in blocks.items():
+                hooks.callback(block.register_forward_pre_hook(partial(_mark_entry, path)).remove)
+                hooks.callback(block.register_forward_hook(partial(_mark_exit, path)).remove)
+            self._memory = measure_memory(partial(forward_backward, self._live_model, inputs), self._training.device)
+        marks = self._memory.marks
+        for path in blocks:
+            entries, exits = marks.get(f"in {path}", ()), marks.get(f"out {path}", ())
+            self._region_kept_bytes[path] = sum(
+                after - before for (_, before), (_, after) in zip(entries, exits, strict=True)
+            )
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def result(self, baseline_flops: int | None) -> ModeResult:
+        """Return the finished row."""
+        if self.error or self._memory is None:
+            return ModeResult(self.mode, error=self.error)
+        return ModeResult(
+            mode=self.mode,
+            memory=self._memory,
+            kept_bytes=self._memory.at("forward"),
+            region_kept_bytes=self._region_kept_bytes,
+            step_flops=self.step_flops,
+            recompute_flops=None if baseline_flops is None else self.step_flops - baseline_flops,
+            step_ms=tuple(self._step_ms),
+            losses=tuple(self._losses),
+            max_gradient_difference=self._max_difference,
+            report=None if self.mode == NONE else sac.report(self._live_model).to_dict(),
+        )
+
+    @property
+    def _live_model(self) -> nn.Module:
+        assert self._model is not None, "a failed mode is not run again"
+        return self._model
+
+    def _inputs(self, step: int) -> Inputs:
+        torch.manual_seed(self._training.seed + step)  # dropout draws the same numbers in every mode
+        return inputs_on(self._training.device, self._inputs_of_step(step))
+
+    def _compare_gradients(self, reference: dict[str, Tensor]) -> None:
+        gradients = {name: p.grad for name, p in self._live_model.named_parameters() if p.grad is not None}
+        if self.mode == NONE:
+            reference.update(gradients)
+            self._max_difference = 0.0
+        elif reference:  # empty when `none` itself did not fit into memory
+            self._max_difference = largest_difference(reference, gradients)
+
+    def _synchronize(self) -> None:
+        if self._training.device.startswith("cuda"):
+            torch.cuda.synchronize(self._training.device)
+
+
+def largest_difference(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> float:
+    """Return the largest absolute difference over all tensors; infinite when the names differ."""
+    if expected.keys() != found.keys():
+        return float("inf")
+    unequal = [name for name in expected if not torch.equal(expected[name], found[name])]
+    differences = [(expected[name].double() - found[name].double()).abs().max().item() for name in unequal]
+    return float("nan") if any(map(isnan, differences)) else max(differences, default=0.0)
+
+
+def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the blocks around which kept bytes are measured: the same for all modes, whatever their regions are."""
+    return {node.path: node.module for stack in find_stacks(model) for node in stack.nodes}
+
+
+def _mark_entry(path: str, *_: object) -> None:
+    mark(f"in {path}")
+
+
+def _mark_exit(path: str, *_: object) -> None:
+    mark(f"out {path}")
+
+
+# -- Trains copies of one model, one per mode, side by side, and measures what each costs
+
+Progress = Callable[[int, int, str], None]
+
+
+def compare(
+    build: Callable[[], BuiltModel],
+    modes: Sequence[str],
+    training: Training | None = None,
+    *,
+    progress: Progress | None = None,
+) -> Comparison:
+    """Measure each of ``modes`` (config values: none, full, selective, a policy's name or file) on one model.
+
+    ``none`` is always the first row: the others are measured against it, and it never goes through sac. A mode that sac
+    refuses keeps its row, with the error. ``progress`` is told (passes done, passes in all, what runs now).
+    """
+    training = training or Training()
+    built = build()
+    model = built.model.to(training.device)
+    labels = [NONE, *dict.fromkeys(mode for mode in modes if mode != NONE)]
+    copies = [model, *(deepcopy(model) for _ in labels[1:])]
+    runs = [ModeRun(label, copy, built.inputs_of_step, training) for label, copy in zip(labels, copies, strict=True)]
+    del copies
+    advance = _counted(progress, len(runs) * (training.steps + 2))
+    for run in runs[1:]:
+        run.attempt(run.apply)
+    _train(runs, training.steps, advance)
+    for run in runs:
+        advance(f"{run.mode}: FLOPs")
+        run.attempt(run.count_flops)
+        advance(f"{run.mode}: memory")
+        run.attempt(run.measure_memory)
+    baseline_flops = None if runs[0].error else runs[0].step_flops
+    rows = tuple(run.result(baseline_flops) for run in runs)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    device = torch.cuda.get_device_name(training.device) if training.device.startswith("cuda") else "cpu"
+    return Comparison(built.name, parameters, device, torch.__version__, training.steps, rows)
+
+
+def _counted(progress: Progress | None, total: int) -> Callable[[str], None]:
+    done = iter(range(total + 1))
+
+    def advance(label: str) -> None:
+        if progress is not None:
+            progress(next(done), total, label)
+
+    return advance
+
+
+def _train(runs: list[ModeRun], steps: int, advance: Callable[[str], None]) -> None:
+    for step in range(steps):
+        reference: dict[str, Tensor] = {}
+        turn = step % len(runs)  # another mode begins each round; `none` begins the first, whose gradients count
+        for run in runs[turn:] + runs[:turn]:
+            advance(f"{run.mode}: step {step + 1}")
+            run.attempt(partial(run.train_step, step, reference if step == 0 else None))

@@ -1,0 +1,393 @@
+"""Models that the command line can build: from a config, a name, a function; and inputs for them."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from sac.blocks.kv_cache import turn_off_cache
+from sac.errors import ConfigError, Problem, SacError, listing, nearest
+from sac.extras import import_extra
+from sac.planner.fakes import Build
+
+# -- A model and its batches, and the sizes that both are built with
+
+Inputs: TypeAlias = "tuple[Any, ...] | Mapping[str, Any]"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How large the model and its batch are built; None leaves what the config file says.
+
+    ``layers`` counts per stack, ``seq`` in tokens, ``batch`` in rows, ``vocab`` in tokens.
+    """
+
+    layers: int | None = None
+    seq: int = 128
+    batch: int = 1
+    vocab: int | None = None
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        """Refuse sizes and dtypes that no model can be built with; raises ``ConfigError`` with all of them."""
+        sizes = {name: size for name, size in asdict(self).items() if isinstance(size, int)}
+        problems = [
+            Problem(f"--{name}", f"{size} is not a size", "1, 2, 3, …") for name, size in sizes.items() if size < 1
+        ]
+        if self.dtype not in DTYPES:
+            found = f"unknown dtype '{self.dtype}'"
+            problems.append(Problem("--dtype", found, listing(list(DTYPES)), nearest(self.dtype, DTYPES)))
+        if problems:
+            raise ConfigError(problems)
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltModel:
+    """A model in training mode, and the inputs of each step: ``model(*inputs)`` or ``model(**inputs)``."""
+
+    model: nn.Module
+    inputs_of_step: Callable[[int], Inputs]
+    name: str
+
+
+# -- The inputs of each training step for a Hugging Face model: bytes of a text, or numbers from a seed
+
+OWN_MODEL = "write a function that returns (model, inputs) and name it as package.module:function"
+
+
+def batches_of(
+    model: nn.Module, scale: Scale, *, text_path: str | None, seed: int
+) -> Callable[[int], Mapping[str, Tensor]]:
+    """Return a function from step to the keyword inputs of ``model``, labels among them where it takes any."""
+    name = _main_input(type(model))
+    if name == "input_ids":
+        tokens_of_step = _text_tokens(text_path, scale) if text_path else _random_tokens(model, scale, seed)
+        return lambda step: {
+            **_with_labels(model, "input_ids", tokens_of_step(step), seed + step),
+            **_pictures_too(model, scale, seed + step),
+        }
+    make = _VALUES[name]
+    return lambda step: _with_labels(model, name, make(model.config, scale, seed + step), seed + step)
+
+
+def check_batches(model_class: Any, config: Any, scale: Scale, *, text_path: str | None) -> None:
+    """Raise ``ConfigError`` if no batches can be made up for models of this class and config."""
+    name = _main_input(model_class)
+    if name != "input_ids" and name not in _VALUES:
+        raise ConfigError(
+            Problem(
+                "--model",
+                f"no batch can be made up for {model_class.__name__}, which reads '{name}'",
+                f"models that read {listing(['input_ids', *_VALUES])}",
+                fix=OWN_MODEL,
+            )
+        )
+    if name == "input_ids" and not isinstance(_vocab(config), int):
+        found = f"no batch can be made up for {model_class.__name__}: its config does not say how many tokens there are"
+        raise ConfigError(Problem("--model", found, "a config with vocab_size", fix=OWN_MODEL))
+    if text_path is None:
+        return
+    if name != "input_ids":
+        raise ConfigError(Problem("--text", f"{model_class.__name__} reads '{name}', not tokens", fix="leave it out"))
+    if _vocab(config) < 256:
+        raise ConfigError(Problem("--vocab", f"{_vocab(config)} tokens cannot hold the bytes of a text", "256 or more"))
+    read_text(text_path, scale)
+
+
+def _main_input(model_class: Any) -> str:
+    """Return the name of what a model mostly reads; of two towers side by side, that of the text tower."""
+    accepted = inspect.signature(model_class.forward).parameters
+    name = str(getattr(model_class, "main_input_name", "input_ids"))
+    return "input_ids" if "input_ids" in accepted and "return_loss" in accepted else name
+
+
+def _random_tokens(model: nn.Module, scale: Scale, seed: int) -> Callable[[int], Tensor]:
+    vocab = _vocab(model.config)
+    return lambda step: torch.randint(0, vocab, (scale.batch, scale.seq), generator=_generator(seed + step))
+
+
+def read_text(path: str, scale: Scale) -> bytes:
+    """Return the bytes of a text; raises ``ConfigError`` if it cannot be read or is shorter than one row."""
+    try:
+        text = Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(Problem("--text", f"cannot read {path}: {error.strerror}", "a text file")) from error
+    if len(text) < scale.seq:
+        found = f"{path} has {len(text)} bytes, fewer than one row of {scale.seq} tokens"
+        raise ConfigError(Problem("--text", found, fix="a longer text or a smaller --seq"))
+    return text
+
+
+def _text_tokens(path: str, scale: Scale) -> Callable[[int], Tensor]:
+    tokens = torch.tensor(list(read_text(path, scale)), dtype=torch.long)
+    rows = tokens[: len(tokens) // scale.seq * scale.seq].view(-1, scale.seq)
+    return lambda step: rows[torch.arange(step * scale.batch, (step + 1) * scale.batch) % len(rows)]
+
+
+_SIDE = 224  # pixels, for models that take pictures of any size
+
+
+def _pixels(config: Any, scale: Scale, seed: int) -> Tensor:
+    backbone = getattr(config, "backbone_config", None)
+    config = getattr(config, "vision_config", config)
+    size = getattr(config, "image_size", None) or getattr(backbone, "image_size", None) or _SIDE
+    height, width = size if isinstance(size, (tuple, list)) else (size, size)
+    channels = getattr(config, "num_channels", None) or getattr(config, "in_channels", None) or 3
+    frames = (config.num_frames,) if isinstance(getattr(config, "num_frames", None), int) else ()  # of a film
+    return _random((scale.batch, *frames, channels, height, width), scale, seed)
+
+
+def _samples(config: Any, scale: Scale, seed: int) -> Tensor:
+    """Return a wave from which ``seq`` frames are made, whatever they are strided by."""
+    stride = 1
+    for one in getattr(config, "conv_stride", ()):
+        stride *= one
+    return _random((scale.batch, scale.seq * stride + 400), scale, seed)
+
+
+def _mel(config: Any, scale: Scale, seed: int) -> Tensor:
+    """Return a spectrogram: of the length that the model asks for, if it asks for one."""
+    frames = 2 * config.max_source_positions if hasattr(config, "max_source_positions") else scale.seq
+    bins: Any = getattr(config, "num_mel_bins", None) or getattr(config, "input_feat_per_channel", 80)
+    return _random((scale.batch, bins, frames), scale, seed)
+
+
+def _random(shape: tuple[int, ...], scale: Scale, seed: int) -> Tensor:
+    return torch.randn(shape, generator=_generator(seed)).to(DTYPES[scale.dtype])
+
+
+_VALUES: dict[str, Callable[[Any, Scale, int], Tensor]] = {
+    "pixel_values": _pixels,
+    "input_values": _samples,
+    "input_features": _mel,
+}
+
+
+def _pictures_too(model: nn.Module, scale: Scale, seed: int) -> Mapping[str, Any]:
+    """Return the pictures of a model that compares texts with them, and that its loss is wanted."""
+    accepted = inspect.signature(model.forward).parameters
+    if "return_loss" not in accepted or "pixel_values" not in accepted:
+        return {}
+    return {"pixel_values": _pixels(model.config, scale, seed), "return_loss": True}
+
+
+def _with_labels(model: nn.Module, name: str, main: Tensor, seed: int) -> Mapping[str, Tensor]:
+    if "labels" not in inspect.signature(model.forward).parameters:
+        return {name: main}
+    kind = type(model).__name__
+    if "Classification" in kind:
+        classes: int = model.config.num_labels  # type: ignore[union-attr, assignment]
+        shape = tuple(main.shape[:2]) if "Token" in kind else (len(main),)
+        return {name: main, "labels": torch.randint(0, classes, shape, generator=_generator(seed))}
+    if name == "input_ids":
+        return {name: main, "labels": main}
+    if name == "input_features" and "decoder_input_ids" in inspect.signature(model.forward).parameters:
+        rows, length = len(main), min(main.shape[-1], getattr(model.config, "max_target_positions", main.shape[-1]))
+        return {
+            name: main,
+            "labels": torch.randint(0, _vocab(model.config), (rows, length), generator=_generator(seed)),
+        }
+    return {name: main}
+
+
+def _vocab(config: Any) -> Any:
+    return getattr(config.get_text_config(), "vocab_size", None)
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+# -- Models from a Hugging Face config file, scaled to what is at hand, with random weights
+
+# Every name under which a config of transformers counts the layers of a stack.
+_LAYER_KEYS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_decoder_layers", "encoder_layers",
+               "decoder_layers")  # fmt: skip
+_SUB_CONFIGS = ("text_config", "vision_config", "audio_config", "encoder", "decoder")
+_TOP = "--model"
+
+
+def build_with_data(make: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
+    """Return the model that ``make`` gives, in ``dtype``."""
+    return make().to(dtype)
+
+
+def build_from_config(
+    path: str, scale: Scale, *, text_path: str | None = None, seed: int = 0, build: Build = build_with_data
+) -> BuiltModel:
+    """Build the model that a config.json describes: its ``architectures`` entry, or a causal language model."""
+    made_by, config = class_and_config(path, scale)
+    check_batches(made_by, config, scale, text_path=text_path)
+    try:
+        model = build(partial(made_by, config), DTYPES[scale.dtype]).train()
+    except SacError:
+        raise
+    except Exception as error:
+        found = f"{path}: {made_by.__name__} cannot be built: {type(error).__name__}: {error}"
+        raise ConfigError(Problem(_TOP, found, fix=OWN_MODEL)) from error
+    turn_off_cache(model)  # training does not read it: no mode is to pay for it
+    inputs_of_step = batches_of(model, scale, text_path=text_path, seed=seed)
+    return BuiltModel(model, inputs_of_step, f"{type(model).__name__} ({Path(path).name})")
+
+
+def class_and_config(path: str, scale: Scale) -> tuple[Any, Any]:
+    """Return the model's class and its config, at this scale; raises ``ConfigError`` where the file makes none."""
+    raw = scale_config(_read_config(path), scale)
+    transformers = import_extra("transformers", "hf")
+    model_type = raw.pop("model_type", None)
+    known = transformers.CONFIG_MAPPING
+    if model_type not in known:
+        found = f"{path}: model_type {model_type!r} is unknown to transformers {transformers.__version__}"
+        raise ConfigError(Problem(_TOP, found, "a model_type of transformers", nearest(str(model_type), known.keys())))
+    architectures = raw.get("architectures") or []
+    try:
+        config = transformers.AutoConfig.for_model(model_type, **raw)
+    except Exception as error:  # of checks that each config makes in its own way
+        found = f"{path}: transformers makes no config of it: {type(error).__name__}: {error}"
+        fix = "leave --layers out, or write the sizes into the file" if scale.layers is not None else ""
+        raise ConfigError(Problem(_TOP, found, fix=fix)) from error
+    if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0  # what labels are shifted by
+    return _model_class(transformers, architectures, config, path), config
+
+
+def scale_config(raw: Mapping[str, Any], scale: Scale) -> dict[str, Any]:
+    """Return ``raw`` with fewer layers and tokens, in every sub-config too; lists with one entry per layer are cut."""
+    scaled = {key: value for key, value in raw.items() if key not in ("torch_dtype", "dtype")}
+    if scale.layers is not None and isinstance(raw.get("depths"), list):  # one stack per stage
+        scaled["depths"] = [scale.layers] * len(raw["depths"])
+    elif scale.layers is not None:
+        counts = {key: scaled[key] for key in _LAYER_KEYS if isinstance(scaled.get(key), int)}
+        for key, value in scaled.items():
+            if key in counts:
+                scaled[key] = scale.layers
+            elif isinstance(value, list) and len(value) in counts.values():
+                scaled[key] = value[: scale.layers]
+    if scale.vocab is not None and "vocab_size" in scaled:
+        scaled["vocab_size"] = scale.vocab
+        for key, value in scaled.items():
+            if key.endswith("_token_id"):
+                scaled[key] = _token_below(value, scale.vocab)
+    for key in _SUB_CONFIGS:
+        if isinstance(scaled.get(key), Mapping):
+            scaled[key] = scale_config(scaled[key], scale)
+    return scaled
+
+
+def _token_below(token: Any, vocab: int) -> Any:
+    if isinstance(token, list):
+        return [_token_below(each, vocab) for each in token]
+    return token if token is None or token < vocab else vocab - 1
+
+
+def _read_config(path: str) -> dict[str, Any]:
+    try:
+        raw = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(Problem(_TOP, f"cannot read {path}: {error.strerror}", "a config.json file")) from error
+    except ValueError as error:
+        raise ConfigError(Problem(_TOP, f"{path} is not JSON: {error}", "a config.json file")) from error
+    if not isinstance(raw, dict):
+        raise ConfigError(Problem(_TOP, f"{path} holds a {type(raw).__name__}", "a JSON object with a model_type"))
+    return raw
+
+
+def _model_class(transformers: Any, architectures: list[str], config: Any, path: str) -> Any:
+    if not architectures:
+        for mapping in (transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.MODEL_MAPPING):
+            if type(config) in mapping:
+                found = mapping[type(config)]
+                return found[0] if isinstance(found, tuple) else found
+        problem = f"{path} names no architecture, and transformers has no usual one for {type(config).__name__}"
+        raise ConfigError(Problem(_TOP, problem, fix='add "architectures": ["…"] to the file'))
+    found = getattr(transformers, architectures[0], None)
+    if found is None:
+        problem = f"{path}: transformers {transformers.__version__} has no class {architectures[0]!r}"
+        legal = [name for name in dir(transformers) if name.startswith(type(config).__name__.removesuffix("Config"))]
+        raise ConfigError(Problem(_TOP, problem, listing(legal), nearest(architectures[0], legal)))
+    return found
+
+
+# -- A model named on the command line: ``hf:CONFIG.json`` or ``package.module:function``
+
+FORMS = "hf:CONFIG.json (a Hugging Face config file), package.module:function (returns a model and its inputs)"
+
+
+def load_model(
+    spec: str, scale: Scale, *, text_path: str | None = None, seed: int = 0, build: Build | None = None
+) -> BuiltModel:
+    """Build the model that ``spec`` names, with random weights from ``seed``.
+
+    ``text_path`` is a file whose bytes are the tokens of a language model; without it tokens are random. ``build``
+    makes the model of a config file, given what calls its class and a dtype: it may leave out the data. Raises
+    ``ConfigError`` when the spec, the file or the function it names cannot be used.
+    """
+    torch.manual_seed(seed)
+    form, _, rest = spec.partition(":")
+    if form == "hf" and rest:
+        return build_from_config(rest, scale, text_path=text_path, seed=seed, build=build or build_with_data)
+    if form and rest and "/" not in spec:
+        return _build_by_function(spec, form, rest, scale)
+    raise _no_spec(spec)
+
+
+def check_spec(spec: str, scale: Scale, *, text_path: str | None = None) -> None:
+    """Raise ``ConfigError`` if ``spec`` names no model that can be built at this scale; none is built."""
+    form, _, rest = spec.partition(":")
+    if form == "hf" and rest:
+        check_batches(*class_and_config(rest, scale), scale, text_path=text_path)
+    elif form and rest and "/" not in spec:
+        inspect.signature(_function(spec, form, rest))
+    else:
+        raise _no_spec(spec)
+
+
+def _no_spec(spec: str) -> ConfigError:
+    hint = f"hf:{spec}" if spec.endswith(".json") else ""
+    return ConfigError(Problem("--model", f"'{spec}' is no model spec", FORMS, hint))
+
+
+def _build_by_function(spec: str, module_name: str, function_name: str, scale: Scale) -> BuiltModel:
+    function = _function(spec, module_name, function_name)
+    accepted = inspect.signature(function).parameters
+    built = function(**{name: value for name, value in asdict(scale).items() if name in accepted and value is not None})
+    model, inputs = built if isinstance(built, tuple) and len(built) == 2 else (built, None)
+    if not isinstance(model, nn.Module) or not isinstance(inputs, (tuple, Mapping)):
+        raise ConfigError(
+            Problem(
+                "--model",
+                f"{spec} returned {_shape_of(built)}",
+                "(model, inputs), where inputs is a tuple for model(*inputs) or a dict for model(**inputs)",
+            )
+        )
+    return BuiltModel(model.train(), lambda step: inputs, spec)
+
+
+def _function(spec: str, module_name: str, function_name: str) -> Callable[..., Any]:
+    try:
+        module = import_module(module_name)
+    except ModuleNotFoundError as error:
+        fix = "run where the module can be imported, or put its folder on PYTHONPATH"
+        raise ConfigError(Problem("--model", f"'{spec}': no module named '{error.name}'", fix=fix)) from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        found = f"'{spec}': module '{module_name}' has no function '{function_name}'"
+        functions = [name for name, value in vars(module).items() if inspect.isfunction(value)]
+        raise ConfigError(Problem("--model", found, listing(functions), nearest(function_name, functions)))
+    return function  # type: ignore[no-any-return]
+
+
+def _shape_of(value: object) -> str:
+    if isinstance(value, tuple):
+        return f"({', '.join(type(part).__name__ for part in value)})"
+    return type(value).__name__

@@ -1,0 +1,129 @@
+"""Pictures: memory over a step, and the curve of a plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from sac.errors import ConfigError, Problem
+from sac.extras import import_extra
+from sac.planner.plan_file import Plan
+from sac.planner.search import Point
+from sac.planner.written import seconds_text
+from sac.policy.read import bytes_text
+from sac.tools.comparison import Comparison, ModeResult
+
+# -- The picture of a comparison: memory over one step, one curve per mode; needs the ``tools`` extra
+
+# Eight colours that stay apart for colour-blind readers and in grey (Okabe and Ito's order, black first for `none`).
+COLOURS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8A8A8A")
+MIB = 2**20
+
+
+def save_picture(comparison: Comparison, path: str | Path) -> Path:
+    """Draw the memory of each mode over its step and save it, by the ending of ``path`` (png, svg, pdf)."""
+    import_extra("matplotlib", "tools").use("agg")
+    pyplot = import_extra("matplotlib.pyplot", "tools")
+    rows = [row for row in comparison.rows if row.memory is not None]
+    figure, axes = pyplot.subplots(figsize=(11, 6), layout="constrained")
+    for index, row in enumerate(rows):
+        _draw(axes, row, COLOURS[index % len(COLOURS)])
+    _describe(axes, comparison)
+    return save_figure(figure, path)
+
+
+def save_figure(figure: Any, path: str | Path) -> Path:
+    """Save a figure by the ending of ``path``, whose folder is made, and close it.
+
+    Raises ``ConfigError`` where the ending is not known or the file cannot be written.
+    """
+    path = Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=150)
+    except ValueError as error:  # what matplotlib says of an ending
+        raise ConfigError(Problem(str(path), f"the picture cannot be saved: {error}")) from error
+    except OSError as error:
+        raise ConfigError(Problem(str(path), f"the file cannot be written: {error.strerror}")) from error
+    finally:
+        import_extra("matplotlib.pyplot", "tools").close(figure)
+    return path
+
+
+def _draw(axes: Any, row: ModeResult, colour: str) -> None:
+    memory = row.memory
+    assert memory is not None
+    # Passes take different time; stretching forward and backward to the same length each puts blocks under each other.
+    forward_ms, total_ms = memory.marks["forward"][-1][0], memory.times_ms[-1]
+    x = [_progress(time_ms, forward_ms, total_ms) for time_ms in memory.times_ms]
+    y = [live / MIB for live in memory.live_bytes]
+    label = f"{row.mode}: peak {bytes_text(memory.peak_bytes)}, kept {bytes_text(row.kept_bytes)}"
+    axes.step(x, y, where="post", color=colour, linewidth=1.6, label=label)
+    peak_x, peak_y = _progress(memory.peak_ms, forward_ms, total_ms), max(y)
+    axes.plot([peak_x], [peak_y], marker="o", markersize=7, color=colour, markeredgecolor="white", zorder=3)
+
+
+def _progress(time_ms: float, forward_ms: float, total_ms: float) -> float:
+    if time_ms <= forward_ms:
+        return time_ms / forward_ms
+    return 1 + (time_ms - forward_ms) / (total_ms - forward_ms)
+
+
+def _describe(axes: Any, comparison: Comparison) -> None:
+    axes.axvline(1, color="#BBBBBB", linewidth=1, zorder=0)
+    axes.set_xlim(0, 2)
+    axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
+    axes.set_xticks([0.5, 1.5], ["forward", "backward"])
+    axes.tick_params(axis="x", length=0)
+    axes.set_ylabel("memory on top of weights and gradients (MiB)")
+    axes.set_title(f"Memory over forward and backward\n{comparison.model}", loc="left", fontsize=12)
+    axes.grid(axis="y", color="#E5E5E5", linewidth=0.8)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    axes.legend(frameon=False, loc="upper left", fontsize=10)
+
+
+# -- The picture of a plan: recompute time over peak memory; needs the ``tools`` extra
+
+_BLACK, _RED, _BLUE, *_OTHERS = COLOURS
+_MARKERS = "ovsD^"
+
+
+def save_plan_picture(made: Plan, title: str, path: str | Path) -> Path:
+    """Draw the curve, the baselines, the plan and the budget and save it, by the ending of ``path`` (png, svg, pdf)."""
+    import_extra("matplotlib", "tools").use("agg")
+    pyplot = import_extra("matplotlib.pyplot", "tools")
+    figure, axes = pyplot.subplots(figsize=(10, 6), layout="constrained")
+    curve = sorted({(point.peak, point.seconds) for point in (*made.curve, made.point)})
+    axes.plot(
+        [peak / MIB for peak, _ in curve],
+        [seconds * 1e3 for _, seconds in curve],
+        color=_BLUE, marker=".", linewidth=1.6, drawstyle="steps-post", label="plans for other budgets",
+    )  # fmt: skip
+    for point, marker, colour in zip(made.baselines, _MARKERS, (_BLACK, *_OTHERS), strict=False):
+        _mark(axes, point, marker, colour, size=8)
+    _mark(axes, made.point, "*", _RED, size=18)
+    axes.axvline(made.budget / MIB, color=_RED, linestyle="--", linewidth=1, label=f"budget {bytes_text(made.budget)}")
+    _describe_plan(axes, made, title)
+    return save_figure(figure, path)
+
+
+def _mark(axes: Any, point: Point, marker: str, colour: str, *, size: int) -> None:
+    label = f"{point.label}: {bytes_text(point.peak)}, {seconds_text(point.seconds)}"
+    axes.plot(
+        [point.peak / MIB], [point.seconds * 1e3], marker=marker, markersize=size, color=colour,
+        markeredgecolor="white", linestyle="none", label=label, zorder=3,
+    )  # fmt: skip
+
+
+def _describe_plan(axes: Any, made: Plan, title: str) -> None:
+    axes.set_xlabel("peak of one step (MiB)")
+    axes.set_ylabel(f"predicted recomputation per step on {made.device.name} (ms)")
+    axes.set_ylim(bottom=0)
+    axes.set_title(f"Recomputation over peak memory\n{title}", loc="left", fontsize=12)
+    axes.grid(color="#E5E5E5", linewidth=0.8)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    axes.legend(frameon=False, fontsize=10)

@@ -1,0 +1,339 @@
+"""`sac plan`: from a model and a memory budget to a policy file, beside the usual ways and the trade-off curve."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sac.blocks.find import find_blocks
+from sac.errors import PlanError, Problem, SacError
+from sac.planner.budget import LEGAL_BUDGET, optimizer_bytes, read_budget
+from sac.planner.calibrate import calibrate
+from sac.planner.cost import Calibration, load_calibration, unpriced_ops
+from sac.planner.devices import Device, device_at_hand, device_named
+from sac.planner.fakes import Build, call, fake_build, fake_inputs, fake_mode
+from sac.planner.plan_file import Plan, make_plan
+from sac.planner.planning import needs_lowering, planned
+from sac.planner.prepare import prepare
+from sac.planner.search import Point, Progress
+from sac.planner.sharding import fake_ranks, fsdp_over
+from sac.planner.written import forward_seconds, seconds_text, with_alternatives, written
+from sac.policy.read import bytes_text
+from sac.tools.comparison import inputs_on, loss_of
+from sac.tools.models import BuiltModel, Inputs
+from sac.tools.render import flops_text, print_rows
+
+COLUMNS = ("", "peak", "kept", "recomputed", "time", "of forward", "fits", "")
+_NUMBERS = ("peak", "kept", "recomputed", "time", "of forward")
+MARGIN = "10%"  # of a device's memory: the context, the allocator's rests, libraries
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What is asked of the planner, as it was written; ``budget`` None means the device's memory less ``margin``."""
+
+    device: str = "cpu"
+    budget: str | None = None
+    margin: str | None = None
+    optimizer: str | None = None
+    engine: str = "auto"
+    same_layers: bool = False
+    real: bool = False
+    calibration: str | None = None
+    fsdp: int | None = None
+    accumulate: bool = False
+    in_flight: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A plan, and what it was made of."""
+
+    plan: Plan
+    model: str
+    inputs: str
+    made_by: str
+
+    def policy_text(self) -> str:
+        """Return the policy file."""
+        return written(self.plan, {"model": self.model, "inputs": self.inputs, "made by": self.made_by})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all that is known of the plan, as JSON holds it."""
+        made = self.plan
+        forward = forward_seconds(made)
+        return {
+            "model": self.model,
+            "inputs": self.inputs,
+            "made_by": self.made_by,
+            "device": made.device.name,
+            "engine": made.engine,
+            "torch": torch.__version__,
+            "budget_bytes": made.budget,
+            "least_peak_bytes": made.least,
+            "most_peak_bytes": made.most,
+            "static_bytes": made.static,
+            "optimizer_bytes": made.extra,
+            "forward_s": forward,
+            "plan": _point_dict(made.point, made),
+            "baselines": [_point_dict(point, made) for point in made.baselines],
+            "curve": [_point_dict(point, made) for point in made.curve],
+            "notes": [*made.notes],
+            "policy": self.policy_text(),
+        }
+
+
+def plan_model(
+    load: Callable[[Build | None], BuiltModel], wish: Wish, made_by: str, progress: Progress | None = None
+) -> Planned:
+    """Return the plan for the model that ``load`` gives: with data if it is given None, else as `fake_build` does.
+
+    Raises ``PlanError`` for a wish that cannot be met, and what ``prepare`` and ``make_plan`` raise.
+    """
+    device = _figures(wish.device)
+    budget = _budget(wish, device)
+    calibration = None if wish.calibration is None else load_calibration(wish.calibration)
+    mode = fake_mode()
+    built = load(None if wish.real else fake_build(mode))
+    model, inputs = built.model, built.inputs_of_step(0)
+    shapes = inputs_text(inputs)
+    if not wish.real:
+        inputs = fake_inputs(inputs, mode)
+    elif wish.device.startswith("cuda"):
+        model, inputs = model.to(wish.device), inputs_on(wish.device, inputs)
+
+    def make(progress: Progress) -> Plan:
+        return _made(model, inputs, wish, budget, built.name, calibration, progress)
+
+    made = planned(model, wish.device, make, progress, real=wish.real)
+    if wish.real and needs_lowering(model, device):
+        note = (
+            f"with data the ops are those that the CPU runs; those that {device.name} runs are planned without --real"
+        )
+        made = replace(made, notes=(*made.notes, note))
+    return Planned(made, built.name, shapes, made_by)
+
+
+def _made(
+    model: nn.Module,
+    inputs: Inputs,
+    wish: Wish,
+    budget: str | int,
+    title: str,
+    calibration: Calibration | None,
+    progress: Progress,
+) -> Plan:
+    with ExitStack() as stack:
+        shard = None
+        if wish.fsdp is not None:
+            if wish.real:
+                found = "ranks that are not there can send no data"
+                raise PlanError(Problem("--fsdp", found, fix="leave --real out"))
+            stack.enter_context(fake_ranks(wish.fsdp))
+            shard = fsdp_over(wish.fsdp)
+        planner = prepare(
+            model,
+            inputs,  # type: ignore[arg-type]
+            loss_fn=loss_of,
+            device=wish.device,
+            engine=wish.engine,
+            optimizer=wish.optimizer,
+            real=wish.real,
+            calibration=calibration,
+            parallelize=shard,
+            accumulates=wish.accumulate,
+            in_flight=wish.in_flight,
+            progress=progress,
+        )
+        made = make_plan(planner, budget, title=title, same_layers=wish.same_layers)
+        made = with_alternatives(planner, made, same_layers=wish.same_layers)
+    unpriced = dict.fromkeys(op for profile in planner.profiles for op in unpriced_ops(profile))
+    if not unpriced:
+        return made
+    note = f"no formula of FLOPs is known for {', '.join(unpriced)}: priced by the bytes they move, which is too low"
+    return replace(made, notes=(*made.notes, note))
+
+
+def calibrate_model(built: BuiltModel, device: str) -> Calibration:
+    """Time the first block of the model on a device of this machine, in one forward of the whole model."""
+    _figures(device)
+    _check_timed(device)
+    model = built.model.to(device)
+    block = find_blocks(model)[0]
+    seen: list[tuple[Any, Any]] = []
+    hook = block.module.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append((args, kwargs)), with_kwargs=True
+    )
+    try:
+        with torch.no_grad():
+            call(model, inputs_on(device, built.inputs_of_step(0)))  # type: ignore[arg-type]
+    finally:
+        hook.remove()
+    if not seen:
+        raise PlanError(Problem(block.path, "the model's forward does not call it", fix="calibrate on another model"))
+    args, kwargs = seen[0]
+    return calibrate(block.module, args, kwargs)
+
+
+def check_wish(wish: Wish, *, calibrates: bool = False) -> None:
+    """Raise ``PlanError`` with all that is wrong with a wish, whatever the model is.
+
+    ``calibrates``: ops are to be timed, and nothing is to be planned.
+    """
+    checks: list[Callable[[], object]] = [lambda: _figures(wish.device)]
+    if calibrates:
+        checks.append(lambda: _check_timed(wish.device))
+    else:
+        checks.append(lambda: _check_budget(wish))
+        checks.append(lambda: optimizer_bytes(wish.optimizer, ()))
+        checks.append(lambda: _check_counts(wish))
+        if wish.calibration is not None:
+            path = wish.calibration
+            checks.append(lambda: _check_calibration(path))
+    problems: list[Problem] = []
+    for check in checks:
+        try:
+            check()
+        except SacError as error:
+            problems += [one for one in error.problems if one not in problems]
+    if problems:
+        raise PlanError(problems)
+
+
+def _check_budget(wish: Wish) -> None:
+    if wish.budget is None:
+        _budget(wish, _figures(wish.device))
+    else:
+        _budget(wish, device_named("cpu"))
+        read_budget(wish.budget)
+
+
+def _check_calibration(path: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of another torch: planning says so, once
+        load_calibration(path)
+
+
+def _check_counts(wish: Wish) -> None:
+    problems = []
+    if wish.in_flight < 1:
+        problems.append(Problem("in_flight", f"{wish.in_flight!r} micro-batches", "1, 2, 3, …"))
+    if wish.fsdp is not None and wish.fsdp < 2:
+        problems.append(Problem("ranks", f"{wish.fsdp!r} ranks to shard over", "2, 3, 4, …"))
+    if wish.fsdp is not None and wish.real:
+        problems.append(Problem("--fsdp", "ranks that are not there can send no data", fix="leave --real out"))
+    if problems:
+        raise PlanError(problems)
+
+
+def _check_timed(device: str) -> None:
+    if device.partition(":")[0] not in ("cpu", "cuda"):
+        found = f"ops are timed where they run, and '{device}' does not say which device of this machine"
+        raise PlanError(Problem("--device", found, "cpu, cuda"))
+
+
+def _figures(name: str) -> Device:
+    if name.partition(":")[0] != "cuda":
+        return device_named(name)
+    if not torch.cuda.is_available():
+        raise PlanError(Problem("--device", "torch sees no CUDA device here", fix="name the GPU: --device h100"))
+    return device_at_hand(torch.device(name))
+
+
+def _budget(wish: Wish, device: Device) -> str | int:
+    if wish.budget is not None:
+        if wish.margin is not None:
+            found = "a margin is left free of a device's memory, and --budget says how much may be used"
+            raise PlanError(Problem("--margin", found, fix="give one of them"))
+        return wish.budget
+    if device.name == "cpu":
+        found = "there is none, and how much memory a processor has is not known"
+        raise PlanError(Problem("--budget", found, LEGAL_BUDGET))
+    return int(device.memory_bytes * (1 - _share(wish.margin or MARGIN)))
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text.removesuffix("%")) / 100
+    except ValueError:
+        share = -1.0
+    if not (text.endswith("%") and 0 <= share < 1):
+        raise PlanError(Problem("--margin", f'"{text}" is no margin', 'a share of the device\'s memory: "0%" to "99%"'))
+    return share
+
+
+def save_policy(text: str, path: str) -> None:
+    """Write a policy file; raises ``PlanError`` where it cannot be written."""
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise PlanError(Problem(os.fspath(path), f"the file cannot be written: {error.strerror}")) from error
+
+
+def print_plan(found: Planned) -> None:
+    """Print the plan beside what people choose by hand, and the curve that it lies on."""
+    made = found.plan
+    print(f"{found.model}, {found.inputs}")
+    print(
+        f"for {made.device.name} ({made.device.title}), engine {made.engine}, torch {torch.__version__}\n"
+        f"budget {bytes_text(made.budget)}; least peak {bytes_text(made.least)}, without checkpointing "
+        f"{bytes_text(made.most)}; of it {bytes_text(made.static)} parameters, buffers and inputs"
+        + (f", {bytes_text(made.extra)} state of the optimizer" if made.extra else "")
+    )
+    points = (made.point, *made.baselines, *made.curve)
+    print_rows(COLUMNS, [_cells(point, made) for point in points], right=_NUMBERS)
+    print(
+        "peak: of one step, forward and backward, with parameters and gradients; kept: left by the blocks' forward for "
+        "backward;\nrecomputed, time: run again in one backward, and how long that is predicted to take, beside the "
+        "blocks' forward"
+    )
+    for note in made.notes:
+        print(f"note: {note}")
+
+
+def _cells(point: Point, made: Plan) -> tuple[str, ...]:
+    forward = forward_seconds(made)
+    return (
+        point.label,
+        bytes_text(point.peak),
+        bytes_text(point.kept),
+        flops_text(point.flops),
+        seconds_text(point.seconds),
+        f"{point.seconds / forward:.1%}" if forward else "–",
+        "yes" if point.peak <= made.budget else "no",
+        "checked" if point.is_checked else "predicted",
+    )
+
+
+def _point_dict(point: Point, made: Plan) -> dict[str, Any]:
+    forward = forward_seconds(made)
+    return {
+        "label": point.label,
+        "peak_bytes": point.peak,
+        "kept_bytes": point.kept,
+        "recomputed_flops": point.flops,
+        "recompute_s": point.seconds,
+        "of_forward": point.seconds / forward if forward else None,
+        "fits": point.peak <= made.budget,
+        "is_checked": point.is_checked,
+    }
+
+
+def inputs_text(inputs: Inputs) -> str:
+    """Return what a model is called with as a short text: names, dtypes and shapes."""
+    pairs = inputs.items() if isinstance(inputs, dict) else enumerate(inputs)
+    return ", ".join(f"{name if isinstance(name, str) else f'argument {name}'} {_kind(value)}" for name, value in pairs)
+
+
+def _kind(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"{str(value.dtype).removeprefix('torch.')}{[*value.shape]}"
