@@ -861,7 +861,7 @@ class ReplayRecorder(TapeRecorder):
 
     def plan_of(self, handles: list[int]) -> ReplayPlan:
         """Return what to replay for these handles."""
-        return plan_replay(self.tape, self.wanted(handles), early_stop=self._settings.early_stop)
+        return plan_replay(self.tape, self.wanted(handles), early_stop=self._settings.early_stop, whole=self.plan)
 
     def park(self, hooks: PackHooks) -> None:
         """Hand the held values to the saved-tensor hooks around the region."""

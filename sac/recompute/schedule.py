@@ -57,9 +57,16 @@ class ReplayPlan:
     steps_by_number: dict[int, Step] = field(default_factory=dict)
 
 
-def plan_replay(tape: Tape, wanted: Sequence[Wanted], *, early_stop: bool = True) -> ReplayPlan:
-    """Return what to run again so that all ``wanted`` can be filled; see Note [What is replayed]."""
+def plan_replay(
+    tape: Tape, wanted: Sequence[Wanted], *, early_stop: bool = True, whole: ReplayPlan | None = None
+) -> ReplayPlan:
+    """Return what to run again so that all ``wanted`` can be filled; see Note [What is replayed].
+
+    ``whole``: the plan for all that was missing at the end of the forward, where this one is for a part of it.
+    """
     walk = _Walk(tape, to_the_end=bool(wanted) and not early_stop)
+    if walk.to_the_end and whole is not None:
+        walk.unsaved = {step.number for step in whole.steps}
     left = sorted(wanted, key=lambda one: one.time)
     last = left[-1].time if left else 0
     if walk.to_the_end:
@@ -79,6 +86,7 @@ class _Walk:
     def __init__(self, tape: Tape, *, to_the_end: bool = False) -> None:
         self._tape = tape
         self.to_the_end = to_the_end
+        self.unsaved: set[int] | None = None  # entries that run to the end, once what no op reads has been let go
         self._roots, self._kept, self._leaves, self._writes = tape.roots, tape.kept, tape.leaves, tape.writes
         self._needed: set[int] = set()  # values that are read by what was met so far
         self._needed_roots: set[int] = set()
@@ -123,6 +131,8 @@ class _Walk:
 
     def _is_unsaved(self, number: int) -> bool:
         """Whether the op of an entry runs again because nothing stops replay before it, and nothing is kept of it."""
+        if self.unsaved is not None:
+            return number in self.unsaved
         tape = self._tape
         plan = tape.plans[number]
         if not self.to_the_end or not isinstance(plan, Plan) or plan.is_view:
