@@ -1,7 +1,7 @@
 """Activation checkpointing for PyTorch training: per op, from a policy, with bit-identical gradients."""
 
 from sac.blocks.attach import apply
-from sac.blocks.context_fn import context_fn
+from sac.blocks.checkpoint_context import context_fn
 from sac.blocks.install import remove
 from sac.checkpointing import checkpoint
 from sac.errors import SacError

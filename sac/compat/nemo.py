@@ -27,7 +27,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.utils.checkpoint import noop_context_fn
 
 from sac.blocks.attach import Chosen, put_regions
-from sac.blocks.context_fn import context_fn
+from sac.blocks.checkpoint_context import context_fn
 from sac.blocks.install import InstalledForward, ours_on
 from sac.blocks.kv_cache import is_attention, shares_kv, turn_off_cache
 from sac.blocks.paths import Node, children_of, root_node

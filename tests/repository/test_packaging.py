@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "sac"
 pytestmark = pytest.mark.slow
 
 
@@ -75,3 +76,16 @@ def _run_there(installed: Path, *arguments: str) -> str:
 def _pip(*arguments: str) -> None:
     run = subprocess.run([sys.executable, "-m", "pip", *arguments], capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_every_module_can_be_imported_and_the_face_stays_functions():
+    files = (path.relative_to(PACKAGE.parent).with_suffix("") for path in PACKAGE.rglob("*.py"))
+    names = sorted(".".join(file.parts).removesuffix(".__init__") for file in files)
+    program = (
+        f"import importlib, sac\nfor name in {names}: importlib.import_module(name)\n"
+        "import torch\nmodel = sac.apply(torch.nn.Sequential(torch.nn.Linear(2, 2)), 'none')\n"
+        "sac.report(model), sac.remove(model), sac.checkpoint(torch.sin, torch.ones(1)), sac.context_fn('general')\n"
+        "print(sac.load_policy('llama').name, *map(callable, [sac.plan]))"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=PACKAGE.parent)
+    assert run.stdout.split()[-2:] == ["llama", "True"], run.stderr
