@@ -218,6 +218,7 @@ def test_a_buffer_made_under_inference_mode_may_be_there() -> None:
     for _ in range(2):
         x = torch.randn(2, 4, requires_grad=True)
         sac.checkpoint(lambda x: module(x).sin() * x, x).sum().backward()
+        assert torch.equal(x.grad, torch.autograd.grad((module(x).sin() * x).sum(), x)[0])
 
 
 def test_scripted_modules_may_be_there() -> None:
