@@ -244,8 +244,8 @@ def test_unknown_devices(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_gpu_that_is_not_there(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     text = "--device: torch sees no CUDA device here\n    fix: name the GPU: --device h100"
     assert refusal(capsys, "stack", "--device", "cuda") == text
     assert refusal(capsys, "stack", "--device", "cuda", "--calibrate", "--out", "x") == text

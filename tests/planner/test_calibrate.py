@@ -241,7 +241,6 @@ def test_a_gpu_is_timed_by_its_events_with_one_wait_for_all_repeats(monkeypatch)
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_block_on_a_gpu():
     measured = calibrate(Layer().cuda(), (torch.randn(B, S, D, device="cuda"),))
     assert measured.device == device_at_hand(torch.device("cuda")).name
