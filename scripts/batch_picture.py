@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from batch_rows import Point, Result
+from sac.tools.pictures import COLOURS
 
-from sac.commands.picture import COLOURS
 from sac.extras import import_extra
 
 _MIB = 2**20

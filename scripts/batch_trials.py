@@ -15,13 +15,11 @@ from itertools import chain
 from pathlib import Path
 
 import torch
+from sac.tools.comparison import NONE, forward_backward, inputs_on
+from sac.tools.models import Inputs, Scale, batches_of, build_from_config
 from torch import Tensor, nn
 
 import sac
-from sac.measuring.batches import batches_of
-from sac.measuring.built_model import Inputs, Scale
-from sac.measuring.hf_models import build_from_config
-from sac.measuring.mode_run import NONE, forward_backward, inputs_on
 from sac.memory_timeline import measure_memory
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"

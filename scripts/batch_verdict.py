@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from batch_rows import Result, Row, speed_at
-
-from sac.measuring.mode_run import NONE
+from sac.tools.comparison import NONE
 
 FREED_PERCENT, MORE_TIME_PERCENT, THROUGHPUT = 33, 25, 2.0  # the weakest reading of each part of the claim
 CLAIM = "The classic claim is 33-38 % of memory freed for 20-25 % of time, and 2-3x throughput from the larger batch."

@@ -63,7 +63,7 @@ def has_rich() -> bool:
 def print_table(columns: tuple[str, ...], rows: list[list[str]]) -> None:
     """Through rich where it is installed, else in plain columns."""
     if has_rich():
-        from sac.commands.render import print_rows
+        from sac.tools.render import print_rows
 
         print_rows(columns, rows, right=columns[1:])
         return
@@ -84,7 +84,7 @@ def shown_progress(*, quiet: bool) -> Iterator[Progress]:
     if quiet or not sys.stderr.isatty() or not has_rich():
         yield lambda done, total, label: None
         return
-    from sac.commands.render import progress_bar
+    from sac.tools.render import progress_bar
 
     with progress_bar() as progress:
         yield progress

@@ -26,11 +26,11 @@ class Mutation:
         return next((pair for pair in pairs if pair[0] and source.count(pair[0]) == 1), None)
 
 
-_REACHABLE, _BINDINGS, _RNG = "region/states/reachable.py", "region/states/bindings.py", "region/states/rng.py"
-_FRAME, _KEPT_TENSOR, _HANDLES = "region/frame.py", "region/kept_tensor.py", "region/handles.py"
-_PLAN, _RUN, _TAPE = "selective/replay_plan.py", "selective/replay_run.py", "selective/tape.py"
-_MODES, _RECORD, _STATS = "selective/modes.py", "selective/record.py", "selective/stats.py"
-_RECORDER, _KIND, _TABLE = "selective/replay_recorder.py", "selective/kind.py", "selective/table.py"
+_REACHABLE, _BINDINGS, _RNG = "region/python_state.py", "region/module_state.py", "region/rng.py"
+_FRAME, _KEPT_TENSOR, _HANDLES = "region/frame.py", "region/inputs.py", "region/frame.py"
+_PLAN, _RUN, _TAPE = "recompute/schedule.py", "recompute/replay.py", "recompute/tape.py"
+_MODES, _RECORD, _STATS = "recompute/rerun.py", "recompute/rerun.py", "recompute/op_rows.py"
+_RECORDER, _KIND, _TABLE = "recompute/recorder.py", "recompute/regions.py", "recompute/table.py"
 
 MUTATIONS = (
     # 1, exact
@@ -60,7 +60,7 @@ MUTATIONS = (
     Mutation(
         "rng-not-drawn-before",
         1,
-        "selective/draws.py",
+        "recompute/recorder.py",
         "a draw whose predecessor is not run finds another state",
         "if one in running and one in every",
         "if one in every",
@@ -68,7 +68,7 @@ MUTATIONS = (
     Mutation(
         "rng-tracker-live",
         1,
-        "region/states/rng_trackers.py",
+        "region/rng.py",
         "live states of a tracker are not copied",
         "cloned(value) if isinstance(value, torch.Tensor) else value\n        self._current",
         "value\n        self._current",
@@ -76,14 +76,14 @@ MUTATIONS = (
     Mutation(
         "rng-saved-module",
         1,
-        "selective/kept_states.py",
+        "recompute/saved_results.py",
         "what a saved module drew is drawn again by what follows",
         "put_back(self._moved)",
     ),
     Mutation(
         "rng-stream-stops",
         1,
-        "full/rng_tracker.py",
+        "rng_tracker.py",
         "a named stream begins anew at each fork",
         "self._states[name] = generator.get_state()\n        generator",
         "pass\n        generator",
@@ -91,7 +91,7 @@ MUTATIONS = (
     Mutation(
         "autocast-of-backward",
         1,
-        "region/states/ambient.py",
+        "region/ambient.py",
         "autocast is that of backward",
         "_set_autocast(self._settings, self._cache)",
         "_set_autocast(now[0], self._cache)",
@@ -99,14 +99,14 @@ MUTATIONS = (
     Mutation(
         "modes-of-backward",
         1,
-        "region/states/ambient.py",
+        "region/ambient.py",
         "torch-function modes are those of backward",
         "_exchange(self._stack)",
     ),
     Mutation(
         "flags-of-backward",
         1,
-        "region/states/process_flags.py",
+        "region/ambient.py",
         "precision and determinism flags are those of backward",
         "_put(self._forward)",
     ),
@@ -161,7 +161,7 @@ MUTATIONS = (
     Mutation(
         "result-alias-writable",
         1,
-        "region/results.py",
+        "region/reentrant.py",
         "one written result of a reentrant region changes another",
         "lying_in[id(root)] > 1",
         "lying_in[id(root)] > 2",
@@ -169,7 +169,7 @@ MUTATIONS = (
     Mutation(
         "saved-module-early",
         1,
-        "selective/whole_modules.py",
+        "recompute/whole_modules.py",
         "a saved module that backward reaches is let go",
         "call.packs_before > last_missing",
         "call.packs_before >= last_missing",
@@ -192,7 +192,7 @@ MUTATIONS = (
     Mutation(
         "python-random-left",
         1,
-        "region/states/host_rng.py",
+        "region/rng.py",
         "random.random() stays where recomputation left it",
         "            if not _equal(read(), present):",
         "            if _equal(read(), present):",
@@ -209,7 +209,7 @@ MUTATIONS = (
     Mutation(
         "saves-given-back",
         2,
-        "selective/tape_recorder.py",
+        "recompute/recorder.py",
         "replay holds an argument that an op gives back",
         "if not count or min(roots[first:]) < first:",
         "if not count:",
@@ -226,7 +226,7 @@ MUTATIONS = (
     Mutation(
         "held-not-copied",
         3,
-        "selective/tape_recorder.py",
+        "recompute/recorder.py",
         "replay holds a saved value that is written to later",
         "self._copy_kept(root)",
     ),
@@ -256,7 +256,7 @@ MUTATIONS = (
     Mutation(
         "image-not-put-back",
         3,
-        "selective/forward_state.py",
+        "recompute/forward_state.py",
         "what the region wrote outside is written twice",
         "overwrite(held, one.copy)",
         earlier=(
@@ -351,7 +351,7 @@ MUTATIONS = (
     Mutation(
         "object-not-copied",
         5,
-        "region/states/arguments.py",
+        "region/inputs.py",
         "a recomputation works on the kept object itself",
         "return _copied(self._copy, {}, {})",
         "return self._copy",
@@ -419,7 +419,7 @@ MUTATIONS = (
     Mutation(
         "inputs-not-dropped",
         7,
-        "region/call.py",
+        "region/frame.py",
         "inputs outlive their backward",
         "        self.inputs.drop()",
         "        pass",
@@ -427,7 +427,7 @@ MUTATIONS = (
     Mutation(
         "slot-not-given-back",
         7,
-        "region/stores/slots.py",
+        "stores/contiguous.py",
         "a slot stays taken after backward",
         "        self._inner.drop()\n        self._slots.give_back(self._ticket)",
         "        self._inner.drop()",
@@ -436,7 +436,7 @@ MUTATIONS = (
     Mutation(
         "region-without-grad",
         8,
-        "full/checkpoint.py",
+        "checkpointing.py",
         "a region is made although grad mode is off",
         "    if not torch.is_grad_enabled():\n        return function(*args, **kwargs)\n    given = (",
         "    given = (",
@@ -464,7 +464,7 @@ MUTATIONS = (
     Mutation(
         "function-forgotten",
         8,
-        "full/function_regions.py",
+        "recompute/regions.py",
         "a function is a new one in each call",
         "_put(_regions, _key(identity), region)",
     ),
@@ -480,7 +480,7 @@ MUTATIONS = (
     Mutation(
         "share-too-small",
         9,
-        "region/stores/scatter.py",
+        "stores/scatter.py",
         "the last elements are in no rank's share",
         "elements = -(-flat.numel() // self.size)",
         "elements = flat.numel() // self.size",
@@ -488,7 +488,7 @@ MUTATIONS = (
     Mutation(
         "ranks-not-compared",
         9,
-        "region/stores/scatter.py",
+        "stores/scatter.py",
         "a tensor that differs between ranks is scattered",
         "if place not in self.verify:",
         "if place in self.verify:",
@@ -496,7 +496,7 @@ MUTATIONS = (
     Mutation(
         "alone-in-python",
         9,
-        "selective/replay.py",
+        "recompute/replay.py",
         "one rank runs Python again while others replay",
         "if recorder.has_collectives:",
         "if not recorder.has_collectives:",
@@ -513,7 +513,7 @@ MUTATIONS = (
     Mutation(
         "routing-anew-after-replay",
         10,
-        "selective/fallback.py",
+        "recompute/fallback.py",
         "topk chooses anew where replay gives way",
         "self._waiting[one.plan].append(one)",
     ),
@@ -535,7 +535,7 @@ MUTATIONS = (
     Mutation(
         "recorded-write-stays",
         10,
-        "selective/forward_state.py",
+        "recompute/forward_state.py",
         "what a recorded region wrote outside advances twice",
         "overwrite(held, present)",
         earlier=(
@@ -555,7 +555,7 @@ MUTATIONS = (
     Mutation(
         "hooks-turned-round",
         11,
-        "selective/around.py",
+        "outer_hooks.py",
         "the hooks around a region change their order",
         "for pair in reversed(pairs):",
         "for pair in pairs:",
@@ -563,7 +563,7 @@ MUTATIONS = (
     Mutation(
         "instance-forward",
         11,
-        "selective/scope.py",
+        "recompute/module_tracker.py",
         "a forward that somebody put on a saved module is passed over",
         "            if self.before is not None:\n                return self.before(*args, **kwargs)\n",
         "",
@@ -604,7 +604,7 @@ MUTATIONS = (
     Mutation(
         "misnamed-in-tape",
         12,
-        "selective/tape_figures.py",
+        "recompute/recorder.py",
         "replay reports dead bytes that are held",
         "if address not in sizes)",
         "if address in sizes)",
@@ -612,7 +612,7 @@ MUTATIONS = (
     Mutation(
         "layout-refused",
         12,
-        "region/stores/layout.py",
+        "stores/store.py",
         "contiguous inputs are kept whole, in silence",
         "if stride[i] < extent:",
         "if stride[i] <= extent:",

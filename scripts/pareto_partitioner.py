@@ -13,11 +13,10 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from sac.ops.flops import flops_of
-from sac.planner.child import lowered
-from sac.planner.cost import PRIORS, roofline
+from sac.planner.cost import PRIORS, moved_bytes, roofline
 from sac.planner.devices import Device, device_named
+from sac.planner.planning import lowered
 from sac.planner.profile import Entry
-from sac.planner.traffic import moved_bytes
 
 BUDGETS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 

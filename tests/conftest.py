@@ -52,19 +52,19 @@ def in_float64() -> Iterator[None]:
 @pytest.fixture
 def few_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans of a dozen keep-sets for each kind of block and not of hundreds: a step is run with each."""
-    monkeypatch.setattr("sac.planner.keep_sets.MOST_BEST", 12)
+    monkeypatch.setattr("sac.planner.pareto.MOST_BEST", 12)
 
 
 @pytest.fixture
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans of all keep-sets after a few steps: what most take is estimated, and checked where they are used."""
-    monkeypatch.setattr("sac.planner.planner._MOST_MEASURED", 16)
+    monkeypatch.setattr("sac.planner.search._MOST_MEASURED", 16)
 
 
 @pytest.fixture
 def entered(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The forwards that ran under a mode."""
-    from sac.selective import modes
+    from sac.recompute import rerun as modes
 
     seen: list[Any] = []
     enter = modes.ForwardMode.__enter__

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from sac.tools.comparison import count_flops
 from torch import Tensor, nn
 
 import sac
 from sac.blocks.find import find_blocks
-from sac.measuring.step_flops import count_flops
 from sac.memory_timeline import mark, measure_memory
 
 from .building import Built, CannotBuild, NotTrainable, build, loss_of, one_line, reset_seeds

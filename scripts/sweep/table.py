@@ -46,7 +46,7 @@ def _short(reason: str) -> str:
 
 def print_table(rows: Sequence[Row]) -> None:
     """Print the counts and one line for each family."""
-    from sac.commands.render import print_rows
+    from sac.tools.render import print_rows
 
     print(counts_text(rows))
     print_rows(COLUMNS, [cells(row) for row in rows], right=COLUMNS[2:7])

@@ -7,10 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper, offload_wrapper
-
-from sac.blocks.cache import (
+from sac.blocks.kv_cache import (
     cache_configs,
     kv_free_submodules,
     own_checkpointing,
@@ -18,6 +15,9 @@ from sac.blocks.cache import (
     takes_shared_kv,
     turn_off_cache,
 )
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper, offload_wrapper
+
 from sac.blocks.find import find_blocks
 from sac.errors import ModelError
 from tests.support.model_zoo import FAMILIES, tiny

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from sac.blocks.install import regions_of
 from torch import nn
 
 import sac
-from sac.blocks.wrap import regions_of
 from sac.errors import PolicyError, SacWarning
-from sac.trace import regions_by_kind
+from sac.reporting import regions_by_kind
 from tests.stacks.parallel_llama import Llama, Sizes, batch
 from tests.support.blocks import ENGINES, llama_stack, policy, save, selective, tokens
 from tests.support.model_zoo import tiny

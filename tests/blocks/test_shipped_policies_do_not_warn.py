@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from sac.policy.load import is_shipped, shipped_directory, shipped_policies
 from torch import Tensor, nn
 
 import sac
 from sac.errors import PolicyError, RegionError, SacError
 from sac.policy.model import Mark
-from sac.policy.shipped import is_shipped, shipped_directory, shipped_policies
 
 CHOICE = (
     "no rule of it matches anything in this model\n"

@@ -165,8 +165,8 @@ def test_where_splits_a_step_by_pass_and_op(profile):
 
 def test_where_names_files_and_functions(profile):
     files = {row["place"]: row for row in profile["files"]}
-    assert files["sac/selective/modes.py"]["forward_us"] > 0
-    assert any(row["place"].startswith("sac/selective/modes.py:") for row in profile["functions"])
+    assert files["sac/recompute/rerun.py"]["forward_us"] > 0
+    assert any(row["place"].startswith("sac/recompute/rerun.py:") for row in profile["functions"])
     for rows in (profile["files"], profile["functions"]):
         assert rows[-1]["place"].endswith(" others")
     by_file, by_function = (sum(row["forward_us"] for row in profile[name]) for name in ("files", "functions"))

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from sac.cli import main
-from sac.commands.check import limits_of
-from sac.commands.units import flops_text, parameters_text, time_text
-from sac.policy.files import load_policy
-from sac.policy.sizes import bytes_text
+from sac.policy.load import load_policy
+from sac.policy.read import bytes_text
+from sac.tools.check import limits_of
+from sac.tools.cli import main
+from sac.tools.render import flops_text, parameters_text, time_text
 
 ROOT = Path(__file__).parents[2]
 LLAMA = ROOT / "examples" / "llama-3.2-1b.json"
@@ -200,7 +199,7 @@ def test_help_names_the_commands(capsys):
 
 def test_module_runs_as_a_script_and_leaves_stderr_empty():
     run = subprocess.run(
-        [sys.executable, "-m", "sac.cli", "check", "general"], capture_output=True, text=True, cwd=ROOT
+        [sys.executable, "-m", "sac.tools.cli", "check", "general"], capture_output=True, text=True, cwd=ROOT
     )
     assert (run.returncode, run.stderr) == (0, "")
     assert "policy general" in run.stdout

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sac.policy.load import shipped_policies
+from sac.tools.arguments import check_writable
+from sac.tools.cli import main
 from torch import nn
 
-from sac.cli import main
-from sac.commands.arguments import check_writable
 from sac.errors import ConfigError
-from sac.policy.shipped import shipped_policies
 
 LLAMA = "hf:examples/llama-3.2-1b.json"
 TOY = "tests.planner.plan_models:stack"

@@ -6,14 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from sac.tools.cli import main
+from sac.tools.comparison import Training, blocks_of, compare, largest_difference, loss_of
+from sac.tools.models import BuiltModel
 from torch import nn
 
-from sac.cli import main
 from sac.errors import ConfigError
 from sac.extras import import_extra
-from sac.measuring.built_model import BuiltModel
-from sac.measuring.compare import compare
-from sac.measuring.mode_run import Training, blocks_of, largest_difference, loss_of
 
 WIDTH, ROWS, BLOCKS = 32, 8, 3
 

@@ -5,12 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from sac.tools.models import Scale, load_model, scale_config
 from torch import nn
 
 from sac.errors import ConfigError
-from sac.measuring.built_model import Scale
-from sac.measuring.hf_models import scale_config
-from sac.measuring.modelspec import load_model
 
 LLAMA = Path(__file__).parents[2] / "examples" / "llama-3.2-1b.json"
 TEXT = LLAMA.parent / "text.txt"

@@ -9,16 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from sac.tools.cli import main
+from sac.tools.models import Scale, load_model
 
 import sac
-from sac.cli import main
-from sac.measuring.built_model import Scale
-from sac.measuring.modelspec import load_model
-from sac.planner.baselines import ATTENTION_ALTERNATE, ATTENTION_MATMULS, EVERY_SECOND_LAYER
 from sac.planner.budget import LEGAL_BUDGET
-from sac.planner.calibration import load_calibration
+from sac.planner.cost import load_calibration
 from sac.planner.devices import DEVICES
 from sac.planner.fakes import fake_build, fake_mode
+from sac.planner.written import ATTENTION_ALTERNATE, ATTENTION_MATMULS, EVERY_SECOND_LAYER
 from tests.planner.plan_models import stack
 
 ROOT = Path(__file__).parents[2]
@@ -136,7 +135,7 @@ def test_a_large_model_is_built_without_data() -> None:
 @pytest.mark.slow
 def test_a_process_that_has_planned_ends_well(tiny_llama: list[str]) -> None:
     run = subprocess.run(
-        [sys.executable, "-m", "sac.cli", "plan", *tiny_llama, "--budget", "50%", "--json"],
+        [sys.executable, "-m", "sac.tools.cli", "plan", *tiny_llama, "--budget", "50%", "--json"],
         capture_output=True, text=True, cwd=ROOT,
     )  # fmt: skip
     assert (run.returncode, "FakeTensor" in run.stderr) == (0, False), run.stderr

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import sac.compat.deepspeed as checkpointing
-from sac.compat.deepspeed_config import ActivationCheckpointing, read_section
+from sac.compat.deepspeed import ActivationCheckpointing, read_section
 from sac.errors import ConfigError
 from tests.support.ranks import run_ranks
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import sac.compat.deepspeed as checkpointing
-from sac.compat import deepspeed_profile
+from sac.compat import deepspeed as deepspeed_profile
 from tests.compat.programs import WIDTH, plainly, trained
 from tests.support.runs import Noted
 from tests.support.training import assert_same

@@ -10,8 +10,8 @@ from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as of_to
 
 import sac
 from sac.compat import fsdp as ours
+from sac.config import FullConfig
 from sac.errors import ConfigError, ModelError
-from sac.full.full_config import FullConfig
 from tests.compat.wrapping import (
     by_function,
     is_layer,

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sac.compat import megatron, megatron_job
+from sac.compat import megatron
+from sac.compat import megatron as megatron_job
 from sac.errors import ConfigError
 from sac.full import RngTracker
 from tests.compat.programs import WIDTH, forking, gradients_of, plainly, same_everywhere, trained

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sac.tools.cli import main
 
 import sac
-from sac.cli import main
 from tests.docs.pages import ROOT, rows, snippets
 from tests.planner.test_sharding import Model, inputs
 
@@ -28,7 +28,7 @@ def test_commands_run_and_print_what_the_page_shows(
     printed = []
     for command in COMMANDS:
         if printed:  # what the others print is not on the page
-            monkeypatch.setattr("sac.planner.keep_sets.MOST_BEST", 12)
+            monkeypatch.setattr("sac.planner.pareto.MOST_BEST", 12)
         program, *words = shlex.split(command)
         assert program == "sac"
         assert main(words) == 0, command

@@ -14,15 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
+from sac.blocks.install import regions_of
 from torch import nn
 
 import sac
-from sac.blocks.wrap import regions_of
-from sac.compat import deepspeed, megatron_job
-from sac.config import OWN_KEYS, parse_config
+from sac.compat import deepspeed
+from sac.compat import megatron as megatron_job
+from sac.config import CALL_KEYS, KEYS, OWN_KEYS, STORES, CallOptions, parse_config
 from sac.full import FullConfig
-from sac.full.checks import STORES
-from sac.full.full_config import CALL_KEYS, KEYS, CallOptions
 from tests.docs.pages import rows, snippets
 from tests.docs.snippet_models import WIDTH, Layer, Model
 from tests.support.ranks import run_ranks

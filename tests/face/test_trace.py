@@ -12,7 +12,7 @@ from torch import nn
 
 import sac
 from sac.errors import ConfigError
-from sac.trace import decisions_of, group_label
+from sac.reporting import decisions_of, group_label
 from tests.support.blocks import alternate, llama_stack, policy, save, selective, tokens
 from tests.support.model_zoo import tiny
 from tests.support.recording import Recorder
@@ -32,12 +32,12 @@ ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu.default"
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.name == "sac.trace"]
+    return [record.getMessage() for record in caplog.records if record.name == "sac.reporting"]
 
 
 def test_log_tells_each_decision_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("SAC_TRACE", "1")
-    caplog.set_level(logging.INFO, logger="sac.trace")
+    caplog.set_level(logging.INFO, logger="sac.reporting")
     run()
     seen = lines(caplog)
     assert len(seen) == len(set(seen))
@@ -56,7 +56,7 @@ def test_log_tells_each_decision_once(monkeypatch: pytest.MonkeyPatch, caplog: p
 
 def test_log_tells_each_region_kind(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("SAC_TRACE", "true")
-    caplog.set_level(logging.INFO, logger="sac.trace")
+    caplog.set_level(logging.INFO, logger="sac.reporting")
     run(selective(policy(save("matmul", layers={"last": 1}))), layers=3)
     products = [line for line in lines(caplog) if "up_proj" in line and "mm" in line]
     assert products == [
@@ -70,7 +70,7 @@ def test_off(value: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.
     monkeypatch.delenv("SAC_TRACE", raising=False)
     if value is not None:
         monkeypatch.setenv("SAC_TRACE", value)
-    caplog.set_level(logging.INFO, logger="sac.trace")
+    caplog.set_level(logging.INFO, logger="sac.reporting")
     run()
     assert lines(caplog) == []
 

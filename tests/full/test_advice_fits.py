@@ -8,7 +8,7 @@ from torch import Tensor
 
 import sac
 from sac.errors import Problem, RegionError
-from sac.region.advice import OTHER_PATH, advised
+from sac.region.frame import OTHER_PATH, advised
 from sac.region.settings import PLAIN, Settings
 from tests.support.cases import WIDTH, hidden
 

@@ -7,14 +7,14 @@ from functools import partial
 
 import pytest
 import torch
+from sac.compat.output_discarding import discard, run_discardable
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 import sac
 from sac.errors import SacWarning
-from sac.full import saved_by_graph
-from sac.full.discarding import discard, run_discardable
+from sac.region import compiled_graphs as saved_by_graph
 from sac.region.settings import PLAIN
 from tests.support.discarding_programs import (
     PROGRAMS,

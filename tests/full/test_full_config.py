@@ -12,10 +12,9 @@ import torch
 from torch import nn
 
 import sac
-from sac.config import parse_config
+from sac.config import CALL_KEYS, KEYS, CallOptions, parse_config, settings_of
 from sac.errors import ConfigError
 from sac.full import FullConfig
-from sac.full.full_config import CALL_KEYS, KEYS, CallOptions, settings_of
 from sac.region.settings import PLAIN
 from tests.support.blocks import FULL, llama_stack
 from tests.support.training import built

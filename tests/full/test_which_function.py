@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import sac
-from sac.full.full_config import FullConfig
+from sac.config import FullConfig
 from tests.support.quiet_and_loud import (
     MAKERS,
     Block,

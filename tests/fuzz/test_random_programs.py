@@ -17,12 +17,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sac.recompute.replay import CannotReplay
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import sac
 from sac.errors import SacWarning
-from sac.selective.replay_run import CannotReplay
 from tests.fuzz.instructions import INSTRUCTIONS, READ_TWICE, operands_of
 from tests.fuzz.programs import Line, Program, policies, programs, values
 from tests.support.blocks import APPLY, install, policy, selective
@@ -126,7 +126,7 @@ def assert_exact_and_free(
 @contextlib.contextmanager
 def refusing() -> Iterator[None]:
     """Let no call be replayed, and say so in a warning that is no error."""
-    refusal = mock.patch("sac.selective.replay.run_plan", side_effect=CannotReplay("of this test"))
+    refusal = mock.patch("sac.recompute.replay.run_plan", side_effect=CannotReplay("of this test"))
     with refusal, warnings.catch_warnings():
         warnings.simplefilter("ignore", SacWarning)
         yield

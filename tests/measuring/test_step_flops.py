@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from sac.tools.comparison import count_flops
 from torch.nn.functional import grouped_mm, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from sac.measuring.step_flops import count_flops
 from sac.ops.flops import attention_backward_flops, attention_flops, grouped_matmul_flops
 
 BATCH, HEADS, S, D = 2, 3, 8, 16

@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch.distributed as dist
+from sac.ops.facts import traits_of
 
 from sac.ops.names import is_must_save, resolve_ops
-from sac.ops.traits import traits_of
 
 c10d = torch.ops._c10d_functional
 P2P = ("irecv", "batch_p2p_ops")

@@ -1,7 +1,6 @@
 import pytest
 import torch
-
-from sac.ops.conditions import CONDITIONS
+from sac.ops.save_sets import CONDITIONS
 
 
 def on(device):

@@ -4,11 +4,11 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from sac.ops.facts import HIDDEN_ALIASES, HIDDEN_WRITES, traits_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from sac.ops.registry import find_ops, op_name, read_registry
-from sac.ops.traits import HIDDEN_ALIASES, HIDDEN_WRITES, traits_of
 
 aten = torch.ops.aten
 NEWER_THAN_TORCH_2_11 = {"_c10d_functional.irecv", "_c10d_functional.batch_p2p_ops"}

@@ -1,11 +1,10 @@
 import pytest
 import torch
+from sac.ops.facts import traits_of
+from sac.ops.save_sets import CONDITIONS, SAVE_SETS, SET_NAMES
 
-from sac.ops.conditions import CONDITIONS
 from sac.ops.names import is_must_save, resolve_ops
 from sac.ops.registry import find_ops, is_glob, op_name, read_registry
-from sac.ops.sets import SAVE_SETS, SET_NAMES
-from sac.ops.traits import traits_of
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional

@@ -1,8 +1,8 @@
 import pytest
 import torch
+from sac.ops.facts import OVERSTATED_WRITES, OpTraits, traits_of
 
 from sac.ops.registry import find_ops, op_name, read_registry
-from sac.ops.traits import OVERSTATED_WRITES, OpTraits, traits_of
 
 aten = torch.ops.aten
 OPS = [op for packet, overloads in read_registry().packets.items() for op in find_ops(packet, overloads)]

@@ -5,19 +5,17 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from sac.recompute.module_tracker import BareMode
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from sac.blocks.block import Block
+from sac.blocks.find import Block
 from sac.errors import PlanError, SacWarning
 from sac.planner.calibrate import calibrate, fit_efficiencies, median_seconds
-from sac.planner.calibration import call_key
-from sac.planner.cost import PRIORS, roofline, seconds
+from sac.planner.cost import PRIORS, call_key, op_class, roofline, seconds, unpriced_ops
 from sac.planner.devices import DEVICES, device_at_hand
-from sac.planner.op_classes import op_class, unpriced_ops
 from sac.planner.profile import Entry
 from sac.planner.tracing import profile_regions
-from sac.selective.bare_mode import BareMode
 
 B, S, D, HEADS = 2, 16, 32, 4
 

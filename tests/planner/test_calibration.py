@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sac.errors import PlanError, SacWarning
-from sac.planner.calibration import Calibration, call_key, load_calibration, save_calibration
+from sac.planner.cost import Calibration, call_key, load_calibration, save_calibration
 from sac.planner.profile import Entry
 
 MEASURED = Calibration(

@@ -8,10 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sac.errors import PlanError
-from sac.planner.calibration import Calibration, call_key
-from sac.planner.cost import PRIORS, entry_times, seconds
+from sac.planner.cost import (
+    CLASSES,
+    PRIORS,
+    Calibration,
+    call_key,
+    entry_times,
+    is_causal,
+    op_class,
+    seconds,
+    unpriced_ops,
+)
 from sac.planner.devices import DEVICES
-from sac.planner.op_classes import CLASSES, is_causal, op_class, unpriced_ops
 from sac.planner.profile import Entry, RegionProfile
 
 H100, A100 = DEVICES["h100"], DEVICES["a100"]

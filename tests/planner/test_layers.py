@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sac.planner import layer_search
+from sac.planner import layers as layer_search
 from sac.planner.layers import BudgetTooSmallError, Row, assign, assign_alike, peak
 
 

@@ -12,17 +12,17 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from sac.blocks.install import ours_on
+from sac.planner.plan_file import make_plan
+from sac.planner.search import Planner
+from sac.recompute.op_rows import Rows
 from torch import Tensor, nn
 
 import sac
-from sac.blocks.wrap import ours_on
 from sac.errors import RegionError
 from sac.planner.budget import optimizer_bytes
-from sac.planner.planner import Planner
-from sac.planner.plans import make_plan
 from sac.planner.prepare import prepare
 from sac.policy.model import Policy
-from sac.selective.rows import Rows
 from tests.planner.small_model import INPUTS, Block, Model, stops
 from tests.planner.truth import MODELS, measured, model_named, put_on
 from tests.support.model_zoo import tiny
@@ -221,7 +221,7 @@ def test_other_ops_than_those_planned_for_are_refused() -> None:
 
 def test_regions_list_no_ops_in_the_steps_of_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     counted = Mock(side_effect=Rows)
-    monkeypatch.setattr("sac.selective.kind.Rows", counted)
+    monkeypatch.setattr("sac.recompute.regions.Rows", counted)
     policy = sac.plan(Model(), INPUTS, "50%")
     assert not counted.called
     sac.apply(Model(), policy)(*INPUTS)

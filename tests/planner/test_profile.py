@@ -7,18 +7,17 @@ from random import Random
 from typing import Any
 
 import pytest
+from sac.planner.live_bytes import Ledger
+from sac.planner.pareto import KeepSet, pareto, recomputed
 from torch import nn
 
 import sac
 from sac.blocks.find import find_blocks
 from sac.planner.choices import Choice, policy_for
-from sac.planner.demands import recomputed
 from sac.planner.fakes import call, fake_copy, fake_inputs, fake_mode
-from sac.planner.keep_sets import KeepSet, pareto
-from sac.planner.ledger import Ledger
 from sac.planner.profile import RegionProfile
 from sac.planner.tracing import profile_regions
-from sac.trace import regions_by_kind
+from sac.reporting import regions_by_kind
 from tests.planner.truth import MODELS, model_named, put_on
 from tests.support.recording import Recorder
 

@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 import sac
-from sac.trace import decisions_of
+from sac.reporting import decisions_of
 from tests.policies.families import loss_of
 from tests.policies.training import DROPOUT, Trained, train, turn_off_cache, unequal
 from tests.support.model_zoo import tiny

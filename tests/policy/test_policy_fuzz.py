@@ -8,13 +8,10 @@ import pytest
 import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from sac.policy.load import dump_policy, load_policy
+from sac.policy.read import DO_WORDS, DTYPES, PLAN_KEYS, PLANNED_KEYS, POLICY_KEYS, RULE_KEYS
 
 from sac.errors import PolicyError
-from sac.policy.files import dump_policy, load_policy
-from sac.policy.matchers import DTYPES
-from sac.policy.plans import PLAN_KEYS, PLANNED_KEYS
-from sac.policy.rules import DO_WORDS, RULE_KEYS
-from sac.policy.schema import POLICY_KEYS
 
 SIGNS = [
     "[",

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import sac
 from sac.errors import PolicyError
-from sac.trace import decisions_of
+from sac.reporting import decisions_of
 from tests.support.blocks import APPLY, FunctionBlock, Stack, install, policy, save, selective, square
 from tests.support.training import assert_same_training, built
 

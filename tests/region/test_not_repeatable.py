@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 import sac
 from sac.errors import RegionError
-from sac.region.advice import OTHER_KIND, OTHER_PATH
+from sac.region.frame import OTHER_KIND, OTHER_PATH
 from tests.support.cases import WIDTH, hidden, layer
 from tests.support.runs import Noted
 

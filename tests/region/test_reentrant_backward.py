@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import sac
 from sac.errors import RegionError
 from sac.full import FullConfig
-from sac.region.advice import OTHER_KIND
+from sac.region.frame import OTHER_KIND
 from tests.support.cases import WIDTH, Run, Seen, hidden, layer, loss_of, seen
 from tests.support.recording import Recorder
 from tests.support.reentrant import (

@@ -45,7 +45,7 @@ def test_wheel_holds_every_module_policy_and_the_type_marker(wheel):
 
 def test_installed_package_finds_its_policies(installed):
     program = (
-        "import sac, sac.policy.files as files\n"
+        "import sac, sac.policy.load as files\n"
         "print(sac.__file__)\n"
         "for name in files.shipped_policies():\n"
         "    print(name, files.load_policy(name).source)\n"

@@ -213,7 +213,7 @@ def test_the_reentrant_mode_refuses_tangents() -> None:
 
 
 def test_without_the_private_name_no_level_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sac.region import tangents
+    from sac.region import forward_ad as tangents
 
     monkeypatch.setattr(tangents, "forward_ad", object())
     assert not tangents.dual_level_is_on()

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from sac.tools.comparison import count_flops
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as funcol
 from torch.profiler import ProfilerActivity, profile
 
-from sac.measuring.step_flops import count_flops
 from sac.memory_timeline import mark, measure_memory
 from tests.support.training import same_bits
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import sac
-from sac.trace import decisions_of
+from sac.reporting import decisions_of
 from tests.support.blocks import (
     FULL,
     Stack,

@@ -12,7 +12,7 @@ from torch import nn
 
 import sac
 from sac.errors import RegionError, SacWarning
-from sac.trace import decisions_of
+from sac.reporting import decisions_of
 from tests.support.blocks import FULL, alternate, llama_stack, policy, save, selective, tokens
 from tests.support.training import assert_same, built, train
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import sac
 from sac.errors import RegionError
-from sac.region import surroundings
-from sac.region.states import compiled_graphs
+from sac.region import ambient as surroundings
+from sac.region import compiled_graphs
 from tests.support.blocks import FULL, Stack, policy, save, selective
 from tests.support.pairs import in_pairs
 from tests.support.training import assert_same, built

@@ -11,7 +11,7 @@ from torch import Tensor
 import sac
 from sac.errors import ConfigError, RegionError
 from sac.full import RngTracker
-from sac.region.states import rng
+from sac.region import rng
 from tests.support.runs import Noted
 from tests.support.trackers import MAKERS, TiedGenerator, TiedTracker, draws, filled, leaf, states_of
 

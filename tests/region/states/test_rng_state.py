@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import sac
 from sac.errors import RegionError
 from sac.full import FullConfig, RngTracker
-from sac.region.states import rng
+from sac.region import rng
 from tests.support.blocks import FunctionBlock, Stack, policy, save, selective
 from tests.support.recording import Recorder
 from tests.support.runs import Noted

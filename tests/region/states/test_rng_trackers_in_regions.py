@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import sac
 from sac.full import FullConfig, RngTracker
-from sac.region.states import rng
+from sac.region import rng
 from tests.support.blocks import FULL, FunctionBlock, Stack, alternate, policy, save, selective, square
 from tests.support.pairs import in_pairs
 from tests.support.trackers import MAKERS, MegatronLike, TiedGenerator, TiedTracker, bytes_of, filled

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sac
-from sac.region.states import process_flags
+from sac.region import ambient as process_flags
 from tests.support.blocks import FULL, FunctionBlock, install
 from tests.support.recording import Recorder
 from tests.support.runs import Noted

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sac
-from sac.region.states import ambient
+from sac.region import ambient
 from tests.support.blocks import FunctionBlock
 from tests.support.pairs import in_pairs
 from tests.support.runs import Noted

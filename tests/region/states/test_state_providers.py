@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import sac
 from sac.errors import RegionError
 from sac.full import FullConfig
-from sac.region.states import process_flags
+from sac.region import ambient as process_flags
 from tests.support.blocks import FULL, Stack, install, square
 from tests.support.recording import without_collector
 from tests.support.runs import Noted

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sac
 from sac.full import FullConfig
-from sac.region.states import process_flags
+from sac.region import ambient as process_flags
 from tests.support.runs import Noted
 
 WAIT = 60  # seconds until a test that hangs gives up

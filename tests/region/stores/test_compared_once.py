@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 
 import sac
+from sac.config import COMPARED_BY_CALLS
 from sac.errors import RegionError
-from sac.full.full_config import COMPARED_BY_CALLS
 from tests.region.stores.test_scatter_errors import error_of
 from tests.support.ranks import run_ranks
 

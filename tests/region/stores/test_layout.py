@@ -9,9 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sac.stores.store import Layout
 from torch import Tensor
-
-from sac.region.stores.layout import Layout
 
 DTYPES = (
     torch.float32,

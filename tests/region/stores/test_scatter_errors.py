@@ -10,16 +10,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from sac.stores.contiguous import ContiguousBuffer
+from sac.stores.host import Host
+from sac.stores.scatter import Scattered, bit_checksum
+from sac.stores.store import Here, Keeping
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import sac
 from sac.errors import ConfigError, RegionError, SacError
-from sac.region.stores.contiguous import ContiguousBuffer
-from sac.region.stores.host import Host
-from sac.region.stores.placements import Here, Keeping
-from sac.region.stores.replicas import bit_checksum
-from sac.region.stores.scatter import Scattered
 from tests.support.ranks import run_ranks
 from tests.support.scattering import mlp, scattered
 
@@ -141,7 +140,7 @@ def test_checksums_know_every_bit_and_the_order():
 def test_checksums_do_not_depend_on_how_they_are_cut(monkeypatch):
     x = torch.randn(1000).half()
     whole = bit_checksum(x).item()
-    monkeypatch.setattr("sac.region.stores.replicas._CHUNK", 7)
+    monkeypatch.setattr("sac.stores.scatter._CHUNK", 7)
     assert bit_checksum(x).item() == whole
 
 
