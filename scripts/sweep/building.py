@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-
 from sac.blocks.kv_cache import turn_off_cache
+from torch import Tensor, nn
 
 from .classes import model_classes
 from .hint import Hint

@@ -6,13 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from sac.tools.cli import main
+from sac.tools.comparison import Training, blocks_of, compare, largest_difference, loss_of
+from sac.tools.models import BuiltModel
 from torch import nn
 
 from sac.errors import ConfigError
 from sac.extras import import_extra
-from sac.tools.cli import main
-from sac.tools.comparison import Training, blocks_of, compare, largest_difference, loss_of
-from sac.tools.models import BuiltModel
 
 WIDTH, ROWS, BLOCKS = 32, 8, 3
 
@@ -169,8 +169,8 @@ def test_training_that_cannot_be_run_is_refused_at_once(capsys):
     assert "\n--steps: 1 steps cannot be timed" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the refusal is for machines without CUDA")
-def test_cuda_is_refused_where_there_is_none():
+def test_cuda_is_refused_where_there_is_none(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError) as caught:
         Training(device="cuda")
     assert str(caught.value) == "--device: torch sees no CUDA device here\n    legal: cpu\n    fix: --device cpu"

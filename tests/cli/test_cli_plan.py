@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from sac.tools.cli import main
+from sac.tools.models import Scale, load_model
 
 import sac
 from sac.planner.budget import LEGAL_BUDGET
@@ -16,8 +18,6 @@ from sac.planner.cost import load_calibration
 from sac.planner.devices import DEVICES
 from sac.planner.fakes import fake_build, fake_mode
 from sac.planner.written import ATTENTION_ALTERNATE, ATTENTION_MATMULS, EVERY_SECOND_LAYER
-from sac.tools.cli import main
-from sac.tools.models import Scale, load_model
 from tests.planner.plan_models import stack
 
 ROOT = Path(__file__).parents[2]
@@ -243,8 +243,8 @@ def test_unknown_devices(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_gpu_that_is_not_there(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     text = "--device: torch sees no CUDA device here\n    fix: name the GPU: --device h100"
     assert refusal(capsys, "stack", "--device", "cuda") == text
     assert refusal(capsys, "stack", "--device", "cuda", "--calibrate", "--out", "x") == text

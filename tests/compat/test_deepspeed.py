@@ -59,7 +59,7 @@ def masks() -> dict[str, Tensor]:
     return {"bool": torch.randint(0, 2, (4, WIDTH)).bool(), "float": torch.rand(4, WIDTH)}
 
 
-def compared(module: nn.Module, call: Any, *inputs: Any) -> None:
+def assert_as_plainly_called(module: nn.Module, call: Any, *inputs: Any) -> None:
     """Hold that results, input gradients and weight gradients are those of the plain call."""
     plain = run_once(deepcopy(module), plainly, inputs, None)
     ours = run_once(deepcopy(module), call, inputs, plain.differentiable)
@@ -93,11 +93,11 @@ def run_once(module: nn.Module, call: Any, inputs: Any, differentiable: list[int
 def test_layers_with_masks(call, kind, mask, needs_grad):
     torch.manual_seed(0)
     module, x = kind(WIDTH, WIDTH), torch.randn(4, WIDTH, requires_grad=needs_grad)
-    compared(module, call, x, masks()[mask])
+    assert_as_plainly_called(module, call, x, masks()[mask])
 
 
 def test_one_argument(call):
-    compared(nn.Linear(WIDTH, WIDTH), call, torch.randn(4, WIDTH, requires_grad=True))
+    assert_as_plainly_called(nn.Linear(WIDTH, WIDTH), call, torch.randn(4, WIDTH, requires_grad=True))
 
 
 class WithAnything(nn.Linear):
@@ -115,12 +115,12 @@ class WithAnything(nn.Linear):
 @pytest.mark.parametrize("needs_grad", [True, False])
 @pytest.mark.parametrize("others", [(None,), (2,), (True,), (None, 2.5), (None, True, torch.ones(3))])
 def test_arguments_that_are_no_tensors(call, others, needs_grad):
-    compared(WithAnything(), call, torch.randn(4, WIDTH, requires_grad=needs_grad), *others)
+    assert_as_plainly_called(WithAnything(), call, torch.randn(4, WIDTH, requires_grad=needs_grad), *others)
 
 
 @pytest.mark.parametrize("results", [(None,), (2,), (True,), (None, 2.5), (None, True, torch.ones(3))])
 def test_results_that_are_no_tensors(call, results):
-    compared(WithAnything(results), call, torch.randn(4, WIDTH, requires_grad=True))
+    assert_as_plainly_called(WithAnything(results), call, torch.randn(4, WIDTH, requires_grad=True))
 
 
 def test_the_order_of_results_is_kept(call):
@@ -238,9 +238,13 @@ def test_a_forward_without_grad_takes_no_slot(call):
     checkpointing.configure(None, None, True, True, 1)
     x = torch.randn(4, requires_grad=True)
     with torch.no_grad():
-        for _ in range(3):
-            call(torch.exp, x)
-    call(torch.exp, x).sum().backward()
+        results = [call(torch.exp, x) for _ in range(3)]
+        assert all(torch.equal(one, x.exp()) for one in results)
+    held = call(torch.exp, x)
+    with pytest.raises(RegionError, match="the contiguous buffer has 1 slots"):
+        call(torch.exp, x)
+    held.sum().backward()
+    assert torch.equal(x.grad, x.exp())
 
 
 def test_one_layer_too_many_is_an_error_at_the_call_and_reset_frees_the_slots(call):

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.fsdp  # registers the ops that gather parameters
+from sac.blocks.install import regions_of
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -20,7 +21,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 import sac
-from sac.blocks.install import regions_of
 from sac.compat import nemo
 from sac.errors import ConfigError, SacWarning
 from tests.support.layers import stack
@@ -275,6 +275,8 @@ def test_torchs_own_checkpoint_passes_over_ranges_of_the_profiler(ignored: set[A
     ).sum()
     if ignore:
         out.backward()
+        assert len(runs) == 2
+        assert torch.equal(x.grad, torch.autograd.grad(x.sin().sin().sum(), x)[0])
     else:
         with pytest.raises(RuntimeError, match="not found in storage"):
             out.backward()

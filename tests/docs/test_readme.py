@@ -14,13 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
+from sac.blocks.install import regions_of
 from torch import nn
 
 import sac
-from sac.blocks.install import regions_of
 from sac.compat import deepspeed
 from sac.compat import megatron as megatron_job
-from sac.config import CALL_KEYS, FULL_CONFIG_KEYS, OWN_KEYS, STORES, CallOptions, parse_config
+from sac.config import CALL_KEYS, KEYS, OWN_KEYS, STORES, CallOptions, parse_config
 from sac.full import FullConfig
 from tests.docs.pages import rows, snippets
 from tests.docs.snippet_models import WIDTH, Layer, Model
@@ -142,7 +142,10 @@ def test_imports_that_take_the_place_of_others():
 
 def test_names_of_torch_are_those_that_torch_has():
     theirs = next(cells[0].strip("`") for cells in rows(PAGE, "from") if "checkpoint_wrapper import" in cells[0])
-    exec(theirs, {})
+    names: dict[str, Any] = {}
+    exec(theirs, names)
+    told = re.search(r" import ([\w, ]+)$", theirs)[1].split(", ")  # type: ignore[index]
+    assert set(names) - {"__builtins__"} == set(told)
 
 
 def test_the_readme_has_the_whole_face():

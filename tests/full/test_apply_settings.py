@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from sac.blocks.install import regions_of
 from torch import Tensor, nn
 
 import sac
-from sac.blocks.install import regions_of
 from sac.errors import ConfigError, RegionError
 from sac.full import RngTracker
 from tests.promises.test_11_invisible import flat
@@ -309,42 +309,46 @@ def test_scattered_inputs(ranks: int, way: str, keys: dict[str, Any]) -> None:
         assert len(held) == (2 if way == "chunks" else 3)
 
 
-def compiled_and_scattered(way: str) -> None:
+def compiled_and_scattered(way: str) -> tuple[dict[str, Tensor], dict[str, Tensor], list[tuple[int, int]]]:
+    """What training shows without us, the same with us, and what is held of each region's inputs."""
     value, build = WAYS[way]
     reference = train(built(build))
     model = sac.apply(built(build), {**value, "distribute_saved_activations": True}, tp_group=dist.group.WORLD)
     torch._dynamo.reset()
     ours = train(torch.compile(model, backend="aot_eager"))
-    assert_same(reference, {name.replace("_orig_mod.", ""): x for name, x in ours.items()})
-    share = tokens()[0].nbytes // dist.get_world_size()
-    assert input_bytes(model) == [(share, 0)] * len(input_bytes(model))
+    return reference, {name.replace("_orig_mod.", ""): x for name, x in ours.items()}, input_bytes(model)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_scattered_inputs_in_a_compiled_model(way: str) -> None:
-    run_ranks(2, compiled_and_scattered, way)
+    share = tokens()[0].nbytes // 2
+    for reference, ours, held in run_ranks(2, compiled_and_scattered, way):
+        assert_same(reference, ours)
+        assert held == [(share, 0)] * (2 if way == "chunks" else 3)
 
 
-def alone_in_a_group() -> None:
+def alone_in_a_group() -> tuple[dict[str, Tensor], dict[str, Tensor], str]:
+    """What training shows without us and with us in a group of this rank alone; what is said of another's group."""
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     own, other = groups[dist.get_rank()], groups[1 - dist.get_rank()]
     value = {**FULL, "store": "scattered+host", "prefetch": 1}
     model = sac.apply(built(dropping_stack), value, tp_group=own)
-    assert_same(train(built(dropping_stack)), train(model))
     plain = built(dropping_stack)
     before = flat(plain)
     with pytest.raises(ConfigError) as caught:
         sac.apply(plain, value, tp_group=other)
-    assert str(caught.value) == (
-        f"sac.apply.tp_group: rank {dist.get_rank()} is not in the group\n"
-        "    legal: a process group that holds this rank, or a mesh of one dimension\n"
-        "    fix: pass each rank the tensor-parallel group that it is in"
-    )
     assert flat(plain) == before
+    return train(built(dropping_stack)), train(model), str(caught.value)
 
 
 def test_groups_of_one_rank_and_of_others() -> None:
-    run_ranks(2, alone_in_a_group)
+    for rank, (reference, ours, told) in enumerate(run_ranks(2, alone_in_a_group)):
+        assert_same(reference, ours)
+        assert told == (
+            f"sac.apply.tp_group: rank {rank} is not in the group\n"
+            "    legal: a process group that holds this rank, or a mesh of one dimension\n"
+            "    fix: pass each rank the tensor-parallel group that it is in"
+        )
 
 
 def test_report_says_what_is_held() -> None:

@@ -92,7 +92,7 @@ def run(program: Program, options: Options, backward: Backward, *, ours: bool) -
     return model, seen | {"tracker": TRACKER.get_states()["stream"]}
 
 
-def hold(program: Program, options: Options, backward: Backward) -> None:
+def assert_same_as_plain(program: Program, options: Options, backward: Backward) -> None:
     """The property."""
     hypothesis.assume(needs_grad(program))
     _, reference = run(program, options, backward, ours=False)
@@ -123,4 +123,4 @@ def examples(draw: st.DrawFn) -> tuple[Program, Options, Callable[..., Any]]:
 @settings(CALM, max_examples=250, derandomize=True)
 @given(example=examples())
 def test_random_regions(example: tuple[Program, Options, Backward]) -> None:
-    hold(*example)
+    assert_same_as_plain(*example)

@@ -17,12 +17,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sac.recompute.replay import CannotReplay
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import sac
 from sac.errors import SacWarning
-from sac.recompute.replay import CannotReplay
 from tests.fuzz.instructions import INSTRUCTIONS, READ_TWICE, operands_of
 from tests.fuzz.programs import Line, Program, policies, programs, values
 from tests.support.blocks import APPLY, install, policy, selective
@@ -107,7 +107,9 @@ def live_after(model: Any, program: Program, device: str) -> int:
         return recorder.live_bytes(besides=list(model.buffers()))
 
 
-def hold(program: Program, value: Any, entries: Entries, backward: Backward, device: str = "cpu") -> None:
+def assert_exact_and_free(
+    program: Program, value: Any, entries: Entries, backward: Backward, device: str = "cpu"
+) -> None:
     """The property, of each of the entries."""
     with deterministic(device), warnings.catch_warnings():
         warnings.simplefilter("ignore", SacWarning)  # naming a routing op with recompute warns
@@ -152,13 +154,13 @@ def examples(draw: st.DrawFn, each: Sequence[Entries]) -> tuple[Program, Any, En
 @given(example=examples(BOTH_ENGINES * 4 + UNDER_TORCH))
 def test_random_programs(device: str, example: tuple[Program, Any, Entries, Backward]) -> None:
     """The same programs each time; scripts/fuzz draws as many others as it is asked for."""
-    hold(*example, device=device)
+    assert_exact_and_free(*example, device=device)
 
 
 @settings(CALM, max_examples=60, derandomize=True)
 @given(example=examples([(REFUSED,)]))
 def test_random_programs_that_cannot_be_replayed(example: tuple[Program, Any, Entries, Backward]) -> None:
-    hold(*example)
+    assert_exact_and_free(*example)
 
 
 EACH_VALUE = {
@@ -177,9 +179,9 @@ EACH_VALUE = {
 def test_each_instruction_alone_between_dropouts(name: str, value: Any, entries: Entries) -> None:
     """Every instruction, with a random op before and after it, and as the last op of the region."""
     lines = [Line("matmul by weight", 0, (0,)), Line("dropout", 0, (1,)), Line(name, 1, (2, 0)[: operands_of(name)])]
-    hold(Program(tuple(lines), (0, 1), (True,)), value, entries, backward_once)
+    assert_exact_and_free(Program(tuple(lines), (0, 1), (True,)), value, entries, backward_once)
     lines += [Line("native dropout", 0, (3,)), Line("bounded product", 0, (4, 1)), Line("matmul by weight", 1, (5,))]
-    hold(Program(tuple(lines), (0, 2), (True,)), value, entries, backward_twice)
+    assert_exact_and_free(Program(tuple(lines), (0, 2), (True,)), value, entries, backward_twice)
 
 
 NOTHING_SAVED = selective(policy())
@@ -197,7 +199,7 @@ ONCE_WRONG = {
 
 @pytest.mark.parametrize(("program", "value", "backward"), ONCE_WRONG.values(), ids=ONCE_WRONG.keys())
 def test_programs_that_once_came_out_wrong_under_replay(program: Program, value: Any, backward: Backward) -> None:
-    hold(program, value, APPLY, backward)
+    assert_exact_and_free(program, value, APPLY, backward)
 
 
 def test_policies_that_are_drawn_can_be_loaded() -> None:
@@ -206,6 +208,7 @@ def test_policies_that_are_drawn_can_be_loaded() -> None:
     @settings(CALM, max_examples=100, derandomize=True)
     @given(written=policies())
     def check(written: dict[str, Any]) -> None:
-        sac.load_policy(written)
+        read = sac.load_policy(written)
+        assert [rule.do for rule in read.rules] == [rule["do"] for rule in written.get("rules", [])]
 
     check()

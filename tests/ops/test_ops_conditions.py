@@ -1,6 +1,5 @@
 import pytest
 import torch
-
 from sac.ops.save_sets import CONDITIONS
 
 

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from sac.recompute.module_tracker import BareMode
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -15,7 +16,6 @@ from sac.planner.cost import PRIORS, call_key, op_class, roofline, seconds, unpr
 from sac.planner.devices import DEVICES, device_at_hand
 from sac.planner.profile import Entry
 from sac.planner.tracing import profile_regions
-from sac.recompute.module_tracker import BareMode
 
 B, S, D, HEADS = 2, 16, 32, 4
 
@@ -239,7 +239,6 @@ def test_a_gpu_is_timed_by_its_events_with_one_wait_for_all_repeats(monkeypatch)
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_block_on_a_gpu():
     measured = calibrate(Layer().cuda(), (torch.randn(B, S, D, device="cuda"),))
     assert measured.device == device_at_hand(torch.device("cuda")).name

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
 import torch
+from sac.planner.live_bytes import Ledger, Scratch
+from sac.tensors import STORAGE_WATCHERS, cloned
 from torch import Tensor
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from sac.memory_timeline import measure_memory
 from sac.planner.fakes import fake_mode
-from sac.planner.live_bytes import Ledger, Scratch
-from sac.tensors import STORAGE_WATCHERS, cloned
 
 
 @pytest.fixture(params=["real", "fake"])
@@ -250,12 +252,22 @@ def test_one_ledger_in_another() -> None:
     assert stacks() == ([], [], [])
 
 
-def test_what_outlives_the_ledger_is_no_trouble() -> None:
+def test_what_outlives_the_ledger_is_no_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python only prints an error of a callback that tells of an end."""
+    troubles: list[Any] = []
+    monkeypatch.setattr("sys.unraisablehook", troubles.append)
     ledger = Ledger()
     with ledger:
-        x = torch.zeros(10)
+        x, y = torch.zeros(10), torch.zeros(20)
+    assert ledger.live == 120
+    del y
+    assert ledger.live == 40
+    gone = weakref.ref(ledger)
     del ledger
+    gc.collect()
+    assert gone() is None
     del x
+    assert troubles == []
 
 
 def test_a_view_of_what_nobody_noted_counts_from_then_on() -> None:

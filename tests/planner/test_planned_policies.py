@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from sac.blocks.install import regions_of
+from sac.blocks.kv_cache import turn_off_cache
+from sac.policy.load import dump_policy, load_policy
+from sac.recompute.op_rows import signature
 from torch import nn
 
 import sac
 from sac.blocks.find import find_blocks
-from sac.blocks.install import regions_of
-from sac.blocks.kv_cache import turn_off_cache
 from sac.errors import RegionError
 from sac.planner.fakes import call, fake_copy, fake_inputs, fake_mode
 from sac.planner.tracing import profile_regions
-from sac.policy.load import dump_policy, load_policy
-from sac.recompute.op_rows import signature
 from sac.reporting import regions_by_kind
 from tests.support.blocks import ENGINES, llama_stack, policy, save, selective, tokens
 from tests.support.compiling import Compiled
@@ -236,5 +236,7 @@ def test_what_is_compiled_is_not_compared() -> None:
 def test_a_plan_does_not_keep_a_full_config_from_running() -> None:
     value = selective(planned(entry("blocks.*", OTHER)))
     model = sac.apply(built(llama_stack), value)
+    with pytest.raises(RegionError, match=f"planned {OTHER}"):
+        model(*tokens())
     sac.apply(sac.remove(model), {"mode": "full", "blocks": "blocks.*"})
-    model(*tokens()).sum().backward()
+    assert_same(train(built(llama_stack)), train(model))

@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+import yaml
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
-
-from sac.errors import PolicyError
 from sac.policy.load import dump_policy, load_policy
 from sac.policy.read import DO_WORDS, DTYPES, PLAN_KEYS, PLANNED_KEYS, POLICY_KEYS, RULE_KEYS
+
+from sac.errors import PolicyError
 
 SIGNS = [
     "[",
@@ -47,26 +48,35 @@ WORDS = [
 ]
 TRAPS = ["\\u", "\\Uffffffff", "\x00", "\u2028", "\ufeff", "\t", "\r", "#", "-1", "1e99", ".nan", "0x1f", "\U0001f600"]
 yamlish = st.lists(st.sampled_from(SIGNS + WORDS + TRAPS), max_size=25).map("".join)
-contents = st.one_of(yamlish.map(str.encode), st.binary(max_size=80), st.text(max_size=80).map(lambda t: t.encode()))
+RULE = {"id": "a", "ops": ["matmul"], "layers": ["0-7"], "min_bytes": "1KiB", "optional": True, "do": "save"}
+POLICY = b"schema: sac/v1\nname: fuzz\nrules:\n- {id: a, ops: [matmul], layers: [0-7], do: save}\ndefault: recompute\n"
+places = st.integers(0, len(POLICY))
+changed = st.builds(lambda start, text, end: POLICY[:start] + text.encode() + POLICY[end:], places, yamlish, places)
+contents = st.one_of(
+    yamlish.map(str.encode), st.binary(max_size=80), st.text(max_size=80).map(lambda t: t.encode()), changed
+)
 
 
-def loads_or_says_why(source: object) -> None:
+def assert_policy_or_told(source: object) -> None:
+    """Hold that `source` is a policy that can be written and read again, or that one error says why it is none."""
     try:
-        dump_policy(load_policy(source))  # type: ignore[arg-type]
+        policy, told = load_policy(source), ""  # type: ignore[arg-type]
     except PolicyError as error:
-        told = str(error)
-        told.encode()  # it can be printed, whatever was in the source
+        policy, told = None, str(error)
+    if policy is None:
+        assert told.encode()  # it can be printed, whatever was in the source
     else:
-        return
-    assert told
+        assert dump_policy(load_policy(yaml.safe_load(dump_policy(policy)))) == dump_policy(policy)
 
 
 @settings(deadline=None, max_examples=300)
 @given(contents)
+@example(POLICY)
+@example(b'"\\ud800": 1')
 def test_any_bytes_are_a_policy_or_one_error(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
     path = Path(tmp_path_factory.getbasetemp()) / "fuzz.yaml"
     path.write_bytes(content)
-    loads_or_says_why(path)
+    assert_policy_or_told(path)
 
 
 words = st.sampled_from(
@@ -86,9 +96,10 @@ values = st.recursive(
     st.dictionaries(st.sampled_from(POLICY_KEYS), values, max_size=4),
     st.lists(st.dictionaries(st.sampled_from(RULE_KEYS), values, max_size=5) | values, max_size=3),
 )
+@example({}, [RULE])
 def test_any_mapping_is_a_policy_or_one_error(policy: dict[str, object], rules: list[object]) -> None:
-    loads_or_says_why(policy)
-    loads_or_says_why(policy | {"rules": rules})
+    assert_policy_or_told(policy)
+    assert_policy_or_told(policy | {"rules": rules})
 
 
 @settings(deadline=None)
@@ -96,6 +107,7 @@ def test_any_mapping_is_a_policy_or_one_error(policy: dict[str, object], rules: 
     st.dictionaries(st.sampled_from(PLAN_KEYS), values, max_size=2),
     st.lists(st.dictionaries(st.sampled_from(PLANNED_KEYS), values, max_size=3) | values, max_size=3),
 )
+@example({"made_for": "a test"}, [{"blocks": "blocks.*", "layers": [0, 1], "signature": "0123456789abcdef"}])
 def test_any_plan_is_a_policy_or_one_error(plan: dict[str, object], regions: list[object]) -> None:
-    loads_or_says_why({"rules": [], "plan": plan})
-    loads_or_says_why({"rules": [], "plan": plan | {"regions": regions}})
+    assert_policy_or_told({"rules": [], "plan": plan})
+    assert_policy_or_told({"rules": [], "plan": plan | {"regions": regions}})

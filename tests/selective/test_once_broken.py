@@ -37,7 +37,7 @@ EACH = under_each_engine(
 ON_EACH = pytest.mark.parametrize("value", EACH.values(), ids=EACH.keys())
 
 
-def same(body: Callable[..., Tensor], value: Any, **options: Any) -> None:
+def assert_same_under(body: Callable[..., Tensor], value: Any, **options: Any) -> None:
     assert_same_training(lambda: Stack(FunctionBlock(body)), value, make_input=square, **options)
 
 
@@ -68,7 +68,7 @@ def test_two_draws_from_one_value_are_not_one_value(engine: str) -> None:
     assert_same_training(lambda: Stack(TwoDropped()), value, make_input=square)
 
 
-def parted(calls: list[dict[str, Any]], block: Callable[[], nn.Module], value: Any) -> None:
+def assert_same_calls(calls: list[dict[str, Any]], block: Callable[[], nn.Module], value: Any) -> None:
     """Run calls with different keyword arguments, one after the other, with us and without."""
     results = []
     for put in (False, True):
@@ -111,7 +111,7 @@ class Switched(nn.Module):
 @pytest.mark.parametrize("second", [{"kind": "buffer"}, {"kind": "input"}, {"kind": "rrelu"}, {"rows": 16}], ids=str)
 @ON_EACH
 def test_what_the_first_call_did_not_do_is_noticed(value: Any, second: dict[str, Any]) -> None:
-    parted([{}, second, second], Switched, value)
+    assert_same_calls([{}, second, second], Switched, value)
 
 
 @ON_EACH
@@ -206,7 +206,7 @@ def gradient_inside(block: FunctionBlock, x: Tensor) -> Tensor:
 
 @ON_EACH
 def test_gradient_taken_inside_a_region(value: Any) -> None:
-    same(gradient_inside, value)
+    assert_same_under(gradient_inside, value)
 
 
 def from_numpy(block: FunctionBlock, x: Tensor) -> Tensor:
@@ -219,7 +219,7 @@ def from_numpy(block: FunctionBlock, x: Tensor) -> Tensor:
 
 @ON_EACH
 def test_fresh_tensors_from_outside_are_not_mixed_up(value: Any) -> None:
-    same(from_numpy, value, steps=3)
+    assert_same_under(from_numpy, value, steps=3)
 
 
 @ON_EACH

@@ -78,7 +78,7 @@ def without_us(program: Callable[..., Outcome], *args: Any, world: int) -> list[
     return run_ranks(world, program, "none", *args)
 
 
-def same_gradients(
+def assert_same_gradients(
     program: Callable[..., Outcome], value: Any, *args: Any, order: str = "", world: int = 2
 ) -> tuple[Outcome, Outcome]:
     """The outcomes of the first rank without us and with us, whose gradients are the same on every rank."""
@@ -96,7 +96,7 @@ def same_gradients(
 )
 def test_experts_of_a_hugging_face_model(value: str, order: str, bf16: bool) -> None:
     pytest.importorskip("transformers", reason="the model is one of transformers")
-    same_gradients(hugging_face, value, "qwen3_moe", bf16, order=order)
+    assert_same_gradients(hugging_face, value, "qwen3_moe", bf16, order=order)
 
 
 @pytest.mark.parametrize(
@@ -105,11 +105,11 @@ def test_experts_of_a_hugging_face_model(value: str, order: str, bf16: bool) -> 
     ids=str,
 )
 def test_regions_of_two_layers(value: Any, order: str) -> None:
-    same_gradients(in_chunks, value, order=order)
+    assert_same_gradients(in_chunks, value, order=order)
 
 
 @pytest.mark.parametrize("value", ["full", SCATTERED], ids=str)
 def test_replicated_and_sharded(value: Any) -> None:
-    plain, ours = same_gradients(replicated_and_sharded, value, world=4)
+    plain, ours = assert_same_gradients(replicated_and_sharded, value, world=4)
     gathers = BLOCKS if value is SCATTERED else 0  # the input of each region, once
     assert ours.collectives["gloo:all_gather"] == plain.collectives["gloo:all_gather"] + gathers

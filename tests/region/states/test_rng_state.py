@@ -67,8 +67,19 @@ def test_without_preserving_a_saved_random_op_leaves_no_state_rewound():
 
 
 def test_without_gradients_no_tracker_is_asked():
+    asked = Noted()
+
+    def tracker() -> Any:
+        asked.append(None)
+        return filled(MAKERS["ours"])
+
+    x = leaf()
     with torch.no_grad():
-        sac.checkpoint(torch.sin, leaf(), get_rng_state_tracker=lambda: pytest.fail("asked"))
+        out = sac.checkpoint(torch.sin, x, get_rng_state_tracker=tracker)
+    assert torch.equal(out, x.sin())
+    assert asked == []
+    sac.checkpoint(torch.sin, x, get_rng_state_tracker=tracker)
+    assert asked != []
 
 
 # Generators that the caller names
@@ -135,7 +146,9 @@ def test_a_generator_that_an_op_is_given_needs_no_request():
 # Order, threads, repetition
 
 
-def both(work: Callable[[Any, Callable[..., Tensor]], list[Tensor]], maker: Callable[[], Any], **options: Any) -> None:
+def assert_same_draws(
+    work: Callable[[Any, Callable[..., Tensor]], list[Tensor]], maker: Callable[[], Any], **options: Any
+) -> None:
     """Hold that ``work(tracker, call)`` returns the same with regions as without, and leaves the same states."""
     outcomes = []
     for region in (False, True):
@@ -163,7 +176,7 @@ def test_several_micro_batches_in_flight(maker, order, use_reentrant):
                 torch.rand(2)
         return [x.grad for x in inputs]
 
-    both(work, maker, use_reentrant=use_reentrant)
+    assert_same_draws(work, maker, use_reentrant=use_reentrant)
 
 
 @ON_SEVERAL_TRACKERS
@@ -175,7 +188,7 @@ def test_backward_again_draws_the_same_again(maker):
         second = torch.autograd.grad(first.sum(), x, retain_graph=True)[0]
         return [first, second, torch.autograd.grad(out, x)[0]]
 
-    both(work, maker)
+    assert_same_draws(work, maker)
 
 
 @ON_SEVERAL_TRACKERS
@@ -195,7 +208,7 @@ def test_a_gradient_taken_inside_a_region_and_inside_a_fork(maker):
             out = outer(x)
         return [*torch.autograd.grad(out.sum(), x)]
 
-    both(work, maker)
+    assert_same_draws(work, maker)
 
 
 @ON_SEVERAL_TRACKERS
@@ -211,7 +224,7 @@ def test_backward_on_another_thread(maker, use_reentrant):
             after = torch.rand(3)
         return [x.grad, after]
 
-    both(work, maker, use_reentrant=use_reentrant)
+    assert_same_draws(work, maker, use_reentrant=use_reentrant)
 
 
 def test_a_mode_around_the_region_sees_no_bookkeeping():
@@ -240,7 +253,7 @@ class InPlace(RngTracker):
 
 
 def test_states_that_a_tracker_writes_to_are_copied():
-    both(lambda tracker, call: _grads_twice(call), lambda: InPlace("cpu"))
+    assert_same_draws(lambda tracker, call: _grads_twice(call), lambda: InPlace("cpu"))
 
 
 def _grads_twice(call: Callable[..., Tensor]) -> list[Tensor]:

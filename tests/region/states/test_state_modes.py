@@ -169,14 +169,17 @@ def test_a_mode_that_the_region_enters_is_left_when_recomputation_stops_early() 
 
 
 def test_where_modes_are_the_same_nothing_is_moved(monkeypatch: pytest.MonkeyPatch) -> None:
-    def moved(modes: Any) -> None:
-        raise AssertionError(modes)
-
-    monkeypatch.setattr(ambient, "_exchange", moved)
+    moved: list[Any] = []
+    monkeypatch.setattr(ambient, "_exchange", moved.append)
     surroundings: list[AbstractContextManager[Any]] = [nullcontext(), torch.device("cpu"), CosineForSine()]
     for surrounding in surroundings:
         with surrounding, ExitStack() as stack:
             ambient.FunctionModes().enter_on(stack)
+    assert moved == []
+    modes = ambient.FunctionModes()
+    with CosineForSine() as other, ExitStack() as stack:
+        modes.enter_on(stack)
+    assert [*map(list, moved)] == [[], [other]]
 
 
 class SaysCosine(Tensor):

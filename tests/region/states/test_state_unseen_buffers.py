@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from sac.region.module_state import Bindings, owners_of
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sac
 from sac.errors import SacWarning
 from sac.full import FullConfig
-from sac.region.module_state import Bindings, owners_of
 from tests.support.blocks import Stack
 from tests.support.stateful import ON_EACH_WAY, WAYS, Scaled, Way, as_it_is, by_function, stack, stepped
 from tests.support.training import assert_same
@@ -218,6 +218,7 @@ def test_a_buffer_made_under_inference_mode_may_be_there() -> None:
     for _ in range(2):
         x = torch.randn(2, 4, requires_grad=True)
         sac.checkpoint(lambda x: module(x).sin() * x, x).sum().backward()
+        assert torch.equal(x.grad, torch.autograd.grad((module(x).sin() * x).sum(), x)[0])
 
 
 def test_scripted_modules_may_be_there() -> None:

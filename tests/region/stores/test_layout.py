@@ -9,9 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
-
 from sac.stores.store import Layout
+from torch import Tensor
 
 DTYPES = (
     torch.float32,

@@ -37,7 +37,7 @@ def examples(draw: st.DrawFn, stores: tuple[str, ...]) -> Example:
     return program, value, draw(st.sampled_from(BACKWARDS))
 
 
-def hold(example: Example, group: Any = None) -> None:
+def assert_same_as_plain(example: Example, group: Any = None) -> None:
     program, value, backward = example
     reference = trained(program, built(program.build), backward, "cpu")
     with warnings.catch_warnings():
@@ -49,7 +49,7 @@ def hold(example: Example, group: Any = None) -> None:
 @settings(CALM, max_examples=60, derandomize=True)
 @given(example=examples(ONE_PROCESS))
 def test_in_one_process(example: Example) -> None:
-    hold(example)
+    assert_same_as_plain(example)
 
 
 def hold_on_rank(batch: list[Example]) -> list[str]:
@@ -57,7 +57,7 @@ def hold_on_rank(batch: list[Example]) -> list[str]:
     wrong = []
     for number, example in enumerate(batch):
         try:
-            hold(example, dist.group.WORLD)
+            assert_same_as_plain(example, dist.group.WORLD)
         except Exception:
             wrong.append(f"{number}: {example}\n{traceback.format_exc()}")
     return wrong

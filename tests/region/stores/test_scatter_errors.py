@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-
-import sac
-from sac.errors import ConfigError, RegionError, SacError
 from sac.stores.contiguous import ContiguousBuffer
 from sac.stores.host import Host
 from sac.stores.scatter import Scattered, bit_checksum
 from sac.stores.store import Here, Keeping
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import sac
+from sac.errors import ConfigError, RegionError, SacError
 from tests.support.ranks import run_ranks
 from tests.support.scattering import mlp, scattered
 
@@ -144,29 +144,33 @@ def test_checksums_do_not_depend_on_how_they_are_cut(monkeypatch):
     assert bit_checksum(x).item() == whole
 
 
-def copies() -> None:
+def copies() -> tuple[list[tuple[Any, ...]], list[list[Tensor]]]:
+    """What copies of placements are, and the gradients of copies of a model, those of the model itself first."""
+    found = []
     inner = {"here": Here(), "host": Host(), "slots": ContiguousBuffer(3)}
     ours = dist.new_group([0, 1])
     for group in (dist.group.WORLD, ours):
         for one in inner.values():
             keeping = Keeping(Scattered(group, one, verify=True, prefetch=2), "all", release=True)
             for again in (copy.deepcopy(keeping), pickle.loads(pickle.dumps(keeping))):
-                assert (again.which, again.release) == ("all", True)
-                placement = again.placement
-                assert placement.group is group
-                assert (type(placement.inner), placement.verify, placement.prefetch) == (type(one), True, 2)
+                kept = again.placement
+                same = kept.group is group and type(kept.inner) is type(one)
+                found.append((same, again.which, again.release, kept.verify, kept.prefetch))
+    torch.manual_seed(0)  # the same weights on every rank
     model = sac.apply(nn.Sequential(mlp(5), mlp(5)), {"mode": "full", "store": "scattered"}, tp_group=ours)
-    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        x = torch.ones(2, 5)
-        again(x).sum().backward()
-        model.zero_grad()
-        model(x).sum().backward()
-        for left, right in zip(model.parameters(), again.parameters(), strict=True):
-            assert torch.equal(left.grad, right.grad)
+    grads = []
+    for one in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), model):
+        one(torch.ones(2, 5)).sum().backward()
+        grads.insert(0, [parameter.grad for parameter in one.parameters()])
+    return found, grads
 
 
 def test_copies_and_pickles_are_over_the_same_group():
-    run_ranks(2, copies)
+    for found, (model, *again) in run_ranks(2, copies):
+        assert found == [(True, "all", True, True, 2)] * 12
+        assert len(again) == 2
+        for one in again:
+            assert all(torch.equal(left, right) for left, right in zip(one, model, strict=True))
 
 
 def pickled() -> tuple[bytes, bytes, str]:

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from sac.stores.scatter import PlacedShare
+from sac.stores.store import Layout
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
@@ -23,8 +25,6 @@ from torch.nn import functional as F
 import sac
 from sac.config import CallOptions, settings_of
 from sac.full import FullConfig
-from sac.stores.scatter import PlacedShare
-from sac.stores.store import Layout
 from tests.support.blocks import Stack
 from tests.support.ranks import run_ranks
 from tests.support.scattering import Run, Seen, differences, mlp, plainly, scattered, summed_up, weights
@@ -170,22 +170,29 @@ def test_distributed_tensors():
     assert split_already == [([], 0)] * 4
 
 
-def distributed_layouts() -> None:
+def told_of(x: DTensor) -> tuple[Any, ...]:
+    local = x.to_local()
+    return tuple(x.shape), x.stride(), x.placements, x.device_mesh.mesh.tolist(), local.stride(), local.tolist()
+
+
+def distributed_layouts() -> list[tuple[bool, type, tuple[Any, ...], tuple[Any, ...]]]:
+    """Of each tensor: whether it can be laid flat, as what, what is known of it, and of what is restored of it."""
     mesh = init_device_mesh("cpu", (2,))
+    found = []
     x = distribute_tensor(torch.randn(5, 6), mesh, [Shard(0)])
     for one in (x, x.t(), x[:, ::2], distribute_tensor(torch.randn(5, 6), mesh, [Replicate()]).t()):
-        assert Layout.fits(one)
         layout, flat = Layout.of(one)
-        assert type(flat) is Tensor
-        back = layout.restore(flat.clone())
-        assert (back.shape, back.stride()) == (one.shape, one.stride())
-        assert (back.placements, back.device_mesh) == (one.placements, one.device_mesh)
-        assert back.to_local().stride() == one.to_local().stride()
-        assert torch.equal(back.to_local(), one.to_local())
+        found.append((Layout.fits(one), type(flat), told_of(one), told_of(layout.restore(flat.clone()))))
+    return found
 
 
 def test_distributed_tensors_laid_flat():
-    run_ranks(2, distributed_layouts)
+    for found in run_ranks(2, distributed_layouts):
+        assert len(found) == 4
+        for fits, kind, before, after in found:
+            assert fits
+            assert kind is Tensor
+            assert after == before
 
 
 class Block(nn.Module):

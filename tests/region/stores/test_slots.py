@@ -7,12 +7,12 @@ import threading
 
 import pytest
 import torch
+from sac.stores.contiguous import ContiguousBuffer
 from torch import Tensor, nn
 
 import sac
 from sac.errors import RegionError
 from sac.full import FullConfig
-from sac.stores.contiguous import ContiguousBuffer
 from tests.support.cases import WIDTH, layer, loss_of
 from tests.support.recording import without_collector
 
@@ -88,7 +88,7 @@ def test_reset_then_another_size():
 def test_reset_of_a_buffer_that_has_no_memory_yet():
     buffer = ContiguousBuffer(1)
     buffer.reset()
-    buffer.put(numbers(1.0), name)
+    assert torch.equal(buffer.put(numbers(1.0), name).fetch(), numbers(1.0))
 
 
 # Slots come back
@@ -118,6 +118,7 @@ def test_slot_of_a_graph_in_a_cycle_comes_back_with_the_collector():
             sac.checkpoint(torch.sin, x, config=config)
         gc.collect()
         sac.checkpoint(torch.sin, x, config=config).sum().backward()
+    assert torch.equal(x.grad, x.cos())
 
 
 class CollectsInCopy(torch.utils._python_dispatch.TorchDispatchMode):
