@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from batch_rows import Point, Result
-from sac.tools.pictures import COLOURS
 
 from sac.extras import import_extra
 from sac.tools.pictures import COLOURS

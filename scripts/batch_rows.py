@@ -10,10 +10,10 @@ from statistics import median
 import torch
 from batch_search import Fit, largest_batch
 from batch_trials import Case, Trials, interleaved
-from sac.policy.read import bytes_text
-from sac.tools.comparison import NONE
 
 from sac.errors import ConfigError, Problem
+from sac.policy.read import bytes_text
+from sac.tools.comparison import NONE
 
 COMPARED_BATCH = 2  # whose gradients are compared
 

@@ -30,11 +30,11 @@ from batch_trials import Case
 from batch_verdict import verdict
 from bench_rounds import threads
 from bench_terminal import environment, print_table, shown_progress
+
+from sac.errors import ConfigError, Problem, SacError
 from sac.policy.read import LEGAL_BYTES, bytes_text, parse_bytes
 from sac.tools.comparison import NONE
 from sac.tools.render import parameters_text
-
-from sac.errors import ConfigError, Problem, SacError
 
 CASES = (Case("T5", "t5-small.json", layers=2, seq=128), Case("Llama", "smollm2-135m.json", layers=4, seq=128))
 MEMORY = "512MiB"

@@ -15,8 +15,6 @@ from itertools import chain
 from pathlib import Path
 
 import torch
-from sac.tools.comparison import NONE, forward_backward, inputs_on
-from sac.tools.models import Inputs, Scale, batches_of, build_from_config
 from torch import Tensor, nn
 
 import sac

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from batch_rows import Result, Row, speed_at
+
 from sac.tools.comparison import NONE
 
 FREED_PERCENT, MORE_TIME_PERCENT, THROUGHPUT = 33, 25, 2.0  # the weakest reading of each part of the claim

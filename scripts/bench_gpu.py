@@ -34,9 +34,9 @@ from bench_blocks import Case, build
 from bench_rounds import CPU_TIME, CudaClock, Runner, quartiles, ratio, threads, time_rounds, warmed_up
 from bench_terminal import Progress, counting, environment, hardware, print_skipped, print_table, shown_progress
 from overhead_ways import BASELINE, CONTEXT_FN, EMPTY, TORCH_FULL, WAYS, cannot_run
-from sac.policy.read import bytes_text
 
 from sac.memory_timeline import mark, measure_memory
+from sac.policy.read import bytes_text
 
 MODES = tuple(mode for mode in WAYS if mode not in (EMPTY, CONTEXT_FN))
 DTYPE = torch.bfloat16

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from sac.planner.live_bytes import Ledger
-from sac.planner.pareto import KeepSet, pareto, priced, recomputed
 from torch import Tensor, nn
 
 from sac.blocks.find import find_blocks
 from sac.planner.cost import ATTENTIONS, entry_times, op_class
 from sac.planner.devices import device_named
 from sac.planner.fakes import fake_mode
+from sac.planner.live_bytes import Ledger
+from sac.planner.pareto import KeepSet, pareto, priced, recomputed
 from sac.planner.planning import lowered
 from sac.planner.profile import RegionProfile
 from sac.planner.tracing import profile_regions

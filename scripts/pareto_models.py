@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from sac.planner.plan_file import make_plan
-from sac.planner.search import Planner, Point
-
 from sac.errors import PlanError
+from sac.planner.plan_file import make_plan
 from sac.planner.prepare import prepare
+from sac.planner.search import Planner, Point
 from sac.planner.written import baselines
 from tests.planner.truth import model_named
 

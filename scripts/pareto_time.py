@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from sac.planner.plan_file import make_plan
 from torch import nn
 
 from sac.planner.devices import device_named
 from sac.planner.fakes import fake_mode
+from sac.planner.plan_file import make_plan
 from sac.planner.planning import lowered
 from sac.planner.prepare import prepare
 

@@ -29,10 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench_terminal import environment, shown_progress
 from pages import write_between
-from sac.planner.plan_file import make_plan
-from sac.planner.search import Planner
-from sac.tools.render import print_rows
 
+from sac.planner.plan_file import make_plan
 from sac.planner.prepare import prepare
 from sac.planner.search import Planner
 from sac.tools.render import print_rows

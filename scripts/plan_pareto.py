@@ -39,9 +39,9 @@ from pareto_block import MIB, Met, Sizes, anchors, baselines, profiled
 from pareto_models import Pair, pairs_of
 from pareto_partitioner import BUDGETS, Partition, partitions
 from pareto_time import CASES, timed
+
 from sac.planner.pareto import KeepSet, pareto
 from sac.tools.render import print_rows
-
 from tests.planner.truth import MODELS
 
 SLACK = 1 + 1e-9  # seconds are sums of floating-point numbers, in another order on either side

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from sac.blocks.kv_cache import turn_off_cache
 from torch import Tensor, nn
+
+from sac.blocks.kv_cache import turn_off_cache
 
 from .classes import model_classes
 from .hint import Hint

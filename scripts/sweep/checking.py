@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from sac.tools.comparison import count_flops
 from torch import Tensor, nn
 
 import sac

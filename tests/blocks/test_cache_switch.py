@@ -7,6 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper, offload_wrapper
+
+from sac.blocks.find import find_blocks
 from sac.blocks.kv_cache import (
     cache_configs,
     kv_free_submodules,
@@ -15,10 +19,6 @@ from sac.blocks.kv_cache import (
     takes_shared_kv,
     turn_off_cache,
 )
-from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper, offload_wrapper
-
-from sac.blocks.find import find_blocks
 from sac.errors import ModelError
 from tests.support.model_zoo import FAMILIES, tiny
 from tests.support.plain_zoo import Block, plain

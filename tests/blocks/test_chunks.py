@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from sac.blocks.install import regions_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import sac
+from sac.blocks.install import regions_of
 from sac.errors import ModelError, RegionError
 from sac.memory_timeline import mark, measure_memory
 from tests.promises.test_11_invisible import flat

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sac.blocks.install import regions_of
 from torch import Tensor, nn
 
 import sac
+from sac.blocks.install import regions_of
 from sac.config import parse_config
 from sac.errors import ConfigError, ModelError, PolicyError
 from sac.policy.dump import dump_policy

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from sac.blocks.install import regions_of
 from torch import nn
 
 import sac
+from sac.blocks.install import regions_of
 from sac.errors import PolicyError, SacWarning
 from sac.reporting import regions_by_kind
 from tests.stacks.parallel_llama import Llama, Sizes, batch

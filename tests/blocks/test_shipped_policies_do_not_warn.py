@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from sac.policy.load import is_shipped, shipped_directory, shipped_policies
 from torch import Tensor, nn
 
 import sac

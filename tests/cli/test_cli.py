@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from sac.policy.load import load_policy
 from sac.policy.read import bytes_text
 from sac.tools.check import limits_of

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sac.policy.load import shipped_policies
-from sac.tools.arguments import check_writable
-from sac.tools.cli import main
 from torch import nn
 
 from sac.errors import ConfigError
+from sac.policy.load import shipped_policies
+from sac.tools.arguments import check_writable
+from sac.tools.cli import main
 
 LLAMA = "hf:examples/llama-3.2-1b.json"
 TOY = "tests.planner.plan_models:stack"

@@ -6,13 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from sac.tools.cli import main
-from sac.tools.comparison import Training, blocks_of, compare, largest_difference, loss_of
-from sac.tools.models import BuiltModel
 from torch import nn
 
 from sac.errors import ConfigError
 from sac.extras import import_extra
+from sac.tools.cli import main
+from sac.tools.comparison import Training, blocks_of, compare, largest_difference, loss_of
+from sac.tools.models import BuiltModel
 
 WIDTH, ROWS, BLOCKS = 32, 8, 3
 

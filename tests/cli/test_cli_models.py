@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from sac.tools.models import Scale, load_model, scale_config
 from torch import nn
 
 from sac.errors import ConfigError
+from sac.tools.models import Scale, load_model, scale_config
 
 LLAMA = Path(__file__).parents[2] / "examples" / "llama-3.2-1b.json"
 TEXT = LLAMA.parent / "text.txt"

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from sac.tools.cli import main
-from sac.tools.models import Scale, load_model
 
 import sac
 from sac.planner.budget import LEGAL_BUDGET
@@ -18,6 +16,8 @@ from sac.planner.cost import load_calibration
 from sac.planner.devices import DEVICES
 from sac.planner.fakes import fake_build, fake_mode
 from sac.planner.written import ATTENTION_ALTERNATE, ATTENTION_MATMULS, EVERY_SECOND_LAYER
+from sac.tools.cli import main
+from sac.tools.models import Scale, load_model
 from tests.planner.plan_models import stack
 
 ROOT = Path(__file__).parents[2]

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from sac.tools.cli import main
-from sac.tools.models import Scale, check_batches, class_and_config, scale_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sac.errors import ConfigError
+from sac.tools.cli import main
+from sac.tools.models import Scale, check_batches, class_and_config, scale_config
 
 transformers = pytest.importorskip("transformers")
 

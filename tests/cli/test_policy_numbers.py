@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import transformers
+
 from sac.policy.load import shipped_policies, shipped_policy_path
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "policy_numbers"

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from sac.blocks.install import regions_of
 from torch import nn
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as of_torch
 from torch.distributed.fsdp import fully_shard
@@ -19,6 +18,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
 import sac
+from sac.blocks.install import regions_of
 from sac.compat import fsdp as ours
 from sac.config import FullConfig
 from sac.errors import ModelError

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from sac.blocks.install import InstalledForward, ours_on, regions_of
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
 import sac
 from sac.blocks.find import find_blocks
+from sac.blocks.install import InstalledForward, ours_on, regions_of
 from sac.compat.nemo import (
     SELECTIVE_AC_WRAPPER_FLAG,
     apply_selective_checkpointing_to_layers,

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.fsdp  # registers the ops that gather parameters
-from sac.blocks.install import regions_of
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -21,6 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 import sac
+from sac.blocks.install import regions_of
 from sac.compat import nemo
 from sac.errors import ConfigError, SacWarning
 from tests.support.layers import stack

@@ -7,11 +7,11 @@ import pickle
 
 import pytest
 import torch
-from sac.blocks.install import ours_on
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import sac
+from sac.blocks.install import ours_on
 from sac.compat import fsdp as ours
 from sac.errors import ModelError
 from tests.compat.wrapping import is_layer, model, train

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from sac.blocks.install import regions_of
 from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
 
+from sac.blocks.install import regions_of
 from tests.support.layers import PreNormLayer
 
 Put = Callable[[Any, nn.Module], Any]  # a face (torch's or ours) and the model

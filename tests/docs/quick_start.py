@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from sac.blocks.install import regions_of
 from torch import Tensor, nn
 
 import sac
+from sac.blocks.install import regions_of
 from tests.docs.pages import fenced, sections
 from tests.docs.snippet_models import WIDTH, Layer, Model
 

@@ -6,13 +6,13 @@ import re
 
 import pytest
 import yaml
-from sac.blocks.install import regions_of
-from sac.ops.save_sets import SET_NAMES
-from sac.policy.read import POLICY_KEYS, RULE_KEYS
 from torch import nn
 
 import sac
+from sac.blocks.install import regions_of
 from sac.config import parse_config
+from sac.ops.save_sets import SET_NAMES
+from sac.policy.read import POLICY_KEYS, RULE_KEYS
 from tests.docs.pages import ROOT, pages, rows, snippets, text_of
 from tests.docs.snippet_models import Model
 

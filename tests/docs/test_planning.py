@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sac.tools.cli import main
 
 import sac
+from sac.tools.cli import main
 from tests.docs.pages import ROOT, rows, snippets
 from tests.planner.test_sharding import Model, inputs
 

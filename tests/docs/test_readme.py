@@ -14,13 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
-from sac.blocks.install import regions_of
 from torch import nn
 
 import sac
+from sac.blocks.install import regions_of
 from sac.compat import deepspeed
 from sac.compat import megatron as megatron_job
-from sac.config import CALL_KEYS, KEYS, OWN_KEYS, STORES, CallOptions, parse_config
+from sac.config import CALL_KEYS, OWN_KEYS, STORES, CallOptions, parse_config
 from sac.full import FullConfig
 from tests.docs.pages import rows, snippets
 from tests.docs.snippet_models import WIDTH, Layer, Model

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from sac.blocks.install import regions_of
 from torch import nn
 
 import sac
+from sac.blocks.install import regions_of
 from sac.errors import ConfigError, ModelError, PolicyError, RegionError, SacWarning
 from tests.promises.test_11_invisible import flat
 from tests.support.blocks import llama_stack, policy, save

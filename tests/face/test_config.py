@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sac.policy.load import load_policy, shipped_policies
 from torch import nn
 
 import sac
@@ -16,6 +15,7 @@ from sac.blocks.find import GRANULARITIES
 from sac.blocks.towers import SCOPES
 from sac.config import Config, parse_config
 from sac.errors import ConfigError, PolicyError, RegionError
+from sac.policy.load import load_policy, shipped_policies
 from sac.policy.model import Layers
 from sac.policy.patterns import PathPattern
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from sac.ops.save_sets import SET_NAMES
-from sac.recompute.table import bind_policy
 
 import sac
 from sac.config import parse_config
 from sac.errors import PolicyError
+from sac.ops.save_sets import SET_NAMES
+from sac.recompute.table import bind_policy
 from tests.promises.test_11_invisible import flat
 from tests.support.blocks import llama_stack
 from tests.support.training import built

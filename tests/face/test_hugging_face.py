@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from sac.blocks.install import regions_of
-from sac.blocks.kv_cache import turn_off_cache
 from torch import nn
 
 import sac
+from sac.blocks.install import regions_of
+from sac.blocks.kv_cache import turn_off_cache
 from tests.support.model_zoo import FAMILIES, tiny
 from tests.support.training import assert_same
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from sac.policy.load import shipped_policies
 
 import sac
+from sac.policy.load import shipped_policies
 from tests.support.model_zoo import tiny
 from tests.support.recording import Recorder, without_collector
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from sac.blocks.install import regions_of
 from torch import Tensor, nn
 
 import sac
+from sac.blocks.install import regions_of
 from sac.errors import ConfigError, RegionError
 from sac.full import RngTracker
 from tests.promises.test_11_invisible import flat

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from sac.blocks.install import regions_of
 from torch import Tensor, nn
 
 import sac
+from sac.blocks.install import regions_of
 from sac.errors import ConfigError
 from sac.full import FullConfig, RngTracker
 from tests.support.blocks import FULL, GatedMLP, llama_stack, policy, save, selective, tokens, with_dropout

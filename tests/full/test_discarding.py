@@ -7,7 +7,6 @@ from functools import partial
 
 import pytest
 import torch
-from sac.compat.output_discarding import discard, run_discardable
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from sac.compat.output_discarding import Discardable, discard, run_discardable
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from sac.compat.output_discarding import Discardable, discard, run_discardable
 from sac.region.settings import PLAIN
 from tests.support.training import assert_same
 

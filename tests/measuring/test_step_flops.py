@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from sac.tools.comparison import count_flops
 from torch.nn.functional import grouped_mm, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 

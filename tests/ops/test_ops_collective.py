@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.distributed as dist
-from sac.ops.facts import traits_of
 
 from sac.ops.facts import traits_of
 from sac.ops.names import is_must_save, resolve_ops

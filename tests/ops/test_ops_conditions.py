@@ -1,5 +1,6 @@
 import pytest
 import torch
+
 from sac.ops.save_sets import CONDITIONS
 
 

@@ -2,11 +2,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sac.ops.facts import traits_of
-from sac.ops.save_sets import CONDITIONS, SET_NAMES
 
+from sac.ops.facts import traits_of
 from sac.ops.names import OpMatcher, check_sets, is_must_save, resolve_ops, set_names
 from sac.ops.registry import find_ops, op_name, read_registry
+from sac.ops.save_sets import CONDITIONS, SET_NAMES
 
 aten = torch.ops.aten
 PACKETS = read_registry().packets

@@ -1,10 +1,10 @@
 import pytest
 import torch
-from sac.ops.facts import traits_of
-from sac.ops.save_sets import CONDITIONS, SAVE_SETS, SET_NAMES
 
+from sac.ops.facts import traits_of
 from sac.ops.names import is_must_save, resolve_ops
 from sac.ops.registry import find_ops, is_glob, op_name, read_registry
+from sac.ops.save_sets import CONDITIONS, SAVE_SETS, SET_NAMES
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional

@@ -1,6 +1,5 @@
 import pytest
 import torch
-from sac.ops.facts import OVERSTATED_WRITES, OpTraits, traits_of
 
 from sac.ops.facts import OVERSTATED_WRITES, OpTraits, traits_of
 from sac.ops.registry import find_ops, op_name, read_registry

@@ -5,7 +5,6 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from sac.recompute.module_tracker import BareMode
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -16,6 +15,7 @@ from sac.planner.cost import PRIORS, call_key, op_class, roofline, seconds, unpr
 from sac.planner.devices import DEVICES, device_at_hand
 from sac.planner.profile import Entry
 from sac.planner.tracing import profile_regions
+from sac.recompute.module_tracker import BareMode
 
 B, S, D, HEADS = 2, 16, 32, 4
 

@@ -7,8 +7,8 @@ from random import Random
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sac.planner.pareto import MOST_BEST, KeepSet, pareto, priced, recomputed
 
+from sac.planner.pareto import MOST_BEST, KeepSet, pareto, priced, recomputed
 from sac.planner.profile import Entry, Need, RegionProfile
 from tests.planner.random_profiles import profiles, random_profile
 

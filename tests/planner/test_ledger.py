@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from sac.planner.live_bytes import Ledger, Scratch
-from sac.tensors import STORAGE_WATCHERS, cloned
 from torch import Tensor
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from sac.memory_timeline import measure_memory
 from sac.planner.fakes import fake_mode
+from sac.planner.live_bytes import Ledger, Scratch
+from sac.tensors import STORAGE_WATCHERS, cloned
 
 
 @pytest.fixture(params=["real", "fake"])

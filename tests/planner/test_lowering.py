@@ -11,9 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
-from sac.planner.gpu_ops import lowered_to, not_lowered
-from sac.planner.plan_file import make_plan
-from sac.policy.load import dump_policy, load_policy
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,8 +20,11 @@ from sac.errors import PlanError, Problem
 from sac.planner import gpu_ops as lowering
 from sac.planner.devices import device_named
 from sac.planner.fakes import fake_mode
+from sac.planner.gpu_ops import lowered_to, not_lowered
+from sac.planner.plan_file import make_plan
 from sac.planner.planning import lowered, needs_lowering, planned
 from sac.planner.prepare import prepare
+from sac.policy.load import dump_policy, load_policy
 from tests.support.model_zoo import tiny
 
 fake_mode()  # what it imports is imported once, not in each child

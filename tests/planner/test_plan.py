@@ -12,18 +12,17 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from sac.blocks.install import ours_on
-from sac.planner.plan_file import make_plan
-from sac.planner.search import Planner
-from sac.recompute.op_rows import Rows
 from torch import Tensor, nn
 
 import sac
+from sac.blocks.install import ours_on
 from sac.errors import RegionError
 from sac.planner.budget import optimizer_bytes
+from sac.planner.plan_file import make_plan
 from sac.planner.prepare import prepare
 from sac.planner.search import Planner
 from sac.policy.model import Policy
+from sac.recompute.op_rows import Rows
 from tests.planner.small_model import INPUTS, Block, Model, stops
 from tests.planner.truth import MODELS, measured, model_named, put_on
 from tests.support.model_zoo import tiny

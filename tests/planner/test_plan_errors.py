@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from sac.planner.plan_file import make_plan
-from sac.policy.read import LEGAL_BYTES
 from torch import Tensor, nn
 
 import sac
 from sac.errors import ModelError, PlanError
 from sac.planner.budget import read_budget
+from sac.planner.plan_file import make_plan
 from sac.planner.prepare import prepare
+from sac.policy.read import LEGAL_BYTES
 from tests.planner.small_model import DIM, INPUTS, Block, Model, stops
 
 

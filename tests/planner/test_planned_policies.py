@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from sac.blocks.install import regions_of
-from sac.blocks.kv_cache import turn_off_cache
-from sac.policy.load import dump_policy, load_policy
-from sac.recompute.op_rows import signature
 from torch import nn
 
 import sac
 from sac.blocks.find import find_blocks
+from sac.blocks.install import regions_of
+from sac.blocks.kv_cache import turn_off_cache
 from sac.errors import RegionError
 from sac.planner.fakes import call, fake_copy, fake_inputs, fake_mode
 from sac.planner.tracing import profile_regions
+from sac.policy.load import dump_policy, load_policy
+from sac.recompute.op_rows import signature
 from sac.reporting import regions_by_kind
 from tests.support.blocks import ENGINES, llama_stack, policy, save, selective, tokens
 from tests.support.compiling import Compiled

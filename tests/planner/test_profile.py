@@ -7,14 +7,14 @@ from random import Random
 from typing import Any
 
 import pytest
-from sac.planner.live_bytes import Ledger
-from sac.planner.pareto import KeepSet, pareto, recomputed
 from torch import nn
 
 import sac
 from sac.blocks.find import find_blocks
 from sac.planner.choices import Choice, policy_for
 from sac.planner.fakes import call, fake_copy, fake_inputs, fake_mode
+from sac.planner.live_bytes import Ledger
+from sac.planner.pareto import KeepSet, pareto, recomputed
 from sac.planner.profile import RegionProfile
 from sac.planner.tracing import profile_regions
 from sac.reporting import regions_by_kind

@@ -5,13 +5,13 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from sac.planner.plan_file import make_plan
 from torch import nn
 
 import sac
 from sac.errors import PlanError
 from sac.planner.budget import optimizer_bytes
 from sac.planner.fakes import fake_copy, fake_mode
+from sac.planner.plan_file import make_plan
 from sac.planner.prepare import prepare
 from sac.planner.sharding import fake_ranks, fsdp_over
 from tests.support.ranks import run_ranks

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from sac.planner.live_bytes import Ledger
 from torch import Tensor, nn
 
 import sac
 from sac.errors import PlanError
 from sac.planner.fakes import fake_copy, fake_inputs, fake_mode
+from sac.planner.live_bytes import Ledger
 from sac.planner.step import BACKWARD, BETWEEN, FORWARD, StepRecord, run_step, scalar_loss
 
 DIM = 8

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from sac.blocks.install import ours_on
-from sac.planner.live_bytes import Ledger
-from sac.recompute.op_rows import OpRow
 from torch import Tensor, nn
 
 import sac
 from sac.blocks.find import find_blocks
+from sac.blocks.install import ours_on
 from sac.planner.fakes import call, fake_copy, fake_inputs, fake_mode
+from sac.planner.live_bytes import Ledger
 from sac.planner.profile import RegionProfile
 from sac.planner.tracing import CannotProfile, profile_regions
+from sac.recompute.op_rows import OpRow
 from sac.reporting import regions_by_kind
 from tests.planner.truth import MODELS, model_named, put_on
 from tests.support.model_zoo import tiny

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from sac.planner.plan_file import make_plan
-from sac.planner.search import Planner
 from torch import Tensor, nn
 
 from sac.planner.choices import policy_for
+from sac.planner.plan_file import make_plan
 from sac.planner.prepare import prepare
 from sac.planner.search import Planner
 from tests.docs.pages import text_of

@@ -11,16 +11,14 @@ import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sac.planner.plan_file import Plan, make_plan
-from sac.planner.search import Planner
-from sac.policy.load import load_policy
-from sac.policy.read import bytes_text
 from torch import nn
 
 import sac
 from sac.planner.choices import policy_for
 from sac.planner.fakes import fake_build, fake_copy, fake_inputs, fake_mode
+from sac.planner.plan_file import Plan, make_plan
 from sac.planner.prepare import prepare
+from sac.planner.search import Planner
 from sac.planner.written import (
     ATTENTION_MATMULS,
     baselines,
@@ -30,7 +28,9 @@ from sac.planner.written import (
     with_alternatives,
     written,
 )
+from sac.policy.load import load_policy
 from sac.policy.model import Policy, Rule
+from sac.policy.read import bytes_text
 from tests.planner.plan_models import stack
 from tests.support.model_zoo import tiny
 

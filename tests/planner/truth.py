@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from sac.blocks.kv_cache import turn_off_cache
-from sac.planner.live_bytes import Ledger, Scratch
 from torch import Tensor, nn
 
 import sac
@@ -17,6 +15,7 @@ from sac.blocks.find import find_blocks
 from sac.blocks.kv_cache import turn_off_cache
 from sac.memory_timeline import mark, measure_memory
 from sac.planner.fakes import call, fake_copy, fake_inputs, fake_mode
+from sac.planner.live_bytes import Ledger, Scratch
 from sac.planner.step import run_step, scalar_loss
 from tests.support.model_zoo import tiny
 

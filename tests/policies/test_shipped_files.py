@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from sac.policy.load import dump_policy, load_policy, shipped_policies, shipped_policy_path
-from sac.recompute.table import bind_policy
 
 from sac.config import usable_policy
+from sac.policy.load import dump_policy, load_policy, shipped_policies, shipped_policy_path
+from sac.recompute.table import bind_policy
 from tests.policies.families import FAMILIES
 
 EXPECTED = ("bert", "deepseek_v3", "gemma", "general", "gpt2", "llama", "mamba", "moe", "resnet", "t5", "vit")

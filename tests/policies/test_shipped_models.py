@@ -7,12 +7,12 @@ from functools import cache
 from typing import Any
 
 import pytest
-from sac.blocks.install import regions_of
-from sac.policy.load import load_policy
 from torch import nn
 
 import sac
+from sac.blocks.install import regions_of
 from sac.config import family_policy
+from sac.policy.load import load_policy
 from tests.policies.families import FAMILIES, STRANGERS, Family
 from tests.policies.training import kept_bytes, pair, train, unequal
 

@@ -9,11 +9,11 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sac.policy.load import dump_policy, load_policy
-from sac.policy.read import DTYPES, takes_all_of
 
+from sac.policy.load import dump_policy, load_policy
 from sac.policy.model import Calls, Decision, Dim, Layers, Plan, PlannedRegion, Policy, Rule
 from sac.policy.patterns import PathPattern
+from sac.policy.read import DTYPES, takes_all_of
 
 TRICKY = [
     "on",

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from sac.policy.load import load_policy
 
 from sac.errors import PolicyError
 from sac.policy import load as shipped
+from sac.policy.load import load_policy
 from sac.policy.model import Decision, Layers
 from sac.policy.patterns import PathPattern
 

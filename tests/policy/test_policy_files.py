@@ -7,10 +7,10 @@ import pickle
 from pathlib import Path
 
 import pytest
-from sac.policy.load import load_policy, shipped_policies, shipped_policy_path
 
 from sac.errors import PolicyError, SacError
 from sac.policy import load as shipped
+from sac.policy.load import load_policy, shipped_policies, shipped_policy_path
 from sac.policy.model import Policy
 
 EMPTY = "schema: sac/v1\nrules: []\n"

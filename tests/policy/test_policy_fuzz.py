@@ -8,10 +8,10 @@ import pytest
 import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from sac.policy.load import dump_policy, load_policy
-from sac.policy.read import DO_WORDS, DTYPES, PLAN_KEYS, PLANNED_KEYS, POLICY_KEYS, RULE_KEYS
 
 from sac.errors import PolicyError
+from sac.policy.load import dump_policy, load_policy
+from sac.policy.read import DO_WORDS, DTYPES, PLAN_KEYS, PLANNED_KEYS, POLICY_KEYS, RULE_KEYS
 
 SIGNS = [
     "[",

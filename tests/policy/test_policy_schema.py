@@ -6,11 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from sac.policy.load import load_policy
-from sac.policy.read import parse_bytes
 
+from sac.policy.load import load_policy
 from sac.policy.model import Calls, Decision, Dim, Layers, Mark, Policy, Rule
 from sac.policy.patterns import PathPattern
+from sac.policy.read import parse_bytes
 
 Load = Callable[[str], Policy]
 

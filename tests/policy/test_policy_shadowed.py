@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from sac.policy.load import load_policy
 
 from sac.errors import PolicyError
+from sac.policy.load import load_policy
 from sac.policy.model import Policy
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from sac.recompute import rerun as modes
 from torch import Tensor, nn
 
 import sac
+from sac.recompute import rerun as modes
 from tests.support.blocks import FULL, Stack, policy, selective
 from tests.support.stores import MODES
 from tests.support.training import same_bits

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from sac.tensors import version_watch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import sac
 from sac.errors import RegionError
+from sac.tensors import version_watch
 
 
 def test_the_input_of_an_inner_region_is_free_once_the_outer_forward_is_over():

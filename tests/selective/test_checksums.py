@@ -8,10 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sac.checksums import checksum, find_different, same
 from torch import Tensor
 
 from sac import checksums as module
+from sac.checksums import checksum, find_different, same
 
 SIZES = (1, 7, 64, 5_000, 40_000, 300_001)  # up to a CRC of the whole, and past it
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool, torch.complex64, torch.complex128)

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from sac.recompute.module_tracker import CAN_MARK, BareMode
-from sac.region.module_state import owners_of
-from sac.tensors import detached
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sac
+from sac.recompute.module_tracker import CAN_MARK, BareMode
+from sac.region.module_state import owners_of
+from sac.tensors import detached
 from tests.support.blocks import ENGINES, alternate, llama_stack, policy, save, selective, tokens
 
 

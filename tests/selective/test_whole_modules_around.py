@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from sac.outer_hooks import surrounding_hooks
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 import sac
+from sac.outer_hooks import surrounding_hooks
 from tests.promises.test_05_backward_often import (
     gradient_penalty,
     inputs_then_weights,

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from sac.tools.comparison import count_flops
 from torch import Tensor
 
 import sac
 from sac.reporting import decisions_of
+from sac.tools.comparison import count_flops
 from tests.stacks.composition import differences, forward_done, outcome
 from tests.support import whole_module_blocks as blocks
 from tests.support.blocks import FULL, llama_stack, policy, save, selective, square, tokens

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from sac.recompute.autocast import has_own_body
-from sac.tensors import laid_out, layout_of
 from torch import Tensor
 
 import sac
+from sac.recompute.autocast import has_own_body
+from sac.tensors import laid_out, layout_of
 from tests.support.blocks import FunctionBlock, Stack, policy, save, selective, square
 from tests.support.training import assert_same_training, built
 from tests.support.whole_module_blocks import WIDTH, Apply, whole

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from sac.tools.comparison import count_flops
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as funcol
 from torch.profiler import ProfilerActivity, profile

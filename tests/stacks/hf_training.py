@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sac.blocks.kv_cache import turn_off_cache
 from torch import Tensor, nn
 
+from sac.blocks.kv_cache import turn_off_cache
 from tests.stacks.composition import WRAPPED_NAMES, Outcome, forward_done, outcome
 from tests.support.model_zoo import tiny
 from tests.support.training import same_bits

@@ -11,11 +11,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from sac.blocks.install import regions_of
-from sac.blocks.kv_cache import turn_off_cache
 from torch import Tensor, nn
 
 import sac
+from sac.blocks.install import regions_of
+from sac.blocks.kv_cache import turn_off_cache
 from sac.errors import SacError
 from tests.stacks.composition import Outcome, differences, forward_done, outcome
 from tests.support.model_zoo import tiny

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from sac.blocks.other_checkpointing import ENABLING
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
 import sac
+from sac.blocks.other_checkpointing import ENABLING
 from sac.errors import ModelError, RegionError
 from tests.support.model_zoo import tiny
 from tests.support.plain_zoo import plain

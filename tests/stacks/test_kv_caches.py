@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from sac.blocks.install import regions_of
-from sac.blocks.kv_cache import turn_off_cache
 from torch import Tensor, nn
 
 import sac
+from sac.blocks.install import regions_of
+from sac.blocks.kv_cache import turn_off_cache
 from tests.stacks.composition import Outcome, differences, forward_done, outcome
 from tests.support.model_zoo import tiny
 from tests.support.pairs import in_turn

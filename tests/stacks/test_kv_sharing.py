@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from sac.blocks.install import regions_of
 from torch import Tensor, nn
 
 import sac
+from sac.blocks.install import regions_of
 from tests.stacks.composition import Outcome, differences, forward_done, outcome
 from tests.support.blocks import alternate, policy
 from tests.support.model_zoo import tiny

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from sac.blocks.install import regions_of
 
 import sac
+from sac.blocks.install import regions_of
 from tests.stacks.composes import least_kept
 from tests.stacks.composition import Outcome, differences
 from tests.stacks.other_trainers import assert_composes, lightning, lightning_ddp, lightning_fsdp2

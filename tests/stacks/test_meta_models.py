@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from sac.tools.comparison import count_flops
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sac
+from sac.tools.comparison import count_flops
 from tests.stacks.composition import gradients_of
 from tests.support.blocks import FULL, LlamaLikeBlock, Stack, alternate, llama_stack, policy, save, selective
 from tests.support.ranks import run_ranks

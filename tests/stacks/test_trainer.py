@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sac.blocks.install import regions_of
 from torch import nn
 
 import sac
+from sac.blocks.install import regions_of
 from sac.errors import ConfigError, ModelError, RegionError
 from tests.stacks.hf_training import Trained, arguments, rows, saved_memory, train, untouched
 from tests.support.model_zoo import tiny

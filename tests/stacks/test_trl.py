@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from sac.blocks.install import ours_on, regions_of
-from sac.blocks.kv_cache import turn_off_cache
 from torch import nn
 
 import sac
+from sac.blocks.install import ours_on, regions_of
+from sac.blocks.kv_cache import turn_off_cache
 from sac.errors import ConfigError, ModelError
 from tests.stacks.hf_training import Trained, arguments, saved_memory, told, untouched
 from tests.support.model_zoo import tiny

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from sac.tools.comparison import count_flops
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp, vjp, vmap
 from torch.nn.utils import parametrizations, parametrize
 
 import sac
 from sac.errors import ModelError, RegionError
+from sac.tools.comparison import count_flops
 from tests.support.blocks import FULL, Stack, policy, save, selective
 from tests.support.training import assert_same, built
 

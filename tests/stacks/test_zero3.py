@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from sac.tools.comparison import count_flops
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError, noop_context_fn
 
 import sac
+from sac.tools.comparison import count_flops
 from tests.stacks.zero3 import Sharded, its_linear
 from tests.support.blocks import FULL, Stack, policy, save, selective
 from tests.support.training import assert_same, built

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from sac.blocks.install import regions_of
 from torch import Tensor, nn
 
+from sac.blocks.install import regions_of
 from tests.support.blocks import LlamaLikeBlock, with_dropout
 
 

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from sac.compat.output_discarding import Discardable, discard, run_discardable
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
+from sac.compat.output_discarding import Discardable, discard, run_discardable
 from sac.region.settings import PLAIN
 
 WIDTH = 8

@@ -16,12 +16,13 @@ from typing import Any
 
 import pytest
 import torch
-from sac.stores import contiguous as slots
-from sac.stores import host as host_copies
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from sac.stores import contiguous as slots
+from sac.stores import host as host_copies
 
 HOST = "host"
 LOOKS_ONLY = (torch.ops.aten.new_empty, torch.ops.aten.empty_like)  # at the shape: they do not read the data

@@ -7,12 +7,12 @@ import pickle
 
 import pytest
 import torch
-from sac.stores.contiguous import ContiguousBuffer
 from torch import Tensor
 
 import sac
 from sac.errors import RegionError
 from sac.full import FullConfig
+from sac.stores.contiguous import ContiguousBuffer
 from tests.support.blocks import llama_stack, tokens
 from tests.support.cases import WIDTH, layer
 from tests.support.recording import Recorder, without_collector

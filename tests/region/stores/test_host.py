@@ -7,11 +7,11 @@ import pickle
 
 import pytest
 import torch
-from sac.stores.host import Host
 from torch import Tensor
 
 import sac
 from sac.full import FullConfig
+from sac.stores.host import Host
 from tests.support.blocks import llama_stack, policy, save, selective
 from tests.support.cases import WIDTH, hidden, layer, loss_of
 from tests.support.simulated_streams import simulated_streams

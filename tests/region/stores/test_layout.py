@@ -9,8 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sac.stores.store import Layout
 from torch import Tensor
+
+from sac.stores.store import Layout
 
 DTYPES = (
     torch.float32,

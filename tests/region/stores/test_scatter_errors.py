@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from sac.stores.contiguous import ContiguousBuffer
-from sac.stores.host import Host
-from sac.stores.scatter import Scattered, bit_checksum
-from sac.stores.store import Here, Keeping
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import sac
 from sac.errors import ConfigError, RegionError, SacError
+from sac.stores.contiguous import ContiguousBuffer
+from sac.stores.host import Host
+from sac.stores.scatter import Scattered, bit_checksum
+from sac.stores.store import Here, Keeping
 from tests.support.ranks import run_ranks
 from tests.support.scattering import mlp, scattered
 

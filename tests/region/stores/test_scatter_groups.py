@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from sac.stores.scatter import PlacedShare
-from sac.stores.store import Layout
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
@@ -25,6 +23,8 @@ from torch.nn import functional as F
 import sac
 from sac.config import CallOptions, settings_of
 from sac.full import FullConfig
+from sac.stores.scatter import PlacedShare
+from sac.stores.store import Layout
 from tests.support.blocks import Stack
 from tests.support.ranks import run_ranks
 from tests.support.scattering import Run, Seen, differences, mlp, plainly, scattered, summed_up, weights

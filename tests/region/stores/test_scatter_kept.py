@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from sac.stores.scatter import PlacedShare
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import sac
+from sac.stores.scatter import PlacedShare
 from tests.support.blocks import LlamaLikeBlock, Stack, alternate, policy, save
 from tests.support.ranks import run_ranks
 from tests.support.recording import Recorder, without_collector

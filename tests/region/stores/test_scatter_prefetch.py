@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from sac.stores import prefetch as gathering
-from sac.stores.scatter import PlacedShare
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from sac.stores import prefetch as gathering
+from sac.stores.scatter import PlacedShare
 from tests.support.ranks import run_ranks
 from tests.support.recording import Recorder, without_collector
 from tests.support.runs import Noted

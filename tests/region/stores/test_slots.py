@@ -7,12 +7,12 @@ import threading
 
 import pytest
 import torch
-from sac.stores.contiguous import ContiguousBuffer
 from torch import Tensor, nn
 
 import sac
 from sac.errors import RegionError
 from sac.full import FullConfig
+from sac.stores.contiguous import ContiguousBuffer
 from tests.support.cases import WIDTH, layer, loss_of
 from tests.support.recording import without_collector
 

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from sac.stores import host as host_copies
-from sac.stores.contiguous import ContiguousBuffer, Slots
-from sac.stores.host import Host, PlacedOnHost
-from sac.tensors import detached
 from torch import Tensor, nn
 
 import sac
 from sac.errors import RegionError
 from sac.full import FullConfig
+from sac.stores import host as host_copies
+from sac.stores.contiguous import ContiguousBuffer, Slots
+from sac.stores.host import Host, PlacedOnHost
+from sac.tensors import detached
 from tests.support.cases import CASES, WIDTH, Run, hidden, layer, loss_of, written_after, written_inside
 from tests.support.pairs import in_pairs
 from tests.support.ranks import run_ranks
