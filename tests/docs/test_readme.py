@@ -20,7 +20,7 @@ import sac
 from sac.blocks.install import regions_of
 from sac.compat import deepspeed
 from sac.compat import megatron as megatron_job
-from sac.config import CALL_KEYS, OWN_KEYS, STORES, CallOptions, parse_config
+from sac.config import CALL_KEYS, FULL_CONFIG_KEYS, OWN_KEYS, STORES, CallOptions, parse_config
 from sac.full import FullConfig
 from tests.docs.pages import rows, snippets
 from tests.docs.snippet_models import WIDTH, Layer, Model

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import sac
-from sac.config import CALL_KEYS, CallOptions, parse_config, settings_of
+from sac.config import CALL_KEYS, FULL_CONFIG_KEYS, CallOptions, parse_config, settings_of
 from sac.errors import ConfigError
 from sac.full import FullConfig
 from sac.region.settings import PLAIN
