@@ -163,7 +163,7 @@ def find_blocks(
     With them a block is what any pattern matches, by clean path or by the path that ``named_modules`` gives.
     ``scope`` keeps the towers it names. ``granularity="submodule"`` gives instead of each block its direct children
     that hold parameters and are more than a norm or one linear map (attention, mlp), or the block if it has none.
-    A pipeline stage may hold no block: then there are none (Note [Stages] in ``stages.py``).
+    A pipeline stage may hold no block: then there are none (see Note [Stages]).
 
     Raises ``ModelError`` when there is no block, none in the scope, or a pattern matches nothing; ``ConfigError`` for
     an illegal scope or granularity.

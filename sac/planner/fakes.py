@@ -183,7 +183,7 @@ def real_copy(model: nn.Module) -> nn.Module:
 # Note [The meta device]
 #
 # A model that is too large for this machine is built under `torch.device("meta")`. Its ops are those of no device that
-# trains: attention falls apart into products, and what stands in for a GPU's ops (lowering.py) is not called. So its
+# trains: attention falls apart into products, and what stands in for a GPU's ops (gpu_ops.py) is not called. So its
 # tensors are exchanged for fake ones of the CPU, of which a plan for any device can be made.
 
 

@@ -22,7 +22,7 @@ from sac.planner.devices import device_named
 # torch is told to call the GPU's ops for tensors of the CPU. It is told at autograd's key, below which modes look: all
 # that runs later, backward and recomputation too, sees the same. (A TorchFunctionMode is off in backward.)
 #
-# That changes torch for all that is in the process, so it is done in one of its own (child.py), which the caller
+# That changes torch for all that is in the process, so it is done in one of its own (planning.py), which the caller
 # never sees. What is known of the choice of attention is that of torch 2.11 to 2.13 (`sdp_utils.cpp`); flags that the
 # model sets (`torch.nn.attention.sdpa_kernel`) count, an order that it sets does not. Layer norm, softmax, losses and
 # products are the same ops on both.

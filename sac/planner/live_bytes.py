@@ -122,7 +122,7 @@ def _zeros(meta: _Meta) -> Tensor:
 # A storage counts from the end of the op that made it to its end, each with its own bytes, rounded up to the
 # allocator's block where there is one. Arguments that are written to and results that lie in known storages are not
 # new; one that is resized, as those of FSDP2 are, counts with its new size. What a kernel takes and gives back while it
-# runs is no tensor of any op; `Scratch` (scratch.py) knows of it.
+# runs is no tensor of any op; `Scratch` knows of it.
 # On the CPU two more things count that no dispatcher sees made: the states of random generators, and numbers. Of
 # `x * 0.5` autograd saves the number as a tensor of eight bytes.
 

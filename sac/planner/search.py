@@ -28,11 +28,11 @@ from sac.region.settings import NEVER
 # Note [The walk of a plan]
 #
 # model, inputs -> a copy without data (fakes.py) -> a profile of each kind of region (tracing.py) -> what each op takes
-# (cost.py) -> all keep-sets of a kind of which none is better than another (keep_sets.py) -> a step of the whole model
+# (cost.py) -> all keep-sets of a kind of which none is better than another (pareto.py) -> a step of the whole model
 # with as many of them as there are layers, which tells what each holds and how high the step goes with it (step.py,
 # memory.py) -> the choice per layer that takes least time within the budget (layers.py) -> a step with that choice. If
 # it goes as high as predicted, or at least not above the budget, the choice becomes a policy (choices.py); otherwise
-# what was learnt from it is solved for again. All before the first step is in prepare.py, all after in plans.py.
+# what was learnt from it is solved for again. All before the first step is in prepare.py, all after in plan_file.py.
 
 _HALVINGS = 16
 _MOST_MEASURED = 300  # regions, in all steps that are run before anything is asked for

@@ -152,7 +152,7 @@ def load_policy(source: PolicySource, *, where: str = "policy") -> Policy:
     ``source`` is a shipped policy's name, a path (a ``PathLike``, or text that ends in ``.yaml`` or ``.yml`` or has a
     separator in it), a mapping as a YAML file would have it (``schema`` may be left out; what it ``extends`` by a
     relative path starts at the working directory), or a ``Policy``, which comes back as it is. ``where`` is how
-    messages call the argument. How parents are folded in, see Note [Inheritance] in ``inherit.py``.
+    messages call the argument. How parents are folded in, see Note [Inheritance].
 
     Raises:
         PolicyError: with every problem of the policy and of its parents.

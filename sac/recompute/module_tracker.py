@@ -16,7 +16,7 @@ from sac.recompute.table import Table
 
 
 class Scoped(Protocol):
-    """A mode that wants to know the module path of what it sees; both modes of ``modes.py`` do."""
+    """A mode that wants to know the module path of what it sees; both modes of ``rerun.py`` do."""
 
     path: str
     plans: dict[Any, Any]

@@ -53,7 +53,7 @@ class ReplayPlan:
     leaves: list[int]
     written: frozenset[int]
     handles: frozenset[int]
-    orders: list[Any] = field(default_factory=list)  # the steps as `replay_run.py` runs them
+    orders: list[Any] = field(default_factory=list)  # the steps as `replay.py` runs them
     steps_by_number: dict[int, Step] = field(default_factory=dict)
 
 

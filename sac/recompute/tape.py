@@ -106,7 +106,7 @@ def first_address(tensor: Tensor) -> int:
 #
 # Values that lie in one storage have one *root*, the first of them. To read a value is to read what all writes to its
 # root have left there, so an op depends on the ops that made its arguments and on those that wrote to their roots
-# before it (`plan_replay` in replay_plan.py). The storages of a tape are referenced weakly: while that is so no other
+# before it (`plan_replay` in schedule.py). The storages of a tape are referenced weakly: while that is so no other
 # storage gets the address of one.
 #
 # A tensor that nobody made on the tape, in a storage that is known, is an alias: it came about where no mode looks. A
