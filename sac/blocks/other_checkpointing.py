@@ -96,6 +96,15 @@ def _named(path: str, module: nn.Module) -> str:
 
 # -- A model's own switches for activation checkpointing, once sac is on the model: they raise and turn nothing on
 
+# Note [Both on]
+#
+# Two checkpointings at once would run every block three times. What is on when ``sac.apply`` is called is refused
+# there. What comes later is refused where it is first seen:
+#  - a method that turns it on (a trainer, an adapter library or the user calls it): by the method itself, which is
+#    covered on the instance until ``sac.remove``;
+#  - a flag that is set by hand, on a block or on what calls it, and a ``checkpoint_wrapper`` that is put around a
+#    block: by the region, when it runs. It asks for its block's flags in each call, and looks up the stack in the first.
+
 ENABLING = (  # Hugging Face's, its deprecated name, diffusers', timm's
     "activation_checkpointing_enable",
     "gradient_checkpointing_enable",

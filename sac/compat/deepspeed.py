@@ -1,4 +1,12 @@
-"""DeepSpeed's `checkpointing`: `configure` and `checkpoint` with its config, buffers and profile."""
+"""DeepSpeed's activation checkpointing (``deepspeed.checkpointing``), carried out by ``sac.checkpoint``.
+
+``import sac.compat.deepspeed as checkpointing`` takes the place of ``from deepspeed import checkpointing``.
+
+What is different, each on purpose: arguments stay what they are for the caller, also when they are partitioned or moved
+to the CPU; any number of elements can be partitioned; arguments have any structure; ``checkpoint_in_cpu`` needs no
+partitioning; autocast is put back; a region keeps the settings that it was called with, whatever is configured before
+its backward; an unknown key of the config is an error; a wrong configuration changes nothing.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,16 @@
-"""Megatron-LM's `tensor_parallel.checkpoint`, its RNG tracker and output discarding."""
+"""Megatron-Core's activation checkpointing (``megatron.core.tensor_parallel``), carried out by ``sac.checkpoint``.
+
+``from sac.compat.megatron import checkpoint`` takes the place of the import from ``megatron.core``.
+
+Where Megatron-Core is loaded in this process, its tensor-parallel group, its ranks and its tracker of random states are
+the ones that are used, so that its layers and this module mean the same ones. Without it give the group to
+``set_tensor_model_parallel_group`` and the ranks to ``model_parallel_cuda_manual_seed``.
+
+What is different, each on purpose: regions are non-reentrant, so recomputation stops early and
+``torch.autograd.grad`` works; the caller's tensor is not touched unless ``release_input=True``; autocast is put back;
+arguments and results have any structure. FP8 state of TransformerEngine is not put back: FP8 around a region is an
+error.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,13 @@
-"""TransformerEngine's `checkpoint`, and regions with FP8 modules."""
+"""TransformerEngine's ``checkpoint``, carried out by ``sac.checkpoint``.
+
+``from sac.compat.transformer_engine import checkpoint`` takes the place of the import from ``transformer_engine``.
+
+What is different, each on purpose: the caller's tensors are never touched (``release_input`` of ``sac.full.FullConfig``
+frees their memory as TransformerEngine does); activations are scattered in the non-reentrant mode too, for functions
+without modules of TransformerEngine too, and for any number of elements, strides and device. FP8 state (scales,
+histories of maxima) is not put back for recomputation: FP8 that is on around the call is an error, and FP8 that the
+function itself turns on advances its histories twice.
+"""
 
 from __future__ import annotations
 

@@ -73,6 +73,9 @@ and ``one & other``. An unknown name raises ``KeyError``."""
 
 # -- The save-sets, as data: which ops a policy means when it says ``attention``, ``matmul``, ``collective``, …
 
+# An entry names a packet (``aten.mm``), an overload, a higher-order op or a glob. What this build of torch lacks is
+# passed over, as are overloads that cannot be saved; a glob of a set never means a backward op (``BACKWARD_MARKS``).
+
 __all__ = ["BACKWARD_MARKS", "CONDITIONS", "SAVE_SETS", "SET_NAMES", "SaveSet", "SetEntry"]
 
 BACKWARD_MARKS = ("bwd", "backward", "_grad")

@@ -18,6 +18,18 @@ from sac.policy.syntax import Findings, compose_yaml, node_from_value, shown
 
 # -- What `extends` means: one line of files, nearest first, folded into one policy
 
+# Note [Inheritance]
+#
+# A policy and its parents are put into one line: the file itself, its first parent and that one's parents, then the
+# second parent, and so on; a file that is reached twice counts where it comes last, so that it stands behind everything
+# that extends it. Then
+# - rules stand in the order of the line: a child's come before its parents', and the first match wins;
+# - a rule with an ``id`` hides the rules of the same id further down the line: that is how a child replaces one rule;
+# - ``default``, ``regions.blocks`` and ``regions.layers`` are those of the first file that sets them;
+# - ``sets`` of one name are joined, the child's ops first;
+# - ``name`` and ``models`` are the file's own: a child does not serve the families of its parent by itself;
+# - ``plan`` too: with rules of its own a child is not what its parent's plan was made for.
+
 
 def join_lines(written: Written, parents: Sequence[tuple[Written, ...]]) -> tuple[Written, ...]:
     """Return the line of a file from the lines of its parents; see Note [Inheritance]."""

@@ -167,6 +167,9 @@ def _scalar_from_value(value: object, mark: Mark) -> Scalar:
 
 # -- YAML text to nodes with marks: only plain data, bounded in size and depth, no key lost
 
+# The parser's events are composed here, not by PyYAML: its composer recurses (a deep file ends in ``RecursionError``),
+# and its constructor lets a second key win in silence and resolves unquoted words by YAML 1.1.
+
 _NodeEvent: TypeAlias = yaml.AliasEvent | yaml.ScalarEvent | yaml.CollectionStartEvent
 _NODE_EVENTS = (yaml.AliasEvent, yaml.ScalarEvent, yaml.CollectionStartEvent)
 _QUOTE_STAR = 'an unquoted * at the start of a word refers to an anchor; quote patterns, as in "*_proj"'

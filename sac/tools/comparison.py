@@ -339,6 +339,10 @@ def _mark_exit(path: str, *_: object) -> None:
 
 # -- Trains copies of one model, one per mode, side by side, and measures what each costs
 
+# Every mode starts from the same weights and sees the same batches and seeds, so losses and gradients must be equal.
+# Steps are interleaved, one of each mode in turn, so that a machine that slows down slows all modes. Memory and FLOPs
+# are measured in two further passes after the training steps, in which nothing is timed.
+
 Progress = Callable[[int, int, str], None]
 
 
