@@ -35,11 +35,11 @@ class Block:
 
 # Note [Stages]
 #
-# A stage is made by taking layers away from the whole model, and two things tell of it: a list named as stacks of blocks
-# are named with nothing in it but placeholders, and a stack whose layers are counted to more than it holds. On a stage
-# it is no mistake that no block is there, that `layers` chooses none of those that are, or that a rule finds no place:
-# they may be on another stage. The user is told once, and training goes on, so that one loop over the parts serves
-# every rank.
+# A stage is made by taking layers away from the whole model, and two things tell of it: a list named as stacks of
+# blocks are named with nothing in it but placeholders, and a stack whose layers are counted to more than it holds. On a
+# stage it is no mistake that no block is there, that `layers` chooses none of those that are, or that a rule finds no
+# place: they may be on another stage. The user is told once, and training goes on, so that one loop over the parts
+# serves every rank.
 
 LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 

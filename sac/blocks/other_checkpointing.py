@@ -103,7 +103,8 @@ def _named(path: str, module: nn.Module) -> str:
 #  - a method that turns it on (a trainer, an adapter library or the user calls it): by the method itself, which is
 #    covered on the instance until ``sac.remove``;
 #  - a flag that is set by hand, on a block or on what calls it, and a ``checkpoint_wrapper`` that is put around a
-#    block: by the region, when it runs. It asks for its block's flags in each call, and looks up the stack in the first.
+#    block: by the region, when it runs. It asks for its block's flags in each call, and looks up the stack in the
+#    first.
 
 ENABLING = (  # Hugging Face's, its deprecated name, diffusers', timm's
     "activation_checkpointing_enable",
