@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gc
 import re
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,20 @@ def random_state_is_left_alone() -> Iterator[None]:
 def first_step_is_behind() -> None:
     """torch 2.13 keeps some tensors of the first step that a dispatch mode sees in a process, with or without us."""
     from tests.support.blocks import llama_stack, tokens
+    from tests.support.process import prepare
     from tests.support.recording import backward_ops
     from tests.support.training import built
 
+    prepare()
     backward_ops(built(llama_stack), tokens())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imports_are_frozen(first_step_is_behind: None) -> None:
+    """Collections of garbage are of what the tests of this file make."""
+    from tests.support.process import freeze_what_is_imported
+
+    freeze_what_is_imported()
 
 
 @pytest.fixture
@@ -75,6 +86,16 @@ def entered(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(modes.ForwardMode, "__enter__", counted)
     return seen
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Import all files of tests without the cycle collector: there is next to nothing that it could free."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

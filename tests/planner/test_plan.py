@@ -71,7 +71,7 @@ def test_the_random_state_of_a_gpu_is_left_as_it_was(real: bool) -> None:
     assert torch.equal(torch.cuda.get_rng_state(), before)
 
 
-@pytest.mark.usefixtures("few_choices")
+@pytest.mark.usefixtures("few_choices", "few_steps")
 def test_a_hugging_face_model_keeps_its_cache() -> None:
     model, inputs = tiny("gpt2", dropout=0.1)
     assert model.config.use_cache
@@ -130,7 +130,7 @@ def test_a_planned_policy_changes_no_gradient(budget: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("few_choices")
+@pytest.mark.usefixtures("few_choices", "few_steps")
 @pytest.mark.parametrize("budget", ["0%", "50%", "100%"])
 @pytest.mark.parametrize("name", MODELS)
 def test_planned_policies_of_known_models_change_no_gradient(name: str, budget: str) -> None:

@@ -143,7 +143,7 @@ def test_random_choices_of_layers_take_what_their_step_took(name: str) -> None:
     planner, random = planner_of(name), Random(1)
     model, inputs = model_named(name)
     counts = [len(planner.choices[kind]) for kind in planner.kinds]
-    for number in range(6):
+    for number in range(4):
         choice = tuple(
             count - 1 if random.random() < 0.5 else random.randrange(count) if number else 0 for count in counts
         )
@@ -160,7 +160,7 @@ def policy_of(planner: Planner, choice: tuple[int, ...]) -> Any:
 def test_a_planned_policy_takes_what_was_planned_and_no_more_than_the_budget(name: str) -> None:
     planner = planner_of(name)
     model, inputs = model_named(name)
-    for budget in ("0%", "25%", "50%", "75%", "100%"):
+    for budget in ("0%", "25%", "50%", "75%", "100%") if name == "Llama" else ("0%", "60%"):
         made = make_plan(planner, budget)
         seen = measured(model, inputs, put_on(made.policy))
         assert seen == checked(planner, made.point.choice)
@@ -170,8 +170,7 @@ def test_a_planned_policy_takes_what_was_planned_and_no_more_than_the_budget(nam
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_steps")
-@pytest.mark.parametrize("engine", ["rerun", "replay"])
-@pytest.mark.parametrize("name", ["Llama", "GPT-2, dropout", "ViT"])
+@pytest.mark.parametrize(("name", "engine"), [("Llama", "replay"), ("GPT-2, dropout", "rerun"), ("ViT", "replay")])
 def test_a_plan_for_one_engine(name: str, engine: str) -> None:
     model, inputs = model_named(name, 3)
     planner = prepare(model, inputs, engine=engine)
@@ -186,7 +185,7 @@ def test_a_plan_for_one_engine(name: str, engine: str) -> None:
 def test_composed_peaks_are_near_the_checked_ones(name: str) -> None:
     """The search goes by them; what it finds is run, so being off by a little costs time and breaks nothing."""
     planner, random = prepare(*model_named(name)), Random(2)
-    for _ in range(5):
+    for _ in range(4):
         choice = tuple(random.randrange(len(planner.choices[kind])) for kind in planner.kinds)
         composed = planner.point("composed", choice).peak
         planner.run(choice)

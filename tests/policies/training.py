@@ -70,9 +70,7 @@ def unequal(expected: Trained, found: Trained) -> list[str]:
 
 
 def kept_bytes(model: nn.Module, inputs: dict[str, Any]) -> int:
-    """Bytes that a forward leaves for backward, found by watching which storages live on; nothing asks sac."""
-    for _ in range(2):
-        loss_of(model, inputs).backward()
+    """Bytes that a forward of a trained model leaves for backward, by which storages live on; nothing asks sac."""
     with without_collector():
         recorder = Recorder()
         with recorder:

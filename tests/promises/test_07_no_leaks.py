@@ -187,19 +187,15 @@ def test_eight_steps_do_not_grow(name: str, entry: str) -> None:
     live: list[int] = []
     objects: list[int] = []
     recorder = Recorder()
-    gc.freeze()  # what there was before is not looked through: most of it is modules of packages
-    try:
-        with without_collector():
-            for _ in range(8):
-                (x,) = tokens()
-                with recorder:
-                    model(x).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                live.append(recorder.live_bytes())
-                objects.append(sum(isinstance(thing, Tensor) for thing in gc.get_objects()))
-    finally:
-        gc.unfreeze()
+    with without_collector():
+        for _ in range(8):
+            (x,) = tokens()
+            with recorder:
+                model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            live.append(recorder.live_bytes())
+            objects.append(sum(isinstance(thing, Tensor) for thing in gc.get_objects()))
     assert live[1:] == [0] * 7
     assert len(set(objects[2:])) == 1, objects
 

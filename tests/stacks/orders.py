@@ -1,4 +1,8 @@
-"""What is done to a model before it trains, step by step, so that tests can put `sac.apply` anywhere among it."""
+"""What is done to a model before it trains, step by step, so that tests can put `sac.apply` anywhere among it.
+
+What compiles hands Dynamo's graphs to the backend that runs them as they are: an order decides what Dynamo gets to see.
+What AOTAutograd makes of a graph with regions in it, in each order, is in test_compiled_orders.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +30,12 @@ WIDTH = 32
 
 
 def compile_whole(model: nn.Module) -> nn.Module:
-    return torch.compile(model, backend="aot_eager")
+    return torch.compile(model, backend="eager")
 
 
 def compile_blocks(model: nn.Module) -> nn.Module:
     for block in blocks_of(model):
-        block.compile(backend="aot_eager")
+        block.compile(backend="eager")
     return model
 
 
@@ -39,7 +43,7 @@ def wrap_compiled_blocks(model: nn.Module) -> nn.Module:
     """Put each block into the wrapper that `torch.compile` returns."""
     owner = next(module for module in model.modules() if isinstance(module, Stack))
     for index, block in enumerate(owner.blocks):
-        owner.blocks[index] = torch.compile(block, backend="aot_eager")
+        owner.blocks[index] = torch.compile(block, backend="eager")
     return model
 
 

@@ -24,6 +24,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.support.process import freeze_what_is_imported, prepare
+
 TIMEOUT_SECONDS = 120.0
 START_SECONDS = 180.0
 GRACE_SECONDS = 3.0  # for the other ranks to end, once one has failed
@@ -131,6 +133,7 @@ def _environment() -> dict[str, str]:
 
 def _work(rank: int, world_size: int, port: int, pipe: Connection) -> None:
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))  # some functions are those of a script
+    prepare()
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     limit = timedelta(seconds=2 * TIMEOUT_SECONDS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
@@ -142,6 +145,7 @@ def _work(rank: int, world_size: int, port: int, pipe: Connection) -> None:
             os._exit(0)
         try:
             function, args = _unpacked(message)
+            freeze_what_is_imported()
             answer = _packed((True, function(*args)))
             dist.barrier()
         except BaseException:
