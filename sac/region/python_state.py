@@ -162,7 +162,7 @@ def _state(value: Any) -> Any:
 # arguments of a partial); and from there lists, dicts, sets, deques, short arrays, the attributes of objects, those in
 # `__slots__` too, and modules that nobody has registered, but for their parameters: those in a list, say. Not reached:
 # what libraries keep in objects of their own (torch, the standard library), generators, modules that the region itself
-# is a part of, or with more than `_MOST_MODULES` in them, and more than `_MOST` objects.
+# is a part of, and more than `_MOST_MODULES` modules and `_MOST` objects.
 #
 # Noting is shallow and by reference: what an object held, not what that looks like. Tensors are noted by identity too;
 # writes to their memory are another matter (Note [Buffers advance once]). A tensor with a graph is not held, since that
@@ -173,7 +173,7 @@ def _state(value: Any) -> Any:
 # under `memory`, rebinds the name to the h it has made itself, and when it is over `memory` is the tensor of step 3.
 
 _MOST = 1024  # objects and containers that are looked into
-_MOST_MODULES = 64  # modules in one that is not registered with the region
+_MOST_MODULES = 64  # modules that are not registered with the region
 _LONGEST = 4096  # entries of a container that is noted
 _STANDARD = frozenset(
     vars(nn.Module())
@@ -230,7 +230,18 @@ class ReachableState:
     reached; ``others``: those of Python and NumPy.
     """
 
-    __slots__ = ("_left", "_modules", "_places", "_seen", "_waiting", "generators", "others", "tensors")
+    __slots__ = (
+        "_left",
+        "_left_modules",
+        "_modules",
+        "_own",
+        "_places",
+        "_seen",
+        "_waiting",
+        "generators",
+        "others",
+        "tensors",
+    )
 
     def __init__(self, modules: Sequence[nn.Module], *roots: Any) -> None:
         self.tensors: dict[int, torch.Tensor] = {}
@@ -240,7 +251,9 @@ class ReachableState:
         self._seen: set[int] = set()
         self._waiting: list[Any] = []
         self._left = _MOST
+        self._left_modules = _MOST_MODULES
         self._modules = modules
+        self._own: set[int] | None = None
         kinds: dict[type, None] = {}
         for module in modules:
             self._note_module(module)
@@ -254,7 +267,7 @@ class ReachableState:
         while self._waiting:
             with suppress(Exception):  # objects that raise when they are looked at hold nothing that we know of
                 self._look_into(self._waiting.pop())
-        self._seen, self._modules = set(), ()
+        self._seen, self._modules, self._own = set(), (), None
 
     @property
     def is_empty(self) -> bool:
@@ -355,10 +368,15 @@ class ReachableState:
     def _reach_module(self, module: nn.Module) -> None:
         """Note a module that stands in none of the region's tables of modules, with those below it."""
         self._seen.add(id(module))
-        below = [*islice(module.modules(), _MOST_MODULES + 1)]
-        own = {*map(id, self._modules)}
-        if len(below) > _MOST_MODULES or any(id(one) in own for one in below):
+        if self._own is None:
+            self._own = {*map(id, self._modules)}
+        own = self._own
+        if id(module) in own:
             return
+        below = [*islice(module.modules(), self._left_modules + 1)]
+        if len(below) > self._left_modules or any(id(one) in own for one in below):
+            return
+        self._left_modules -= len(below)
         for one in below:
             self._seen.add(id(one))
             self._note_module(one)
