@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from sac.tensors import tensor_parts, tensors_of
+from sac.torch_private import UnseenByModes
 
 # Note [Checksums]
 #
@@ -37,7 +38,6 @@ _SMALL_BYTES = 1 << 16  # up to which a CRC is quicker than sums
 _PIECE_BYTES = 1 << 22  # of a tensor with gaps, which is copied
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-_Unseen = getattr(torch._C, "_DisableTorchDispatch", None)
 Sums = tuple["Tensor | int", ...]
 _Bytes = ctypes.c_char * _SMALL_BYTES
 
@@ -112,7 +112,7 @@ def _crc(tensor: Tensor, size: int) -> int:
 
 def _unseen(function: Any) -> Any:
     """Call ``function`` seen by no dispatch mode, without a graph."""
-    guard = _Unseen() if _Unseen is not None else None
+    guard = UnseenByModes() if UnseenByModes is not None else None
     try:
         with torch.no_grad():
             return function()

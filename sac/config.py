@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from sac.errors import ConfigError, PolicyError, Problem, SacError, listing, nearest
-from sac.outer_hooks import CAN_TAKE_OFF
 from sac.policy.load import load_policy, looks_like_path, shipped_policies
 from sac.policy.model import Chunks, Decision, Layers, Policy
 from sac.policy.patterns import PathPattern
@@ -27,6 +26,7 @@ from sac.stores.contiguous import ContiguousBuffer
 from sac.stores.host import Host
 from sac.stores.scatter import FirstCalls, Scattered, Seen, group_problem
 from sac.stores.store import Here, Keeping, Placement
+from sac.torch_private import HAS_STACKS
 
 # -- What is wrong with a value of one key of the full-recompute path, wherever it was written
 
@@ -634,7 +634,7 @@ def usable_policy(policy: Policy) -> BoundPolicy:
             fix='add `ops`, for example ops: "*", to speak of the ops inside the module',
         )
         for rule in policy.rules
-        if rule.speaks_of_module and rule.do != Decision.RECOMPUTE.value and not CAN_TAKE_OFF
+        if rule.speaks_of_module and rule.do != Decision.RECOMPUTE.value and not HAS_STACKS
     ]
     if policy.default is Decision.OFFLOAD:
         problems.append(Problem(policy.where("default"), "offloading is not built yet", "save, recompute"))

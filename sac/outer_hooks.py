@@ -8,6 +8,15 @@ from typing import Any
 
 import torch
 
+from sac.torch_private import (
+    count_dispatch_modes,
+    pop_dispatch_mode,
+    pop_hooks,
+    push_dispatch_mode,
+    push_hooks,
+    top_hooks,
+)
+
 # -- Handing what a region holds to the saved-tensor hooks that stand around it
 
 PackHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
@@ -44,26 +53,18 @@ def fetch(kept: torch.Tensor | Parked) -> torch.Tensor:
 
 
 def surrounding_hooks() -> PackHooks | None:
-    """Return the innermost saved-tensor hooks now active (``save_on_cpu``, an outer region), if torch tells them.
+    """Return the innermost saved-tensor hooks now active (``save_on_cpu``, an outer region).
 
-    Private name ``_top_saved_tensors_default_hooks`` (torch 2.4 to 2.13): its absence means that the hooks around a
-    region do not see what the region keeps, as in ``torch.utils.checkpoint``.
+    None if there are none, and if torch does not tell: the hooks around a region then do not see what it keeps, as in
+    ``torch.utils.checkpoint``.
     """
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return top(False) if top is not None else None
+    return top_hooks(False) if top_hooks is not None else None
 
 
 # -- What a region has put around its function, taken off for a while; what others have put there stays on
 
-# Private to torch (2.0 to 2.13). Without them no module can be saved as a whole, which is an error where a policy asks
-# for it. Modes and hooks are stacks of each thread.
-_pop_hooks: Any = getattr(torch._C._autograd, "_pop_saved_tensors_default_hooks", None)
-_push_hooks: Any = getattr(torch._C._autograd, "_push_saved_tensors_default_hooks", None)
-_top_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-_pop_mode: Any = getattr(torch._C, "_pop_torch_dispatch_stack", None)
-_push_mode: Any = getattr(torch._C, "_push_on_torch_dispatch_stack", None)
-_modes_on: Any = getattr(torch._C, "_len_torch_dispatch_stack", None)
-CAN_TAKE_OFF = None not in (_pop_hooks, _push_hooks, _top_hooks, _pop_mode, _push_mode, _modes_on)
+# Modes and hooks are stacks of each thread. Without HAS_STACKS no module can be saved as a whole, which is an error
+# where a policy asks for it.
 
 Pack = Callable[[torch.Tensor], Any]
 
@@ -73,9 +74,9 @@ def surrounding_packs(count: int) -> tuple[Pack, ...]:
     pairs: list[PackHooks] = []
     while len(pairs) < count and (top := surrounding_hooks()) is not None:
         pairs.append(top)
-        _pop_hooks()
+        pop_hooks()
     for pair in reversed(pairs):
-        _push_hooks(*pair)
+        push_hooks(*pair)
     return tuple(pack for pack, _ in pairs)
 
 
@@ -91,21 +92,21 @@ class hooks_off:  # noqa: N801
         self._taken: list[PackHooks] = []
         self._others: list[PackHooks] = []
         missing = len(self._packs)
-        while missing and (top := _top_hooks(False)) is not None:
-            _pop_hooks()
+        while missing and (top := top_hooks(False)) is not None:
+            pop_hooks()
             self._taken.append(top)
             if any(top[0] is pack for pack in self._packs):
                 missing -= 1
             else:
                 self._others.append(top)
         for pair in reversed(self._others):
-            _push_hooks(*pair)
+            push_hooks(*pair)
 
     def __exit__(self, *error: Any) -> None:
         for _ in self._others:
-            _pop_hooks()
+            pop_hooks()
         for pair in reversed(self._taken):
-            _push_hooks(*pair)
+            push_hooks(*pair)
 
 
 class mode_off:  # noqa: N801
@@ -120,19 +121,19 @@ class mode_off:  # noqa: N801
         self._above: list[Any] = []
         if self._mode is None:
             return
-        while _modes_on():
-            top = _pop_mode(None)
+        while count_dispatch_modes():
+            top = pop_dispatch_mode(None)
             if top is self._mode:
                 break
             self._above.append(top)
         for mode in reversed(self._above):
-            _push_mode(mode)
+            push_dispatch_mode(mode)
 
     def __exit__(self, *error: Any) -> None:
         if self._mode is None:
             return
         for _ in self._above:
-            _pop_mode(None)
-        _push_mode(self._mode)
+            pop_dispatch_mode(None)
+        push_dispatch_mode(self._mode)
         for mode in reversed(self._above):
-            _push_mode(mode)
+            push_dispatch_mode(mode)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from sac.outer_hooks import Parked
+from sac.torch_private import UnseenByModes, neg_view
 
 # -- What the region asks of a tensor: in which storages it lies, its version, its name in messages
 
@@ -65,11 +66,6 @@ def describe(tensor: torch.Tensor) -> str:
 
 # -- Detaching and copying a tensor without asking the dispatch modes that are on
 
-# Private to torch (2.11 to 2.13): a guard object; while it lives, neither modes nor subclasses see an op. Without it
-# these are `Tensor.detach` and `Tensor.clone`, which cost a trip through every mode. See
-# test_detached_is_seen_by_no_mode.
-_Unseen = getattr(torch._C, "_DisableTorchDispatch", None)
-
 STORAGE_WATCHERS: list[Callable[[torch.UntypedStorage], None]] = []  # told of what is made here: no mode sees it
 
 
@@ -83,9 +79,9 @@ def tell_of(tensor: torch.Tensor) -> torch.Tensor:
 def detached(tensor: torch.Tensor) -> torch.Tensor:
     """Return ``tensor.detach()``: the same data, the same version counter, no graph."""
     kind = type(tensor)
-    if _Unseen is None or (kind is not torch.Tensor and kind is not torch.nn.Parameter):
+    if UnseenByModes is None or (kind is not torch.Tensor and kind is not torch.nn.Parameter):
         return tensor.detach()
-    guard = _Unseen()
+    guard = UnseenByModes()
     try:
         return tensor.detach()
     finally:
@@ -104,9 +100,9 @@ def has_graph(tensor: torch.Tensor) -> bool:
 
 def cloned(tensor: torch.Tensor) -> torch.Tensor:
     """Return ``tensor.clone()`` of a plain tensor, seen by no mode: bookkeeping, not an op of the model."""
-    if _Unseen is None or type(tensor) is not torch.Tensor:
+    if UnseenByModes is None or type(tensor) is not torch.Tensor:
         return tensor.clone()
-    guard = _Unseen()
+    guard = UnseenByModes()
     try:
         return tell_of(tensor.clone())
     finally:
@@ -121,7 +117,7 @@ def version_watch(tensor: torch.Tensor) -> torch.Tensor:
     if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_inference():
         return tensor
     watch = detached(tensor)
-    guard = _Unseen() if _Unseen is not None else None
+    guard = UnseenByModes() if UnseenByModes is not None else None
     try:
         watch.data = tensor.new_empty(0)
     finally:
@@ -131,7 +127,7 @@ def version_watch(tensor: torch.Tensor) -> torch.Tensor:
 
 def equal(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Return ``torch.equal`` of two states of generators, which no mode is asked for, fake tensors included."""
-    guard = _Unseen() if _Unseen is not None else None
+    guard = UnseenByModes() if UnseenByModes is not None else None
     try:
         return torch.equal(left, right)
     finally:
@@ -140,7 +136,7 @@ def equal(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 def overwrite(storage: torch.UntypedStorage, source: torch.UntypedStorage) -> None:
     """Copy the bytes of ``source`` into ``storage``, seen by no mode and no version counter."""
-    guard = _Unseen() if _Unseen is not None else None
+    guard = UnseenByModes() if UnseenByModes is not None else None
     try:
         storage.copy_(source)
     finally:
@@ -149,7 +145,7 @@ def overwrite(storage: torch.UntypedStorage, source: torch.UntypedStorage) -> No
 
 def copy_of(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     """Return a copy of ``storage``, made unseen by any mode."""
-    guard = _Unseen() if _Unseen is not None else None
+    guard = UnseenByModes() if UnseenByModes is not None else None
     try:
         copy: torch.UntypedStorage = storage.clone()
         for watcher in STORAGE_WATCHERS:
@@ -161,7 +157,7 @@ def copy_of(storage: torch.UntypedStorage) -> torch.UntypedStorage:
 
 def placed_on(storage: torch.UntypedStorage, tensor: torch.Tensor) -> torch.Tensor:
     """Return a plain tensor that lies in ``storage`` as ``tensor`` lies in its own, made unseen by any mode."""
-    guard = _Unseen() if _Unseen is not None else None
+    guard = UnseenByModes() if UnseenByModes is not None else None
     try:
         return tensor.new_empty(0).set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
     finally:
@@ -173,11 +169,11 @@ def laid_out(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
     ``like``, a tensor on the meta device say, has no two elements at one place.
     """
-    guard = _Unseen() if _Unseen is not None else None
+    guard = UnseenByModes() if UnseenByModes is not None else None
     try:
         fresh = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=tensor.device)
         found = fresh.conj() if like.is_conj() else fresh
-        found = torch._neg_view(found) if like.is_neg() else found
+        found = neg_view(found) if like.is_neg() else found
         found.copy_(tensor)
         tell_of(fresh)
         return found.detach()
@@ -195,11 +191,11 @@ def layout_of(tensor: torch.Tensor) -> torch.Tensor | None:
         if size > 1 and stride <= end:
             return None
         end += (size - 1) * stride
-    guard = _Unseen() if _Unseen is not None else None
+    guard = UnseenByModes() if UnseenByModes is not None else None
     try:
         empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         empty = empty.conj() if tensor.is_conj() else empty
-        return torch._neg_view(empty) if tensor.is_neg() else empty
+        return neg_view(empty) if tensor.is_neg() else empty
     finally:
         del guard
 
@@ -207,7 +203,7 @@ def layout_of(tensor: torch.Tensor) -> torch.Tensor | None:
 def write_onto(target: torch.Tensor, value: torch.Tensor) -> None:
     """Write ``value`` to ``target`` without a graph; of plain tensors unseen by any mode."""
     plain = type(target) in (torch.Tensor, torch.nn.Parameter) and type(value) is torch.Tensor
-    guard = _Unseen() if _Unseen is not None and plain else None
+    guard = UnseenByModes() if UnseenByModes is not None and plain else None
     try:
         with torch.no_grad():
             target.detach().copy_(value)

@@ -11,11 +11,11 @@ from torch import nn
 
 from sac.blocks.paths import class_names, clean_path, walk
 from sac.errors import ModelError, Problem, RegionError
+from sac.torch_private import COMPOSABLE_PREFIX, WRAPPED_MODULE
 
 # -- Whether a model's own checkpointing is on: two at once would recompute everything twice
 
 FLAGS = ("gradient_checkpointing", "grad_checkpointing")
-COMPOSABLE_PREFIX = "__composable_api_state_key"  # private to torch 2.13; see test_composable_checkpoint_is_told
 
 
 def own_checkpointing(model: nn.Module) -> str:
@@ -65,7 +65,7 @@ def _flag_off(model: nn.Module, flag: str) -> str:
 def _wrapped(model: nn.Module) -> Iterator[tuple[str, str]]:
     for name, module in model.named_modules():
         if is_checkpoint_wrapper(module):
-            inner = getattr(module, "_checkpoint_wrapped_module", module)
+            inner = getattr(module, WRAPPED_MODULE, module)
             path = clean_path(name, model)
             yield f"checkpoint_wrapper is around {_named(path, inner)}", "build the model without it"
 

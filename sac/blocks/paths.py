@@ -14,8 +14,10 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from sac.torch_private import WRAPPED_NAMES
+
 # Names that only a wrapper gives to the module it holds.
-WRAPPED_NAMES = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_fpw_module", "_orig_mod")
+
 # Class (also as a base class) -> the name of the module it holds, for wrappers that use an ordinary name.
 WRAPPER_CLASSES = {
     "DistributedDataParallel": "module",

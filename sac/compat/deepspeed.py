@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import register_multi_grad_hook
-from torch.utils._pytree import tree_leaves
 
 from sac.checkpointing import run_with
 from sac.config import DEFAULT_CONFIG, CallOptions, check_flag, problems_in, settings_of
@@ -37,6 +36,7 @@ from sac.rng_tracker import MODEL_PARALLEL, checked_seed
 from sac.stores.host import Host
 from sac.stores.scatter import FirstCalls, Scattered, group_problem, process_group
 from sac.stores.store import Here, Keeping, Origin, Placed, Placement
+from sac.torch_private import tree_leaves, when_backward_ends
 
 # -- The ``activation_checkpointing`` section of a DeepSpeed config, and what regions are told by it
 
@@ -338,8 +338,7 @@ class _Backward:
         if self._started is None:
             synchronize_device()
             self._started = time.perf_counter()
-            # Private to torch (2.11 to 2.13), and what its own FSDP and DDP use.
-            torch.autograd.Variable._execution_engine.queue_callback(self.end)
+            when_backward_ends(self.end)
 
     def end(self) -> None:
         """The region's backward is over."""

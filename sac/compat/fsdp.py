@@ -33,6 +33,7 @@ from sac.policy.model import Policy
 from sac.recompute.module_tracker import ScopedForward
 from sac.recompute.regions import FULL, Region
 from sac.recompute.torch_checkpoint import checkpoint_contexts
+from sac.torch_private import wrap_for_checkpointing
 
 __all__ = ["CheckpointImpl", "apply_activation_checkpointing", "checkpoint_wrapper", "offload_wrapper"]
 
@@ -170,7 +171,7 @@ def _call_each(function: Callable[..., nn.Module], chosen: list[tuple[nn.Module,
 def _select(model: nn.Module, check_fn: Any, policy: Any) -> list[tuple[nn.Module, dict[str, Any]]]:
     """Return the modules that torch would wrap, each once, with the arguments that a policy has for it."""
     # torch's own function chooses: it is what the script called before (private path, torch 1.12 to 2.13).
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing as of_torch
+    of_torch = wrap_for_checkpointing()
 
     found: dict[nn.Module, dict[str, Any]] = {}
 

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_leaves
 
 from sac.checkpointing import run_with
 from sac.compat.output_discarding import Discardable, discard, lent_inputs, run_discardable
@@ -31,6 +30,7 @@ from sac.full import FullConfig, RngTracker, seed_model_parallel
 from sac.recompute.torch_checkpoint import run_in_eager
 from sac.rng_tracker import DATA_PARALLEL, EXPERT_PARALLEL
 from sac.stores.scatter import group_problem, process_group
+from sac.torch_private import tree_leaves
 
 # -- What Megatron-Core knows of a job, or the user has said of it: its tensor-parallel group, ranks, random states
 

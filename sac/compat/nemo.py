@@ -23,7 +23,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.utils.checkpoint import noop_context_fn
 
 from sac.blocks.attach import Chosen, put_regions
@@ -38,6 +37,7 @@ from sac.errors import ConfigError, ModelError, Problem, SacWarning
 from sac.policy.model import Policy
 from sac.recompute.regions import FULL
 from sac.region.ambient import ProcessFlags, attention_choice
+from sac.torch_private import WRAPPED_MODULE, checkpoint_wrapper_class, ignored_ops
 
 __all__ = [
     "SELECTIVE_AC_WRAPPER_FLAG",
@@ -74,7 +74,7 @@ def make_selective_checkpoint_context_fn() -> Callable[[], Any]:
 
 def unwrap_checkpoint_wrapper(module: nn.Module) -> nn.Module:
     """Return the module inside torch's ``checkpoint_wrapper``, or ``module`` itself: a region has no wrapper."""
-    inner: nn.Module = getattr(module, "_checkpoint_wrapped_module", module)
+    inner: nn.Module = getattr(module, WRAPPED_MODULE, module)
     return inner
 
 
@@ -138,8 +138,7 @@ def ignore_sac_ops(ops: Iterable[object | None]) -> None:
 
     Regions need none of it: what only recomputation runs is run there.
     """
-    # Private to torch (2.4 to 2.13). Without it torch counts them all, as it did before.
-    ignored = getattr(torch.utils.checkpoint, "SAC_IGNORED_OPS", None)
+    ignored = ignored_ops()
     if ignored is not None:
         ignored.update(op for op in ops if op is not None)
 
@@ -197,7 +196,7 @@ def apply_full_layer_checkpointing_to_layers(model: nn.Module, layers: list[nn.M
 
     Raises ``ModelError``, with nothing changed, for layers with checkpointing of their own.
     """
-    layers = [one for one in layers if not isinstance(one, CheckpointWrapper) and not _is_region(one)]
+    layers = [one for one in layers if not isinstance(one, checkpoint_wrapper_class()) and not _is_region(one)]
     if layers and shares_kv(model):
         _tell_of_sharing()
         apply_submodule_checkpointing(layers, has_kv_sharing=True)

@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_leaves
 
 from sac.checkpointing import run_with
 from sac.errors import Problem, RegionError, SacWarning
 from sac.outer_hooks import PackHooks, Parked, park, surrounding_hooks
 from sac.recompute.regions import Note, remembering
-from sac.region.compiled_graphs import nodes_between, saved_without_hooks, shows_saved_tensors
+from sac.region.compiled_graphs import nodes_between, saved_without_hooks
 from sac.region.frame import OTHER_LAYOUT, WRITTEN_LATER
 from sac.region.settings import Settings
 from sac.tensors import plain_address, version_of
+from sac.torch_private import SHOWS_SAVED_TENSORS, tree_leaves
 
 # Note [Discarded outputs]
 #
@@ -171,7 +171,7 @@ def discard(outputs: Sequence[Discardable], *further_on: torch.Tensor) -> int:
             if lender is not None:
                 saved.register_hooks(partial(Lent, *lender), Lent.fetch)
                 count += 1
-    if lenders and not shows_saved_tensors():
+    if lenders and not SHOWS_SAVED_TENSORS:
         _warn("this version of torch does not show what its graph has saved: the output is kept until backward")
     if missed:
         _warn("the tensor given does not depend on the region's output, which is therefore kept until backward")

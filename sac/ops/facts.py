@@ -16,6 +16,7 @@ import torch
 
 from sac.ops.registry import NamePattern, op_name
 from sac.ops.save_sets import BACKWARD_MARKS, SAVE_SETS, SaveSet
+from sac.torch_private import MAYBE_ALIASING
 
 
 def _words(text: str) -> frozenset[str]:
@@ -208,9 +209,8 @@ def _keyword_only(arguments: list[tuple[int, Any]]) -> tuple[str, ...]:
 
 def _aliases(packet: str, op: Any, schema: Any) -> bool:
     # The tag marks composite ops that hand back an argument for some values, as dropout does in eval mode.
-    tag = getattr(torch.Tag, "maybe_aliasing_or_mutating", None)
     marked = any(argument.alias_info is not None and not argument.alias_info.is_write for argument in schema.arguments)
-    return marked or packet in HIDDEN_ALIASES or (tag is not None and tag in op.tags)
+    return marked or packet in HIDDEN_ALIASES or (MAYBE_ALIASING is not None and MAYBE_ALIASING in op.tags)
 
 
 def _view_of(packet: str, schema: Any) -> int:

@@ -9,7 +9,8 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+
+from sac.torch_private import HigherOrderOperator, OpOverload, OpOverloadPacket, higher_order_ops, registered_ops
 
 HIGHER_ORDER = "higher_order"
 _GLOB_CHARACTERS = frozenset("*?[")
@@ -83,13 +84,11 @@ class Registry:
 def read_registry() -> Registry:
     """Read which ops are registered now; a library imported later may add to them."""
     packets: dict[str, list[str]] = {}
-    # Private, in torch 2.11 and 2.13; test_ops_registry holds that it names what torch.ops has.
-    for name in torch._C._dispatch_get_all_op_names():
+    for name in registered_ops():
         namespace, _, rest = name.partition("::")
         packet, _, overload = rest.partition(".")
         packets.setdefault(f"{namespace}.{packet}", []).append(overload or "default")
-    # Private as well: there is no public list of the higher-order ops.
-    for name in getattr(torch._ops, "_higher_order_ops", {}):
+    for name in higher_order_ops():
         packets[f"{HIGHER_ORDER}.{name}"] = []
     return Registry({packet: tuple(sorted(overloads)) for packet, overloads in packets.items()})
 

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from sac.errors import PlanError, Problem, SacWarning, listing
 from sac.ops.facts import traits_of
@@ -39,6 +38,7 @@ from sac.planner.devices import Device, device_at_hand
 from sac.planner.profile import Entry
 from sac.recompute.module_tracker import BareMode
 from sac.tensors import tensors_of
+from sac.torch_private import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 _REPEATS = 5
 

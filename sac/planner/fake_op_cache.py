@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses import fake_tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import Parameter
 
 from sac.tensors import layout_key
+from sac.torch_private import CAN_MAKE_FAKES, FAKE_DATA, FakeTensor, FakeTensorMode, in_kernel, refuse_data
 
 # Note [Quick fakes]
 #
@@ -25,13 +24,8 @@ from sac.tensors import layout_key
 # but not a single number, which may be one of Python's. A view that is none by its schema, of a conjugate, or of a
 # storage that is too small now (FSDP2 empties them), is made by the kernel for tensors without data.
 
-_in_kernel: Any = getattr(fake_tensor, "in_kernel_invocation_manager", None)
-_refuse_data: Any = getattr(torch._C, "_set_throw_on_mutable_data_ptr", None)
-IS_QUICK = _in_kernel is not None and _refuse_data is not None and hasattr(Tensor, "_make_subclass")
 _SCALARS = (int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _KINDS = frozenset(_SCALARS)
-
-_OF_DATA = ("constant", "real_tensor", "pytype", "dispatch_keys", "_nonzero_memo", "_item_memo", "_unique_memo")
 
 
 class _Unfit(Exception):  # noqa: N818 (it is no error)
@@ -90,7 +84,7 @@ class QuickFakes:
         """Return what the op gives."""
         found = self._ops.get(id(func))
         if found is None:
-            is_quick = IS_QUICK and func.namespace == "aten" and not func._schema.is_mutable
+            is_quick = CAN_MAKE_FAKES and func.namespace == "aten" and not func._schema.is_mutable
             found = self._ops[id(func)] = func, {} if is_quick else None
         calls = found[1]
         if calls is None:
@@ -158,7 +152,7 @@ def _learn(func: Any, out: Any, args: Any, kwargs: Any) -> Any:
     if not given or not fakes or not all(type(one) is FakeTensor and one.layout is torch.strided for one in fakes):
         return None
     state = dict(vars(fakes[0]))
-    if any(value is not None for name, value in state.items() if name in _OF_DATA):
+    if any(value is not None for name, value in state.items() if name in FAKE_DATA):
         return None
     storages = {one.untyped_storage()._cdata for one in given}
     if isinstance(out, Tensor) and fakes[0].untyped_storage()._cdata in storages:
@@ -206,13 +200,13 @@ def _new(spec: _New) -> Tensor:
 
 def _by_kernel(func: Any, args: Any, kwargs: Any, known: _View | _ByKernel) -> Tensor:
     mode: FakeTensorMode = known.state["fake_mode"]
-    with _in_kernel(mode):
+    with in_kernel(mode):
         out = func(*args, **kwargs)
     return _fake(out, known.device, known.state)
 
 
 def _fake(elem: Tensor, device: torch.device, state: dict[str, Any]) -> Tensor:
     made: Tensor = Tensor._make_subclass(FakeTensor, elem, False, dispatch_device=True, device_for_backend_keys=device)
-    _refuse_data(made)
+    refuse_data(made)
     vars(made).update(state)
     return made

@@ -8,18 +8,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
+
+from sac.errors import PlanError, Problem, SacError
+from sac.planner.tracing import CannotProfile
+from sac.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeCopyMode,
     FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
+    tree_map_only,
 )
-from torch.utils._pytree import tree_map_only
-
-from sac.errors import PlanError, Problem, SacError
-from sac.planner.tracing import CannotProfile
 
 # -- Copies of a model and its inputs that have shapes but no data, so that a step of any size can be run anywhere
 

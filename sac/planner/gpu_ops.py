@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sac.planner.devices import device_named
+from sac.torch_private import scoped_library
 
 # Note [Lowering]
 #
@@ -62,8 +63,7 @@ def lowered_to(device_name: str) -> Iterator[None]:
         ("dropout", "dropout", "AutogradCPU", _dropout),
         ("attention", "scaled_dot_product_attention", "AutogradCPU", partial(_attention, device)),
     ]
-    # private to torch (2.11 to 2.13): a library that takes its kernels back
-    with torch.library._scoped_library("aten", "IMPL") as library:
+    with scoped_library("aten") as library:
         for what, op, key, kernel in kernels:
             if device != "cpu" and what not in lacking:
                 library.impl(op, kernel, key)

@@ -11,9 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
 
 from sac.errors import PlanError, Problem
 from sac.memory_timeline import mark, measure_memory
@@ -21,6 +19,7 @@ from sac.ops.names import op_name
 from sac.planner.fake_op_cache import QuickFakes
 from sac.recompute.module_tracker import BareMode
 from sac.tensors import STORAGE_WATCHERS, storage_address, tensor_parts, tensors_of
+from sac.torch_private import SAVED_TENSOR_PREFIX, FakeTensor, current_graph_task_id, tree_map_only
 
 # -- What the CPU's kernels take beside their results, measured by running each op once on tensors of its sizes
 
@@ -257,7 +256,7 @@ _ZEROS = (torch.ops.aten.new_zeros.default, torch.ops.aten.zeros.default, torch.
 
 
 def _is_gradient_of_index(args: Any, zeros: int) -> bool:
-    in_backward = torch._C._current_graph_task_id() >= 0
+    in_backward = current_graph_task_id() >= 0
     return in_backward and len(args) == 4 and bool(args[3]) and storage_address(args[0]) == zeros
 
 
@@ -292,8 +291,8 @@ class _Numbers(TorchFunctionMode):
         out = func(*args, **(kwargs or {}))
         node = out.grad_fn if isinstance(out, Tensor) else None
         if node is not None and node.name() in ("MulBackward0", "DivBackward0"):
-            number = getattr(node, "_raw_saved_other", None)
-            data = getattr(number, "data", None)  # private to torch (2.11 to 2.13): looks, and unpacks nothing
+            number = getattr(node, f"{SAVED_TENSOR_PREFIX}other", None)
+            data = getattr(number, "data", None)  # looks, and unpacks nothing
             if isinstance(data, Tensor) and not data.dim() and not isinstance(data, FakeTensor):
                 self._note(data)
         return out

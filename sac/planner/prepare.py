@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from sac.blocks.attach import refuse_own_checkpointing
 from sac.blocks.find import drop_frozen, find_blocks
@@ -29,6 +28,7 @@ from sac.planner.search import Planner, Progress, quiet
 from sac.planner.sharding import shard_again
 from sac.planner.tracing import CannotProfile, profile_regions
 from sac.region.settings import RERUN
+from sac.torch_private import tree_leaves
 
 
 def prepare(

@@ -11,6 +11,7 @@ from torch import nn
 
 from sac.blocks.find import find_blocks
 from sac.errors import PlanError, Problem
+from sac.torch_private import silent_store
 
 
 @contextmanager
@@ -26,12 +27,11 @@ def fake_ranks(count: int) -> Iterator[None]:
     if dist.is_initialized():
         found = "a process group is there already, and a plan for other ranks needs one that sends nothing"
         raise PlanError(Problem("ranks", found, fix="plan in a process of its own"))
-    try:
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-    except ImportError:
+    store = silent_store()
+    if store is None:
         found = "this build of torch has no process group that sends nothing"
-        raise PlanError(Problem("ranks", found, "torch 2.11 to 2.13")) from None
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
+        raise PlanError(Problem("ranks", found, "torch 2.11 to 2.13"))
+    dist.init_process_group("fake", store=store, rank=0, world_size=count)
     try:
         yield
     finally:

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from sac.errors import PlanError, Problem
 from sac.planner.fakes import Inputs, call, run_backward
 from sac.planner.live_bytes import Ledger
+from sac.torch_private import tree_leaves
 
 FORWARD, BACKWARD, BETWEEN = "forward", "backward", "between"
 

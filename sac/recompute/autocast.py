@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from sac.torch_private import OpOverload, autocast_of_caller, excluding
+
 # Torch excludes the autocast key while a mode's handler runs (2.11 to 2.13), and excluding it is what turns autocast
 # off: a custom op whose body leans on autocast would compute in another precision than without the mode. The state
 # at the op's call is in the snapshot that torch takes for reentrant dispatch. An op with an autocast kernel of its own
@@ -17,7 +19,7 @@ _BUILT_IN = frozenset({"aten", "prim", "prims", "_c10d_functional", "c10d", "fsd
 
 def has_own_body(op: Any) -> bool:
     """Return whether ``op`` comes from a library, so that its body may call ops that autocast casts for."""
-    return isinstance(op, torch._ops.OpOverload) and op.namespace not in _BUILT_IN
+    return isinstance(op, OpOverload) and op.namespace not in _BUILT_IN
 
 
 def as_called(op: Any, args: Any) -> AbstractContextManager[Any]:
@@ -28,18 +30,9 @@ def as_called(op: Any, args: Any) -> AbstractContextManager[Any]:
 def callers_autocast(op: Any, args: Any) -> tuple[Any, bool] | None:
     """Return a dispatch key, and whether the caller of ``op`` had it excluded; None where the body does not care."""
     tensor = next((value for value in args if isinstance(value, torch.Tensor)), None)
-    name = f"Autocast{'CPU' if tensor is None else tensor.device.type.upper()}"
-    key = getattr(torch._C.DispatchKey, name, None)
-    snapshot = getattr(torch._C, "_RestorePythonTLSSnapshot", None)
-    if key is None or snapshot is None or torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), name):
-        return None
-    with snapshot():
-        return key, torch._C._dispatch_tls_is_dispatch_key_excluded(key)
+    return autocast_of_caller(op, "cpu" if tensor is None else tensor.device.type)
 
 
 def as_then(found: tuple[Any, bool] | None) -> AbstractContextManager[Any]:
     """Return the context that puts back what ``callers_autocast`` has found."""
-    if found is None:
-        return nullcontext()
-    guard: AbstractContextManager[Any] = torch._C._SetExcludeDispatchKeyGuard(*found)
-    return guard
+    return nullcontext() if found is None else excluding(*found)

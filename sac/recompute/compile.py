@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import warnings
-from inspect import signature
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from sac.errors import Problem, SacWarning
 from sac.policy.model import ALTERNATE
 from sac.recompute.rerun import CallRecord, decide
 from sac.recompute.table import BoundRule, Table, TracedCalls, paths_up
+from sac.torch_private import SHOWS_RESULTS_TO_POLICIES, partitioner_budget
 
 # Note [Modules under torch.compile]
 #
@@ -26,23 +26,10 @@ from sac.recompute.table import BoundRule, Table, TracedCalls, paths_up
 # where the block is what is compiled (`block.compile()`): ways then begin at our own forward (`L['self'].module.mlp`).
 
 
-def is_traced() -> bool:
-    """Return whether ops are traced now, and not run."""
-    # Private names of torch 2.13: is AOTAutograd at work right now? It runs a region twice, first under the mode that
-    # makes ops functional alone, to learn what they write to.
-    keys = getattr(torch._C, "_TorchDispatchModeKey", None)
-    modes = [key for name in ("PROXY", "FUNCTIONAL") if (key := getattr(keys, name, None)) is not None]
-    return torch.compiler.is_compiling() or any(torch._C._get_dispatch_mode(key) is not None for key in modes)
-
-
-# What torch 2.13 hands to a policy beside the call, and 2.11 does not.
-_tells_results = "op_output" in signature(SelectiveCheckpointContext).parameters
-
-
 def _tell_of_results(table: Table) -> None:
     """Warn of rules that speak of an op's result where torch does not show it."""
     blind = [one.rule for one in table.rules if one.rule.shape is not None or one.rule.dtype or one.rule.min_bytes]
-    if blind and not _tells_results:
+    if blind and not SHOWS_RESULTS_TO_POLICIES:
         problem = Problem(
             blind[0].where(),
             f'rule "{blind[0].id}" speaks of the shape, dtype or size of results, which torch {torch.__version__} does '
@@ -54,7 +41,7 @@ def _tell_of_results(table: Table) -> None:
 
 def _tell_of_budget() -> None:
     """Warn if the partitioner has a memory budget of its own."""
-    budget = getattr(torch._functorch.config, "activation_memory_budget", 1.0)
+    budget = partitioner_budget()
     if budget == 1:
         return
     wins = "it has no say in regions: what sac saves is saved there, and what it does not is recomputed"

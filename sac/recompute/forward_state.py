@@ -10,11 +10,7 @@ import torch
 
 from sac.region.rng import default_generator, state_of, states_of
 from sac.tensors import copy_of, overwrite, version_watch
-
-# Private to torch (2.1 to 2.13; FSDP2 uses it). Without it a recomputation that writes to a parameter moves its
-# version, and whoever has saved the parameter raises in backward. See test_a_written_parameter_keeps_its_version.
-_set_versions: Any = getattr(torch._C._autograd, "_unsafe_set_version_counter", None)
-
+from sac.torch_private import set_version_counters
 
 # Note [Memory of a compiled function]
 #
@@ -97,7 +93,7 @@ class ForwardState:
         """Let all be as before ``put_back``."""
         for one, held, present, version in self._present:
             overwrite(held, present)
-            if _set_versions is not None:
-                _set_versions((one.watch,), (version,))
+            if set_version_counters is not None:
+                set_version_counters((one.watch,), (version,))
         for generator, state in self._present_generators:
             generator.set_state(state)

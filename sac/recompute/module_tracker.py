@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import threading
-from types import CodeType
 from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from sac.recompute.table import Table
+from sac.torch_private import CAN_SKIP_DYNAMO, TorchDispatchMode, skip_dynamo
 
 # -- Which module of a region runs now, told by thin instance-level forwards on the region's sub-modules
 
@@ -109,18 +108,6 @@ class ScopedForward:
 # marked to be run as it is, with all that it calls. Where they are missing, torch's wrapper stays.
 # Held by test_modes_are_not_compiled.
 
-_frames = torch._C._dynamo.eval_frame
-_mark = getattr(_frames, "set_code_exec_strategy", None)
-_Strategy = getattr(_frames, "_FrameExecStrategy", None)
-_Action = getattr(_frames, "_FrameAction", None)
-CAN_MARK = _mark is not None and _Strategy is not None and hasattr(_Action, "SKIP")
-
-
-def run_as_it_is(code: CodeType) -> None:
-    """Let Dynamo neither compile this code nor what it calls."""
-    if _mark is not None and _Strategy is not None and _Action is not None:
-        _mark(code, _Strategy(_Action.SKIP, _Action.SKIP))
-
 
 class BareMode(TorchDispatchMode):
     """See Note [Out of Dynamo's sight]."""
@@ -128,12 +115,12 @@ class BareMode(TorchDispatchMode):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)  # type: ignore[no-untyped-call]
         method = cls.__dict__.get("__torch_dispatch__")
-        if CAN_MARK and method is not None:
-            run_as_it_is(method.__code__)
+        if CAN_SKIP_DYNAMO and method is not None:
+            skip_dynamo(method.__code__)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return not CAN_MARK
+        return not CAN_SKIP_DYNAMO
 
 
 class RegionMode(BareMode):

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from sac.errors import Problem, RegionError
 from sac.ops.flops import flops_of
@@ -17,6 +16,7 @@ from sac.ops.names import op_name
 from sac.policy.model import PlannedRegion
 from sac.recompute.table import BoundRule, Plan, first_tensor
 from sac.tensors import storage_bytes, tensors_of
+from sac.torch_private import tree_leaves
 
 # -- What was decided for each op that one call of a region ran, a row per op, for trace and report
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from sac.errors import SacWarning
 from sac.outer_hooks import surrounding_hooks
@@ -34,6 +33,7 @@ from sac.region.reentrant import ReentrantFrame
 from sac.region.settings import ALWAYS, FIRST, NEVER, REPLAY, RERUN, Settings, as_torch_says
 from sac.region.writes import needs_recorder
 from sac.tensors import plain_address
+from sac.torch_private import tree_leaves
 
 # -- A kind of region: layers that share a table, what their first calls have shown, and what was last kept
 

@@ -33,14 +33,11 @@ from sac.tensors import (
     version_of,
     wrapped_parts,
 )
+from sac.torch_private import BelowAutograd, WithoutAutocast
 
 # -- Runs the steps of a replay, below autograd and without the region's Python
 
-# In forward the ops of a tape ran inside a dispatch mode: below autograd and autocast. These guards are private to
-# torch (2.11 to 2.13); without them replay is not used.
-_BELOW_AUTOGRAD: Any = getattr(torch._C, "_AutoDispatchBelowADInplaceOrView", None)
-_NO_AUTOCAST: Any = getattr(torch._C, "_DisableAutocast", None)
-CAN_REPLAY = _BELOW_AUTOGRAD is not None and _NO_AUTOCAST is not None
+CAN_REPLAY = BelowAutograd is not None and WithoutAutocast is not None
 
 Fill = Callable[[int, Tensor], None]
 
@@ -71,7 +68,7 @@ def run_plan(plan: ReplayPlan, tape: Tape, inputs: dict[int, Tensor], before: Be
         values[value] = fetch(tape.kept[value])
     generators = {id(g): g for step in plan.steps for g, _ in tape.states.get(step.number, ())}
     # Modes that are on see the ops, as in the handler of one; autograd and autocast do not.
-    with torch.enable_grad(), _BELOW_AUTOGRAD(), _NO_AUTOCAST(), ExitStack() as stack:
+    with torch.enable_grad(), BelowAutograd(), WithoutAutocast(), ExitStack() as stack:
         _load(plan, tape, inputs, before, values)
         for generator in generators.values():
             stack.callback(generator.set_state, state_of(generator))

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from sac.errors import Problem, RegionError
 from sac.outer_hooks import PackHooks, Parked, fetch, park, surrounding_hooks
@@ -37,6 +36,7 @@ from sac.tensors import (
     version_watch,
     write_onto,
 )
+from sac.torch_private import tree_flatten, tree_leaves, tree_unflatten
 
 # -- What stands for each leaf of a saved module's result, from forward to recomputation
 

@@ -19,6 +19,7 @@ from sac.ops.registry import read_registry
 from sac.ops.save_sets import CONDITIONS
 from sac.policy.model import ALTERNATE, Decision, Policy, Rule
 from sac.recompute.autocast import as_called, has_own_body
+from sac.torch_private import OpOverload
 
 # -- What a policy means for one kind of region: per module path and op a plan that costs one lookup
 
@@ -107,7 +108,7 @@ class Plan:
 
     def __init__(self, op: Any, path: str, traits: OpTraits) -> None:
         self.op = op
-        self.run = op._op if type(op) is torch._ops.OpOverload else op  # what calling the op calls
+        self.run = op._op if type(op) is OpOverload else op  # what calling the op calls
         self.path = path
         self.traits = traits
         self.key = hash(op)

@@ -15,13 +15,12 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from sac.errors import Problem, RegionError
 from sac.outer_hooks import PackHooks, surrounding_hooks
-from sac.recompute.compile import TracedPolicy, is_traced
+from sac.recompute.compile import TracedPolicy
 from sac.recompute.rerun import CallRecord, ForwardMode, RecomputeMode
 from sac.recompute.table import Table
 from sac.recompute.whole_modules import Learnt, SavedModules
@@ -32,6 +31,14 @@ from sac.region.frame import ALL, Handle, ToTheEnd
 from sac.region.module_state import has_uninitialized, owners_of
 from sac.region.settings import Settings
 from sac.tensors import detached, shares_storage
+from sac.torch_private import (
+    CHECKPOINT_FUNCTION,
+    TorchDispatchMode,
+    chosen_early_stop,
+    is_traced,
+    pop_hooks,
+    push_hooks,
+)
 
 # -- The same two modes for ``torch.utils.checkpoint``, in eager mode and under ``torch.compile``
 
@@ -75,7 +82,7 @@ class CheckpointForwardMode(ForwardMode):
         if error[0] is None:
             kept = [] if watch is None else watch.kept()
             last = ALL if watch is None else watch.last_missing()
-            self.record.close(kept, ALL if last >= 0 and _runs_to_the_end() else last)
+            self.record.close(kept, ALL if last >= 0 and chosen_early_stop() is False else last)
             self.record.decided = []
             if self.record.modules is not None:
                 _LEARNT[self.record.table] = self.record.modules.learnt
@@ -135,34 +142,25 @@ def hooks_below_top() -> PackHooks | None:
     top = surrounding_hooks()
     if top is None:
         return None
-    torch._C._autograd._pop_saved_tensors_default_hooks()
+    pop_hooks()
     try:
         return surrounding_hooks()
     finally:
-        torch._C._autograd._push_saved_tensors_default_hooks(*top)
+        push_hooks(*top)
 
 
 def _objects_torch_was_given() -> list[Any]:
     """Return the arguments of the checkpointed call that may hold state, which torch hands to the recomputation too.
 
-    They stand in torch's frame, which enters our mode. Its name is private (2.1 to 2.13); elsewhere there are none.
+    They are in torch's frame, which enters our mode. Where that has another name none are found.
     """
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename == __file__:
         frame = frame.f_back
-    if frame is None or not frame.f_code.co_name.startswith("_checkpoint_without_reentrant"):
+    if frame is None or not frame.f_code.co_name.startswith(CHECKPOINT_FUNCTION):
         return []
     given = (*frame.f_locals.get("args", ()), *frame.f_locals.get("kwargs", {}).values())
     return [value for value in given if type(value) not in PLAIN and not isinstance(value, (torch.Tensor, nn.Module))]
-
-
-def _runs_to_the_end() -> bool:
-    """Whether ``torch.utils.checkpoint.set_checkpoint_early_stop(False)`` holds, so that what comes last runs too.
-
-    The name is private to torch (2.1 to 2.13); without it, and where checkpoint is called with ``early_stop=False``,
-    what is saved behind the last tensor that backward reads is computed again.
-    """
-    return getattr(torch.utils.checkpoint, "_enable_checkpoint_early_stop", None) is False
 
 
 class _Watch:

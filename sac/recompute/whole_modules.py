@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves
 
 from sac.errors import Problem, RegionError
 from sac.outer_hooks import PackHooks, Parked, hooks_off, mode_off, surrounding_packs
@@ -33,6 +32,7 @@ from sac.region.frame import Ending, Handle
 from sac.region.inputs import KeptInputs
 from sac.region.settings import Settings
 from sac.tensors import copy_of, detached, overwrite, plain_address, storage_sizes, version_of
+from sac.torch_private import tree_leaves
 
 if TYPE_CHECKING:
     from sac.recompute.op_rows import KeptFigures

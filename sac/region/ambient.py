@@ -13,11 +13,29 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from sac.region.compiled_graphs import keep_order_of_graphs
 from sac.region.module_state import Bindings, UnseenWriteError
 from sac.region.python_state import ReachableState
 from sac.region.rng import HostRandomState, RngSnapshot
 from sac.region.settings import Settings, StateProvider
+from sac.torch_private import (
+    FUNCTIONS_ON,
+    HAS_FUNCTION_MODES,
+    HAS_FUNCTION_STATE,
+    HAS_PRECISIONS,
+    count_function_modes,
+    function_mode_at,
+    functions_are_on,
+    get_function_state,
+    get_precision,
+    keep_graphs_in_order_of_making,
+    pop_function_mode,
+    process_flags,
+    push_function_mode,
+    set_cudnn_tf32,
+    set_function_state,
+    set_matmul_precision,
+    set_precision,
+)
 
 # -- What a region's ops met on the thread of its forward: autocast, and torch-function modes
 
@@ -84,20 +102,6 @@ def _usual_types() -> tuple[str, ...]:
     return tuple(dict.fromkeys(("cpu", accelerator.type)))
 
 
-# All private to torch (2.11 to 2.13), as is every way to see the modes that are on. Without one of them modes are not
-# put back: a recomputation then runs under those of backward. See test_the_names_of_torch_are_there.
-_length: Any = getattr(torch._C, "_len_torch_function_stack", None)
-_mode_at: Any = getattr(torch._C, "_get_function_stack_at", None)
-_push: Any = getattr(torch._C, "_push_on_torch_function_stack", None)
-_pop: Any = getattr(torch._C, "_pop_torch_function_stack", None)
-_is_on: Any = getattr(torch._C, "_is_torch_function_enabled", None)
-_get_state: Any = getattr(torch._C, "_get_torch_function_state", None)
-_set_state: Any = getattr(torch._C, "_set_torch_function_state", None)
-_HAS_MODES = None not in (_length, _mode_at, _push, _pop)
-_ENABLED: Any = getattr(getattr(torch._C, "_TorchFunctionState", None), "ENABLED", None)
-_HAS_STATE = None not in (_is_on, _get_state, _set_state, _ENABLED)
-
-
 class FunctionModes:
     """The torch-function modes of the forward, ``with torch.device(...)`` being one, and whether they are on at all.
 
@@ -125,26 +129,26 @@ class FunctionModes:
 
 def _stack_now() -> Sequence[Any]:
     """Return the modes that are on, the outermost first."""
-    if not _HAS_MODES:
+    if not HAS_FUNCTION_MODES:
         return ()
-    return [_mode_at(place) for place in range(length)] if (length := _length()) else ()
+    return [function_mode_at(place) for place in range(length)] if (length := count_function_modes()) else ()
 
 
 def _exchange(modes: Sequence[Any]) -> None:
     # On the bare stack: to enter a mode means more to it than to be on (a device context looks for its place).
-    for _ in range(_length()):
-        _pop()
+    for _ in range(count_function_modes()):
+        pop_function_mode()
     for mode in modes:
-        _push(mode)
+        push_function_mode(mode)
 
 
 def _state_now() -> Any:
     """Return None for the usual state, in which modes and subclasses are heard, else torch's name for it."""
-    return None if not _HAS_STATE or _is_on() else _get_state()
+    return None if not HAS_FUNCTION_STATE or functions_are_on() else get_function_state()
 
 
 def _put_state(state: Any) -> None:
-    _set_state(state if state is not None else _ENABLED)
+    set_function_state(state if state is not None else FUNCTIONS_ON)
 
 
 @contextmanager
@@ -186,26 +190,11 @@ Flag = tuple[Callable[[], Any], Callable[[Any], Any]]
 
 def _flags() -> Iterator[Flag]:
     """Yield a way to read and a way to set each flag that this torch has."""
-    core = torch._C
-    sdp = ("flash", "mem_efficient", "math", "cudnn", "overrideable", "fa3")
-    private = [(f"_get_{name}_sdp_enabled", f"_set_sdp_use_{name}") for name in sdp]
-    private += [
-        ("_get_sdp_priority_order", "_set_sdp_priority_order"),
-        ("_get_cudnn_enabled", "_set_cudnn_enabled"),
-        ("_get_cudnn_benchmark", "_set_cudnn_benchmark"),
-        ("_get_cudnn_deterministic", "_set_cudnn_deterministic"),
-        ("_get_mkldnn_enabled", "_set_mkldnn_enabled"),
-    ]
-    for reader, setter in private:  # torch's public names for them check the build each time, or do not exist
-        if hasattr(core, reader) and hasattr(core, setter):
-            yield getattr(core, reader), getattr(core, setter)
+    yield from process_flags()
     yield torch.get_default_dtype, torch.set_default_dtype
     yield _attention, _put_attention
     yield attention_choice, _put_attention_choice
-    if hasattr(core, "_set_deterministic_algorithms"):  # the public function loads the compiler's configuration
-        yield core._get_deterministic_algorithms, _put_deterministic
-        yield core._get_deterministic_algorithms_warn_only, _put_warn_only
-    if hasattr(core, "_get_fp32_precision_getter") and hasattr(core, "_set_fp32_precision_setter"):
+    if HAS_PRECISIONS:
         yield _matmul_precision, _put_matmul_precision
         yield _cudnn_precision, _put_cudnn_precision
 
@@ -259,14 +248,6 @@ def _put_attention_choice(wanted: AttentionChoice | None) -> None:
         choices.update(wanted.values)
 
 
-def _put_deterministic(on: bool) -> None:
-    torch._C._set_deterministic_algorithms(on, warn_only=torch._C._get_deterministic_algorithms_warn_only())
-
-
-def _put_warn_only(on: bool) -> None:
-    torch._C._set_deterministic_algorithms(torch._C._get_deterministic_algorithms(), warn_only=on)
-
-
 # Precisions have an older way to be set, `set_float32_matmul_precision` and `allow_tf32`, which sets the newer one too;
 # torch raises where it is asked for the older one and the two differ (2.13). We read the newer, and move the older
 # along where both of what is and what will be have a word in it.
@@ -284,27 +265,25 @@ _CUDNN_WORDS: dict[_Precisions, bool] = {
 
 
 def _matmul_precision() -> _Precisions:
-    read = torch._C._get_fp32_precision_getter
-    return read("cuda", "matmul"), read("mkldnn", "matmul")
+    return get_precision("cuda", "matmul"), get_precision("mkldnn", "matmul")
 
 
 def _put_matmul_precision(wanted: _Precisions) -> None:
     if wanted in _MATMUL_WORDS and _matmul_precision() in _MATMUL_WORDS:
-        torch._C._set_float32_matmul_precision(_MATMUL_WORDS[wanted])
-    torch._C._set_fp32_precision_setter("cuda", "matmul", wanted[0])
-    torch._C._set_fp32_precision_setter("mkldnn", "matmul", wanted[1])
+        set_matmul_precision(_MATMUL_WORDS[wanted])
+    set_precision("cuda", "matmul", wanted[0])
+    set_precision("mkldnn", "matmul", wanted[1])
 
 
 def _cudnn_precision() -> _Precisions:
-    read = torch._C._get_fp32_precision_getter
-    return read("cuda", "conv"), read("cuda", "rnn")
+    return get_precision("cuda", "conv"), get_precision("cuda", "rnn")
 
 
 def _put_cudnn_precision(wanted: _Precisions) -> None:
     if wanted in _CUDNN_WORDS and _cudnn_precision() in _CUDNN_WORDS:
-        torch._C._set_cudnn_allow_tf32(_CUDNN_WORDS[wanted])
-    torch._C._set_fp32_precision_setter("cuda", "conv", wanted[0])
-    torch._C._set_fp32_precision_setter("cuda", "rnn", wanted[1])
+        set_cudnn_tf32(_CUDNN_WORDS[wanted])
+    set_precision("cuda", "conv", wanted[0])
+    set_precision("cuda", "rnn", wanted[1])
 
 
 _READERS, _SETTERS = zip(*_flags(), strict=True)
@@ -438,7 +417,7 @@ class Surroundings:
         self.flags = ProcessFlags()
         self.autocast = AutocastState(tensors)
         self.modes = FunctionModes()
-        keep_order_of_graphs()
+        keep_graphs_in_order_of_making()
 
     def close(self, where: str, *, needed: bool = True) -> None:
         """The forward is over: hold nothing that has not changed. ``needed``: whether a recomputation may come.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
+from sac.torch_private import disable_dynamo, run_in_eager, skip_dynamo
 
 # Note [Backward under Dynamo]
 #
@@ -20,14 +20,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 def never_compiled(function: Function) -> Function:
     """Mark ``function`` as in Note [Backward under Dynamo], and return it."""
-    reason = "sac recomputes in eager what ran in eager"
-    vars(function).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=reason)
-    # Private names (torch 2.7 to 2.13). Without them Dynamo may compile parts of the recomputation.
-    core: Any = getattr(torch._C._dynamo, "eval_frame", None)
-    set_strategy = getattr(core, "set_code_exec_strategy", None)
-    if set_strategy is not None:
-        skip = core._FrameAction.SKIP
-        set_strategy(function.__code__, core._FrameExecStrategy(skip, skip))
+    run_in_eager(function, "sac recomputes in eager what ran in eager")
+    skip_dynamo(function.__code__)
     return function
 
 
@@ -37,9 +31,6 @@ def _call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 
 def kept_out_of_graphs(reason: str) -> Callable[..., Any]:
     """Return a function that calls its first argument with the others, in eager; Dynamo gives ``reason`` for it."""
-    # Private name (torch 2.1 to 2.13): `torch.compiler.disable` does the same, and loads all of Dynamo right now.
-    disable: Callable[..., Any] = getattr(torch, "_disable_dynamo", torch.compiler.disable)
-    wrapped: Callable[..., Any] = disable(_call)
-    # Read by Dynamo for its message (torch 2.13, held by tests/full/test_compiled_settings.py).
-    vars(wrapped).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=reason)
+    wrapped: Callable[..., Any] = disable_dynamo(_call)
+    run_in_eager(wrapped, reason)  # Dynamo reads it for its message; see tests/full/test_compiled_settings.py
     return wrapped

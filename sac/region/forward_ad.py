@@ -9,10 +9,20 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd import forward_ad
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from sac.errors import Problem, RegionError
 from sac.tensors import version_of
+from sac.torch_private import (
+    NO_TASK,
+    current_graph_task_id,
+    enter_vmap,
+    forward_ad_level,
+    innermost_transform,
+    leave_vmap,
+    tree_flatten,
+    tree_unflatten,
+    without_transforms,
+)
 
 # -- Inputs of a region that carry tangents (forward-mode differentiation)
 
@@ -35,9 +45,7 @@ _KEYWORD = "_sac_tangents"
 
 def dual_level_is_on() -> bool:
     """Return whether the program is inside ``torch.autograd.forward_ad.dual_level``."""
-    # Private to torch (1.11 to 2.13), which has no other way to ask. Without it tangents are not seen, and a
-    # recomputation that lacks them raises, as a rule.
-    return getattr(forward_ad, "_current_level", -1) >= 0
+    return forward_ad_level() >= 0
 
 
 class OnTangents:
@@ -146,10 +154,6 @@ def refuse_reentrant(path: str) -> None:
 
 # -- Transforms of ``torch.func`` around a region
 
-# Private to torch (2.0 to 2.13), as is every way to see whether a transform is on. Without it torch's own errors speak,
-# of saved-tensor hooks or of storages.
-_innermost: Any = getattr(getattr(torch._C, "_functorch", None), "peek_interpreter_stack", None)
-
 
 def refuse_transforms(path: str) -> None:
     """Raise ``RegionError`` if the region ``path`` is called inside ``vmap``, ``grad`` or another transform.
@@ -157,7 +161,7 @@ def refuse_transforms(path: str) -> None:
     Their tensors have no storage and their graph takes no hooks: torch's own checkpoint fails there too. A region that
     runs in a recomputation is not theirs, though backward may be batched (``is_grads_batched``).
     """
-    if _innermost is not None and _innermost() is not None and torch._C._current_graph_task_id() == -1:
+    if innermost_transform is not None and innermost_transform() is not None and current_graph_task_id() == NO_TASK:
         raise RegionError(
             Problem(
                 path or "region",
@@ -169,12 +173,6 @@ def refuse_transforms(path: str) -> None:
         )
 
 
-# Private to torch (1.8 to 2.13): how deep the `vmap` of `is_grads_batched` is nested, which no function tells. Without
-# them what a recomputation draws is torch's error.
-_enter_vmap: Any = getattr(torch._C, "_vmapmode_increment_nesting", None)
-_leave_vmap: Any = getattr(torch._C, "_vmapmode_decrement_nesting", None)
-
-
 @contextmanager
 def outside_transforms() -> Iterator[None]:
     """Leave the transforms that are on, as those around a batched backward, and enter them again at the end.
@@ -183,19 +181,17 @@ def outside_transforms() -> Iterator[None]:
     Inside a ``vmap`` it could draw no random numbers.
     """
     depth = 0
-    if _enter_vmap is not None and _leave_vmap is not None:
-        depth = _enter_vmap() - 1
-        _leave_vmap()
+    if enter_vmap is not None and leave_vmap is not None:
+        depth = enter_vmap() - 1
+        leave_vmap()
     for _ in range(depth):
-        _leave_vmap()
+        leave_vmap()
     try:
-        if _innermost is None or _innermost() is None:
+        if innermost_transform is None or innermost_transform() is None:
             yield
         else:
-            from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-
-            with temporarily_clear_interpreter_stack():
+            with without_transforms():
                 yield
     finally:
         for _ in range(depth):
-            _enter_vmap()
+            enter_vmap()

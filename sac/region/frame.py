@@ -26,6 +26,7 @@ from sac.region.inputs import KeptInputs
 from sac.region.module_state import UnseenWriteError
 from sac.region.settings import PLAIN, Settings
 from sac.tensors import describe, detached, metadata, shares_storage, storage_bytes, version_of
+from sac.torch_private import current_graph_task_id, graph_is_retained
 
 # -- What autograd holds instead of a region's tensors, and how a recomputation fills it
 
@@ -387,14 +388,6 @@ def _is_of_module(function: Callable[..., Any]) -> bool:
     return type(function) is MethodType and isinstance(function.__self__, nn.Module)
 
 
-def graph_is_retained() -> bool:
-    """Return whether the backward that runs now keeps its graph for another one."""
-    # Private name (torch 2.0 to 2.13); without it every backward is taken to retain its graph: memory then goes when
-    # the graph does.
-    ask = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
-    return bool(ask()) if ask is not None and torch._C._current_graph_task_id() != -1 else True
-
-
 # -- The non-reentrant frame: one checkpointed call, whatever it keeps and however it is run again
 
 # Note [The walk of a region]
@@ -507,7 +500,7 @@ class Frame(RegionCall):
         """Return the tensor that autograd has saved as ``handle``, recomputed if need be."""
         if handle.kept:
             return handle.kept_value(self.path)
-        task = torch._C._current_graph_task_id()
+        task = current_graph_task_id()
         retains = task == -1 or graph_is_retained()
         with self._lock:
             if handle.value is None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
 
 from sac.errors import Problem, RegionError
 from sac.outer_hooks import PackHooks, Parked, fetch, park
@@ -20,6 +19,7 @@ from sac.region.python_state import attributes_in, holds_state
 from sac.stores.prefetch import Call
 from sac.stores.store import Keeping, Stored, check_releasable, is_worth_it
 from sac.tensors import copy_of, describe, placed_on, shares_storage, storage_sizes, version_of, version_watch
+from sac.torch_private import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
 
 # -- One tensor input of a region, kept from forward to backward
 

@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from sac.errors import RegionError
 from sac.region.ambient import subclasses_on
 from sac.region.eager import never_compiled
 from sac.region.fingerprint import PLAIN, attributes_of
-from sac.region.frame import ALL, RETAIN, RegionCall, ToTheEnd, graph_is_retained
+from sac.region.frame import ALL, RETAIN, RegionCall, ToTheEnd
 from sac.region.inputs import KeptInputs
 from sac.region.writes import check_writes, give_history
 from sac.tensors import describe, detached, metadata
+from sac.torch_private import graph_is_retained, is_for_every_leaf, tree_flatten, tree_unflatten
 
 # -- What a region returned, and what of it becomes an output of the region's node in the graph
 
@@ -366,7 +366,7 @@ class ReentrantFrame(RegionCall):
 
     def _check_backward(self) -> None:
         """Raise if this backward is one that the mode does not allow."""
-        if not _is_for_every_leaf():
+        if not is_for_every_leaf():
             found = "neither torch.autograd.grad nor backward(inputs=...) can go through a reentrant region"
             raise RegionError(self._problem(found, fix=f"call backward() without inputs, or {_OTHER_MODE}"))
         if torch.is_grad_enabled():
@@ -386,11 +386,3 @@ class ReentrantFrame(RegionCall):
             forward, now = (f"{describe(one)} on {one.device}" for one in (grad, again))
             raise RegionError(self._problem(f"result {place} was {forward} in forward and is {now} in recomputation"))
         return again
-
-
-def _is_for_every_leaf() -> bool:
-    """Return whether the backward that runs now accumulates into all leaves, and those around it too."""
-    # Private to torch (1.0 to 2.13), which guards its own reentrant mode by it. Without it nobody can tell: what
-    # `torch.autograd.grad` returns is right then, but parameters get gradients beside.
-    ask = getattr(getattr(torch.autograd.Variable, "_execution_engine", None), "is_checkpoint_valid", None)
-    return bool(ask()) if ask is not None else True

@@ -16,6 +16,7 @@ import torch
 from sac.errors import ConfigError, Problem, RegionError
 from sac.region.settings import Settings
 from sac.tensors import cloned, tell_of
+from sac.torch_private import mps_generator
 
 # -- The named random streams of a tracker, whoever wrote it, as they were at one time
 
@@ -222,9 +223,7 @@ def default_generator(device: torch.device) -> torch.Generator | None:
     if generators:  # empty until the device type is initialised
         index = device.index if device.index is not None else module.current_device()
         return generators[index] if index < len(generators) else None
-    # Private to torch (2.11 to 2.13): MPS has one generator, and no tuple of them.
-    only = getattr(module, "_get_default_mps_generator", None)
-    return only() if only is not None and torch.backends.mps.is_available() else None
+    return mps_generator() if device.type == "mps" else None
 
 
 def _accelerator_generators(tensors: Iterable[torch.Tensor]) -> list[torch.Generator]:

@@ -11,6 +11,7 @@ import torch
 import torch.utils.checkpoint
 
 from sac.stores.store import Keeping
+from sac.torch_private import chosen_early_stop
 
 AUTO, RERUN, REPLAY = ENGINES = ("auto", "rerun", "replay")
 FIRST, ALWAYS, NEVER = VERIFY = ("first", "always", "never")
@@ -71,7 +72,5 @@ PLAIN = Settings()
 
 def as_torch_says(settings: Settings) -> Settings:
     """Return the settings of a call that starts now: what ``set_checkpoint_early_stop`` says takes precedence."""
-    # Private to torch (2.8 to 2.13), and the only trace of that context manager: None outside of it. torch reads it in
-    # the forward, too. Without it the context manager has no effect here.
-    said = getattr(torch.utils.checkpoint, "_enable_checkpoint_early_stop", None)
+    said = chosen_early_stop()  # in the forward, as torch does
     return settings if said is None or said == settings.early_stop else replace(settings, early_stop=said)

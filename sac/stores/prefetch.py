@@ -10,7 +10,8 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
+
+from sac.torch_private import NO_TASK, current_graph_task_id, gather_into, when_backward_ends, will_execute_node
 
 # Note [Prefetched gathers]
 #
@@ -28,13 +29,6 @@ import torch.distributed as dist
 # A call holds the nodes that made its inputs, where the region's own graph leads to anyway. What was started and has
 # not been fetched when that backward ends is let go.
 
-# Renamed in torch 2.13, where the old name warns.
-_gather_into = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
-# Private names (torch 2.11 to 2.13); without them nothing is started ahead.
-_will_run = getattr(torch._C, "_will_engine_execute_node", None)
-_task_id = getattr(torch._C, "_current_graph_task_id", None)
-NO_TASK = -1
-
 _MARK = "sac.stores.prefetch"
 _FAR = 64  # nodes looked at for marks; a region's input is mostly the result of another, or a few ops away from one
 
@@ -45,12 +39,12 @@ class Gather:
     __slots__ = ("_full", "_share", "_work")
 
     def __init__(self, share: torch.Tensor, group: Any) -> None:
-        assert _gather_into is not None, "torch has no torch.distributed"
+        assert gather_into is not None, "torch has no torch.distributed"
         self._share = share
         self._full = share.new_empty(group.size() * share.numel())
         # As bytes: backends know few dtypes.
         source, target = share.view(torch.uint8), self._full.view(torch.uint8)
-        self._work = _gather_into(target, source, group=group, async_op=True) if share.numel() else None
+        self._work = gather_into(target, source, group=group, async_op=True) if share.numel() else None
 
     def wait(self) -> torch.Tensor:
         """Return the shares of all ranks, flat."""
@@ -106,8 +100,8 @@ class Call:
 
     def start_before(self, count: int) -> None:
         """Start the gathers of the ``count`` calls that backward comes to next, as far as it will come to them."""
-        task = current_task()
-        if task == NO_TASK or _will_run is None:
+        task = current_graph_task_id()
+        if task == NO_TASK or will_execute_node is None:
             return
         waiting: deque[Call] = deque([self])
         seen = {id(self)}
@@ -120,15 +114,15 @@ class Call:
                     call._start(task)
 
     def _needed_before(self) -> list[Call]:
-        assert _will_run is not None
-        needed = (reference() for node, found in self._before if _will_run(node) for reference in found)
+        assert will_execute_node is not None
+        needed = (reference() for node, found in self._before if will_execute_node(node) for reference in found)
         return [call for call in needed if call is not None]
 
     def _start(self, task: int) -> None:
         for reference in self._shares:
             share = reference()
             if share is not None and share.fetched_in != task and share.start():
-                when_over = torch.autograd.Variable._execution_engine.queue_callback
+                when_over = when_backward_ends
                 when_over(partial(_let_go, reference, task))
 
 
@@ -153,8 +147,3 @@ def _marks_from(node: Any) -> list[weakref.ref[Call]]:
                 seen.add(below)
                 waiting.append(below)
     return found
-
-
-def current_task() -> int:
-    """Return the number of the backward that runs on this thread; -1 outside of one."""
-    return NO_TASK if _task_id is None else int(_task_id())

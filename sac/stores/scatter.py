@@ -14,8 +14,9 @@ import torch.distributed as dist
 from sac.errors import ConfigError, Problem, RegionError
 from sac.outer_hooks import PackHooks
 from sac.policy.syntax import shown
-from sac.stores.prefetch import NO_TASK, Call, Gather, current_task
+from sac.stores.prefetch import Call, Gather
 from sac.stores.store import Here, Origin, Placed, Placement, is_dtensor
+from sac.torch_private import NO_TASK, current_graph_task_id, named_process_group
 
 # -- The group over which inputs are scattered: what a user gives as one, and which DTensors are replicated over it
 
@@ -92,10 +93,8 @@ def named_group(name: str | None) -> Any:
         raise ConfigError(_not_unpickled(name, "torch.distributed is not initialised here"))
     if name is None:
         return dist.group.WORLD
-    # Private name (torch 2.11 to 2.13).
-    resolve = getattr(dist.distributed_c10d, "_resolve_process_group", None)
     try:
-        found = resolve(name) if resolve is not None else None
+        found = named_process_group(name)
     except (RuntimeError, ValueError, KeyError):
         found = None
     if found is None:
@@ -111,8 +110,7 @@ def _not_unpickled(name: str | None, found: str) -> Problem:
 
 def reaches(group: Any, device: torch.device) -> bool:
     """Return whether ``group`` has a backend for tensors on ``device``: one made for NCCL alone knows no CPU."""
-    # Private name (torch 2.11 to 2.13); without it the collective itself tells.
-    kinds = getattr(group, "_device_types", None)
+    kinds = getattr(group, "_device_types", None)  # without it the collective itself raises
     return kinds is None or any(kind.type == device.type for kind in kinds)
 
 
@@ -346,7 +344,7 @@ class PlacedShare:
         """Return the whole, gathered anew or by a gather that was started before."""
         assert self._inner is not None, "fetched after it was dropped"
         gather, self._gather = self._gather or Gather(self._inner.fetch(), self._group), None
-        self.fetched_in = current_task()
+        self.fetched_in = current_graph_task_id()
         return gather.wait()[: self._elements]
 
     def start(self) -> bool:

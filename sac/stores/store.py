@@ -17,6 +17,7 @@ from sac.errors import Problem, RegionError
 from sac.outer_hooks import PackHooks, Parked, fetch, park
 from sac.stores.prefetch import Call
 from sac.tensors import shares_storage, version_of
+from sac.torch_private import neg_view, set_version_counters, storage_use_count
 
 # -- A tensor as a flat one and back, with the strides it had
 
@@ -89,7 +90,7 @@ class Layout:
         if self.conjugate:
             tensor = tensor.conj()
         if self.negative:
-            tensor = torch._neg_view(tensor)
+            tensor = neg_view(tensor)
         elements = prod(self.once)
         if elements and elements < self.extent:
             tensor = self._ordered(tensor.as_strided(self.once, self.stride)).contiguous()
@@ -104,7 +105,7 @@ class Layout:
             ordered.copy_(flat.view(ordered.shape))
         tensor = tensor.as_strided(self.shape, self.stride)
         if self.negative:
-            tensor = torch._neg_view(tensor)
+            tensor = neg_view(tensor)
         if self.conjugate:
             tensor = tensor.conj()
         if self.distributed is None:
@@ -229,8 +230,7 @@ def is_released(tensor: torch.Tensor) -> bool:
 
 def is_worth_it(tensor: torch.Tensor) -> bool:
     """Return whether to release ``tensor`` frees its memory: whether nothing else holds that."""
-    # Private name (torch 2.11 to 2.13); without it nothing is released.
-    count = getattr(torch._C, "_storage_Use_Count", None)
+    count = storage_use_count
     if count is None:
         return False
     mine, fresh = local_of(tensor), torch.empty(0)
@@ -255,10 +255,8 @@ def check_releasable(tensor: torch.Tensor, leaves: Iterable[object], name: Calla
 
 
 def _set_version(tensor: torch.Tensor, version: int) -> None:
-    # Private name (torch 2.6 to 2.13); without it another op that saved the tensor raises in any case.
-    put_back = getattr(torch._C._autograd, "_unsafe_set_version_counter", None)
-    if put_back is not None:
-        put_back((tensor,), (version,))
+    if set_version_counters is not None:  # otherwise another op that saved the tensor raises in any case
+        set_version_counters((tensor,), (version,))
 
 
 # -- Where a kept input lies between forward and backward, when not where the caller holds it

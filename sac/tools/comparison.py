@@ -14,7 +14,6 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 import sac
@@ -23,6 +22,7 @@ from sac.errors import ConfigError, Problem, SacError, nearest
 from sac.memory_timeline import MemoryTimeline, mark, measure_memory
 from sac.ops.flops import added_formulas
 from sac.tools.models import BuiltModel, Inputs
+from sac.torch_private import tree_map_only
 
 # -- What a comparison of modes found: numbers only, ready for a table, a picture or JSON
 

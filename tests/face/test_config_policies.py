@@ -71,7 +71,7 @@ def test_offloading_is_refused(tmp_path: Path) -> None:
 
 
 def test_whole_module_rule_is_refused_where_torch_lacks_a_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sac.config.CAN_TAKE_OFF", False)
+    monkeypatch.setattr("sac.config.HAS_STACKS", False)
     assert told(WHOLE_MODULE, tmp_path) == (
         f'policy.yaml:4:13: rule "mlp" saves whole modules (`module` without `ops`), and torch {torch.__version__} '
         "does not let saved-tensor hooks and modes be taken off\n"

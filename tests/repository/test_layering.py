@@ -10,6 +10,7 @@ PACKAGE = Path(__file__).parents[2] / "sac"
 # From the bottom up. A module may import from units that stand in a lower layer, and from its own unit.
 LAYERS = (
     {"errors"},
+    {"torch_private"},
     {"extras", "memory_timeline"},
     {"outer_hooks"},
     {"tensors"},

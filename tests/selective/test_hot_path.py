@@ -12,7 +12,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sac
-from sac.recompute.module_tracker import CAN_MARK, BareMode
+from sac.recompute.module_tracker import CAN_SKIP_DYNAMO, BareMode
 from sac.region.module_state import owners_of
 from sac.tensors import detached
 from tests.support.blocks import ENGINES, alternate, llama_stack, policy, save, selective, tokens
@@ -109,7 +109,7 @@ def graphs_compiled_around(mode: type[TorchDispatchMode]) -> int:
     return len(graphs)
 
 
-@pytest.mark.skipif(not CAN_MARK, reason="this torch has no names to mark code with; its own wrapper is in use")
+@pytest.mark.skipif(not CAN_SKIP_DYNAMO, reason="this torch has no names to mark code with; its own wrapper is in use")
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_modes_are_not_compiled() -> None:
     assert graphs_compiled_around(Unmarked) > 0

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 import sac
+from sac import torch_private
 from sac.errors import RegionError
 from sac.region import ambient as surroundings
-from sac.region import compiled_graphs
 from tests.support.blocks import FULL, Stack, policy, save, selective
 from tests.support.pairs import in_pairs
 from tests.support.training import assert_same, built
@@ -99,17 +99,17 @@ def test_recomputation_gets_the_graph_of_its_forward(value: Any, compiled: Any, 
 
 def test_by_last_use_it_would_get_the_dynamic_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the tests above are worth: with Dynamo's list as it comes this program fails."""
-    monkeypatch.setattr(surroundings, "keep_order_of_graphs", lambda: None)
+    monkeypatch.setattr(surroundings, "keep_graphs_in_order_of_making", lambda: None)
     with pytest.raises(RegionError, match="saved tensor"):
         trained(Averaging, as_forward, FULL, (0, 1, 2))
 
 
 def test_a_process_without_dynamo_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[bool] = []
-    monkeypatch.setattr(compiled_graphs, "_set_by_last_use", said.append)
+    monkeypatch.setattr(torch_private, "_order_by_use", said.append)
     monkeypatch.setitem(sys.modules, "torch._dynamo", object())
-    compiled_graphs.keep_order_of_graphs()
+    torch_private.keep_graphs_in_order_of_making()
     assert said == [False]
     monkeypatch.delitem(sys.modules, "torch._dynamo")
-    compiled_graphs.keep_order_of_graphs()
+    torch_private.keep_graphs_in_order_of_making()
     assert said == [False]

@@ -111,7 +111,7 @@ def test_nothing_is_traced_before_the_first_step() -> None:
 
 def test_rules_on_results_that_torch_does_not_show_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """As torch 2.11 is."""
-    monkeypatch.setattr(traced, "_tells_results", False)
+    monkeypatch.setattr(traced, "SHOWS_RESULTS_TO_POLICIES", False)
     value = selective(policy(save("attention"), save("matmul", shape=["_", 64])))
     with pytest.warns(SacWarning) as caught:
         train_compiled(llama_stack, lambda m: sac.apply(m, value))

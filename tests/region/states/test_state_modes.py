@@ -252,5 +252,5 @@ def test_dispatch_modes_are_those_of_backward() -> None:
 
 
 def test_the_names_of_torch_are_there() -> None:
-    assert ambient._HAS_MODES
-    assert ambient._HAS_STATE
+    assert ambient.HAS_FUNCTION_MODES
+    assert ambient.HAS_FUNCTION_STATE

@@ -37,18 +37,18 @@ class SpiedWork:
 def spied() -> Iterator[list[str]]:
     """Note each gather's start and end, named by the elements of a share."""
     events: list[str] = []
-    real = gathering._gather_into
+    real = gathering.gather_into
 
     def gather(target: Tensor, source: Tensor, **options: Any) -> SpiedWork:
         name = str(source.numel() // 4)
         events.append(f"start {name}")
         return SpiedWork(real(target, source, **options), name, events)
 
-    gathering._gather_into = gather
+    gathering.gather_into = gather
     try:
         yield events
     finally:
-        gathering._gather_into = real
+        gathering.gather_into = real
 
 
 def shares_alive() -> int:
