@@ -83,7 +83,7 @@ class Registry:
 def read_registry() -> Registry:
     """Read which ops are registered now; a library imported later may add to them."""
     packets: dict[str, list[str]] = {}
-    # Private, in torch 2.11 and 2.13; test_ops_registry holds that it names what torch.ops has.
+    # Private, in torch 2.11 and 2.13; tests/unit/ops/test_registry.py holds that it names what torch.ops has.
     for name in torch._C._dispatch_get_all_op_names():
         namespace, _, rest = name.partition("::")
         packet, _, overload = rest.partition(".")

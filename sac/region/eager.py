@@ -40,6 +40,6 @@ def kept_out_of_graphs(reason: str) -> Callable[..., Any]:
     # Private name (torch 2.1 to 2.13): `torch.compiler.disable` does the same, and loads all of Dynamo right now.
     disable: Callable[..., Any] = getattr(torch, "_disable_dynamo", torch.compiler.disable)
     wrapped: Callable[..., Any] = disable(_call)
-    # Read by Dynamo for its message (torch 2.13, held by tests/full/test_compiled_settings.py).
+    # Read by Dynamo for its message (torch 2.13, held by tests/unit/region/test_eager.py).
     vars(wrapped).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=reason)
     return wrapped
