@@ -90,7 +90,7 @@ def _reset_allocator(device: torch.device) -> int:
 
 def _events(profiler: profile, device: torch.device) -> list[_Event]:
     # Private: the profiler's public lists add memory events up per op, and drop the time and address of each.
-    # Names and fields as of torch 2.13, held by tests/face/test_memory_timeline.py, which knows every allocation
+    # Names and fields as of torch 2.13, held by tests/unit/test_memory_timeline.py, which knows every allocation
     # it makes.
     results: Any = getattr(profiler.profiler, "kineto_results", None)
     if results is None:

@@ -34,7 +34,17 @@ from sac.planner.plan_file import make_plan
 from sac.planner.prepare import prepare
 from sac.planner.search import Planner
 from sac.tools.render import print_rows
-from tests.planner.truth import CONFIGS, EVERYTHING, MODELS, SHARES, Bytes, measured, model_named, predicted, put_on
+from tests.unit.planner.truth import (
+    CONFIGS,
+    EVERYTHING,
+    MODELS,
+    SHARES,
+    Bytes,
+    measured,
+    model_named,
+    predicted,
+    put_on,
+)
 
 COLUMNS = ("model", "policy", "kept, predicted", "measured", "difference", "peak, predicted", "measured", "difference")
 COMPOSED_COLUMNS = ("model", "random choices", "exact", "most below", "most above", "range of peaks")

@@ -42,7 +42,7 @@ from pareto_time import CASES, timed
 
 from sac.planner.pareto import KeepSet, pareto
 from sac.tools.render import print_rows
-from tests.planner.truth import MODELS
+from tests.unit.planner.truth import MODELS
 
 SLACK = 1 + 1e-9  # seconds are sums of floating-point numbers, in another order on either side
 QUICK_SIZES = Sizes(hidden=512, ffn=1792, heads=8, kv_heads=2, sequence=256)

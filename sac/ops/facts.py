@@ -1,7 +1,8 @@
 """What is known of an op: what it writes to, whether it is a view, draws random numbers, communicates.
 
 Most of it stands in the schema. Where a schema is silent or overstates, a list here corrects it; the lists come from
-calling the ops of torch 2.13 and comparing arguments before and after (``tests/ops/test_ops_liars.py`` repeats that).
+calling the ops of torch 2.13 and comparing arguments before and after (``tests/unit/ops/test_facts_liars.py`` repeats
+that).
 """
 
 from __future__ import annotations

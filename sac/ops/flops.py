@@ -34,7 +34,7 @@ def added_formulas() -> dict[Any, Any]:
     """Return formulas over shapes, by packet, for ops of this build that torch's counter does not know.
 
     FlopCounterMode of torch 2.13 knows the CUDA attentions but not the CPU one, nor grouped matmuls: without these
-    a mode that recomputes attention on CPU would seem to recompute nothing. Held by tests/measuring/test_step_flops.py.
+    a mode that recomputes attention on CPU would seem to recompute nothing. Held by tests/unit/ops/test_flops.py.
     """
     return {getattr(torch.ops.aten, name): formula for name, formula in _ADDED.items() if hasattr(torch.ops.aten, name)}
 

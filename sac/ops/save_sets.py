@@ -188,7 +188,8 @@ _CONVOLUTION = SaveSet(
 # What is kept is the result of the collective, not that of `wait_tensor`: the latter hands back its argument, so it
 # counts as a view and is run again, where it costs nothing because that result has been waited for (or, if nothing
 # used it in forward, still has its work registered under the same storage). Until then the values are unfinished: the
-# engine keeps the tensor itself and must not copy it. Held by test_ops_collective.
+# engine keeps the tensor itself and must not copy it. Held by
+# tests/unit/ops/test_save_sets_collective.py.
 _COLLECTIVE = SaveSet(
     "collective",
     "Results of collectives: keeping them spares the network in backward.",

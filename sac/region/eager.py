@@ -32,5 +32,5 @@ def _call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 def kept_out_of_graphs(reason: str) -> Callable[..., Any]:
     """Return a function that calls its first argument with the others, in eager; Dynamo gives ``reason`` for it."""
     wrapped: Callable[..., Any] = disable_dynamo(_call)
-    run_in_eager(wrapped, reason)  # Dynamo reads it for its message; see tests/full/test_compiled_settings.py
+    run_in_eager(wrapped, reason)  # Dynamo reads it for its message; see tests/unit/region/test_eager.py
     return wrapped

@@ -21,8 +21,8 @@ from sac.stores.store import Here, Placed
 # caching allocators need not be told of the side stream: memory returns to the stream it came from, which has waited.
 # (Pinned memory is guarded by torch too: it is not handed out again before the copies that used it are done.)
 #
-# Held by tests/region/stores/test_streams.py, which runs regions on simulated streams and finds every access that is
-# not ordered, and by the tests marked gpu in tests/region/stores/test_host.py.
+# Held by tests/unit/stores/test_host_streams.py, which runs regions on simulated streams and finds every access that is
+# not ordered, and by the tests marked gpu in tests/unit/stores/test_host.py.
 
 
 class Copying(Protocol):

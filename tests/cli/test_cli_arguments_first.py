@@ -15,7 +15,7 @@ from sac.tools.arguments import check_writable
 from sac.tools.cli import main
 
 LLAMA = "hf:examples/llama-3.2-1b.json"
-TOY = "tests.planner.plan_models:stack"
+TOY = "tests.unit.planner.plan_models:stack"
 ALL = ("trace", "compare", "plan")
 POLICIES = ", ".join(("none", "full", "selective", *shipped_policies()))
 
@@ -82,7 +82,7 @@ def test_sizes_and_texts(name: str, given: list[str], text: str, capsys: pytest.
             "--model: cannot read nowhere.json: No such file or directory\n    legal: a config.json file",
         ),
         ("tests.nowhere:f", "--model: 'tests.nowhere:f': no module named 'tests.nowhere'"),
-        ("tests.planner.plan_models:stak", "--model: 'tests.planner.plan_models:stak': module "),
+        ("tests.unit.planner.plan_models:stak", "--model: 'tests.unit.planner.plan_models:stak': module "),
         ("llama", "--model: 'llama' is no model spec"),
     ],
 )

@@ -18,11 +18,11 @@ from sac.planner.fakes import fake_build, fake_mode
 from sac.planner.written import ATTENTION_ALTERNATE, ATTENTION_MATMULS, EVERY_SECOND_LAYER
 from sac.tools.cli import main
 from sac.tools.models import Scale, load_model
-from tests.planner.plan_models import stack
+from tests.unit.planner.plan_models import stack
 
 ROOT = Path(__file__).parents[2]
 LLAMA = ROOT / "examples" / "llama-3.2-1b.json"
-MODELS = "tests.planner.plan_models"
+MODELS = "tests.unit.planner.plan_models"
 BASELINES = ["none", "full", EVERY_SECOND_LAYER, ATTENTION_ALTERNATE, ATTENTION_MATMULS]
 REAL = "see that it runs without sac; if it does, but not without data: sac.plan(…, real=True), or --real"
 

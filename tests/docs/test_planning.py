@@ -12,7 +12,7 @@ import pytest
 import sac
 from sac.tools.cli import main
 from tests.docs.pages import ROOT, rows, snippets
-from tests.planner.test_sharding import Model, inputs
+from tests.unit.planner.test_sharding import Model, inputs
 
 PAGE = "docs/planning.md"
 COMMANDS = [line[2:] for text in snippets(PAGE, "console") for line in text.splitlines() if line.startswith("$ ")]

@@ -1,8 +1,8 @@
 """Each region on which torch's own selective checkpointing is wrong or breaks: ours gives the un-checkpointed bits.
 
-The rows on several backward calls are in `test_backward_often.py`, those on bytes and on outer hooks in
-`test_memory.py`, those on buffers and counters in `test_state.py`, those on ops that only recomputation runs in
-`test_tolerance.py`, those on routing in `test_routing.py`.
+The rows on several backward calls are in `test_05_backward_often.py`, those on bytes and on outer hooks in
+`test_06_no_dead_bytes.py`, those on ops that only recomputation runs in `test_04_tolerant_and_strict.py`, those on
+routing in `test_10_routing_is_saved.py`, those on buffers and counters in tests/unit/recompute.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a training program may change between forward and backward: it is as without us, or an error.
 
-Buffers, statistics, flags and modes are held in tests/full/test_state_*.py, writes to weights in
-tests/region/test_changed_parameters.py.
+Buffers, statistics, flags and modes are held in tests/unit/region/test_module_state*.py and test_ambient*.py there,
+writes to weights in tests/unit/region/test_module_state_changed_parameters.py.
 """
 
 from __future__ import annotations

@@ -1,0 +1,173 @@
+"""What happens where regions begin and end under DeepSpeed's `synchronize` and `profile`."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import sac.compat.deepspeed as checkpointing
+from sac.compat import deepspeed as deepspeed_profile
+from tests.support.runs import Noted
+from tests.support.training import assert_same
+from tests.unit.compat.programs import WIDTH, plainly, trained
+
+WAITS = Noted()  # what the region can reach is put back before it runs again
+CALLS = {"reentrant": checkpointing.checkpoint, "non-reentrant": checkpointing.non_reentrant_checkpoint}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_configured(monkeypatch):
+    monkeypatch.setattr(checkpointing, "_process", checkpointing._Process())
+
+
+@pytest.fixture(params=CALLS, name="call")
+def _call(request) -> Callable[..., Any]:
+    return CALLS[request.param]
+
+
+@pytest.fixture(name="waits")
+def _waits(monkeypatch) -> Noted:
+    """Records each wait for the device."""
+    WAITS.clear()
+    monkeypatch.setattr(deepspeed_profile, "synchronize_device", partial(WAITS.append, "wait"))
+    return WAITS
+
+
+def region(x: Tensor) -> Tensor:
+    """Tells when it runs, and when its backward does."""
+    WAITS.append("run")
+    out = x.sin().exp()
+    if out.requires_grad:
+        out.register_hook(lambda grad: WAITS.append("backward"))
+    return out.cos()
+
+
+def test_the_device_is_waited_for_at_each_boundary(call, waits):
+    checkpointing.configure(None, synchronize=True)
+    x = torch.randn(4, requires_grad=True)
+    h = x * 1
+    h.register_hook(lambda grad: waits.append("before"))
+    out = call(region, h) * 2
+    assert waits == ["wait", "run", "wait"]
+    out.register_hook(lambda grad: waits.append("after"))
+    waits.clear()
+    out.sum().backward()
+    assert waits[:2] == ["after", "wait"]
+    assert waits.count("wait") == 2
+    assert waits[-2:] in (["wait", "before"], ["before", "wait"])  # both happen when the gradient has arrived at h
+    assert waits.index("run") > 1
+
+
+def test_nobody_waits_without_being_asked(call, waits):
+    x = torch.randn(4, requires_grad=True)
+    call(torch.sin, x).sum().backward()
+    assert waits == []
+
+
+def test_a_region_whose_inputs_need_no_gradient_ends_with_the_backward(call, waits):
+    checkpointing.configure(None, synchronize=True)
+    linear = nn.Linear(WIDTH, WIDTH)
+    call(linear, torch.randn(4, WIDTH)).sum().backward()
+    assert waits == ["wait"] * 4
+
+
+def test_without_grad_mode_there_is_a_forward_only(call, waits):
+    checkpointing.configure(None, synchronize=True)
+    with torch.no_grad():
+        call(torch.sin, torch.ones(2))
+    assert waits == ["wait"] * 2
+
+
+def test_gradients_are_those_of_the_plain_call(call):
+    checkpointing.configure(None, synchronize=True, profile=True)
+    assert_same(trained(plainly, layers=3), trained(call, layers=3))
+
+
+def test_each_pass_is_measured_and_logged(call, caplog, monkeypatch):
+    ticks = iter(range(1000))
+    monkeypatch.setattr(deepspeed_profile.time, "perf_counter", lambda: next(ticks))
+    checkpointing.configure(None, profile=True)
+    x = torch.randn(4, WIDTH, requires_grad=True)
+    with caplog.at_level(logging.INFO, logger="sac.deepspeed"):
+        out = call(nn.Linear(WIDTH, WIDTH), x)
+        out.sum().backward(retain_graph=True)
+        out.sum().backward()
+    assert [record.getMessage() for record in caplog.records] == [
+        "Linear: forward 1000.000 ms",
+        "Linear: backward 1000.000 ms",
+        "Linear: backward 1000.000 ms",
+    ]
+
+
+def measured(monkeypatch) -> None:
+    ticks = iter(range(1000))
+    monkeypatch.setattr(deepspeed_profile.time, "perf_counter", lambda: next(ticks) / 1000)
+    checkpointing.configure(None, profile=True)
+    x = torch.randn(4, WIDTH, requires_grad=True)
+    linear, norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+    for _ in range(3):
+        checkpointing.checkpoint(linear, checkpointing.non_reentrant_checkpoint(norm, x))
+    checkpointing.checkpoint(linear, x).sum().backward()
+
+
+def test_the_table_in_plain_columns(monkeypatch):
+    monkeypatch.setattr(deepspeed_profile, "find_spec", lambda name: None)
+    measured(monkeypatch)
+    assert checkpointing.profile_table() == (
+        "region     forwards  ms per forward  backwards  ms per backward\n"
+        "LayerNorm         3           1.000          0            0.000\n"
+        "Linear            4           1.000          1            1.000"
+    )
+    checkpointing.configure(None)
+    assert checkpointing.profile_table() == "region  forwards  ms per forward  backwards  ms per backward"
+
+
+def test_the_table_drawn_by_rich(monkeypatch):
+    pytest.importorskip("rich")
+    measured(monkeypatch)
+    lines = checkpointing.profile_table().splitlines()
+    assert "ms per backward" in lines[1]
+    assert [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines[3:-1]] == [
+        ["LayerNorm", "3", "1.000", "0", "0.000"],
+        ["Linear", "4", "1.000", "1", "1.000"],
+    ]
+
+
+def test_hooks_do_not_pile_up_on_a_leaf(call):
+    """A leaf outlives the graphs of all steps: what measures a region goes with the region's graph."""
+    checkpointing.configure(None, profile=True)
+    x = torch.randn(4, requires_grad=True)
+    gc.collect()
+    gc.disable()
+    try:
+        for step in range(4):
+            out = call(torch.sin, x)
+            if step % 2:
+                out.sum().backward()
+            del out
+            assert not x._backward_hooks
+    finally:
+        gc.enable()
+
+
+def test_activations_are_free_when_a_graph_is_dropped(call):
+    checkpointing.configure(None, profile=True)
+    x = torch.randn(4, requires_grad=True)
+    gc.collect()
+    gc.disable()
+    try:
+        h = x * 2
+        out = call(torch.sin, h)
+        watch = weakref.ref(h)
+        del h, out
+        assert watch() is None
+    finally:
+        gc.enable()

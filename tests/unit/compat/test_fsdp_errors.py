@@ -1,0 +1,144 @@
+"""What checkpoint_wrapper and apply_activation_checkpointing of sac.compat.fsdp refuse, which leaves nothing behind."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+from torch import nn
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as of_torch
+
+import sac
+from sac.compat import fsdp as ours
+from sac.config import FullConfig
+from sac.errors import ConfigError, ModelError
+from tests.unit.compat.wrapping import (
+    by_function,
+    is_layer,
+    model,
+    on_layers,
+    region_paths,
+)
+
+# What a region cannot do
+
+UNSUPPORTED = {
+    "checkpoint_impl": (
+        {"checkpoint_impl": "reentrant"},
+        "checkpoint_wrapper.checkpoint_impl: 'reentrant' is no implementation\n"
+        "    legal: CheckpointImpl.REENTRANT, CheckpointImpl.NO_REENTRANT",
+    ),
+    "checkpoint_fn": (
+        {"checkpoint_fn": len},
+        "checkpoint_wrapper.checkpoint_fn: <built-in function len> cannot be made a region\n"
+        "    legal: sac.checkpoint, torch's checkpoint\n"
+        "    fix: leave it out, or call the function in the module's own forward",
+    ),
+    "context_fn": (
+        {"context_fn": int},
+        "checkpoint_wrapper.context_fn: contexts of the caller's around forward and recomputation are not entered\n"
+        "    fix: choose per op with context_fn=sac.context_fn(policy), or put state back with FullConfig(state=...)",
+    ),
+    "reentrant context_fn": (
+        {"context_fn": sac.context_fn("general"), "checkpoint_impl": ours.CheckpointImpl.REENTRANT},
+        "checkpoint_wrapper.context_fn: per-op decisions need the non-reentrant mode\n"
+        "    fix: use CheckpointImpl.NO_REENTRANT",
+    ),
+    "debug": (
+        {"debug": True},
+        "checkpoint_wrapper.debug: True is not supported: errors of recomputation name the saved tensor without it\n"
+        "    legal: false",
+    ),
+    "offload_to_cpu": (
+        {"offload_to_cpu": 1},
+        "checkpoint_wrapper.offload_to_cpu: 1 is not true or false\n    legal: true, false",
+    ),
+    "config": (
+        {"config": {"store": "host"}},
+        "checkpoint_wrapper.config: {'store': 'host'} is no FullConfig\n    legal: a sac.full.FullConfig",
+    ),
+    "both stores": (
+        {"config": FullConfig(store="host"), "offload_to_cpu": True},
+        "checkpoint_wrapper.offload_to_cpu: config keeps inputs elsewhere (store 'host')\n"
+        "    fix: leave one of the two out",
+    ),
+    "unknown": (
+        {"preserve_rng": True},
+        "checkpoint_wrapper.preserve_rng: it is not known\n"
+        "    did you mean: preserve_rng_state\n"
+        "    legal: use_reentrant, distribute_saved_activations, tp_group, get_rng_state_tracker, preserve_rng_state, "
+        "early_stop, determinism_check, config, context_fn, debug",
+    ),
+    "determinism_check": (
+        {"determinism_check": "all"},
+        "checkpoint_wrapper.determinism_check: 'all' is no check\n    legal: default, none",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+@pytest.mark.parametrize("entry", ["wrapper", "apply", "function"])
+def test_what_cannot_be_done_is_an_error_and_changes_nothing(name: str, entry: str) -> None:
+    given, text = UNSUPPORTED[name]
+    mine = model()
+    wrap = functools.partial(ours.checkpoint_wrapper, **given)
+    put = {
+        "wrapper": lambda: wrap(mine.layers[0]),
+        "apply": lambda: ours.apply_activation_checkpointing(mine, wrap, is_layer),
+        "function": lambda: ours.apply_activation_checkpointing(mine, lambda one: wrap(one), is_layer),
+    }[entry]
+    with pytest.raises(ConfigError) as error:
+        put()
+    assert str(error.value) == text
+    assert all("forward" not in one.__dict__ for one in mine.modules())
+    assert region_paths(mine) == []
+
+
+def test_a_second_region_is_an_error() -> None:
+    mine = model()
+    on_layers(ours, mine)
+    for again in (lambda: on_layers(ours, mine), lambda: by_function(ours, mine)):
+        with pytest.raises(ModelError) as error:
+            again()
+        assert str(error.value).split("\n")[:2] == [
+            "layers.0: this module is a region of sac already",
+            "    fix: call sac.remove(model) first",
+        ]
+        assert len(region_paths(mine)) == 3
+
+
+def test_a_function_that_fails_half_way_leaves_nothing() -> None:
+    mine, count = model(), [0]
+
+    def wrap(module: nn.Module) -> nn.Module:
+        count[0] += 1
+        if count[0] == 2:
+            raise KeyError("half way")
+        return ours.checkpoint_wrapper(module)
+
+    with pytest.raises(KeyError):
+        ours.apply_activation_checkpointing(mine, wrap, is_layer)
+    assert all("forward" not in one.__dict__ for one in mine.modules())
+
+
+def test_torchs_own_wrapper_is_not_mixed_in() -> None:
+    mine = model()
+    with pytest.raises(ConfigError) as error:
+        ours.apply_activation_checkpointing(mine, of_torch.checkpoint_wrapper, is_layer)
+    assert str(error.value) == (
+        "apply_activation_checkpointing.checkpoint_wrapper_fn: it returned CheckpointWrapper around PreNormLayer, "
+        "not the module itself\n"
+        "    fix: let it call checkpoint_wrapper of sac.compat.fsdp"
+    )
+    of_torch.apply_activation_checkpointing(mine, check_fn=is_layer)
+    with pytest.raises(ModelError) as refused:
+        ours.checkpoint_wrapper(mine)
+    assert str(refused.value).startswith("Model: the model's own checkpointing is on: checkpoint_wrapper is around ")
+
+
+def test_sac_apply_on_top_is_refused() -> None:
+    mine = model()
+    on_layers(ours, mine)
+    with pytest.raises(ModelError) as error:
+        sac.apply(mine, "full")
+    assert str(error.value).startswith("layers.0: sac.apply has been called on this model before")

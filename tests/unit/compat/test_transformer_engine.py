@@ -1,0 +1,210 @@
+"""TransformerEngine's `checkpoint`: its signature and defaults, the old form too, and what its own tests hold."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sac.compat import transformer_engine as te
+from sac.errors import ConfigError, RegionError
+from sac.full import RngTracker
+from tests.support.ranks import run_ranks
+from tests.support.runs import Noted
+from tests.support.training import assert_same
+from tests.unit.compat.programs import WIDTH, forking, gradients_of, plainly, same_everywhere, trained
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("needs_grad", [True, False])
+def test_gradients_are_those_of_the_plain_call(use_reentrant, needs_grad):
+    """As its test of full recomputation: a layer called with keywords, the input with and without a gradient."""
+    kwargs = {"mask": torch.ones(WIDTH), "scale": 0.5}
+    ours = trained(partial(te.checkpoint, use_reentrant=use_reentrant), needs_grad=needs_grad, **kwargs)
+    assert_same(trained(plainly, needs_grad=needs_grad, **kwargs), ours)
+
+
+def test_it_is_reentrant_unless_told_otherwise():
+    x = torch.ones(2, requires_grad=True)
+    assert torch.equal(torch.autograd.grad(te.checkpoint(torch.exp, x, use_reentrant=False).sum(), x)[0], x.exp())
+    with pytest.raises(RegionError, match="use_reentrant=False"):
+        torch.autograd.grad(te.checkpoint(torch.exp, x).sum(), x)
+
+
+class Squared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * x * grad
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_the_function_may_be_the_apply_of_an_autograd_function(use_reentrant):
+    x = torch.randn(5, requires_grad=True)
+    te.checkpoint(Squared.apply, x, use_reentrant=use_reentrant).sum().backward()
+    assert torch.equal(x.grad, 2 * x.detach())
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_the_tracker_is_put_back(use_reentrant):
+    tracker = te.CudaRNGStatesTracker()
+    call = partial(te.checkpoint, get_rng_state_tracker=lambda: tracker, use_reentrant=use_reentrant)
+    assert_same(forking(plainly, RngTracker()), forking(call, tracker))
+
+
+FAILS = Noted()  # while it is empty, nothing fails; what the region can reach is put back before it runs again
+
+
+def failing(x: Tensor) -> Tensor:
+    out = nn.functional.dropout(x, 0.5).exp()
+    if FAILS:
+        raise ZeroDivisionError
+    return out
+
+
+def test_random_states_are_as_they_were_after_an_exception_in_recomputation():
+    """TransformerEngine leaves them rewound."""
+    x = torch.randn(4, requires_grad=True)
+    out = te.checkpoint(failing, x).sum()
+    torch.rand(3)
+    before = torch.get_rng_state()
+    FAILS.append("region")
+    with pytest.raises(ZeroDivisionError):
+        out.backward()
+    FAILS.clear()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_old_form_is_understood():
+    tracker = RngTracker()
+    seen = []
+
+    def call(function: Any, *args: Any) -> Any:
+        with pytest.warns(
+            DeprecationWarning,
+            match="^distribute_saved_activations, get_rng_state_tracker and tp_group "
+            "are keywords of checkpoint: by position they will be taken for arguments of the function$",
+        ):
+            return te.checkpoint(function, False, lambda: seen.append(1) or tracker, None, *args)
+
+    assert_same(forking(plainly, RngTracker()), forking(call, tracker))
+    assert seen
+
+
+@pytest.mark.filterwarnings("error")
+def test_what_only_looks_like_the_old_form_goes_to_the_function():
+    x = torch.ones(2, requires_grad=True)
+    assert te.checkpoint(lambda *args: args[:2], True, torch.exp, None) == (True, torch.exp)
+    assert te.checkpoint(lambda flag, one, two, three: (flag, two), True, x, None, x) == (True, None)
+
+
+def test_keywords_of_other_checkpoints_go_to_the_function():
+    def region(x: Tensor, *, config: float, early_stop: float, preserve_rng_state: float) -> Tensor:
+        return x * config * early_stop * preserve_rng_state
+
+    x = torch.ones(2, requires_grad=True)
+    te.checkpoint(region, x, config=2.0, early_stop=3.0, preserve_rng_state=5.0).sum().backward()
+    assert torch.equal(x.grad, torch.full((2,), 30.0))
+
+
+def test_without_grad_mode_it_is_the_plain_call():
+    """With a group, a no-grad forward of TransformerEngine destroys the input for good."""
+    x = torch.randn(3, requires_grad=True)
+    with torch.no_grad():
+        out = te.checkpoint(torch.exp, x, distribute_saved_activations=True)
+    assert torch.equal(out, x.exp())
+    assert not out.requires_grad
+
+
+def test_contexts_of_the_caller_are_refused():
+    with pytest.raises(ConfigError) as error:
+        te.checkpoint(torch.exp, torch.ones(2), context_fn=lambda: (contextlib.nullcontext(), contextlib.nullcontext()))
+    assert str(error.value) == (
+        "transformer_engine.checkpoint.context_fn: contexts of the caller's around forward and recomputation are not "
+        "entered\n"
+        '    fix: choose per op with sac.apply(model, "selective"), or put state back with '
+        "sac.full.FullConfig(state=...)"
+    )
+
+
+def test_debug_is_refused():
+    with pytest.raises(ConfigError) as error:
+        te.checkpoint(torch.exp, torch.ones(2), debug=True)
+    assert str(error.value) == (
+        "transformer_engine.checkpoint.debug: True is not supported: errors of recomputation name the saved tensor "
+        "without it\n"
+        "    legal: false"
+    )
+    te.checkpoint(torch.exp, torch.ones(2), debug=False)
+
+
+def test_the_check_of_recomputation_is_passed_on():
+    sizes = (one for one in (2, 3))  # a generator is not put back
+
+    def region(x: Tensor) -> Tensor:
+        return x[: next(sizes)].exp().exp().sum()
+
+    x = torch.ones(4, requires_grad=True)
+    out = te.checkpoint(region, x, use_reentrant=False)
+    with pytest.raises(RegionError, match="was float32"):
+        out.backward()
+    with pytest.raises(ConfigError, match=r"transformer_engine.checkpoint.determinism_check: 'sometimes' is no check"):
+        te.checkpoint(torch.exp, x, determinism_check="sometimes")
+
+
+@pytest.mark.parametrize("module", ["quantization", "fp8"])
+def test_fp8_around_the_region_is_refused(monkeypatch, module):
+    state = SimpleNamespace(is_fp8_enabled=lambda: True)
+    fake = SimpleNamespace(FP8GlobalStateManager=state)
+    monkeypatch.setitem(sys.modules, f"transformer_engine.pytorch.{module}", fake)
+    with pytest.raises(ConfigError) as error:
+        te.checkpoint(torch.exp, torch.ones(2))
+    assert str(error.value) == (
+        "transformer_engine.checkpoint: FP8 is on around the region, and its scales and histories are not put back for "
+        "recomputation\n"
+        "    fix: run this region without FP8, or call TransformerEngine's own checkpoint for it"
+    )
+    state.is_fp8_enabled = lambda: False
+    te.checkpoint(torch.exp, torch.ones(2))
+
+
+def test_scattering_without_any_group_is_an_error():
+    with pytest.raises(
+        ConfigError, match=r"transformer_engine\.checkpoint\.tp_group: .* no group to scatter them over"
+    ):
+        te.checkpoint(torch.exp, torch.ones(2), distribute_saved_activations=True)
+
+
+def scattered_over_the_default_group(use_reentrant: bool) -> tuple[list[str], bool]:
+    """The input in a residual too, which TransformerEngine gets wrong: it writes its share into the caller's tensor."""
+
+    def program(scatters: bool) -> tuple[dict[str, Tensor], bool]:
+        torch.manual_seed(0)
+        block = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.3))
+        x = torch.randn(3, WIDTH, requires_grad=True)
+        h = x * 1.5
+        before = h.detach().clone()
+        options = {"distribute_saved_activations": True, "use_reentrant": use_reentrant}
+        out = te.checkpoint(block, h, **options) if scatters else block(h)
+        untouched = torch.equal(h.detach(), before)
+        return gradients_of((out + h).square().sum(), x, block), untouched
+
+    plain, _ = program(False)
+    ours, untouched = program(True)
+    return same_everywhere(plain, ours), untouched
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_no_group_means_the_default_group(use_reentrant):
+    assert run_ranks(2, scattered_over_the_default_group, use_reentrant) == [([], True)] * 2

@@ -1,0 +1,224 @@
+"""What the planner says of a step's memory is what the allocator sees, to the byte."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sac.planner.choices import policy_for
+from sac.planner.plan_file import make_plan
+from sac.planner.prepare import prepare
+from sac.planner.search import Planner
+from tests.docs.pages import text_of
+from tests.support.script_runs import run_script
+from tests.unit.planner.small_model import DIM, INPUTS, Block, Model
+from tests.unit.planner.truth import (
+    CONFIGS,
+    EVERYTHING,
+    MODELS,
+    Bytes,
+    measured,
+    model_named,
+    predicted,
+    put_on,
+    saving,
+)
+
+SCRIPT = Path(__file__).parents[3] / "scripts" / "plan_accuracy.py"
+QUICK = ("none", "selective")
+
+
+def assert_true(model: nn.Module, inputs: Any, config: Any, **more: Any) -> None:
+    assert predicted(model, inputs, config, **more) == measured(model, inputs, config, more.get("loss_fn"))
+
+
+@cache
+def planner_of(name: str, layers: int = 2) -> Planner:
+    return prepare(*model_named(name, layers))
+
+
+def checked(planner: Planner, choice: tuple[int, ...]) -> Bytes:
+    record = planner.run(choice)
+    return Bytes(record.kept - record.static, record.peak - record.static)
+
+
+@pytest.mark.parametrize("policy", QUICK)
+@pytest.mark.parametrize("name", MODELS)
+def test_bytes_of_a_step_are_the_allocators(name: str, policy: str) -> None:
+    assert_true(*model_named(name), CONFIGS[policy])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", CONFIGS)
+@pytest.mark.parametrize("name", ["Qwen3-MoE", "T5"])
+def test_bytes_of_a_step_are_the_allocators_under_every_policy(name: str, policy: str) -> None:
+    assert_true(*model_named(name, 3), CONFIGS[policy], warm_up=policy == EVERYTHING)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_bytes_of_a_step_are_the_allocators_under_each_engine(name: str) -> None:
+    policies = ["general", saving("matmul")]
+    if [*MODELS].index(name) % 2:
+        policies.reverse()
+    for policy, engine in zip(policies, ("rerun", "replay"), strict=True):
+        assert_true(*model_named(name), put_on(policy, engine))
+
+
+def test_the_first_call_of_a_region_that_saves_everything_is_unlike_the_later_ones() -> None:
+    """So a prediction for it takes a second step: this is what ``warm_up`` is for."""
+    model, inputs = model_named("Llama")
+    seen = measured(model, inputs, CONFIGS[EVERYTHING])
+    assert predicted(model, inputs, CONFIGS[EVERYTHING], warm_up=True) == seen
+    assert predicted(model, inputs, CONFIGS[EVERYTHING]) != seen
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_other_dtypes(dtype: torch.dtype) -> None:
+    model, inputs = model_named("GPT-2, dropout")
+    assert_true(model.to(dtype), inputs, CONFIGS["selective"])
+
+
+class UnderAutocast(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **given: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.model(**given)
+
+
+def test_autocast() -> None:
+    model, inputs = model_named("Llama")
+    assert_true(UnderAutocast(model), inputs, CONFIGS["general"])
+
+
+def test_a_loss_function_and_a_padding_mask() -> None:
+    model, inputs = model_named("BERT")
+    mask = torch.ones_like(inputs["input_ids"])
+    mask[0, 8:] = 0
+    inputs = {"input_ids": inputs["input_ids"], "attention_mask": mask}
+
+    def loss_fn(output: Any) -> Tensor:
+        return output.logits.float().logsumexp(-1).mean()
+
+    assert_true(model, inputs, CONFIGS["general"], loss_fn=loss_fn)
+
+
+class Counting(Block):
+    """A block that writes to two buffers: a counter, and the average of what its first product gives."""
+
+    def __init__(self) -> None:
+        super().__init__(self.averaged)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("average", torch.zeros(4 * DIM))
+
+    def averaged(self, x: Tensor) -> Tensor:
+        self.count += 1
+        self.average.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return x - self.average
+
+
+@pytest.mark.parametrize("policy", ["none", "full", "selective"])
+def test_copies_of_buffers_that_blocks_write_to_count(policy: str) -> None:
+    assert_true(Model(*(Counting() for _ in range(3))), INPUTS, CONFIGS[policy])
+
+
+def test_a_plan_has_room_for_copies_of_buffers() -> None:
+    model = Model(*(Counting() for _ in range(3)))
+    for budget in ("0%", "40%", "80%"):
+        made = make_plan(prepare(model, INPUTS), budget)
+        assert measured(model, INPUTS, put_on(made.policy)).peak + made.static <= made.point.peak <= made.budget
+
+
+def test_a_frozen_first_layer_and_a_frozen_embedding() -> None:
+    model, inputs = model_named("Llama", 3)
+    model.get_input_embeddings().requires_grad_(False)
+    model.model.layers[0].requires_grad_(False)
+    assert_true(model, inputs, CONFIGS["general"])
+
+
+@pytest.mark.usefixtures("few_steps")
+@pytest.mark.parametrize("name", ["Llama", "BERT", pytest.param("T5", marks=pytest.mark.slow)])
+def test_random_choices_of_layers_take_what_their_step_took(name: str) -> None:
+    """Layers without checkpointing among the others: each keeps its number, also where other stacks have none left."""
+    planner, random = planner_of(name), Random(1)
+    model, inputs = model_named(name)
+    counts = [len(planner.choices[kind]) for kind in planner.kinds]
+    for number in range(4):
+        choice = tuple(
+            count - 1 if random.random() < 0.5 else random.randrange(count) if number else 0 for count in counts
+        )
+        policy = policy_of(planner, choice)
+        assert checked(planner, choice) == measured(model, inputs, put_on(policy))
+
+
+def policy_of(planner: Planner, choice: tuple[int, ...]) -> Any:
+    return policy_for(planner.profiles, planner.choices, planner.kinds, planner.step.paths, choice, "tried")
+
+
+@pytest.mark.usefixtures("few_steps")
+@pytest.mark.parametrize("name", ["Llama", *(pytest.param(one, marks=pytest.mark.slow) for one in [*MODELS][1:])])
+def test_a_planned_policy_takes_what_was_planned_and_no_more_than_the_budget(name: str) -> None:
+    planner = planner_of(name)
+    model, inputs = model_named(name)
+    for budget in ("0%", "25%", "50%", "75%", "100%") if name == "Llama" else ("0%", "60%"):
+        made = make_plan(planner, budget)
+        seen = measured(model, inputs, put_on(made.policy))
+        assert seen == checked(planner, made.point.choice)
+        assert made.point.peak == seen.peak + made.static
+        assert made.least <= made.point.peak <= made.budget <= made.most
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("few_steps")
+@pytest.mark.parametrize(("name", "engine"), [("Llama", "replay"), ("GPT-2, dropout", "rerun"), ("ViT", "replay")])
+def test_a_plan_for_one_engine(name: str, engine: str) -> None:
+    model, inputs = model_named(name, 3)
+    planner = prepare(model, inputs, engine=engine)
+    for budget in ("0%", "50%"):
+        made = make_plan(planner, budget)
+        assert measured(model, inputs, put_on(made.policy, engine)) == checked(planner, made.point.choice)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("few_choices")
+@pytest.mark.parametrize("name", MODELS)
+def test_composed_peaks_are_near_the_checked_ones(name: str) -> None:
+    """The search goes by them; what it finds is run, so being off by a little costs time and breaks nothing."""
+    planner, random = prepare(*model_named(name)), Random(2)
+    for _ in range(4):
+        choice = tuple(random.randrange(len(planner.choices[kind])) for kind in planner.kinds)
+        composed = planner.point("composed", choice).peak
+        planner.run(choice)
+        assert planner.point("checked", choice).peak == pytest.approx(composed, rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("few_steps")
+def test_the_script_prints_the_tables() -> None:
+    done = run_script(SCRIPT, "--model", "ViT", "--layers", "2", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert [row["policy"] for row in found["rows"]] == [*CONFIGS, "planned, 30%", "planned, 70%"]
+    assert all(row["predicted"] == row["measured"] for row in found["rows"])
+    assert [row["model"] for row in found["composed"]] == ["ViT"]
+
+
+def test_the_page_holds_every_model_and_policy_without_a_difference() -> None:
+    text = text_of("docs/planning-accuracy.md")
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
+    table = [row for row in rows if len(row) == 8 and row[0] in MODELS]
+    assert [row[:2] for row in table] == [
+        [name, policy] for name in MODELS for policy in (*CONFIGS, "planned, 30%", "planned, 70%")
+    ]
+    assert all(row[4] == row[7] == "0" for row in table)
+    assert all(row[2] == row[3] and row[5] == row[6] for row in table)

@@ -1,0 +1,417 @@
+"""Modules saved as a whole among all else: backward as often as one likes, hooks, modes, threads, copies, errors."""
+
+from __future__ import annotations
+
+import copy
+import io
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import checkpoint
+
+import sac
+from sac.outer_hooks import surrounding_hooks
+from tests.promises.test_05_backward_often import (
+    gradient_penalty,
+    inputs_then_weights,
+    second_derivative_only,
+    three_times_by_grad,
+    twice,
+)
+from tests.support.blocks import Stack, llama_stack, policy, save, selective, square, with_dropout
+from tests.support.recording import Recorder
+from tests.support.training import assert_same, assert_same_training, built, train
+from tests.support.whole_module_blocks import EVERY, RUNS, Apply, number_of_run, stack_of, whole
+from tests.unit.recompute.test_threads import backward_elsewhere
+
+VALUES = {
+    "modules alone": selective(policy(whole("{self_attn,mlp}"))),
+    "modules and ops": selective(policy(whole("mlp"), save("attention"), save("matmul", module="self_attn.*"))),
+    "alternate": selective(policy(whole("{self_attn.*_proj,mlp}", "alternate"))),
+}
+ON_EACH_VALUE = pytest.mark.parametrize("name", VALUES)
+WAYS = pytest.mark.parametrize("entry", ["apply", "context_fn with module"])
+ALONE = selective(policy(whole(EVERY)))
+
+
+def dropped() -> Stack:
+    return with_dropout(llama_stack(), attention=0.2)
+
+
+@WAYS
+@ON_EACH_VALUE
+@pytest.mark.parametrize(
+    "backward",
+    [twice, three_times_by_grad, inputs_then_weights, gradient_penalty, second_derivative_only, backward_elsewhere],
+    ids=lambda one: one.__name__,
+)
+def test_backward_as_often_as_one_likes(backward: Callable[..., Any], name: str, entry: str) -> None:
+    build = llama_stack if backward in (gradient_penalty, second_derivative_only) else dropped
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        assert_same_training(build, VALUES[name], entry=entry, steps=2, backward=backward)
+
+
+@WAYS
+@ON_EACH_VALUE
+@pytest.mark.parametrize("around", [save_on_cpu, lambda: saved_tensors_hooks(lambda t: t.clone(), lambda t: t)])
+def test_hooks_around_the_region_are_shown_what_is_kept(around: Any, name: str, entry: str) -> None:
+    assert_same_training(dropped, VALUES[name], entry=entry, steps=3, around_forward=around)
+
+
+@pytest.mark.parametrize("value", [ALONE, selective(policy(whole(EVERY), save("matmul")))], ids=["alone", "mixed"])
+def test_hooks_around_the_region_are_shown_what_a_module_saves_and_returns(value: Any) -> None:
+    model = sac.apply(built(lambda: stack_of(lambda block, x: (block.part(x.exp()) + 1).cos(), 1)), value)
+    shown: list[Tensor] = []
+    for _ in range(3):
+        shown.clear()
+        with saved_tensors_hooks(lambda t: (shown.append(t), t)[1], lambda t: t):
+            out = model(square()[0].requires_grad_())
+        part = model.blocks[0].part
+        x = next(one for one in shown if not isinstance(one, nn.Parameter))
+        inside = [x, x @ part.weight, (x @ part.weight).sin()]
+        assert all(any(one.shape == two.shape and torch.equal(one, two) for one in shown) for two in inside)
+        out.sum().backward()
+
+
+def test_hooks_inside_the_region_are_shown_what_a_module_saves() -> None:
+    shown: list[Tensor] = []
+
+    def body(block: Any, x: Tensor) -> Tensor:
+        with saved_tensors_hooks(lambda t: (shown.append(t), t)[1], lambda t: t):
+            y = block.part(x.exp())
+        return y.cos()
+
+    assert_same_training(lambda: stack_of(body), ALONE, steps=3, make_input=square)
+    assert shown
+
+
+def test_modes_that_are_not_ours_see_what_a_module_runs() -> None:
+    value = selective(policy(whole("part"), save("matmul", optional=True)))
+    model = sac.apply(built(lambda: stack_of(lambda block, x: block.part(x.exp()).cos(), 1)), value)
+    for _ in range(3):
+        with Recorder() as recorder:
+            model(square()[0].requires_grad_())
+        assert recorder.count("aten.mm") == 1
+
+    def with_mode_inside(block: Any, x: Tensor) -> Tensor:
+        with Recorder() as recorder:
+            y = block.part(x.exp()).cos()
+        seen.append(recorder.count("aten.mm"))
+        return y
+
+    seen: list[int] = []
+    assert_same_training(lambda: stack_of(with_mode_inside, 1), value, steps=3, make_input=square)
+    assert seen == 6 * [1], "three steps without us, and three with us"
+
+
+@pytest.mark.parametrize("outer", [checkpoint, sac.checkpoint], ids=["of torch", "ours"])
+@ON_EACH_VALUE
+def test_inside_another_region(outer: Any, name: str) -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stack = dropped()
+
+        def forward(self, x: Tensor) -> Any:
+            options = {"use_reentrant": False} if outer is checkpoint else {}
+            return outer(self.stack, x.sin(), **options)
+
+    plain, ours = built(Outer), built(Outer)
+    sac.apply(ours, {**VALUES[name], "blocks": ["stack.blocks.*"]})
+    assert_same(train(plain, steps=3), train(ours, steps=3))
+
+
+@ON_EACH_VALUE
+def test_regions_inside_a_saved_module(name: str) -> None:
+    def body(block: Any, x: Tensor) -> Tensor:
+        return block.part(x).cos()
+
+    def checkpointed(part: Apply, x: Tensor) -> Tensor:
+        inner = lambda x: (x @ part.weight).sin().cos()  # noqa: E731
+        return checkpoint(inner, x, use_reentrant=False) + sac.checkpoint(inner, x)
+
+    def build() -> Stack:
+        stack = stack_of(body)
+        for block in stack.blocks:
+            block.part.body = checkpointed
+        return stack
+
+    assert_same_training(build, ALONE, steps=3, make_input=square)
+
+
+def test_an_error_in_a_saved_module_leaves_hooks_and_modes_as_they_were() -> None:
+    def fails(part: Apply, x: Tensor) -> Tensor:
+        raise ArithmeticError
+
+    for value in (ALONE, selective(policy(whole("part"), save("matmul", optional=True)))):
+        model = built(lambda: stack_of(lambda block, x: block.part(x.exp()).cos(), 1))
+        plain = copy.deepcopy(model)
+        sac.apply(model, value)
+        for _ in range(3):
+            sound = model.blocks[0].part.body
+            model.blocks[0].part.body = fails
+            with saved_tensors_hooks(lambda t: t, lambda t: t):
+                hooks = surrounding_hooks()
+                with pytest.raises(ArithmeticError):
+                    model(square()[0].requires_grad_())
+                assert surrounding_hooks() == hooks
+            assert surrounding_hooks() is None
+            assert _get_current_dispatch_mode_stack() == []
+            model.blocks[0].part.body = sound
+            assert_same(train(plain, make_input=square), train(model, make_input=square))
+
+
+@ON_EACH_VALUE
+def test_copies_and_pickles_learn_anew(name: str) -> None:
+    reference = built(dropped)
+    model = sac.apply(built(dropped), VALUES[name])
+    train(model, steps=2)
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    reference.load_state_dict(state)
+    expected = train(reference, steps=2)
+    for twin in (copy.deepcopy(model), torch.load(buffer, weights_only=False)):
+        assert_same(expected, train(twin, steps=2))
+    assert list(model.state_dict()) == list(reference.state_dict())
+
+
+def test_two_threads_at_once() -> None:
+    def trained(model: nn.Module) -> list[Tensor]:
+        for _ in range(4):
+            model(torch.ones(1, 4, 32, requires_grad=True)).sum().backward()
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    expected = trained(built(llama_stack))
+    models = [sac.apply(built(llama_stack), VALUES[name]) for name in ("modules alone", "modules and ops")]
+    found: dict[int, list[Tensor]] = {}
+    threads = [
+        threading.Thread(target=lambda place, model: found.update({place: trained(model)}), args=pair)
+        for pair in enumerate(models)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for place in range(2):
+        assert all(torch.equal(one, other) for one, other in zip(found[place], expected, strict=True))
+
+
+def written_sometimes(block: Any, x: Tensor) -> Tensor:
+    y = block.plain(x.exp())
+    z = y + 1
+    if x.detach().flatten().tolist()[0] > 0:  # which no op shows
+        y.mul_(2)
+    return (z.sin() @ block.a) * y.cos()
+
+
+def inputs_of_both_signs(device: str) -> tuple[Tensor, ...]:
+    SIGNS.append(1)
+    return (square(device)[0].abs() * (1 if len(SIGNS) % 3 == 0 else -1),)
+
+
+SIGNS: list[int] = []
+
+
+@pytest.mark.parametrize(
+    ("value", "runs"),
+    [(ALONE, [1, 1, 2, 1]), (selective(policy(whole("plain"), save("matmul"))), [1, 1, 1, 1])],
+    ids=["alone", "under a mode, which sees it coming"],
+)
+def test_a_write_that_no_call_before_had_lets_the_module_run_again_once(value: Any, runs: list[int]) -> None:
+    SIGNS.clear()
+    assert_same_training(lambda: stack_of(written_sometimes, 1), value, steps=6, make_input=inputs_of_both_signs)
+    model = sac.apply(built(lambda: stack_of(written_sometimes, 1)), value)
+    ran = []
+    for sign in (-1, -1, 1, 1):
+        RUNS.clear()
+        model((square()[0].abs() * sign).requires_grad_()).sum().backward()
+        ran.append(len(RUNS))
+    assert ran == runs
+
+
+def test_a_view_of_an_argument_that_is_laid_out_otherwise_in_recomputation() -> None:
+    def body(block: Any, x: Tensor) -> Tensor:
+        h = x.exp().t()
+        if number_of_run() == 3:  # the same values at other places, as a kernel chosen anew may leave them
+            h = h.contiguous()
+        return block.view(h).sin() * x
+
+    found = []
+    for model in (built(lambda: stack_of(body, 1)), sac.apply(built(lambda: stack_of(body, 1)), ALONE)):
+        RUNS.extend([1] * 3)
+        x = torch.linspace(-1, 1, 64).view(8, 8).requires_grad_()
+        for _ in range(2):  # the first call has labels, and would tell
+            model(x).sum().backward()
+        x.grad = None
+        RUNS.clear()
+        model(x).sum().backward()
+        found.append(x.grad)
+    assert torch.equal(*found)
+    assert len(RUNS) == 4, "the region twice, and its module"
+
+
+def test_what_the_caller_writes_to_after_the_region() -> None:
+    class Caller(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stack = stack_of(lambda block, x: (y := block.plain(x.exp()), (y + 1).sin()), 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y, z = self.stack(x)
+            y.mul_(2)
+            return y.sin() * z
+
+    plain, ours = built(Caller), built(Caller)
+    sac.apply(ours, {**ALONE, "blocks": ["stack.blocks.*"]})
+    assert_same(train(plain, steps=3, make_input=square), train(ours, steps=3, make_input=square))
+
+
+def test_a_region_input_that_a_saved_module_writes_to() -> None:
+    def body(block: Any, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        before = (h + 1).sin() @ block.a
+        y = block.in_place(h)
+        return block.part(y).sin() * before.cos(), x * 1.0
+
+    def two(device: str) -> tuple[Tensor, ...]:
+        return square(device)[0], square(device)[0]
+
+    class First(nn.Module):
+        def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+            return x * 1, h * 2
+
+    for value in (ALONE, selective(policy(whole(EVERY), save("matmul")))):
+        value = {**value, "blocks": ["blocks.1", "blocks.2"]}
+        build = lambda: Stack(First(), *stack_of(body).blocks)  # noqa: E731
+        assert_same_training(build, value, steps=3, make_input=two)
+
+
+def test_saved_beside_a_rule_on_ops_and_written_in_a_module_as_never_before() -> None:
+    def body(block: Any, x: Tensor) -> Tensor:
+        h = x.exp() @ block.a
+        z = h + 1
+        return block.part(h) * z.sin()
+
+    def sometimes(part: Apply, x: Tensor) -> Tensor:
+        return x.relu_() if float(x.detach().sum()) > 100 else x.relu()
+
+    model = built(lambda: stack_of(body, 1))
+    model.blocks[0].part.body = sometimes
+    model.blocks[0].a.data.abs_()
+    sac.apply(model, selective(policy(whole("part"), save("matmul"))))
+    for _ in range(2):
+        model(-torch.ones(8, 8, requires_grad=True)).sum().backward()
+    with pytest.raises(sac.errors.RegionError) as error:
+        model(3 * torch.ones(8, 8, requires_grad=True))
+    assert str(error.value) == (
+        "blocks.0.part: this saved module wrote in place to a value (float32[8, 8]) that another rule saves, as in no "
+        "call with such inputs before, so that nothing was kept to recompute it from\n"
+        "    fix: go back to a checkpoint of the training: from now on the region keeps what it writes to"
+    )
+    model.zero_grad()
+    plain = built(lambda: stack_of(body, 1))
+    plain.load_state_dict(model.state_dict())
+    plain.blocks[0].part.body = sometimes
+    for one in (plain, model):
+        one(3 * torch.ones(8, 8, requires_grad=True)).sum().backward()
+    assert torch.equal(model.blocks[0].a.grad, plain.blocks[0].a.grad)
+
+
+def test_a_module_that_cannot_be_run_again() -> None:
+    def advances(part: Apply, x: Tensor) -> Tensor:
+        part.large += 1
+        return x @ part.weight
+
+    model = built(lambda: stack_of(written_sometimes, 1))
+    model.blocks[0].plain.register_buffer("large", torch.zeros(200))
+    model.blocks[0].plain.body = advances
+    sac.apply(model, ALONE)
+    for _ in range(2):
+        model(-square()[0].abs().requires_grad_()).sum().backward()
+    out = model(square()[0].abs().requires_grad_())
+    with pytest.raises(sac.errors.RegionError) as error:
+        out.sum().backward()
+    assert str(error.value) == (
+        "blocks.0.plain: what this saved module returned was changed in place after it, as in no call before, and the "
+        "module cannot be run again: it writes to its buffers\n    fix: clone the result before writing to it"
+    )
+
+
+def test_a_large_buffer_of_a_saved_module_advances_once_and_needs_no_mode() -> None:
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(300)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(x.exp()).sin()
+
+    def wide(device: str) -> tuple[Tensor, ...]:
+        return (torch.randn(4, 300, device=device),)
+
+    value = selective(policy(whole("norm")))
+    assert_same_training(lambda: Stack(Wide(), Wide()), value, steps=4, make_input=wide)
+
+
+def test_an_object_whose_tensors_cannot_be_exchanged() -> None:
+    class Box(dict[str, Tensor]):
+        pass
+
+    model = built(lambda: stack_of(lambda block, x: block.part(x)["y"].sin(), 1))
+    model.blocks[0].part.body = lambda part, x: Box(y=x @ part.weight)
+    sac.apply(model, ALONE)
+    with pytest.raises(sac.errors.RegionError) as error:
+        model(square()[0].requires_grad_())
+    assert str(error.value) == (
+        "blocks.0.part: this module is saved as a whole and returned a "
+        "test_an_object_whose_tensors_cannot_be_exchanged.<locals>.Box, in which tensors cannot be exchanged\n"
+        "    fix: return tuples, lists, dicts, dataclasses or what is registered as a pytree, or save the ops in the "
+        "module by rules with `ops`"
+    )
+    assert surrounding_hooks() is None
+
+
+@pytest.mark.parametrize(
+    "config", [{"store": "host"}, {"freeze_buffers": False}, {"preserve_rng_state": True}], ids=str
+)
+@ON_EACH_VALUE
+def test_settings_of_the_full_path(config: dict[str, Any], name: str) -> None:
+    assert_same_training(dropped, {**VALUES[name], **config}, steps=3)
+
+
+def test_state_of_the_users_own_stands_where_a_saved_module_left_it() -> None:
+    class Counter:
+        count = 0.0
+
+        def snapshot(self) -> float:
+            return self.count
+
+        def restore(self, state: float) -> None:
+            self.count = state
+
+    counter = Counter()
+
+    def counting(part: Apply, x: Tensor) -> Tensor:
+        counter.count += 1
+        return x @ part.weight
+
+    def body(block: Any, x: Tensor) -> Tensor:
+        y = block.part(x.exp())
+        return (y * counter.count).sin()
+
+    def build() -> Stack:
+        counter.count = 0.0
+        stack = stack_of(body)
+        for block in stack.blocks:
+            block.part.body = counting
+        return stack
+
+    value = {**ALONE, "state": (counter,)}
+    assert_same_training(build, value, steps=3, make_input=square)

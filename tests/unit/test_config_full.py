@@ -1,0 +1,337 @@
+"""`FullConfig` and the keys of the full path in a config value: what is legal, and the whole text told of the rest."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import sac
+from sac.config import CALL_KEYS, FULL_CONFIG_KEYS, CallOptions, parse_config, settings_of
+from sac.errors import ConfigError
+from sac.full import FullConfig
+from sac.region.settings import PLAIN
+from tests.support.blocks import FULL, llama_stack
+from tests.support.training import built
+
+FLAG = "    legal: true, false"
+QUOTE = "    fix: quote the word that is meant: YAML 1.1 reads on, off, yes and no as booleans"
+STORES = "    legal: whole, scattered, host, contiguous, or some of the last three joined by +"
+KEEPS = "    legal: first, all, or a predicate (position, tensor) -> bool"
+COUNT = "    legal: a whole number, 1 or more"
+AHEAD = "    legal: a whole number, 0 or more"
+PROVIDERS = "    legal: a tuple of objects with snapshot() and restore(state)"
+GENERATORS = "    legal: a tuple of torch.Generator"
+
+
+class Counter:
+    """A provider of state."""
+
+    def snapshot(self) -> int:
+        return 0
+
+    def restore(self, state: int) -> None:
+        pass
+
+    def __repr__(self) -> str:
+        return "Counter()"
+
+
+COUNTER = Counter()
+
+# What is given, and what follows `FullConfig.` (or the place of the config value).
+ILLEGAL: dict[str, tuple[dict[str, Any], str]] = {
+    "keep misspelled": ({"keep": "frist"}, f"keep: 'frist' is no choice of inputs\n    did you mean: first\n{KEEPS}"),
+    "keep is a boolean": ({"keep": True}, f"keep: True is no choice of inputs\n{KEEPS}\n{QUOTE}"),
+    "keep is empty": ({"keep": None}, f"keep: None is no choice of inputs\n{KEEPS}"),
+    "store misspelled": (
+        {"store": "scatered"},
+        f"store: 'scatered' is no store\n    did you mean: scattered\n{STORES}",
+    ),
+    "one of two stores misspelled": (
+        {"store": "scattered+hots"},
+        f"store: 'hots' is no store\n    did you mean: host\n{STORES}",
+    ),
+    "store is off": ({"store": False}, f"store: False is no store\n{STORES}\n{QUOTE}"),
+    "store is empty": ({"store": None}, f"store: None is no store\n{STORES}"),
+    "store is an empty text": ({"store": ""}, f"store: '' is no store\n{STORES}"),
+    "stores in a list": (
+        {"store": ["scattered", "Host"]},
+        f"store: ['scattered', 'Host'] is no store\n{STORES}\n    fix: write \"scattered+host\"",
+    ),
+    "stores with a comma": (
+        {"store": "scattered, host"},
+        f"store: 'scattered, host' is no store\n{STORES}\n    fix: write \"scattered+host\"",
+    ),
+    "store twice": ({"store": "host+host"}, f"store: 'host+host' does not go together\n{STORES}"),
+    "whole and another": ({"store": "whole+host"}, f"store: 'whole+host' does not go together\n{STORES}"),
+    "count in quotes": (
+        {"store": "contiguous", "num_checkpoints": "4"},
+        f"num_checkpoints: '4' is no number of checkpoints\n{COUNT}\n    fix: write 4, without quotes",
+    ),
+    "count that YAML 1.1 reads as text": (
+        {"store": "contiguous", "num_checkpoints": "1e1"},
+        f"num_checkpoints: '1e1' is no number of checkpoints\n{COUNT}\n    fix: write 10, without quotes",
+    ),
+    "count with a point": (
+        {"store": "contiguous", "num_checkpoints": 4.0},
+        f"num_checkpoints: 4.0 is no number of checkpoints\n{COUNT}\n    fix: write 4",
+    ),
+    "half a checkpoint": (
+        {"store": "contiguous", "num_checkpoints": 4.5},
+        f"num_checkpoints: 4.5 is no number of checkpoints\n{COUNT}",
+    ),
+    "no checkpoints": (
+        {"store": "contiguous", "num_checkpoints": 0},
+        f"num_checkpoints: 0 is no number of checkpoints\n{COUNT}",
+    ),
+    "count is a boolean": (
+        {"store": "contiguous", "num_checkpoints": True},
+        f"num_checkpoints: True is no number of checkpoints\n{COUNT}",
+    ),
+    "contiguous without a count": (
+        {"store": "contiguous"},
+        "num_checkpoints: a contiguous store needs to know how many checkpoints it is to hold\n    fix: give "
+        "num_checkpoints, the number of regions whose backward is pending at once: as a rule, of layers",
+    ),
+    "count without contiguous": (
+        {"store": "host", "num_checkpoints": 4},
+        "num_checkpoints: it counts the slots of a contiguous store, and the store is another\n"
+        "    fix: choose store contiguous, or leave num_checkpoints out",
+    ),
+    "verify is a word": (
+        {"verify_replicated": "on"},
+        "verify_replicated: 'on' is not first, true or false\n    legal: first, true, false\n"
+        "    fix: write true, without quotes",
+    ),
+    "prefetch is true": ({"prefetch": True}, f"prefetch: True is no number of regions\n{AHEAD}"),
+    "prefetch is less than none": ({"prefetch": -1}, f"prefetch: -1 is no number of regions\n{AHEAD}"),
+    "prefetch is empty": ({"prefetch": None}, f"prefetch: None is no number of regions\n{AHEAD}"),
+    "prefetch has no end": ({"prefetch": float("inf")}, f"prefetch: inf is no number of regions\n{AHEAD}"),
+    "release is one": (
+        {"release_input": 1},
+        f"release_input: 1 is not true or false\n{FLAG}\n    fix: write true, without quotes",
+    ),
+    "buffers are frozen by name": (
+        {"freeze_buffers": ["running_mean"]},
+        f"freeze_buffers: ['running_mean'] is not true or false\n{FLAG}",
+    ),
+    "a provider alone": (
+        {"state": COUNTER},
+        f"state: Counter() stands alone\n{PROVIDERS}\n    fix: write a comma behind it, in parentheses: (…,)",
+    ),
+    "no provider": ({"state": (COUNTER, 3)}, f"state: 3 is none of them\n{PROVIDERS}"),
+    "a class of providers": (
+        {"state": (Counter,)},
+        f"state: <class 'tests.unit.test_config_full.Counter'> is none of them\n{PROVIDERS}",
+    ),
+    "a seed as generator": ({"generators": 3}, f"generators: 3 is none of them\n{GENERATORS}"),
+    "two at once": (
+        {"keep": 1, "prefetch": "x"},
+        f"keep: 1 is no choice of inputs\n{KEEPS}\n%sprefetch: 'x' is no number of regions\n{AHEAD}",
+    ),
+}
+
+
+def told(where: str, text: str) -> str:
+    return f"{where}." + text.replace("%s", f"{where}.")
+
+
+@pytest.mark.parametrize(("given", "text"), ILLEGAL.values(), ids=ILLEGAL.keys())
+def test_illegal_values_of_a_full_config(given: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        FullConfig(**given)
+    assert str(caught.value) == told("FullConfig", text)
+
+
+@pytest.mark.parametrize(("given", "text"), ILLEGAL.values(), ids=ILLEGAL.keys())
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+def test_illegal_values_in_a_config_value(mode: str, given: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        sac.apply(nn.Linear(2, 2), {"mode": mode, **given})
+    assert str(caught.value) == told("activation_checkpointing", text)
+
+
+CALL_ILLEGAL = {
+    "use_reentrant": ("no", f"'no' is not true or false\n{FLAG}\n    fix: write false, without quotes"),
+    "distribute_saved_activations": ("tp", f"'tp' is not true or false\n{FLAG}"),
+    "preserve_rng_state": (None, f"None is not true or false\n{FLAG}"),
+    "early_stop": (0, f"0 is not true or false\n{FLAG}\n    fix: write false, without quotes"),
+    "determinism_check": (
+        "defualt",
+        "'defualt' is no check\n    did you mean: default\n    legal: default, none",
+    ),
+}
+
+
+@pytest.mark.parametrize(("key", "value", "text"), [(key, *rest) for key, rest in CALL_ILLEGAL.items()])
+def test_illegal_switches(key: str, value: Any, text: str) -> None:
+    assert CALL_ILLEGAL.keys() == set(CALL_KEYS)
+    with pytest.raises(ConfigError) as caught:
+        sac.apply(nn.Linear(2, 2), {"mode": "full", key: value})
+    assert str(caught.value) == f"activation_checkpointing.{key}: {text}"
+    with pytest.raises(ConfigError) as caught:
+        sac.checkpoint(torch.sin, torch.ones(2, requires_grad=True), **{key: value})
+    assert str(caught.value) == f"sac.checkpoint.{key}: {text}"
+
+
+@pytest.mark.parametrize("key", ["tp_group", "get_rng_state_tracker"])
+def test_arguments_are_no_keys(key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        sac.apply(nn.Linear(2, 2), {"mode": "full", key: None})
+    assert str(caught.value) == (
+        f"activation_checkpointing: {key} is no key of a config value\n"
+        f"    fix: pass it as an argument: sac.apply(model, value, {key}=…)"
+    )
+
+
+IDLE = {
+    "verify_replicated": (
+        True,
+        "no input is scattered, so there is nothing to compare over the group\n"
+        "    fix: turn distribute_saved_activations on, or leave verify_replicated out",
+    ),
+    "prefetch": (
+        2,
+        "no input is scattered, so there is nothing to gather ahead\n"
+        "    fix: turn distribute_saved_activations on, or leave prefetch out",
+    ),
+    "release_input": (
+        True,
+        "inputs are held whole, so there is nothing that could take the place of the caller's tensor\n"
+        "    fix: turn distribute_saved_activations on, or leave release_input out",
+    ),
+}
+
+
+@pytest.mark.parametrize(("key", "value", "text"), [(key, *rest) for key, rest in IDLE.items()])
+def test_keys_that_need_a_store(key: str, value: Any, text: str) -> None:
+    for mode in ("full", "selective"):
+        with pytest.raises(ConfigError) as caught:
+            sac.apply(nn.Linear(2, 2), {"mode": mode, key: value})
+        assert str(caught.value) == f"activation_checkpointing.{key}: {text}"
+    with pytest.raises(ConfigError) as caught:
+        sac.checkpoint(torch.sin, torch.ones(2, requires_grad=True), config=FullConfig(**{key: value}))
+    assert str(caught.value) == f"sac.checkpoint.{key}: {text}"
+    for scattered in ({"distribute_saved_activations": True}, {"store": "scattered"}):
+        assert getattr(parse_config({"mode": "full", key: value, **scattered}).full, key) == value
+
+
+def test_release_needs_a_copy_of_any_sort() -> None:
+    assert parse_config({"mode": "full", "store": "host", "release_input": True}).full.release_input
+
+
+def test_mode_none_makes_nothing_of_the_keys() -> None:
+    """A base config is turned off by its mode, whatever else it says; without a group, too."""
+    model = built(llama_stack)
+    base = {"distribute_saved_activations": True, "prefetch": 1, "use_reentrant": True, "layers": "sqrt"}
+    sac.apply(model, {**base, "mode": "none", "policy": "llama", "granularity": "submodule"})
+    sac.apply(model, {"mode": "none", "release_input": True})
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_words_in_any_spelling() -> None:
+    value = {"mode": "Full", "keep": " ALL ", "store": "Host + Scattered", "determinism_check": "None"}
+    parsed = parse_config(value)
+    assert (parsed.mode, parsed.full.keep, parsed.full.store) == ("full", "all", "scattered+host")
+    assert parsed.full == FullConfig(keep="all", store="scattered+host")
+    assert not settings_of(FullConfig(), CallOptions(determinism_check="NONE"), "here").checks_metadata
+
+
+def test_every_key_reaches_the_regions() -> None:
+    generator = torch.Generator()
+    value = {
+        "mode": "full",
+        "use_reentrant": True,
+        "preserve_rng_state": False,
+        "early_stop": False,
+        "determinism_check": "none",
+        "keep": "all",
+        "store": "contiguous",
+        "num_checkpoints": 3,
+        "release_input": True,
+        "state": [COUNTER],
+        "generators": [generator],
+        "freeze_buffers": False,
+    }
+    parsed = parse_config(value)
+    settings = settings_of(parsed.full, parsed.options, "here")
+    assert settings.keeping is not None
+    assert settings.keeping.placement is parsed.full.buffer
+    assert (settings.keeping.which, settings.keeping.release) == ("all", True)
+    assert (settings.providers, settings.generators) == ((COUNTER,), (generator,))
+    flags = (settings.preserve_rng_state, settings.early_stop, settings.checks_metadata, settings.freeze_buffers)
+    assert flags == (False, False, False, False)
+    assert settings.use_reentrant
+    scatter = {"distribute_saved_activations", "verify_replicated", "prefetch"}  # these need a group
+    assert {*FULL_CONFIG_KEYS, *CALL_KEYS} - value.keys() == scatter
+
+
+def test_group_that_nothing_is_scattered_over_is_not_looked_at() -> None:
+    """One launcher gives its group to every config."""
+    assert settings_of(FullConfig(), CallOptions(tp_group="no group"), "here") == PLAIN
+    model = sac.apply(built(llama_stack), FULL, tp_group="no group")
+    assert any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_config_is_a_value() -> None:
+    config = FullConfig(store="host", keep="all", generators=[torch.Generator()])
+    assert hash(config) == hash(dataclasses.replace(config))
+    assert dataclasses.replace(config, keep="first").keep == "first"
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.keep = "first"  # type: ignore[misc]
+    with pytest.raises(ConfigError, match=r"FullConfig\.num_checkpoints"):
+        dataclasses.replace(config, num_checkpoints=2)
+
+
+def test_one_config_has_one_buffer() -> None:
+    config = FullConfig(store="contiguous", num_checkpoints=2)
+    wider = dataclasses.replace(config, num_checkpoints=4)
+    assert config.buffer is not None
+    assert wider.buffer is not None
+    assert (config.buffer.num_checkpoints, wider.buffer.num_checkpoints) == (2, 4)
+    assert config == FullConfig(store="contiguous", num_checkpoints=2)
+    assert FullConfig().buffer is None
+    config.reset()
+    FullConfig().reset()
+
+
+@pytest.mark.parametrize(
+    "config", [FullConfig(), FullConfig(store="host"), FullConfig(store="Contiguous", num_checkpoints=2)]
+)
+def test_copies_are_equal(config: FullConfig) -> None:
+    assert copy.deepcopy(config) == config
+    assert pickle.loads(pickle.dumps(config)) == config
+
+
+def test_tracker_that_cannot_be_called() -> None:
+    text = "get_rng_state_tracker: 3 cannot be called\n    legal: a function that returns a tracker"
+    model = built(llama_stack)
+    with pytest.raises(ConfigError) as caught:
+        sac.apply(model, "full", get_rng_state_tracker=3)  # type: ignore[arg-type]
+    assert str(caught.value) == f"sac.apply.{text}"
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_mode_selective_has_no_reentrant_form() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config({"mode": "selective", "use_reentrant": True})
+    assert str(caught.value) == (
+        "activation_checkpointing.use_reentrant: mode selective has no reentrant form\n"
+        "    fix: leave it out: per-op decisions need the non-reentrant mode"
+    )
+
+
+@pytest.mark.parametrize("config", [{"store": "host"}, 0, "host", FullConfig])
+def test_what_is_no_full_config(config: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        sac.checkpoint(torch.sin, torch.ones(2, requires_grad=True), config=config)
+    assert str(caught.value) == (
+        f"sac.checkpoint.config: {config!r} is no FullConfig\n    legal: a FullConfig\n    fix: write "
+        "sac.full.FullConfig(…); for a keyword of the function's own, functools.partial(function, config=…)"
+    )
