@@ -20,7 +20,7 @@ from sac.policy.model import Chunks, Decision, Layers, Policy
 from sac.policy.patterns import PathPattern
 from sac.policy.read import read_layer_plan, read_patterns
 from sac.policy.syntax import Findings, node_from_value, shown
-from sac.recompute.table import BoundPolicy, bind_policy
+from sac.recompute.table import ResolvedPolicy, resolve_policy
 from sac.region.settings import ALWAYS, AUTO, ENGINES, PLAIN, VERIFY, Settings, StateProvider
 from sac.stores.contiguous import ContiguousBuffer
 from sac.stores.host import Host
@@ -615,7 +615,7 @@ def _family_names(model: nn.Module) -> Iterator[str]:
             return
 
 
-def usable_policy(policy: Policy) -> BoundPolicy:
+def usable_policy(policy: Policy) -> ResolvedPolicy:
     """Return ``policy`` with its names resolved; raises ``PolicyError`` for these and for what is not built yet."""
     problems = [
         Problem(
@@ -634,12 +634,12 @@ def usable_policy(policy: Policy) -> BoundPolicy:
             fix='add `ops`, for example ops: "*", to speak of the ops inside the module',
         )
         for rule in policy.rules
-        if rule.speaks_of_module and rule.do != Decision.RECOMPUTE.value and not HAS_STACKS
+        if rule.matches_module and rule.do != Decision.RECOMPUTE.value and not HAS_STACKS
     ]
     if policy.default is Decision.OFFLOAD:
         problems.append(Problem(policy.where("default"), "offloading is not built yet", "save, recompute"))
     try:
-        bound = bind_policy(policy)
+        bound = resolve_policy(policy)
     except PolicyError as error:
         problems += error.problems
     if problems:

@@ -12,7 +12,7 @@ from torch import nn
 from sac.blocks.install import regions_of
 from sac.policy.read import bytes_text
 from sac.recompute.op_rows import NO_RULE
-from sac.recompute.regions import Kind, Region
+from sac.recompute.regions import Region, RegionGroup
 from sac.stores.store import Keeping
 
 # -- The decisions that a model's regions took, op by op
@@ -43,7 +43,7 @@ def decisions_of(model: nn.Module) -> tuple[DecisionRow, ...]:
     rows = []
     for kind, regions in regions_by_kind(model):
         label = group_label([region.path for region in regions])
-        for row in kind.rows:
+        for row in kind.op_trace:
             rows.append(
                 DecisionRow(
                     label, row.module, row.op, row.call, row.rule, row.decision, row.bytes, row.flops, row.reason
@@ -52,11 +52,11 @@ def decisions_of(model: nn.Module) -> tuple[DecisionRow, ...]:
     return tuple(rows)
 
 
-def regions_by_kind(model: nn.Module) -> list[tuple[Kind, list[Region]]]:
+def regions_by_kind(model: nn.Module) -> list[tuple[RegionGroup, list[Region]]]:
     """Return the region kinds on a model, each with its regions, in module order."""
-    groups: dict[int, tuple[Kind, list[Region]]] = {}
+    groups: dict[int, tuple[RegionGroup, list[Region]]] = {}
     for region in (forward.region for forward in regions_of(model)):
-        groups.setdefault(id(region.kind), (region.kind, []))[1].append(region)
+        groups.setdefault(id(region.group), (region.group, []))[1].append(region)
     return list(groups.values())
 
 
@@ -227,7 +227,7 @@ def report(model: nn.Module) -> Report:
     kinds = tuple(_kind_report(kind, regions) for kind, regions in _alike(model))
     hit = {use.rule for kind in kinds for use in kind.rules if use.hits}
     hit |= {rule for kind in kinds if kind.traced is not None for rule in kind.traced.rules}
-    rules = {bound.rule.id for forward in forwards for bound in forward.region.kind.table.rules}
+    rules = {resolved.rule.id for forward in forwards for resolved in forward.region.group.table.rules}
     return Report(
         applied.mode,
         "; ".join(dict.fromkeys(filter(None, (_kept_inputs(one.applied.settings.keeping) for one in forwards)))),
@@ -249,7 +249,7 @@ def _kept_inputs(keeping: Keeping | None) -> str:
     return f"{which} {keeping.placement.describe()}"
 
 
-def _alike(model: nn.Module) -> Iterable[tuple[Kind, list[Region]]]:
+def _alike(model: nn.Module) -> Iterable[tuple[RegionGroup, list[Region]]]:
     """Yield the region kinds of a model, each split into regions whose last calls kept the same."""
     for kind, regions in regions_by_kind(model):
         groups: dict[tuple[object, ...], list[Region]] = {}
@@ -259,7 +259,7 @@ def _alike(model: nn.Module) -> Iterable[tuple[Kind, list[Region]]]:
             yield kind, alike
 
 
-def _kind_report(kind: Kind, regions: Sequence[Region]) -> KindReport:
+def _kind_report(kind: RegionGroup, regions: Sequence[Region]) -> KindReport:
     stats = regions[-1].stats
     return KindReport(
         regions=group_label(region.path for region in regions),
@@ -275,11 +275,11 @@ def _kind_report(kind: Kind, regions: Sequence[Region]) -> KindReport:
         left_in_eager=kind.table.left_in_eager,
         compiled_graphs=stats.compiled_graphs,
         engine=stats.engine,
-        no_replay=kind.no_replay,
+        no_replay=kind.not_replayable,
     )
 
 
-def _traced(kind: Kind) -> TracedReport | None:
+def _traced(kind: RegionGroup) -> TracedReport | None:
     calls = kind.table.traced
     if calls is None:
         return None
@@ -287,20 +287,20 @@ def _traced(kind: Kind) -> TracedReport | None:
     return TracedReport(calls.saved, calls.recomputed, hits)
 
 
-def _rule_uses(kind: Kind, regions: Sequence[Region]) -> Iterable[RuleUse]:
+def _rule_uses(kind: RegionGroup, regions: Sequence[Region]) -> Iterable[RuleUse]:
     stats = regions[-1].stats
-    for bound in kind.table.rules:
-        yield RuleUse(bound.rule.id, stats.hits.get(bound.index, 0), stats.by_rule.get(bound.index, 0))
+    for resolved in kind.table.rules:
+        yield RuleUse(resolved.rule.id, stats.hits.get(resolved.index, 0), stats.by_rule.get(resolved.index, 0))
     if NO_RULE in stats.by_rule:
         name = "default" if kind.table.default.value == "save" else "must-save"
-        hits = sum(row.decision == "save" and not row.rule for row in kind.rows)
+        hits = sum(row.decision == "save" and not row.rule for row in kind.op_trace)
         yield RuleUse(name, hits, stats.by_rule[NO_RULE])
 
 
-def _unmatched(kind: Kind) -> Iterable[UnmatchedOp]:
+def _unmatched(kind: RegionGroup) -> Iterable[UnmatchedOp]:
     """Yield the dearest ops that the default recomputes: by FLOPs, then by bytes."""
     sums: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
-    for row in kind.rows:
+    for row in kind.op_trace:
         if row.reason == "default" and row.decision == "recompute":
             for place, amount in enumerate((1, row.bytes, row.flops)):
                 sums[row.op][place] += amount

@@ -37,8 +37,8 @@ from sac.config import Config, family_policy, parse_config, settings_of, usable_
 from sac.errors import ConfigError, ModelError, PolicyError, Problem, SacWarning
 from sac.policy.model import Chunks, Policy, Rule
 from sac.recompute.announce import check_trace_target
-from sac.recompute.regions import FULL, Kind
-from sac.recompute.table import BoundPolicy
+from sac.recompute.regions import FULL, RegionGroup
+from sac.recompute.table import ResolvedPolicy
 from sac.region.settings import PLAIN, Settings
 
 # -- ``sac.apply``: from a config value and a model to regions on its blocks. Nothing is changed until all is known
@@ -79,7 +79,7 @@ def apply(
     settings = replace(settings, engine=config.engine, verify=config.verify)
     refuse_own_checkpointing(model)
     policy = FULL if config.mode == "full" else (config.policy or family_policy(model))
-    bound = usable_policy(policy)
+    resolved = usable_policy(policy)
     blocks, notes, stage = _choose_blocks(model, config, policy)
     if not blocks:
         warnings.warn(notes[0], SacWarning, stacklevel=2)
@@ -88,10 +88,10 @@ def apply(
     if not blocks:
         warnings.warn("every block of this model is frozen: sac.apply had nothing to do", SacWarning, stacklevel=2)
         return model
-    _check_static(bound, blocks, strict=config.strict, stage=stage)
+    _check_static(resolved, blocks, strict=config.strict, stage=stage)
     notes += _unplanned(policy, blocks)
     chains = find_chains(model, blocks, config.layers) if isinstance(config.layers, Chunks) else ()
-    pairs = [] if chains else kinds_of(bound, blocks, config.mode)
+    pairs = [] if chains else kinds_of(resolved, blocks, config.mode)
     rules = rules_here(policy.rules, blocks) if stage else policy.rules
     watch = HitWatch((block.path for block, _ in pairs), rules, strict=config.strict)
     applied = Applied(config.mode, (), watch, tuple(block.path for block in left_alone), notes, settings)
@@ -99,7 +99,7 @@ def apply(
         warnings.warn(note, SacWarning, stacklevel=2)
     applied.restores = turn_off_cache(model)
     install(pairs, applied)
-    install_chunks(chains, bound.table(()), applied)
+    install_chunks(chains, resolved.table(()), applied)
     cover_switches(model)
     return model
 
@@ -191,9 +191,9 @@ def _is_chosen(block: Block, config: Config, policy: Policy) -> bool:
     return block.layer in config.layers.select(size) and block.layer in policy.layers.select(size)
 
 
-def _check_static(bound: BoundPolicy, blocks: Sequence[Block], *, strict: bool, stage: bool) -> None:
+def _check_static(resolved: ResolvedPolicy, blocks: Sequence[Block], *, strict: bool, stage: bool) -> None:
     """Tell of rules whose `blocks`, `module` or `layers` are nowhere in the model, before anything runs."""
-    needed = [one.rule for one in bound.rules if not one.rule.optional]
+    needed = [one.rule for one in resolved.rules if not one.rule.optional]
     idle = [rule for rule in (rules_here(needed, blocks) if stage else needed) if not _has_place(rule, blocks)]
     if not idle:
         return
@@ -229,7 +229,7 @@ def _unplanned(policy: Policy, blocks: Sequence[Block]) -> tuple[str, ...]:
 
 def _has_place(rule: Rule, blocks: Sequence[Block]) -> bool:
     for block in blocks:
-        if rule.speaks_of_region(block.path, block.layer, block.stack_size) and _has_module(block)(rule):
+        if rule.matches_region(block.path, block.layer, block.stack_size) and _has_module(block)(rule):
             return True
     return False
 
@@ -245,22 +245,22 @@ def _place(rule: Rule, blocks: Sequence[Block]) -> tuple[str, str]:
     return "module", f'module "{rule.module.text}"{f" in its {within}" if within else ""}, which'
 
 
-def kinds_of(bound: BoundPolicy, blocks: Sequence[Block], mode: str) -> list[tuple[Block, Kind]]:
+def kinds_of(resolved: ResolvedPolicy, blocks: Sequence[Block], mode: str) -> list[tuple[Block, RegionGroup]]:
     """Return each block with its kind.
 
     Blocks of one structure in one stack share one, under the same rules and the same entry of the plan if there is one.
     """
-    plan = bound.policy.plan
-    kinds: dict[tuple[object, ...], Kind] = {}
+    plan = resolved.policy.plan
+    kinds: dict[tuple[object, ...], RegionGroup] = {}
     pairs = []
     for block in blocks:
         place = block.path, block.layer, block.stack_size
-        rules = tuple(rule.index for rule in bound.rules_of(*place, _has_module(block)))
+        rules = tuple(rule.index for rule in resolved.rules_of(*place, _has_module(block)))
         planned = plan.region_at(*place) if plan is not None else None
         part = block.path.removeprefix(block.stack).lstrip(".").partition(".")[2]
         structure = tuple((path, type(module)) for path, module in parts_of(block.module))
         key = (rules, planned, block.stack, part, structure)
-        pairs.append((block, kinds.setdefault(key, Kind(bound.table(rules), mode, planned))))
+        pairs.append((block, kinds.setdefault(key, RegionGroup(resolved.table(rules), mode, planned))))
     return pairs
 
 
@@ -290,9 +290,9 @@ def put_regions(model: nn.Module, groups: Sequence[Chosen]) -> None:
     """
     blocks = [blocks_at(model, group.modules) for group in groups]
     refuse_regions(block for of_group in blocks for block in of_group)
-    bound = [usable_policy(group.policy) for group in groups]
+    resolved = [usable_policy(group.policy) for group in groups]
     restores = turn_off_cache(model)
-    for group, of_group, rules in zip(groups, blocks, bound, strict=True):
+    for group, of_group, rules in zip(groups, blocks, resolved, strict=True):
         for block in of_group:
             take_off(block.module)  # what told a region around it which of its modules runs: the region here will tell
         mode = "full" if group.policy is FULL else "selective"

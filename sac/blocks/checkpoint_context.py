@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import nn
 
-from sac.blocks.install import scope_modules
+from sac.blocks.install import track_modules
 from sac.config import usable_policy
 from sac.errors import ConfigError, ModelError, Problem
 from sac.policy.load import PolicySource, load_policy
 from sac.policy.model import Rule
-from sac.recompute.table import NAMES, BoundPolicy, Table, layer_index
+from sac.recompute.table import NAMES, DecisionTable, ResolvedPolicy, layer_index
 from sac.recompute.torch_checkpoint import checkpoint_contexts
 
 
@@ -28,24 +28,24 @@ def context_fn(policy: PolicySource, module: nn.Module | None = None) -> Callabl
     Raises ``PolicyError`` for the policy, ``ConfigError`` when a rule needs ``module`` and there is none, and
     ``ModelError`` when ``module`` does not tell what a rule asks for.
     """
-    bound = usable_policy(load_policy(policy))
-    needing = [one.rule for one in bound.rules if one.rule.module is not None or one.rule.speaks_of_some_regions]
+    resolved = usable_policy(load_policy(policy))
+    needing = [one.rule for one in resolved.rules if one.rule.module is not None or one.rule.is_for_some_regions]
     if module is None:
         if needing:
             raise ConfigError([_needs_module(rule) for rule in needing])
-        return partial(checkpoint_contexts, _table_of(bound, 0), "")
+        return partial(checkpoint_contexts, _table_of(resolved, 0), "")
     located = [rule for rule in needing if rule.blocks]
     if located:
         raise ModelError([_needs_model(rule) for rule in located])
-    table = _table(bound, module, needing)
-    scope_modules([module])
+    table = _table(resolved, module, needing)
+    track_modules([module])
     return partial(checkpoint_contexts, table, "", module)
 
 
-def _table(bound: BoundPolicy, module: nn.Module, needing: list[Rule]) -> Table:
+def _table(resolved: ResolvedPolicy, module: nn.Module, needing: list[Rule]) -> DecisionTable:
     layered = [rule for rule in needing if rule.layers is not None and not rule.layers.is_all]
     if not layered:
-        return _table_of(bound, 0)
+        return _table_of(resolved, 0)
     layer = layer_index(module)
     counting = [rule for rule in layered if rule.layers is not None and rule.layers.needs_count]
     if layer is None or counting:
@@ -59,7 +59,7 @@ def _table(bound: BoundPolicy, module: nn.Module, needing: list[Rule]) -> Table:
                 fix="use sac.apply on the whole model",
             )
         )
-    return _table_of(bound, layer)
+    return _table_of(resolved, layer)
 
 
 def _counts(rule: Rule) -> str:
@@ -67,8 +67,8 @@ def _counts(rule: Rule) -> str:
     return "counts from the last layer" if from_the_end else "speaks of a fraction of the layers"
 
 
-def _table_of(bound: BoundPolicy, layer: int) -> Table:
-    return bound.table(rule.index for rule in bound.rules_of("", layer, layer + 1, lambda rule: True))
+def _table_of(resolved: ResolvedPolicy, layer: int) -> DecisionTable:
+    return resolved.table(rule.index for rule in resolved.rules_of("", layer, layer + 1, lambda rule: True))
 
 
 def _needs_model(rule: Rule) -> Problem:

@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 from sac.blocks.find import Block
-from sac.blocks.install import Applied, InstalledForward, scope_module, set_forward
+from sac.blocks.install import Applied, InstalledForward, set_forward, track_module
 from sac.blocks.other_checkpointing import refuse_callers
 from sac.blocks.paths import Node, join, root_node, walk
 from sac.blocks.stacks import is_callable
 from sac.errors import ModelError, Problem, RegionError
 from sac.policy.model import Chunks
-from sac.recompute.regions import Kind, Region, run_modules
-from sac.recompute.table import Table
+from sac.recompute.regions import Region, RegionGroup, run_modules
+from sac.recompute.table import DecisionTable
 from sac.recompute.torch_checkpoint import run_in_eager, run_traced
 
 # Note [Chunks]
@@ -97,7 +97,7 @@ def _no_chain(path: str, nodes: dict[str, Node]) -> Problem:
 class ChunkedForward(InstalledForward):
     """Runs a Sequential, chunks of its children as one region each; see Note [Chunks]."""
 
-    def __init__(self, chain: Chain, kinds: Sequence[Kind], applied: Applied) -> None:
+    def __init__(self, chain: Chain, kinds: Sequence[RegionGroup], applied: Applied) -> None:
         super().__init__(chain.module, applied)
         self.path = chain.path
         self.size = len(chain.module._modules)
@@ -131,7 +131,7 @@ class ChunkedForward(InstalledForward):
             return self._run_region(region, function, modules, input)
         if self.applied.settings.needs_frame:
             return run_in_eager(self._run_region, region, function, modules, input)
-        return run_traced(function, region.kind.table, (input,), {})
+        return run_traced(function, region.group.table, (input,), {})
 
     def _run_region(self, region: Region, function: Any, modules: tuple[nn.Module, ...], input: Any) -> Any:
         if not region.stats.calls:
@@ -157,9 +157,9 @@ def _region_path(chain: Chain, chunk: range) -> str:
     return join(chain.path, names[0] if len(names) == 1 else f"{names[0]}-{names[-1]}")
 
 
-def install_chunks(chains: Sequence[Chain], table: Table, applied: Applied) -> None:
+def install_chunks(chains: Sequence[Chain], table: DecisionTable, applied: Applied) -> None:
     """Put the regions of ``chains`` on them; the caller has checked that none is there yet."""
-    kinds: dict[tuple[object, ...], Kind] = {}
+    kinds: dict[tuple[object, ...], RegionGroup] = {}
     for chain in chains:
         of_chain = []
         for chunk in chain.chunks:
@@ -167,7 +167,7 @@ def install_chunks(chains: Sequence[Chain], table: Table, applied: Applied) -> N
             layers = [(name, chain.module._modules[name]) for name in names]
             parts = [part for name, layer in layers if layer is not None for part in layer.named_modules(prefix=name)]
             structure = tuple((path.partition(".")[2], type(part)) for path, part in parts)
-            of_chain.append(kinds.setdefault((chain.path, structure), Kind(table, applied.mode)))
+            of_chain.append(kinds.setdefault((chain.path, structure), RegionGroup(table, applied.mode)))
             for path, part in parts:
-                scope_module(part, path)
+                track_module(part, path)
         set_forward(chain.module, ChunkedForward(chain, of_chain, applied))

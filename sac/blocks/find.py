@@ -61,8 +61,8 @@ def rules_here(rules: Sequence[Rule], blocks: Sequence[Block]) -> tuple[Rule, ..
     return tuple(
         rule
         for rule in rules
-        if not rule.speaks_of_some_regions
-        or any(rule.speaks_of_region(block.path, block.layer, block.stack_size) for block in blocks)
+        if not rule.is_for_some_regions
+        or any(rule.matches_region(block.path, block.layer, block.stack_size) for block in blocks)
     )
 
 

@@ -20,10 +20,10 @@ from sac.blocks.paths import parts_of
 from sac.errors import ModelError, Problem, RegionError, SacWarning, listing
 from sac.policy.load import is_shipped, shipped_policies
 from sac.policy.model import Rule
-from sac.recompute.module_tracker import ScopedForward
+from sac.recompute.module_tracker import TrackedForward
 from sac.recompute.op_rows import RegionStats
-from sac.recompute.regions import Kind, Region, run_modules
-from sac.recompute.table import Table
+from sac.recompute.regions import Region, RegionGroup, run_modules
+from sac.recompute.table import DecisionTable
 from sac.recompute.torch_checkpoint import run_in_eager, run_traced
 from sac.region.settings import PLAIN, Settings
 
@@ -47,7 +47,7 @@ class HitWatch:
         self.strict = strict
         self.waits = bool(self._pending)
 
-    def saw(self, path: str, table: Table, stats: RegionStats) -> None:
+    def saw(self, path: str, table: DecisionTable, stats: RegionStats) -> None:
         """A region has run; ``stats`` holds the hits of its call. Raises ``RegionError`` under ``strict``."""
         self._hit.update(table.rules[place].rule.id for place in _places(table, stats))
         self._pending.discard(path)
@@ -91,8 +91,8 @@ def idle_problems(idle: Sequence[Rule], problems: Mapping[str, Problem], *, any_
     ]
 
 
-def _places(table: Table, stats: RegionStats) -> list[int]:
-    chosen = {bound.index: place for place, bound in enumerate(table.rules)}
+def _places(table: DecisionTable, stats: RegionStats) -> list[int]:
+    chosen = {resolved.index: place for place, resolved in enumerate(table.rules)}
     return [chosen[index] for index in stats.hits if index in chosen]
 
 
@@ -107,7 +107,7 @@ def _compiled_problem(paths: list[str]) -> Problem:
 
 
 def _problem(rule: Rule) -> Problem:
-    what = "module" if rule.speaks_of_module else "op"
+    what = "module" if rule.matches_module else "op"
     return Problem(
         where=rule.where(),
         found=f'rule "{rule.id}" matched no {what} in any region of the model',
@@ -160,7 +160,7 @@ class InstalledForward(ABC):
 class RegionForward(InstalledForward):
     """Runs a module as one region."""
 
-    def __init__(self, block: Block, kind: Kind, applied: Applied) -> None:
+    def __init__(self, block: Block, kind: RegionGroup, applied: Applied) -> None:
         super().__init__(block.module, applied)
         self.region = Region(kind, block.path)
 
@@ -176,7 +176,7 @@ class RegionForward(InstalledForward):
         if torch.compiler.is_compiling():
             if self.applied.settings.needs_frame:
                 return run_in_eager(self._run, *args, **kwargs)
-            return run_traced(self.original, self.region.kind.table, args, kwargs)
+            return run_traced(self.original, self.region.group.table, args, kwargs)
         return self._run(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
@@ -186,39 +186,39 @@ class RegionForward(InstalledForward):
             refuse_callers(module, region.path)
         output = run_modules(region, self.original, module, self.applied.settings, args, kwargs)
         if watch.waits and region.stats.calls:  # none yet where this call ran without checkpointing
-            watch.saw(region.path, region.kind.table, region.stats)
+            watch.saw(region.path, region.group.table, region.stats)
         return output
 
 
-def ours_on(module: nn.Module) -> InstalledForward | ScopedForward | None:
+def ours_on(module: nn.Module) -> InstalledForward | TrackedForward | None:
     """Return what sac has put on ``module``, if anything."""
     owner = getattr(module.__dict__.get("forward"), "__self__", None)
-    return owner if isinstance(owner, (InstalledForward, ScopedForward)) else None
+    return owner if isinstance(owner, (InstalledForward, TrackedForward)) else None
 
 
-def install(pairs: Sequence[tuple[Block, Kind]], applied: Applied) -> None:
+def install(pairs: Sequence[tuple[Block, RegionGroup]], applied: Applied) -> None:
     """Put a region on each block; the caller has checked that none is there yet."""
-    scope_modules([block.module for block, _ in pairs])
+    track_modules([block.module for block, _ in pairs])
     for block, kind in pairs:
         set_forward(block.module, RegionForward(block, kind, applied))
 
 
-def scope_modules(blocks: Sequence[nn.Module]) -> None:
+def track_modules(blocks: Sequence[nn.Module]) -> None:
     """Let the sub-modules of each block tell, while they run, which of them it is."""
     roots = {id(block) for block in blocks}
     for block in blocks:
         for path, module in parts_of(block):
             if id(module) not in roots:
-                scope_module(module, path)
+                track_module(module, path)
 
 
-def scope_module(module: nn.Module, path: str) -> None:
+def track_module(module: nn.Module, path: str) -> None:
     """Let ``module`` tell, while it runs, that it is the one at ``path`` of its region; once is enough."""
     if ours_on(module) is None:
-        set_forward(module, ScopedForward(module, path))
+        set_forward(module, TrackedForward(module, path))
 
 
-def set_forward(module: nn.Module, forward: InstalledForward | ScopedForward) -> None:
+def set_forward(module: nn.Module, forward: InstalledForward | TrackedForward) -> None:
     """Make ``forward`` the module's own."""
     # As a bound method, for which Dynamo guards on the function: a callable object would be guarded by its identity,
     # and blocks that are alike compiled one by one. Not by setattr: a module may guard it, and the name of a method is
@@ -284,7 +284,7 @@ def _buries_ours(module: nn.Module) -> bool:
     if forward is None or ours_on(module) is not None:
         return False
     below = [getattr(forward, "__wrapped__", None), getattr(module, "_old_forward", None)]
-    return any(isinstance(getattr(one, "__self__", None), (InstalledForward, ScopedForward)) for one in below)
+    return any(isinstance(getattr(one, "__self__", None), (InstalledForward, TrackedForward)) for one in below)
 
 
 def _described(forward: Any) -> str:

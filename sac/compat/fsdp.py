@@ -30,7 +30,7 @@ from sac.checkpointing import checkpoint
 from sac.config import DEFAULT_CONFIG, CallOptions, FullConfig, settings_of
 from sac.errors import ConfigError, ModelError, Problem, listing, nearest
 from sac.policy.model import Policy
-from sac.recompute.module_tracker import ScopedForward
+from sac.recompute.module_tracker import TrackedForward
 from sac.recompute.regions import FULL, Region
 from sac.recompute.torch_checkpoint import checkpoint_contexts
 from sac.torch_private import wrap_for_checkpointing
@@ -86,7 +86,7 @@ def offload_wrapper(module: nn.Module) -> nn.Module:
         forward.applied = replace(forward.applied, settings=replace(forward.applied.settings, keeping=keeping))
         return module
     name = type(module).__name__
-    if isinstance(forward, ScopedForward):
+    if isinstance(forward, TrackedForward):
         found = "it is inside a region, which does not keep what its modules save"
         raise ModelError(Problem(name, found, fix="call offload_wrapper on the region: its inputs are moved then"))
     if forward is not None:

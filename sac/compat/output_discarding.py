@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from sac.checkpointing import run_with
 from sac.errors import Problem, RegionError, SacWarning
 from sac.outer_hooks import PackHooks, Parked, park, surrounding_hooks
-from sac.recompute.regions import Note, remembering
+from sac.recompute.regions import OutputAnchor, anchored
 from sac.region.compiled_graphs import nodes_between, saved_without_hooks
 from sac.region.frame import OTHER_LAYOUT, WRITTEN_LATER
 from sac.region.settings import Settings
@@ -28,7 +28,7 @@ from sac.torch_private import SHOWS_SAVED_TENSORS, tree_leaves
 # What comes after a region mostly saves the region's output for its own backward, though the region can compute it
 # again. To let it go takes three steps:
 #
-# Forward. Behind the function, inside the region, `Note.take` saves the outputs, in a node on which nothing else
+# Forward. After the function, inside the region, `OutputAnchor.take` saves the outputs, in a node on which nothing else
 # depends. So they are the last of what the region's recomputation has to make, as long as somebody may ask for them.
 #
 # Discard. The graph between the region and a tensor further on is walked, and each saved tensor that lies in the
@@ -37,7 +37,7 @@ from sac.torch_private import SHOWS_SAVED_TENSORS, tree_leaves
 # lead to that tensor, a saved tensor that has hooks, an attribute) holds the output as before; gradients are right
 # either way.
 #
-# Backward. The first consumer that asks reads what `Note.take` saved. That runs the region again, once for all
+# Backward. The first consumer that asks reads what `OutputAnchor.take` saved. That runs the region again, once for all
 # consumers and for the region's own backward, and the consumer's tensor is laid on the recomputed storage.
 #
 # Regions that take such an output as their input hold it themselves, not through autograd. `lent_inputs` puts hooks
@@ -54,9 +54,9 @@ class Discardable:
 
     __slots__ = ("__weakref__", "_layouts", "_memories", "_nodes", "_remembered", "_tensors", "_versions")
 
-    def __init__(self, note: Note) -> None:
-        assert note.remembered is not None
-        self._remembered = note.remembered
+    def __init__(self, note: OutputAnchor) -> None:
+        assert note.node is not None
+        self._remembered = note.node
         self._tensors: dict[int, torch.Tensor] = dict(enumerate(note.tensors))
         self._layouts = [_layout_of(tensor) for tensor in note.tensors]
         self._memories = [StorageWeakRef(tensor.untyped_storage()) for tensor in note.tensors]
@@ -78,7 +78,7 @@ class Discardable:
 
     @property
     def starts(self) -> set[Any]:
-        """The graph nodes that made the outputs; that of ``Note.take`` if the outputs have none."""
+        """The graph nodes that made the outputs; that of ``OutputAnchor.take`` if the outputs have none."""
         return self._nodes or {self._remembered.grad_fn}
 
     def let_go(self) -> bool:
@@ -146,11 +146,11 @@ def run_discardable(
     That is None where there is nothing to let go of: without grad mode, or if the function returns no tensor with
     memory of its own. ``settings`` must be those of a non-reentrant region.
     """
-    note = Note()
+    note = OutputAnchor()
     with lent_inputs(args):
-        output = run_with(settings, remembering(function), args, {"note": note})
-    discardable = Discardable(note) if note.remembered is not None else None
-    note.tensors, note.remembered = (), None  # the region holds the note: it must not hold the region
+        output = run_with(settings, anchored(function), args, {"note": note})
+    discardable = Discardable(note) if note.node is not None else None
+    note.tensors, note.node = (), None  # the region holds the note: it must not hold the region
     return output, discardable
 
 

@@ -106,7 +106,7 @@ class OpTraits:
     reads_data: bool = False  # values decide a Python number, or the shape of the result; not `index` with a mask
     is_collective: bool = False  # ranks have to meet in it, or in the wait for it
     takes_optional: bool = False  # a tensor among its arguments may be left out
-    tensor_places: tuple[int, ...] = ()  # of its arguments, those that are tensors
+    tensor_positions: tuple[int, ...] = ()  # of its arguments, those that are tensors
     view_of: int = -1  # the argument of which the result is a view each time, a new tensor; -1: there is none such
     is_flat: bool = False  # each tensor among its arguments is a positional argument by itself
     unsavable_reason: str = ""  # phrase for a message; empty when every call can be saved
@@ -176,7 +176,7 @@ def _of_schema(op: Any, schema: Any) -> OpTraits:
         is_collective=namespace in _COLLECTIVES or _is_of(SAVE_SETS["collective"], name),
         takes_optional=any("Optional[Tensor]" in str(argument.type) for argument in schema.arguments),
         is_flat=_is_flat(schema),
-        tensor_places=tuple(
+        tensor_positions=tuple(
             place
             for place, argument in enumerate(schema.arguments)
             if str(argument.type) in ("Tensor", "Optional[Tensor]") and not argument.kwarg_only

@@ -6,13 +6,13 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
-from sac.recompute.schedule import Wanted, plan_replay
+from sac.recompute.schedule import Wanted, schedule_replay
 
 # Note [Profiles]
 #
 # A profile is the tape of one region (Note [The tape]) without tensors: numbered values, each made by one entry or by
 # none (a leaf: an input or a parameter), that lie in storages, each known by its first value, its root. A *keep-set* is
-# the set of entries whose results are saved. What it costs is worked out by `plan_replay`, the function that the replay
+# the set of entries whose results are saved. What it costs is worked out by `schedule_replay`, which the replay
 # engine itself uses: the entries that run again, and the values that are held because replay starts from them. All that
 # an entry makes which must be saved is held in any case: should replay give way to rerun, its answers are served.
 
@@ -111,7 +111,7 @@ class RegionProfile:
             draws_after={entry.number: entry.after for entry in self.entries if entry.after},
         )
         wanted = [Wanted(handle, need.value, need.time) for handle, need in enumerate(self.needs)]
-        plan = plan_replay(tape, wanted)  # type: ignore[arg-type]
+        plan = schedule_replay(tape, wanted)  # type: ignore[arg-type]
         held = sorted({*plan.kept, *self.routed})
         storages = {self.roots[value]: self.bytes[value] for value in held}
         return Recompute(tuple(step.number for step in plan.steps), tuple(held), sum(storages.values()))

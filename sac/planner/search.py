@@ -102,7 +102,7 @@ class Planner:
                         for _, module in parts_of(block.module):
                             take_off(module)
                 for installed in regions_of(self.model):
-                    installed.region.kind.lists_ops = False
+                    installed.region.group.lists_ops = False
                 places = [(block.path, block.module) for block in self.blocks]
                 record = run_step(
                     self.model, self.inputs, places, self.ledger(), self.loss_fn, accumulates=self.accumulates

@@ -10,19 +10,19 @@ import torch
 from torch import Tensor
 
 from sac.blocks.find import Block
-from sac.blocks.install import InstalledForward, scope_modules, set_forward, take_off
+from sac.blocks.install import InstalledForward, set_forward, take_off, track_modules
 from sac.blocks.paths import parts_of
 from sac.ops.names import op_name
 from sac.planner.cost import is_causal, moved_bytes
 from sac.planner.profile import Entry, Need, RegionProfile
 from sac.policy.model import Decision, Policy, Rule
-from sac.recompute.op_rows import Rows, signature
+from sac.recompute.op_rows import OpTraceRecorder, signature
 from sac.recompute.recorder import ReplayRecorder, new_tensors
 from sac.recompute.regions import Region
 from sac.recompute.replay import ReplayFrame
-from sac.recompute.table import Plan, Table, bind_policy
+from sac.recompute.table import CallSite, DecisionTable, resolve_policy
 from sac.recompute.tape import Tape
-from sac.region.fingerprint import Identity
+from sac.region.fingerprint import FunctionFingerprint
 from sac.region.frame import Handle
 from sac.region.inputs import KeptInputs
 from sac.region.settings import NEVER, REPLAY, Settings
@@ -51,8 +51,8 @@ def profile_regions(
 
     Raises ``CannotProfile`` where a block runs what replay cannot.
     """
-    bound = bind_policy(_EVERYTHING)
-    scope_modules([block.module for block in blocks])
+    bound = resolve_policy(_EVERYTHING)
+    track_modules([block.module for block in blocks])
     # What one region's inputs have gone into counts for the next of its table. Stacks may have rules of their own.
     tables = {stack: bound.table(range(len(bound.rules))) for stack in {block.stack for block in blocks}}
     calls: list[str] = [] if order is None else order
@@ -72,7 +72,7 @@ def profile_regions(
 class _Profiled(InstalledForward):
     """Runs a block under the profiling recorder the first time; ``found`` is its profile then."""
 
-    def __init__(self, block: Block, table: Table, calls: list[str]) -> None:
+    def __init__(self, block: Block, table: DecisionTable, calls: list[str]) -> None:
         self._calls = calls
         self.module = block.module
         self.before = block.module.__dict__.get("forward")
@@ -92,7 +92,7 @@ class _Profiled(InstalledForward):
         self._calls.append(self.block.path)
         if self.found is not None:
             return self.original(*args, **kwargs)
-        identity = Identity()
+        identity = FunctionFingerprint()
         identity.look_at(self.module)
         owners = tuple(identity.owners)
         inputs = KeptInputs(args, kwargs)
@@ -124,7 +124,7 @@ class _Sizes:
     is_causal: bool
 
 
-class _ProfileRows(Rows):
+class _ProfileRows(OpTraceRecorder):
     """Takes the sizes of each entry of a tape, beside the row."""
 
     tape: Tape
@@ -135,12 +135,12 @@ class _ProfileRows(Rows):
         self._seen: set[int] = set()
 
     def add(
-        self, plan: Plan, rule: Any, saves: bool, args: Any, kwargs: Any, out: Any, *, call: int | None = None
+        self, plan: CallSite, rule: Any, saves: bool, args: Any, kwargs: Any, out: Any, *, call: int | None = None
     ) -> None:
         """Append the op just run, which is the last entry of the tape unless the tape passes it over."""
         super().add(plan, rule, saves, args, kwargs, out, call=call)
-        entry = len(self.tape.plans) - 1
-        if entry < 0 or entry in self.sizes or self.tape.plans[entry] is not plan:
+        entry = len(self.tape.sites) - 1
+        if entry < 0 or entry in self.sizes or self.tape.sites[entry] is not plan:
             return
         row = self.rows[-1]
         results = tuple(storage_bytes(tensor) for tensor in new_tensors(out))
@@ -166,7 +166,7 @@ class _ProfilingRecorder(ReplayRecorder):
             value, time, _ = self._places[handle.index]
             self._needs[handle.index] = Need(value, time)
         elif not handle.borrowed and (known := self.tape.known(tensor)) is not None:
-            self._needs[handle.index] = Need(known, len(self.tape.plans))
+            self._needs[handle.index] = Need(known, len(self.tape.sites))
 
     def end(self, kept: list[Handle], missing: list[int]) -> None:
         """Take what the profile is made of, and go on."""
@@ -177,7 +177,7 @@ class _ProfilingRecorder(ReplayRecorder):
         tape = self.tape
         needs = tuple(dict.fromkeys(need for index, need in sorted(self._needs.items()) if index in alive))
         self._found = (
-            [*tape.plans], [*tape.reads], [*tape.firsts], {**tape.counts}, {**tape.writes}, [*tape.roots],
+            [*tape.sites], [*tape.reads], [*tape.first_outputs], {**tape.output_counts}, {**tape.writes}, [*tape.roots],
             {**self._rules}, {*tape.kept}, needs,
         )  # fmt: skip
         super().end(kept, missing)
@@ -191,7 +191,7 @@ class _ProfilingRecorder(ReplayRecorder):
         for number, plan in enumerate(plans):
             makes = tuple(range(firsts[number], firsts[number] + counts.get(number, 1)))
             size = sizes.get(number)
-            is_op = type(plan) is Plan
+            is_op = type(plan) is CallSite
             if size is not None:
                 for value, count in zip(makes, size.results, strict=False):
                     value_bytes[value] = count

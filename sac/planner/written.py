@@ -209,7 +209,7 @@ def _meant(made: Plan, rule: Rule) -> tuple[int, int]:
     for path, kind, one in zip(made.paths, made.kinds, made.point.choice, strict=True):
         profile = made.profiles[kind]
         layer = profile.layers[profile.paths.index(path)]
-        if rule.speaks_of_region(path, layer, profile.stack_size):
+        if rule.matches_region(path, layer, profile.stack_size):
             return kind, one
     raise AssertionError(f"rule {rule.id} speaks of no region of the plan")
 

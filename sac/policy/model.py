@@ -166,16 +166,16 @@ class Rule:
     origin: str = field(default="", compare=False)  # the policy that wrote it, which `extends` may have brought in
 
     @property
-    def speaks_of_module(self) -> bool:
+    def matches_module(self) -> bool:
         """True for a whole-module rule: `module` without `ops`."""
         return not self.ops
 
     @property
-    def speaks_of_some_regions(self) -> bool:
+    def is_for_some_regions(self) -> bool:
         """True when `blocks` or `layers` may leave regions out."""
         return bool(self.blocks) or self.layers is not None
 
-    def speaks_of_region(self, path: str, layer: int, stack_size: int) -> bool:
+    def matches_region(self, path: str, layer: int, stack_size: int) -> bool:
         """Return whether the region at ``path``, which is ``layer`` of ``stack_size``, is meant."""
         return _is_meant(self.blocks, self.layers, path, layer, stack_size)
 
@@ -203,7 +203,7 @@ class PlannedRegion:
     signature: str  # sixteen hex digits
     mark: Mark = field(default=Mark("<policy>"), compare=False)
 
-    def speaks_of_region(self, path: str, layer: int, stack_size: int) -> bool:
+    def matches_region(self, path: str, layer: int, stack_size: int) -> bool:
         """Return whether the region at ``path``, which is ``layer`` of ``stack_size``, is meant."""
         return _is_meant(self.blocks, self.layers, path, layer, stack_size)
 
@@ -217,7 +217,7 @@ class Plan:
 
     def region_at(self, path: str, layer: int, stack_size: int) -> PlannedRegion | None:
         """Return the first entry that speaks of the region at ``path``, which is ``layer`` of ``stack_size``."""
-        return next((one for one in self.regions if one.speaks_of_region(path, layer, stack_size)), None)
+        return next((one for one in self.regions if one.matches_region(path, layer, stack_size)), None)
 
 
 def _is_meant(blocks: tuple[PathPattern, ...], layers: Layers | None, path: str, layer: int, stack_size: int) -> bool:

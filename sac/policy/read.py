@@ -551,7 +551,7 @@ def _find_shadowed(rules: Sequence[Rule], findings: Findings) -> None:
 
 def takes_all_of(earlier: Rule, later: Rule) -> bool:
     """Return whether ``earlier`` matches all that ``later`` matches, as far as their texts tell."""
-    if earlier.speaks_of_module != later.speaks_of_module:
+    if earlier.matches_module != later.matches_module:
         return False
     return (
         _has_all_blocks_of(earlier, later)

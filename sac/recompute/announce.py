@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from sac.errors import ConfigError, Problem
-from sac.recompute.op_rows import OpRow
+from sac.recompute.op_rows import OpTraceRow
 
 VARIABLE = "SAC_TRACE"
 _OFF = ("", "0", "false", "no", "off")
@@ -32,7 +32,7 @@ def check_trace_target() -> None:
         ) from error
 
 
-def announce(region: str, rows: Sequence[OpRow]) -> None:
+def log_decisions(region: str, rows: Sequence[OpTraceRow]) -> None:
     """Tell the decisions of one region kind, if ``SAC_TRACE`` asks for them; ``region`` is its first region's path."""
     value = os.environ.get(VARIABLE, "")
     if value.lower() in _OFF:
@@ -45,7 +45,7 @@ def announce(region: str, rows: Sequence[OpRow]) -> None:
             file.write(json.dumps({"region": region, **asdict(row)}) + "\n")
 
 
-def _log_rows(region: str, rows: Sequence[OpRow]) -> None:
+def _log_rows(region: str, rows: Sequence[OpTraceRow]) -> None:
     if not _log.isEnabledFor(logging.INFO) and not _log.hasHandlers():
         logging.basicConfig(format="%(name)s: %(message)s")  # the user asked to see it and has set up no logging
     if not _log.isEnabledFor(logging.INFO):

@@ -17,7 +17,7 @@ from sac.torch_private import OpOverload, autocast_of_caller, excluding
 _BUILT_IN = frozenset({"aten", "prim", "prims", "_c10d_functional", "c10d", "fsdp", "profiler", "inductor"})
 
 
-def has_own_body(op: Any) -> bool:
+def is_custom_op(op: Any) -> bool:
     """Return whether ``op`` comes from a library, so that its body may call ops that autocast casts for."""
     return isinstance(op, OpOverload) and op.namespace not in _BUILT_IN
 

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from sac.errors import Problem, SacWarning
 from sac.policy.model import ALTERNATE
-from sac.recompute.rerun import CallRecord, decide
-from sac.recompute.table import BoundRule, Table, TracedCalls, paths_up
+from sac.recompute.rerun import RerunState, decide
+from sac.recompute.table import DecisionTable, ResolvedRule, TracedCalls, paths_up
 from sac.torch_private import SHOWS_RESULTS_TO_POLICIES, partitioner_budget
 
 # Note [Modules under torch.compile]
@@ -26,7 +26,7 @@ from sac.torch_private import SHOWS_RESULTS_TO_POLICIES, partitioner_budget
 # where the block is what is compiled (`block.compile()`): ways then begin at our own forward (`L['self'].module.mlp`).
 
 
-def _tell_of_results(table: Table) -> None:
+def _tell_of_results(table: DecisionTable) -> None:
     """Warn of rules that speak of an op's result where torch does not show it."""
     blind = [one.rule for one in table.rules if one.rule.shape is not None or one.rule.dtype or one.rule.min_bytes]
     if blind and not SHOWS_RESULTS_TO_POLICIES:
@@ -61,39 +61,39 @@ class TracedPolicy:
     ``module`` is the region's block, where it is at hand.
     """
 
-    def __init__(self, table: Table, path: str, module: nn.Module | None = None) -> None:
-        self.record = CallRecord(table, path)
+    def __init__(self, table: DecisionTable, path: str, module: nn.Module | None = None) -> None:
+        self.record = RerunState(table, path)
         self.calls = table.traced = TracedCalls()
         _tell_of_budget()
         _tell_of_results(table)
         self._paths = {} if module is None else {str(id(part)): name for name, part in module.named_modules()}
         stack = _modules_at_work()
         self._base = stack[-1][1] if stack else ""
-        self._whole: dict[str, BoundRule | None] = {}
+        self._whole: dict[str, ResolvedRule | None] = {}
         self._turns: dict[int, list[str]] = {}  # rule that alternates -> modules that it has met
 
     def __call__(self, context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         """Return torch's word for the decision on this call."""
         table, record = self.record.table, self.record
         path = self._module()
-        plan = table.scope(path).get(op) or table.plan(op, path)
-        if plan.light:
+        site = table.sites_of(path).get(op) or table.add_site(op, path)
+        if site.is_bookkeeping:
             return CheckpointPolicy.PREFER_RECOMPUTE
-        saves, rule = plan.savable, self._rule_of_module(path)
+        saves, rule = site.savable, self._rule_of_module(path)
         if rule is None:
-            saves, rule = False, plan.final
-            if plan.counts or plan.candidates:
-                saves, rule = decide(record, plan, args, kwargs, getattr(context, "op_output", None))
+            saves, rule = False, site.final_rule
+            if site.may_save or site.conditional_rules:
+                saves, rule = decide(record, site, args, kwargs, getattr(context, "op_output", None))
         self._count(saves, rule)
         return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
 
-    def _rule_of_module(self, path: str) -> BoundRule | None:
+    def _rule_of_module(self, path: str) -> ResolvedRule | None:
         """Return the rule that saves the module at ``path``, or one around it, as a whole; all ops inside are saved.
 
         Of modules that a rule alternates it is every other one, in the order in which they are traced.
         """
         table = self.record.table
-        if not table.speaks_of_modules:
+        if not table.matches_modules:
             return None
         if path not in self._whole:
             saving = [(around, bound) for around in reversed(paths_up(path)) if (bound := table.whole_rule(around))]
@@ -101,7 +101,7 @@ class TracedPolicy:
             self._whole[path] = next(chosen, None)
         return self._whole[path]
 
-    def _has_turn(self, path: str, bound: BoundRule) -> bool:
+    def _has_turn(self, path: str, bound: ResolvedRule) -> bool:
         if bound.rule.do != ALTERNATE:
             return True
         modules = self._turns.setdefault(bound.index, [])
@@ -109,7 +109,7 @@ class TracedPolicy:
             modules.append(path)
         return modules.index(path) % 2 == 0
 
-    def _count(self, saves: bool, rule: BoundRule | None) -> None:
+    def _count(self, saves: bool, rule: ResolvedRule | None) -> None:
         calls = self.calls
         calls.saved, calls.recomputed = calls.saved + saves, calls.recomputed + (not saves)
         if rule is not None:

@@ -10,68 +10,74 @@ from torch import Tensor
 
 from sac.checksums import Sums, same, sums_of
 from sac.errors import Problem, RegionError
-from sac.recompute.forward_state import ForwardState, Generators, Images
+from sac.recompute.forward_state import Generators, PreForwardState, StorageSnapshots
 from sac.recompute.module_tracker import RegionMode
 from sac.recompute.rerun import overwritten_problem, written_tensors
-from sac.recompute.table import Plan, Table, run_op
-from sac.region.frame import OTHER_KIND, Ending, ToTheEnd
+from sac.recompute.table import CallSite, DecisionTable, run_op
+from sac.region.frame import OTHER_KIND, NoEarlyStop, Progress
 from sac.tensors import cloned, describe, map_tensors, tensors_of
 
 
 @dataclass(frozen=True, slots=True)
-class Routed:
+class SavedRoutingResult:
     """A call of an op that may answer differently the second time, and its results.
 
     ``written``: whether the region writes to one of them, so that each run of it needs a copy.
     """
 
-    plan: Plan
+    site: CallSite
     outputs: list[Tensor]
     written: bool
     sums: Sums  # if they are compared: checksums of the results
 
 
-class FallbackMode(RegionMode):
+class PythonRecomputeMode(RegionMode):
     """Runs a region again from its start. Only what must not be chosen anew is served, call by call."""
 
     def __init__(
-        self, table: Table, path: str, images: Images, generators: Generators, routed: list[Routed], ending: Ending
+        self,
+        table: DecisionTable,
+        path: str,
+        snapshots: StorageSnapshots,
+        generators: Generators,
+        routed: list[SavedRoutingResult],
+        progress: Progress,
     ) -> None:
         super().__init__(table)
         self._region = path
-        self._ending = ending
-        self._state = ForwardState(images, generators)
-        self._waiting: defaultdict[Any, deque[Routed]] = defaultdict(deque)
+        self._ending = progress
+        self._state = PreForwardState(snapshots, generators)
+        self._waiting: defaultdict[Any, deque[SavedRoutingResult]] = defaultdict(deque)
         for one in routed:
-            self._waiting[one.plan].append(one)
+            self._waiting[one.site].append(one)
 
-    def __enter__(self) -> FallbackMode:
+    def __enter__(self) -> PythonRecomputeMode:
         self._state.put_back()
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._ending = ToTheEnd()
+        self._ending = NoEarlyStop()
         self._state.undo()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        plan: Plan | None = self.plans.get(id(func))
-        if plan is None:
-            plan = self.table.plan(func, self.path)
-        if plan.light:
-            return plan.run(*args, **kwargs)
+        site: CallSite | None = self.sites.get(id(func))
+        if site is None:
+            site = self.table.add_site(func, self.path)
+        if site.is_bookkeeping:
+            return site.run(*args, **kwargs)
         if self._ending.done:
-            self._ending.settle(written_tensors(plan, args, kwargs) if plan.writes else ())
-        out = run_op(plan, args, kwargs)
-        if self._waiting.get(plan):
-            out = in_place_of(self._region, self._waiting[plan].popleft(), out)
+            self._ending.stop_before(written_tensors(site, args, kwargs) if site.writes else ())
+        out = run_op(site, args, kwargs)
+        if self._waiting.get(site):
+            out = in_place_of(self._region, self._waiting[site].popleft(), out)
         self._ending.after_op()
         return out
 
 
-def in_place_of(region: str, one: Routed, out: Any) -> Any:
+def in_place_of(region: str, one: SavedRoutingResult, out: Any) -> Any:
     """Return what ``one`` holds, in place of the result ``out`` that its op has now; ``region`` names the region."""
     # The op has run, so that generators are where they were; what it chose in forward stands for its result.
     for found, kept in zip(tensors_of(out), one.outputs, strict=True):
@@ -79,13 +85,13 @@ def in_place_of(region: str, one: Routed, out: Any) -> Any:
             raise RegionError(
                 Problem(
                     region or "region",
-                    f"{one.plan.op} gave {describe(kept)} in forward and gives {describe(found)} in recomputation",
+                    f"{one.site.op} gave {describe(kept)} in forward and gives {describe(found)} in recomputation",
                     fix=OTHER_KIND,
                 )
             )
     if one.sums and not same(one.sums, sums_of(one.outputs)):
         if not same(one.sums, sums_of(out)):
-            raise RegionError(overwritten_problem(region, one.plan.op))
+            raise RegionError(overwritten_problem(region, one.site.op))
         return out
     outputs = iter(one.outputs)
     return map_tensors(out, lambda _: cloned(next(outputs)) if one.written else next(outputs).detach())

@@ -23,7 +23,7 @@ from sac.torch_private import set_version_counters
 
 
 @dataclass(frozen=True, slots=True)
-class Image:
+class StorageSnapshot:
     """What lay in a storage before the region wrote to it. ``watch`` shares the version counter of what lies there.
 
     ``reference``: a weak one to the storage, which the image frees.
@@ -43,21 +43,21 @@ class Image:
         return found
 
 
-Images = dict[int, Image]
+StorageSnapshots = dict[int, StorageSnapshot]
 Generators = dict[int, tuple[torch.Generator, torch.Tensor]]
 
 
-def image_of(tensor: torch.Tensor) -> Image:
+def snapshot_of(tensor: torch.Tensor) -> StorageSnapshot:
     """Return an image of the storage of a strided tensor that is about to be written to."""
     storage = tensor.untyped_storage()
     reference: Any = storage._weak_ref()
-    return Image(reference, copy_of(storage), version_watch(tensor))
+    return StorageSnapshot(reference, copy_of(storage), version_watch(tensor))
 
 
-def forget_freed(images: Images) -> None:
+def forget_freed(snapshots: StorageSnapshots) -> None:
     """Drop the images of storages that nobody holds any more; see Note [Memory of a compiled function]."""
-    for address in [address for address, image in images.items() if image.storage is None]:
-        del images[address]
+    for address in [address for address, image in snapshots.items() if image.storage is None]:
+        del snapshots[address]
 
 
 def note_generator(generators: Generators, generator: torch.Generator) -> None:
@@ -69,22 +69,26 @@ def note_generator(generators: Generators, generator: torch.Generator) -> None:
         generators[generator._cdata] = generator, state_of(generator)  # type: ignore[attr-defined]
 
 
-class ForwardState:
+class PreForwardState:
     """``images``: storages with copies made before the first write to them. ``also``: generators that will move."""
 
-    def __init__(self, images: Images, generators: Generators, also: Iterable[torch.Generator] = ()) -> None:
-        alive = ((one, one.storage) for one in images.values())
-        self._images = [(one, held) for one, held in alive if held is not None and held.nbytes() == one.copy.nbytes()]
+    def __init__(
+        self, snapshots: StorageSnapshots, generators: Generators, also: Iterable[torch.Generator] = ()
+    ) -> None:
+        alive = ((one, one.storage) for one in snapshots.values())
+        self._snapshots = [
+            (one, held) for one, held in alive if held is not None and held.nbytes() == one.copy.nbytes()
+        ]
         self._generators = list(generators.values())
         self._also = list(also)
 
     def put_back(self) -> None:
         """Let all be as before the forward."""
-        self._present = [(one, held, copy_of(held), one.watch._version) for one, held in self._images]
+        self._present = [(one, held, copy_of(held), one.watch._version) for one, held in self._snapshots]
         moved = {id(generator): generator for generator, _ in self._generators}
         moved |= {id(generator): generator for generator in self._also}
         self._present_generators = states_of(moved.values())
-        for one, held in self._images:
+        for one, held in self._snapshots:
             overwrite(held, one.copy)
         for generator, state in self._generators:
             generator.set_state(state)

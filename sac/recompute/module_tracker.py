@@ -8,17 +8,17 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from sac.recompute.table import Table
+from sac.recompute.table import DecisionTable
 from sac.torch_private import CAN_SKIP_DYNAMO, TorchDispatchMode, skip_dynamo
 
 # -- Which module of a region runs now, told by thin instance-level forwards on the region's sub-modules
 
 
-class Scoped(Protocol):
+class ModuleListener(Protocol):
     """A mode that wants to know the module path of what it sees; both modes of ``rerun.py`` do."""
 
     path: str
-    plans: dict[Any, Any]
+    sites: dict[Any, Any]
 
     @property
     def table(self) -> Any:
@@ -28,24 +28,24 @@ class Scoped(Protocol):
 class ModulePass(Protocol):
     """What runs modules that are saved as a whole in its own way; see Note [Whole modules]."""
 
-    def place_of(self, path: str) -> Any:
+    def call_key_of(self, path: str) -> Any:
         """Return which call of the module at ``path`` begins if it is one to be run by ``call``, else None."""
 
-    def call(self, place: Any, forward: ScopedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, place: Any, forward: TrackedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the module."""
 
 
 class _Active(threading.local):
-    mode: Scoped | None = None
+    mode: ModuleListener | None = None
     modules: ModulePass | None = None
 
 
 _ACTIVE = _Active()  # one per thread: backward may run on a thread of its own
 
-Outer = tuple[Scoped | None, ModulePass | None]
+Outer = tuple[ModuleListener | None, ModulePass | None]
 
 
-def enter(mode: Scoped | None, modules: ModulePass | None = None) -> Outer:
+def enter(mode: ModuleListener | None, modules: ModulePass | None = None) -> Outer:
     """Make these the ones that hear of modules on this thread; returns those before them."""
     outer = _ACTIVE.mode, _ACTIVE.modules
     _ACTIVE.mode, _ACTIVE.modules = mode, modules
@@ -57,7 +57,7 @@ def leave(outer: Outer) -> None:
     _ACTIVE.mode, _ACTIVE.modules = outer
 
 
-class ScopedForward:
+class TrackedForward:
     """An instance-level ``forward`` that names its module to the active mode and else only calls on.
 
     Picklable, and right after ``deepcopy``: it refers to its module as an attribute, which both of them follow.
@@ -75,17 +75,17 @@ class ScopedForward:
         if torch.compiler.is_compiling():
             return type(module).forward(module, *args, **kwargs) if original is None else original(*args, **kwargs)
         modules = _ACTIVE.modules
-        if modules is not None and (place := modules.place_of(self.path)) is not None:
+        if modules is not None and (place := modules.call_key_of(self.path)) is not None:
             return modules.call(place, self, args, kwargs)
         mode = _ACTIVE.mode
         if mode is None:
             return type(module).forward(module, *args, **kwargs) if original is None else original(*args, **kwargs)
-        path, plans = mode.path, mode.plans
-        mode.path, mode.plans = self.path, mode.table.scope(self.path)
+        path, sites = mode.path, mode.sites
+        mode.path, mode.sites = self.path, mode.table.sites_of(self.path)
         try:
             return type(module).forward(module, *args, **kwargs) if original is None else original(*args, **kwargs)
         finally:
-            mode.path, mode.plans = path, plans
+            mode.path, mode.sites = path, sites
 
     def run_unheard(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the module, and let nobody hear of it and of the modules inside."""
@@ -124,7 +124,7 @@ class BareMode(TorchDispatchMode):
 
 
 class RegionMode(BareMode):
-    """A mode around one run of a region, which is told in which of its modules an op runs; see ``Scoped``."""
+    """A mode around one run of a region, which is told in which of its modules an op runs; see ``ModuleListener``."""
 
     supports_higher_order_operators = True
 
@@ -133,11 +133,11 @@ class RegionMode(BareMode):
         """A compiled function inside the region may be used under this mode."""
         return True
 
-    def __init__(self, table: Table) -> None:
+    def __init__(self, table: DecisionTable) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.table = table
         self.path = ""
-        self.plans = table.scope("")
+        self.sites = table.sites_of("")
 
     def whole_modules(self) -> ModulePass | None:
         """Return what runs modules that are saved as a whole, None if nothing does; asked as the mode is entered."""

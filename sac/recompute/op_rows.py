@@ -14,7 +14,7 @@ from sac.errors import Problem, RegionError
 from sac.ops.flops import flops_of
 from sac.ops.names import op_name
 from sac.policy.model import PlannedRegion
-from sac.recompute.table import BoundRule, Plan, first_tensor
+from sac.recompute.table import CallSite, ResolvedRule, first_tensor
 from sac.tensors import storage_bytes, tensors_of
 from sac.torch_private import tree_leaves
 
@@ -22,7 +22,7 @@ from sac.torch_private import tree_leaves
 
 
 @dataclass(frozen=True, slots=True)
-class OpRow:
+class OpTraceRow:
     """One op of a region's forward, or one module that is saved as a whole: then ``op`` is ``module`` and its class.
 
     ``bytes`` are those of an op's results, and of all that is kept of a module. ``flops`` by torch's formulas (0: none
@@ -44,17 +44,17 @@ class OpRow:
     dtype: str
 
 
-class Rows:
+class OpTraceRecorder:
     """Collects one row per op that the dispatcher shows."""
 
     def __init__(self) -> None:
-        self.rows: list[OpRow] = []
+        self.rows: list[OpTraceRow] = []
         self._calls: dict[tuple[str, str], int] = {}
 
     def add(
         self,
-        plan: Plan,
-        rule: BoundRule | None,
+        site: CallSite,
+        rule: ResolvedRule | None,
         saves: bool,
         args: Any,
         kwargs: Any,
@@ -63,33 +63,33 @@ class Rows:
         call: int | None = None,
     ) -> None:
         """Append the op just run."""
-        name = op_name(plan.op)
-        count = self._calls.get((plan.path, name), 0)
-        self._calls[plan.path, name] = count + 1
+        name = op_name(site.op)
+        count = self._calls.get((site.path, name), 0)
+        self._calls[site.path, name] = count + 1
         tensor = first_tensor(out)
         self.rows.append(
-            OpRow(
-                module=plan.path,
+            OpTraceRow(
+                module=site.path,
                 op=name,
                 call=count if call is None else call,
                 decision="save" if saves else "recompute",
                 rule=rule.rule.id if rule is not None else "",
-                reason=_reason(plan, rule, saves),
-                bytes=0 if plan.is_view else sum(map(storage_bytes, tensors_of(out))),
-                flops=flops_of(plan.op, args, kwargs, out),
+                reason=_reason(site, rule, saves),
+                bytes=0 if site.is_view else sum(map(storage_bytes, tensors_of(out))),
+                flops=flops_of(site.op, args, kwargs, out),
                 shape=tuple(tensor.shape) if tensor is not None else (),
                 dtype=str(tensor.dtype).removeprefix("torch.") if tensor is not None else "",
             )
         )
 
     def add_module(
-        self, place: tuple[str, int], rule: BoundRule, module: nn.Module, out: Any, *, kept_bytes: int, flops: int
+        self, place: tuple[str, int], rule: ResolvedRule, module: nn.Module, out: Any, *, kept_bytes: int, flops: int
     ) -> None:
         """Append a call of a module that is saved as a whole; ``out`` is what it returned."""
         tensor = first_tensor(out if isinstance(out, torch.Tensor) else tree_leaves(out))
         path, number = place
         self.rows.append(
-            OpRow(
+            OpTraceRow(
                 module=path,
                 op=f"module {type(module).__name__}",
                 call=number,
@@ -104,18 +104,18 @@ class Rows:
         )
 
 
-def signature(rows: Iterable[OpRow]) -> str:
+def signature(rows: Iterable[OpTraceRow]) -> str:
     """Return what a sequence of ops is known by, whatever their sizes: sixteen hex digits. Views are left out."""
     text = "\n".join(f"{row.module} {row.op}" for row in rows if row.bytes)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _reason(plan: Plan, rule: BoundRule | None, saves: bool) -> str:
-    if plan.traits.unsavable_reason:
-        return plan.traits.unsavable_reason
+def _reason(site: CallSite, rule: ResolvedRule | None, saves: bool) -> str:
+    if site.traits.unsavable_reason:
+        return site.traits.unsavable_reason
     if rule is not None and (saves == rule.saves or not saves):
         return f"rule {rule.rule.id}"
-    return "must-save" if saves and plan.must_save else "default"
+    return "must-save" if saves and site.must_save else "default"
 
 
 # -- What one region's last call kept, for the report
@@ -148,7 +148,7 @@ class RegionStats:
         kept = (self.saved_bytes, self.input_bytes, self.input_host_bytes, self.dead_bytes, self.compiled_graphs)
         return (*kept, tuple(sorted(self.by_rule.items())), tuple(sorted(self.hits.items())))
 
-    def take(self, kept: KeptFigures | None, input_bytes: tuple[int, int]) -> None:
+    def take(self, kept: SavedFigures | None, input_bytes: tuple[int, int]) -> None:
         """Overwrite with what the call just run keeps; ``kept`` is None where no mode was needed."""
         self.calls += 1
         self.input_bytes, self.input_host_bytes = input_bytes
@@ -159,7 +159,7 @@ class RegionStats:
 
 
 @dataclass(frozen=True, slots=True)
-class KeptFigures:
+class SavedFigures:
     """What one call's record and handles keep, counted before anything is handed to surrounding hooks."""
 
     saved_bytes: int
@@ -171,7 +171,7 @@ class KeptFigures:
 # -- Whether a region runs the ops that a plan was made for
 
 
-def check_planned(planned: PlannedRegion | None, rows: Rows | None, path: str) -> None:
+def check_planned_signature(planned: PlannedRegion | None, rows: OpTraceRecorder | None, path: str) -> None:
     """Raise ``RegionError`` if ``rows``, of the first call of a kind, are not those that the plan was made for.
 
     ``planned`` is what the plan says of the kind (None: nothing), ``rows`` are None in later calls, ``path`` names the

@@ -32,7 +32,7 @@ SMALL_PART = 16  # a value is small if the parameter is this many times as large
 _CARRIED_DEPTH = 3  # parameter -> its state -> the state of that
 
 
-class Origins:
+class ParameterOnlyIds:
     """What went into each storage of a region, by its label.
 
     A label that is not known here has to do with an input, with something from outside, or with random numbers.
@@ -45,41 +45,41 @@ class Origins:
         self._parts: dict[int, int] | None = None
         self._bytes: dict[int, int] = {}  # label -> bytes of the largest parameter in it; 0 of a constant
 
-    def name_parameter(self, label: int, parameter: torch.Tensor) -> None:
+    def name_parameter(self, value_id: int, parameter: torch.Tensor) -> None:
         """``label`` stands for a parameter."""
-        self._bytes[label] = _logical_bytes(parameter)
+        self._bytes[value_id] = _logical_bytes(parameter)
 
-    def name_foreign(self, label: int, address: int) -> None:
+    def name_foreign(self, value_id: int, address: int) -> None:
         """``label`` stands for a storage from outside, at ``address``: that of a part of a parameter, perhaps."""
         if self._parts is None:
             self._parts = dict(_parts_of_parameters(self._owners))
         if address in self._parts:
-            self._bytes[label] = self._parts[address]
+            self._bytes[value_id] = self._parts[address]
 
-    def name_result(self, label: int, parameter_bytes: int) -> None:
+    def name_result(self, value_id: int, parameter_bytes: int) -> None:
         """``label`` stands for a result of what ``parameter_bytes`` (see ``of``) was said."""
         if parameter_bytes >= 0:
-            self._bytes[label] = parameter_bytes
+            self._bytes[value_id] = parameter_bytes
 
-    def of(self, label: int) -> int:
+    def of(self, value_id: int) -> int:
         """Return the bytes of the largest parameter in what is made from parameters alone, 0 for a constant.
 
         ``NOT_PARAMETERS`` for all else.
         """
-        return self._bytes.get(label, NOT_PARAMETERS)
+        return self._bytes.get(value_id, NOT_PARAMETERS)
 
-    def joined(self, made_of: int, label: int) -> int:
+    def joined(self, made_of: int, value_id: int) -> int:
         """Return what ``of`` says of something made of ``label`` too, besides what it says of the rest."""
         if made_of < 0:
             return NOT_PARAMETERS
-        found = self._bytes.get(label, NOT_PARAMETERS)
+        found = self._bytes.get(value_id, NOT_PARAMETERS)
         return found if found < 0 else max(found, made_of)
 
-    def of_all(self, labels: Iterable[int]) -> int:
+    def of_all(self, value_ids: Iterable[int]) -> int:
         """Return what ``of`` says of something made of ``labels`` together."""
         made_of = 0
-        for label in labels:
-            made_of = self.joined(made_of, label)
+        for value_id in value_ids:
+            made_of = self.joined(made_of, value_id)
         return made_of
 
 
@@ -113,16 +113,16 @@ def _carried(value: Any, depth: int) -> Iterator[torch.Tensor]:
 # -- Whether a value of a tape is made from parameters alone; see Note [Made from parameters alone]
 
 
-class MadeOf:
+class ParameterOnlyValues:
     """Answers for one tape, when asked: most values never are."""
 
     def __init__(self, tape: Tape, owners: tuple[nn.Module, ...]) -> None:
         self._tape = tape
-        self._origins = Origins(owners)
+        self._origins = ParameterOnlyIds(owners)
         self._known: dict[int, int] = {}
 
     def all_of(self, values: tuple[int, ...] | list[int]) -> int:
-        """Return what ``Origins.of`` says of something made of these values together."""
+        """Return what ``ParameterOnlyIds.of`` says of something made of these values together."""
         made_of = 0
         for value in values:
             found = self._of(value)
@@ -145,7 +145,7 @@ class MadeOf:
                 known[one] = 0
             elif entry is None:
                 known[one] = self._of_leaf(one)
-            elif getattr(tape.plans[entry], "is_random", False):
+            elif getattr(tape.sites[entry], "is_random", False):
                 known[one] = NOT_PARAMETERS
             else:
                 reads = [read for read in self._reads(one, entry) if read != one]
@@ -166,8 +166,8 @@ class MadeOf:
 
     def _maker(self, value: int) -> int | None:
         tape = self._tape
-        entry = bisect_right(tape.firsts, value) - 1
-        if entry < 0 or value >= tape.firsts[entry] + tape.counts.get(entry, 1):
+        entry = bisect_right(tape.first_outputs, value) - 1
+        if entry < 0 or value >= tape.first_outputs[entry] + tape.output_counts.get(entry, 1):
             return None
         return entry
 

@@ -16,16 +16,16 @@ from sac.checksums import Sums, checksum, find_different
 from sac.ops.facts import FILLING, FILLING_PARTS
 from sac.outer_hooks import PackHooks, park, surrounding_hooks
 from sac.recompute.autocast import callers_autocast
-from sac.recompute.fallback import FallbackMode, Routed
-from sac.recompute.forward_state import Generators, Images, forget_freed, image_of, note_generator
+from sac.recompute.fallback import PythonRecomputeMode, SavedRoutingResult
+from sac.recompute.forward_state import Generators, StorageSnapshots, forget_freed, note_generator, snapshot_of
 from sac.recompute.module_tracker import RegionMode
-from sac.recompute.op_rows import NO_RULE, KeptFigures, Rows
-from sac.recompute.parameter_only import NOT_PARAMETERS, MadeOf, is_large
+from sac.recompute.op_rows import NO_RULE, OpTraceRecorder, SavedFigures
+from sac.recompute.parameter_only import NOT_PARAMETERS, ParameterOnlyValues, is_large
 from sac.recompute.rerun import decide, default_generators, gathers, written_tensors
-from sac.recompute.schedule import Program, ReplayPlan, Wanted, plan_replay
-from sac.recompute.table import BoundRule, Plan, Table, run_op
-from sac.recompute.tape import HOLE, SMALL_NUMEL, Tape, as_reads, cast_of
-from sac.region.frame import Ending, Handle, compact_views
+from sac.recompute.schedule import ReplaySchedule, TapeLayout, Wanted, schedule_replay
+from sac.recompute.table import CallSite, DecisionTable, ResolvedRule, run_op
+from sac.recompute.tape import SMALL_NUMEL, TENSOR_HOLE, Tape, as_reads, cast_of
+from sac.region.frame import Handle, Progress, compact_views
 from sac.region.inputs import KeptInputs
 from sac.region.module_state import other_bytes
 from sac.region.rng import RngSnapshot, States, state_of, states_of
@@ -50,7 +50,7 @@ from sac.tensors import (
 # one has left it, if that one runs again too, nor where it stood so at the start of the region: the frame holds that.
 
 
-class Draws:
+class RandomOpStates:
     """Takes note of the draws of one region call, for its tape."""
 
     __slots__ = ("_before", "_last", "_previous", "_tape")
@@ -125,7 +125,7 @@ def figures_of_tape(
     loose: Iterable[Handle],
     rule_of: Mapping[int, int],
     hits: Mapping[int, int],
-) -> KeptFigures:
+) -> SavedFigures:
     """Count each storage once, under its rule.
 
     ``kept``: values that were held until the end of the forward, of which the ``held`` stay. ``loose``: handles that
@@ -153,7 +153,7 @@ def figures_of_tape(
     for size, rule in sizes.values():
         rules[rule] = rules.get(rule, 0) + size
     lost = sum(size for address, size in dead.items() if address not in sizes)
-    return KeptFigures(sum(size for size, _ in sizes.values()), lost, rules, dict(hits))
+    return SavedFigures(sum(size for size, _ in sizes.values()), lost, rules, dict(hits))
 
 
 # -- Ops that a device may answer differently each time, by the order in which its threads add: they are not
@@ -171,7 +171,7 @@ _ADDED_IN_ANY_ORDER = frozenset(
 )
 
 
-def unrepeatable_on(device: torch.device) -> frozenset[str]:
+def nondeterministic_on(device: torch.device) -> frozenset[str]:
     """Return the names of such ops, without the underscore of those that write in place; none where all repeat."""
     if device.type == "cpu" or torch.are_deterministic_algorithms_enabled():
         return frozenset()
@@ -181,8 +181,8 @@ def unrepeatable_on(device: torch.device) -> frozenset[str]:
 def may_differ(tape: Tape, value: int, names: frozenset[str]) -> bool:
     """Return whether an op of these ``names`` has a part in what ``value`` is."""
     makers: dict[int, int] = {}  # value -> entry
-    for entry, first in enumerate(tape.firsts):
-        makers.update(dict.fromkeys(range(first, first + tape.counts.get(entry, 1)), entry))
+    for entry, first in enumerate(tape.first_outputs):
+        makers.update(dict.fromkeys(range(first, first + tape.output_counts.get(entry, 1)), entry))
     known = {value}
     waiting = [value]
     while waiting:
@@ -191,7 +191,7 @@ def may_differ(tape: Tape, value: int, names: frozenset[str]) -> bool:
         if one in makers and one not in tape.kept:
             entries.append(makers[one])
         for entry in entries:
-            if _name(tape.plans[entry]) in names:
+            if _name(tape.sites[entry]) in names:
                 return True
             more = set(tape.reads[entry]) - known
             known |= more
@@ -199,8 +199,8 @@ def may_differ(tape: Tape, value: int, names: frozenset[str]) -> bool:
     return False
 
 
-def _name(plan: object) -> str:
-    schema = getattr(getattr(plan, "op", None), "_schema", None)
+def _name(site: object) -> str:
+    schema = getattr(getattr(site, "op", None), "_schema", None)
     return str(schema.name).removesuffix("_") if schema is not None else ""
 
 
@@ -213,17 +213,17 @@ _NO_REPLAY = frozenset({"fsdp", "streams"})  # what they do hangs on more than t
 class TapeMode(RegionMode):
     """Runs a region's forward: decides per op, holds what is saved, and writes down how to make the rest again."""
 
-    def __init__(self, recorder: TapeRecorder, rows: Rows | None) -> None:
+    def __init__(self, recorder: TapeRecorder, op_trace: OpTraceRecorder | None) -> None:
         super().__init__(recorder.table)
-        self.record = recorder
+        self.recorder = recorder
         self.tape = recorder.tape
-        self.rows = rows
+        self.op_trace = op_trace
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        plan: Plan | None = self.plans.get(id(func))
-        tape, record = self.tape, self.record
-        if plan is None or not plan.is_usual or tape.is_busy or self.rows is not None:
-            return self._run(plan or record.table.plan(func, self.path), func, args, kwargs or {})
+        site: CallSite | None = self.sites.get(id(func))
+        tape, recorder = self.tape, self.recorder
+        if site is None or not site.is_ordinary or tape.needs_attention or self.op_trace is not None:
+            return self._run(site or recorder.table.add_site(func, self.path), func, args, kwargs or {})
 
         # The usual op, of which there are many: all that is known of it beforehand is not asked again. What follows
         # does what `_run` does, with the methods of the tape written out.
@@ -231,7 +231,7 @@ class TapeMode(RegionMode):
         reads = []
         rest: Any = args
         try:
-            for place in plan.places:
+            for place in site.tensor_positions:
                 if place >= len(args):
                     break
                 value: Any = args[place]
@@ -239,7 +239,7 @@ class TapeMode(RegionMode):
                 if found is None or found[0]() is not value:
                     if not isinstance(value, Tensor):  # left out, or a number
                         continue
-                    number = tape.meet(value, func)
+                    number = tape.register_unknown(value, func)
                 else:
                     number = found[1]
                     if value._version != versions[number]:
@@ -247,17 +247,17 @@ class TapeMode(RegionMode):
                 reads.append(number)
                 if rest is args:
                     rest = [*args]
-                rest[place] = HOLE
+                rest[place] = TENSOR_HOLE
         except RuntimeError:  # a tensor of inference mode has no version
-            return self._run(plan, func, args, kwargs or {})
-        if tape.is_busy:  # trouble
-            return self._run(plan, func, args, kwargs or {})
-        out = plan.run(*args, **kwargs) if kwargs else plan.run(*args)
+            return self._run(site, func, args, kwargs or {})
+        if tape.needs_attention:  # trouble
+            return self._run(site, func, args, kwargs or {})
+        out = site.run(*args, **kwargs) if kwargs else site.run(*args)
         if type(out) is not Tensor:
-            record.finish(self, plan, args, kwargs or {}, rest, reads, kwargs or {}, out)
+            recorder.finish(self, site, args, kwargs or {}, rest, reads, kwargs or {}, out)
             return out
         first = len(roots)
-        if plan.view_of >= 0:
+        if site.view_of >= 0:
             versions.append(versions[reads[0]])
             roots.append(roots[reads[0]])
             ids[id(out)] = ref(out), first
@@ -268,62 +268,62 @@ class TapeMode(RegionMode):
             ids[id(out)] = reference, first
             tape.unsynced.append((first, reference))
         if kwargs:
-            tape.keywords[len(tape.plans)] = kwargs
-        tape.plans.append(plan)
-        tape.rests.append(rest)
+            tape.keywords[len(tape.sites)] = kwargs
+        tape.sites.append(site)
+        tape.arg_templates.append(rest)
         tape.reads.append(reads)
-        tape.firsts.append(first)
-        if plan.decides:
-            record.decide_on(plan, args, kwargs or {}, out, first, reads)
-        if record.recent:
-            record.recent = []
+        tape.first_outputs.append(first)
+        if site.has_decision:
+            recorder.decide_on(site, args, kwargs or {}, out, first, reads)
+        if recorder.recent:
+            recorder.recent = []
         return out
 
-    def _run(self, plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
+    def _run(self, site: CallSite, func: Any, args: Any, kwargs: Any) -> Any:
         """Run any op, and write it down."""
-        record, tape = self.record, self.tape
-        if plan.is_silent or record.paused:
-            return self._run_silently(plan, func, args, kwargs)
-        if record.suspects:
-            record.settle_suspects()
-        if tape.trouble:
-            return record.run_untaped(self, plan, args, kwargs)
+        recorder, tape = self.recorder, self.tape
+        if site.is_unrecorded or recorder.paused:
+            return self._run_silently(site, func, args, kwargs)
+        if recorder.maybe_modified:
+            recorder.resolve_maybe_modified()
+        if tape.not_replayable:
+            return recorder.run_untaped(self, site, args, kwargs)
         reads: list[int] = []
         rest: Any
         keywords: Any = kwargs
-        if plan.flat:
+        if site.is_flat:
             rest = []
             for value in args:
                 if isinstance(value, Tensor):
                     reads.append(tape.find(value, func))
-                    rest.append(HOLE)
+                    rest.append(TENSOR_HOLE)
                 else:
                     rest.append(value)
         else:
             rest = as_reads(args, tape, func, reads)
             keywords = as_reads(kwargs, tape, func, reads)
         if tape.factories:
-            record.read_factories(plan, args, kwargs, reads)
-        if plan.writes:
-            record.before_write(plan, args, kwargs)
-        if plan.draws:
-            record.draw(plan, args, kwargs)
-        if tape.trouble:
-            return record.run_untaped(self, plan, args, kwargs)
-        if plan.own_body:
-            tape.guards[len(tape.plans)] = callers_autocast(func, args)
-        out = run_op(plan, args, kwargs)
-        record.finish(self, plan, args, kwargs, rest, reads, keywords, out)
+            recorder.read_factories(site, args, kwargs, reads)
+        if site.writes:
+            recorder.before_write(site, args, kwargs)
+        if site.draws:
+            recorder.draw(site, args, kwargs)
+        if tape.not_replayable:
+            return recorder.run_untaped(self, site, args, kwargs)
+        if site.is_custom_op:
+            tape.autocast_states[len(tape.sites)] = callers_autocast(func, args)
+        out = run_op(site, args, kwargs)
+        recorder.finish(self, site, args, kwargs, rest, reads, keywords, out)
         return out
 
-    def _run_silently(self, plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
-        if not self.record.paused:
-            self.record.reads_values = self.record.reads_values or plan.reads_value
-            if plan.traits.is_infrastructure and func.namespace in _NO_REPLAY:
+    def _run_silently(self, site: CallSite, func: Any, args: Any, kwargs: Any) -> Any:
+        if not self.recorder.paused:
+            self.recorder.reads_values = self.recorder.reads_values or site.reads_value
+            if site.traits.is_infrastructure and func.namespace in _NO_REPLAY:
                 self.tape.fail(f"{func.namespace} ops run inside the region")
-            if self.rows is not None:
-                self.rows.add(plan, None, False, args, kwargs, None)
-        return plan.run(*args, **kwargs)
+            if self.op_trace is not None:
+                self.op_trace.add(site, None, False, args, kwargs, None)
+        return site.run(*args, **kwargs)
 
 
 def generators_of(args: Any, kwargs: Any) -> list[torch.Generator]:
@@ -345,116 +345,118 @@ _LIFT_FRESH = torch.ops.aten.lift_fresh.default
 class TapeRecorder:
     """What ``TapeMode`` asks; see Note [The tape]. What the frame asks is in ``ReplayRecorder``."""
 
-    def __init__(self, table: Table, owners: tuple[nn.Module, ...], settings: Settings, *, verifies: bool) -> None:
+    def __init__(
+        self, table: DecisionTable, owners: tuple[nn.Module, ...], settings: Settings, *, verifies: bool
+    ) -> None:
         self.table = table
         self.tape = Tape()
         self.paused = False  # a replay runs inside the region's own forward: nothing of it is recorded
-        self.images: Images = {}
+        self.snapshots: StorageSnapshots = {}
         self.checksums: dict[int, Sums] | None = {} if verifies else None  # of missing handles
         self.may_save = False
         self.reads_values = False  # the value of a tensor was read: the program may have branched on it
-        self.calls: defaultdict[Plan, int] = defaultdict(int)
+        self.calls: defaultdict[CallSite, int] = defaultdict(int)
         self.alternations: defaultdict[int, int] = defaultdict(int)
         self.hits: defaultdict[int, int] = defaultdict(int)
         self.recent: list[tuple[int, Tensor, int]] = []  # handles of what autograd saved since the last op, and roots
-        self.suspects: list[tuple[int, Tensor, int, int]] = []
-        self.draws = Draws(self.tape)
+        self.maybe_modified: list[tuple[int, Tensor, int, int]] = []
+        self.random_states = RandomOpStates(self.tape)
         self._settings = settings
-        self._made_of = MadeOf(self.tape, owners)
+        self._parameter_only = ParameterOnlyValues(self.tape, owners)
         self._places: dict[int, tuple[int, int, int]] = {}  # missing handle -> value, number of the next entry, version
         self._kept_in = self.tape.kept_in
         self._in_order = False  # whether a value may come back with other strides
         self._routing_sums: dict[int, Sums] = {}  # if verified: result of an op that chooses -> its checksum
         self._rules: dict[int, int] = {}  # kept value -> rule
         self._generators: Generators = {}
-        self._routing: list[tuple[Plan, range]] = []  # calls of ops that may answer differently, and their results
+        self._routing: list[tuple[CallSite, range]] = []  # calls of ops that may answer differently, and their results
         self._written_parameters: set[int] = set()  # addresses of parameters that the region itself writes to
         self._gathered: set[int] = set()  # after trouble: addresses of parameters, which FSDP may have filled in here
         self._inputs: KeptInputs | None = None
         self._wrote_inputs = False
         self._wrote_late = False
 
-    def run_untaped(self, mode: TapeMode, plan: Plan, args: Any, kwargs: Any) -> Any:
+    def run_untaped(self, mode: TapeMode, site: CallSite, args: Any, kwargs: Any) -> Any:
         """Run an op after the tape has met trouble: hold what must not be chosen anew, and image what is written."""
-        if plan.has_generator or plan.draws:
+        if site.has_generator or site.draws:
             self._note_generators(args, kwargs)
-        if plan.writes and not plan.traits.is_infrastructure:
-            self.before_write(plan, args, kwargs)
+        if site.writes and not site.traits.is_infrastructure:
+            self.before_write(site, args, kwargs)
         for tensor in tensors_of([*args, *kwargs.values()]):
             if isinstance(tensor, nn.Parameter):
                 self._gathered.update(map(storage_address, tensor_parts(tensor)))
-        out = run_op(plan, args, kwargs)
+        out = run_op(site, args, kwargs)
         first, tensors = len(self.tape.roots), new_tensors(out)
         for tensor in tensors:
             self.tape.add(tensor)
-        rule, saves = plan.final, False
-        if plan.counts or plan.candidates:
-            self.may_save = self.may_save or plan.counts
-            saves, rule = decide(self, plan, args, kwargs, out)
-            if saves and plan.must_save:
+        rule, saves = site.final_rule, False
+        if site.may_save or site.conditional_rules:
+            self.may_save = self.may_save or site.may_save
+            saves, rule = decide(self, site, args, kwargs, out)
+            if saves and site.must_save:
                 for value in range(first, len(self.tape.roots)):
-                    self._keep_routing(plan, value, tensors[value - first])
-                self._routing.append((plan, range(first, len(self.tape.roots))))
+                    self._keep_routing(site, value, tensors[value - first])
+                self._routing.append((site, range(first, len(self.tape.roots))))
         if rule is not None:
             self.hits[rule.index] += 1
-        if mode.rows is not None:
-            mode.rows.add(plan, rule, saves, args, kwargs, out)
+        if mode.op_trace is not None:
+            mode.op_trace.add(site, rule, saves, args, kwargs, out)
         return out
 
-    def read_factories(self, plan: Plan, args: Any, kwargs: Any, reads: list[int]) -> None:
+    def read_factories(self, site: CallSite, args: Any, kwargs: Any, reads: list[int]) -> None:
         """An op reads ``reads``: explain those that were made of nothing, and that no op has written to."""
-        if plan.is_view or (plan.writes and _fills(plan)):
+        if site.is_view or (site.writes and _fills(site)):
             return
         tape = self.tape
         found = [value for value in reads if tape.roots[value] in tape.factories]
         if not found:
             return
-        written = {id(tensor) for tensor in written_tensors(plan, args, kwargs)} if _writes_parts(plan) else ()
+        written = {id(tensor) for tensor in written_tensors(site, args, kwargs)} if _writes_parts(site) else ()
         for tensor in tensors_of([*args, *kwargs.values()]):
             value = tape.known(tensor)
             root = tape.roots[value] if value in found else -1
             if root not in tape.factories:
                 continue
-            if id(tensor) in written and tape.plans[tape.factories[root]].traits.is_uninitialised:
+            if id(tensor) in written and tape.sites[tape.factories[root]].traits.is_uninitialised:
                 continue
-            self._explain(root, tensor, plan.op)
+            self._explain(root, tensor, site.op)
 
-    def before_write(self, plan: Plan, args: Any, kwargs: Any) -> None:
+    def before_write(self, site: CallSite, args: Any, kwargs: Any) -> None:
         """An op is about to write to some of its arguments: copy or image what lies there, if it is wanted as it is."""
         tape = self.tape
         tape.sync()
         roots = []
-        for tensor in written_tensors(plan, args, kwargs):
+        for tensor in written_tensors(site, args, kwargs):
             for part in written_parts(tensor):
                 if part.layout is not torch.strided:
-                    tape.fail(f"{plan.op} writes to a tensor without strides")
+                    tape.fail(f"{site.op} writes to a tensor without strides")
                     continue
                 address = storage_address(part)
                 root = tape.by_storage.get(address)
                 if root is None and part is tensor and (value := tape.known(tensor)) is not None:
                     root = tape.roots[value]  # the first value there is gone, and this is a view of it
-                if root is not None and plan.op._schema.name == "aten::set_":
-                    tape.fail(f"{plan.op} lets a tensor lie elsewhere")
-                if root in tape.given_out:
-                    tape.fail(f"{plan.op} writes to what a gradient inside the region has read")
+                if root is not None and site.op._schema.name == "aten::set_":
+                    tape.fail(f"{site.op} lets a tensor lie elsewhere")
+                if root in tape.unpacked_early:
+                    tape.fail(f"{site.op} writes to what a gradient inside the region has read")
                 if root in self._kept_in:
                     self._copy_kept(root)
                 if root is None or root in tape.leaves:
-                    self._image(root, address, part, plan)
+                    self._snapshot(root, address, part, site)
                 if root is not None:
                     roots.append(root)
         tape.add_write(tuple(roots))
 
-    def draw(self, plan: Plan, args: Any, kwargs: Any) -> None:
+    def draw(self, site: CallSite, args: Any, kwargs: Any) -> None:
         """An op is about to draw random numbers, perhaps: note the generators it may draw from, as they stand."""
-        if plan.has_generator:
+        if site.has_generator:
             self._note_generators(args, kwargs)
-        self.draws.before(generators_of(args, kwargs))
+        self.random_states.before(generators_of(args, kwargs))
 
     def finish(
         self,
         mode: TapeMode,
-        plan: Plan,
+        site: CallSite,
         args: Any,
         kwargs: Any,
         rest: Any,
@@ -464,45 +466,45 @@ class TapeRecorder:
     ) -> None:
         """An op has run: put its entry on the tape, decide on its results, and hold them if they are to be saved."""
         tape = self.tape
-        entry, first = len(tape.plans), len(tape.roots)
-        count = self._add_results(plan, out)
-        tape.append(plan, rest, reads, first)
+        entry, first = len(tape.sites), len(tape.roots)
+        count = self._add_results(site, out)
+        tape.append(site, rest, reads, first)
         if count != 1:
-            tape.counts[entry] = count
-        if plan.is_view and reads:
+            tape.output_counts[entry] = count
+        if site.is_view and reads:
             tape.versions[first:] = [tape.versions[reads[0]]] * count
         if keywords:
             tape.keywords[entry] = keywords
         saves, rule, call = False, None, None
-        if plan.decides:
-            saves, rule, call = self.decide_on(plan, args, kwargs, out, first, reads)
-        if plan.draws:
-            self.draws.after(entry, runs_again=not saves)
-        if plan.traits.is_factory and count:
+        if site.has_decision:
+            saves, rule, call = self.decide_on(site, args, kwargs, out, first, reads)
+        if site.draws:
+            self.random_states.after(entry, runs_again=not saves)
+        if site.traits.is_factory and count:
             tape.factories[first] = entry
-        elif plan.op is _LIFT_FRESH and (constant := tape.known(out)) is not None:
+        elif site.op is _LIFT_FRESH and (constant := tape.known(out)) is not None:
             self.keep(constant, out)  # made of numbers, which are no op's arguments
             tape.constants.add(constant)
         self._look_at_recent(entry)
-        tape.is_busy = bool(tape.trouble or tape.factories or self.suspects or self.paused)
-        if mode.rows is not None:
-            mode.rows.add(plan, rule, saves, args, kwargs, out, call=call)
+        tape.needs_attention = bool(tape.not_replayable or tape.factories or self.maybe_modified or self.paused)
+        if mode.op_trace is not None:
+            mode.op_trace.add(site, rule, saves, args, kwargs, out, call=call)
 
     def decide_on(
-        self, plan: Plan, args: Any, kwargs: Any, out: Any, first: int, reads: list[int]
-    ) -> tuple[bool, BoundRule | None, int | None]:
+        self, site: CallSite, args: Any, kwargs: Any, out: Any, first: int, reads: list[int]
+    ) -> tuple[bool, ResolvedRule | None, int | None]:
         """Decide on the result of an op, and hold it if so; return that, the rule, and which call of the op it was."""
-        saves, rule, call = False, plan.final, None
-        if plan.counts or plan.candidates:
-            call = self.calls[plan]
-            saves, rule = decide(self, plan, args, kwargs, out)
-            saves = saves and self._save(plan, rule, call, first, out, reads)
-            self.may_save = self.may_save or plan.counts
+        saves, rule, call = False, site.final_rule, None
+        if site.may_save or site.conditional_rules:
+            call = self.calls[site]
+            saves, rule = decide(self, site, args, kwargs, out)
+            saves = saves and self._save(site, rule, call, first, out, reads)
+            self.may_save = self.may_save or site.may_save
         if rule is not None:
             self.hits[rule.index] += 1
         return saves, rule, call
 
-    def _add_results(self, plan: Plan, out: Any) -> int:
+    def _add_results(self, site: CallSite, out: Any) -> int:
         """Give numbers to the results of an op, but not to arguments that it gives back; return how many there are."""
         tensors = new_tensors(out)
         tape = self.tape
@@ -512,36 +514,38 @@ class TapeRecorder:
             tape.add(tensor)
         return len(tensors)
 
-    def _save(self, plan: Plan, rule: BoundRule | None, call: int, first: int, out: Any, reads: list[int]) -> bool:
+    def _save(
+        self, site: CallSite, rule: ResolvedRule | None, call: int, first: int, out: Any, reads: list[int]
+    ) -> bool:
         """Hold the results of an op that the policy saves; return whether they can be held."""
         roots = self.tape.roots
         count = len(roots) - first
         new = [first] if count == 1 else [*range(first, first + count)]
         if not count or min(roots[first:]) < first:  # it gave back an argument, or a view of one
             new = [value for value in new if roots[value] >= first]
-            if not new or plan.must_save:
+            if not new or site.must_save:
                 return False
-        if not plan.must_save and call not in plan.calls_on_inputs and self._is_of_parameters(plan, call, out, reads):
+        if not site.must_save and call not in site.calls_on_inputs and self._is_of_parameters(site, call, out, reads):
             return False
         number = rule.index if rule is not None else NO_RULE
         tensors = (out,) if count == 1 and type(out) is Tensor else new_tensors(out)
         for value in new:
-            self._keep_routing(plan, value, tensors[value - first])
+            self._keep_routing(site, value, tensors[value - first])
             self._rules[value] = number
         if len(new) < count:  # a compiled graph gives back arguments that its backward reads
             for value in range(first, first + count):
                 if roots[value] < first:
                     self.tape.find_behind(tensors[value - first], roots[value])
-        if plan.must_save:
-            self._routing.append((plan, range(first, first + count)))
+        if site.must_save:
+            self._routing.append((site, range(first, first + count)))
         return True
 
-    def _is_of_parameters(self, plan: Plan, call: int, out: Any, reads: list[int]) -> bool:
+    def _is_of_parameters(self, site: CallSite, call: int, out: Any, reads: list[int]) -> bool:
         """Whether a result is made from parameters alone, and large."""
-        made_of = self._made_of.all_of(reads)
+        made_of = self._parameter_only.all_of(reads)
         if made_of == NOT_PARAMETERS:
-            plan.calls_on_inputs.add(call)  # the next region's too: it only decides what is held
-        return is_large(out, made_of) and not (plan.draws and self.draws.have_moved())
+            site.calls_on_inputs.add(call)  # the next region's too: it only decides what is held
+        return is_large(out, made_of) and not (site.draws and self.random_states.have_moved())
 
     def keep(self, value: int, tensor: Tensor) -> None:
         """Hold what lies in ``tensor``, as ``value``."""
@@ -549,9 +553,9 @@ class TapeRecorder:
         self.tape.kept[value] = tensor.data if type(tensor) is Tensor else detached(tensor)
         self._kept_in.setdefault(self.tape.roots[value], []).append(value)
 
-    def _keep_routing(self, plan: Plan, value: int, tensor: Tensor) -> None:
+    def _keep_routing(self, site: CallSite, value: int, tensor: Tensor) -> None:
         self.keep(value, tensor)
-        if plan.must_save and self.checksums is not None and not plan.is_collective:  # whose result is not there yet
+        if site.must_save and self.checksums is not None and not site.is_collective:  # whose result is not there yet
             self._routing_sums[value] = checksum(self.tape.kept[value])
 
     def sum_up(self, handle: int, tensor: Tensor) -> None:
@@ -573,27 +577,27 @@ class TapeRecorder:
                 if root in written:
                     self._wrote_late = True
                     if handle in self._places:
-                        self.suspects.append((handle, tensor, self._places[handle][2], entry))
+                        self.maybe_modified.append((handle, tensor, self._places[handle][2], entry))
         self.recent = []
 
-    def settle_suspects(self) -> None:
+    def resolve_maybe_modified(self) -> None:
         """Autograd saved these, and the next op wrote to them: with its consent if no version counter has moved."""
-        for handle, tensor, version, entry in self.suspects:
+        for handle, tensor, version, entry in self.maybe_modified:
             if tensor._version == version:
                 value, _, _ = self._places[handle]
                 self._places[handle] = value, entry + 1, version
                 self.sum_up(handle, tensor)
-        self.suspects.clear()
+        self.maybe_modified.clear()
 
     def _explain(self, root: int, tensor: Tensor, op: Any) -> None:
         """A tensor made of nothing is used, and no op has written to it: hold it, unless it is a constant still."""
         tape = self.tape
         entry = tape.factories.pop(root)
-        plan = tape.plans[entry]
+        site = tape.sites[entry]
         whole = tensor if tape.known(tensor) == root else tape.tensor_of(root)
         if whole is None:
-            tape.fail(f"{op} reads memory that {plan.op} made, and that no op has written to")
-        elif plan.traits.is_uninitialised or not self._is_constant(entry, whole):
+            tape.fail(f"{op} reads memory that {site.op} made, and that no op has written to")
+        elif site.traits.is_uninitialised or not self._is_constant(entry, whole):
             self.keep(root, whole)
 
     def _is_constant(self, entry: int, tensor: Tensor) -> bool:
@@ -608,26 +612,26 @@ class TapeRecorder:
         for value in self._kept_in.pop(root):
             kept[value] = kept[value].clone()  # which the modes around see: what measures memory among them
 
-    def _image(self, root: int | None, address: int, tensor: Tensor, plan: Plan) -> None:
+    def _snapshot(self, root: int | None, address: int, tensor: Tensor, site: CallSite) -> None:
         leaf = self.tape.leaves.get(root) if root is not None else None
         if leaf is not None and leaf.position >= 0:
             assert self._inputs is not None
             self._inputs.copy_storage(address)
             self._wrote_inputs = True
-        elif (leaf is not None and leaf.lasts) or isinstance(tensor, nn.Parameter):
-            if gathers(plan) or type(tensor) not in (Tensor, nn.Parameter):
-                self.tape.fail(f"{plan.op} writes to a parameter")
-            elif address not in self.images:
+        elif (leaf is not None and leaf.is_persistent) or isinstance(tensor, nn.Parameter):
+            if gathers(site) or type(tensor) not in (Tensor, nn.Parameter):
+                self.tape.fail(f"{site.op} writes to a parameter")
+            elif address not in self.snapshots:
                 self._written_parameters.add(address)
-                self.images[address] = image_of(tensor)
-        elif plan.traits.is_infrastructure:
+                self.snapshots[address] = snapshot_of(tensor)
+        elif site.traits.is_infrastructure:
             # FSDP of FullyShardedDataParallel: parameters are gathered for a module inside the region, and let go of.
-            self.tape.fail(f"{plan.op} writes to a tensor from outside")
+            self.tape.fail(f"{site.op} writes to a tensor from outside")
         elif not self._settings.freeze_buffers:
-            self.tape.fail(f"{plan.op} writes to a tensor from outside, and freeze_buffers is off")
-        elif address not in self.images:
-            forget_freed(self.images)
-            self.images[address] = image_of(tensor)
+            self.tape.fail(f"{site.op} writes to a tensor from outside, and freeze_buffers is off")
+        elif address not in self.snapshots:
+            forget_freed(self.snapshots)
+            self.snapshots[address] = snapshot_of(tensor)
 
     def _note_generators(self, args: Any, kwargs: Any) -> None:
         for generator in (*args, *kwargs.values()):
@@ -635,15 +639,15 @@ class TapeRecorder:
                 note_generator(self._generators, generator)
 
 
-def _fills(plan: Plan) -> bool:
+def _fills(site: CallSite) -> bool:
     """Whether what an op writes to is wholly overwritten, as far as can be known: it does not read what is there."""
-    namespace, name = plan.op._schema.name.split("::")
-    return namespace != "aten" or name in FILLING or plan.op._schema.overload_name.endswith("out")
+    namespace, name = site.op._schema.name.split("::")
+    return namespace != "aten" or name in FILLING or site.op._schema.overload_name.endswith("out")
 
 
-def _writes_parts(plan: Plan) -> bool:
+def _writes_parts(site: CallSite) -> bool:
     """Whether an op may be there to fill fresh memory, part by part."""
-    return plan.writes and plan.op._schema.name.split("::")[1] in FILLING_PARTS
+    return site.writes and site.op._schema.name.split("::")[1] in FILLING_PARTS
 
 
 def _is_constant(tape: Tape, entry: int, tensor: Tensor) -> bool:
@@ -654,12 +658,12 @@ def _is_constant(tape: Tape, entry: int, tensor: Tensor) -> bool:
     """
     if tensor.is_meta or type(tensor).__name__ == "FakeTensor":
         return True  # no data
-    plan: Plan = tape.plans[entry]
-    shape, answer = plan.constants.get(entry, (None, False))
+    site: CallSite = tape.sites[entry]
+    shape, answer = site.constants.get(entry, (None, False))
     if shape != tensor.shape or tensor.is_cpu:
-        args = [tensor if one is HOLE else one for one in tape.rests[entry]]
-        answer = bool(torch.equal(plan.run(*args, **tape.keywords.get(entry, {})), tensor))
-        plan.constants[entry] = tensor.shape, answer
+        args = [tensor if one is TENSOR_HOLE else one for one in tape.arg_templates[entry]]
+        answer = bool(torch.equal(site.run(*args, **tape.keywords.get(entry, {})), tensor))
+        site.constants[entry] = tensor.shape, answer
     return answer
 
 
@@ -672,60 +676,64 @@ class ReplayRecorder(TapeRecorder):
     """Carries a table out on one region call whose backward replays a tape; the ``Recorder`` of ``ReplayFrame``."""
 
     sees_ops = True
-    apart: frozenset[int] = frozenset()
+    not_recomputed: frozenset[int] = frozenset()
 
     def __init__(
         self,
-        table: Table,
+        table: DecisionTable,
         path: str,
         owners: tuple[nn.Module, ...],
         settings: Settings,
-        rows: Rows | None = None,
+        op_trace: OpTraceRecorder | None = None,
         *,
         verifies: bool = False,
-        program: Program | None = None,
+        layout: TapeLayout | None = None,
     ) -> None:
         super().__init__(table, owners, settings, verifies=verifies)
         self.path = path
-        self.rows = rows
+        self.op_trace = op_trace
         self.needs_mode = False
-        self.figures: KeptFigures | None = None
-        self.plan: ReplayPlan | None = None  # after the forward
-        self.program = program  # that of an earlier call on such inputs; after the forward: of this one
-        self.spoilt: dict[int, int] = {}  # handle -> version: autograd saved it, and the region wrote to it later
-        self.yields = settings.engine == AUTO  # gives way rather than be worse than rerun; see Note [Auto]
-        self.from_outside: set[int] = set()  # handles of what lives outside of the region, and is kept as it is
-        self._perhaps_outside: list[tuple[weakref.ref[Handle], weakref.ref[Tensor], int]] = []
+        self.figures: SavedFigures | None = None
+        self.schedule: ReplaySchedule | None = None  # after the forward
+        self.layout = layout  # that of an earlier call on such inputs; after the forward: of this one
+        self.modified_after_save: dict[
+            int, int
+        ] = {}  # handle -> version: autograd saved it, and the region wrote to it later
+        self.may_fall_back = settings.engine == AUTO  # gives way rather than be worse than rerun; see Note [Auto]
+        self.external_handles: set[int] = set()  # handles of what lives outside of the region, and is kept as it is
+        self._maybe_external: list[tuple[weakref.ref[Handle], weakref.ref[Tensor], int]] = []
         self._owners = owners
         self._buffers: frozenset[int] | None = None  # of the owners, by id, once it has been asked for
-        self._routed: list[Routed] = []  # after the forward: routing, with what is held of it
+        self._routed: list[SavedRoutingResult] = []  # after the forward: routing, with what is held of it
         self._keeps_persistent = True
         # By the address of its storage: version of a small tensor from outside, the tensor, and a copy of its data.
-        self._outside: dict[int, tuple[int, Tensor, torch.UntypedStorage]] = {}
-        self._lasting: set[int] = set()  # roots of inputs and parameters, which the region or the model holds anyway
+        self._external_copies: dict[int, tuple[int, Tensor, torch.UntypedStorage]] = {}
+        self._persistent_roots: set[int] = (
+            set()
+        )  # roots of inputs and parameters, which the region or the model holds anyway
 
     def begin(self, inputs: KeptInputs, leaves: list[Any]) -> None:
         """The region is about to run on ``inputs``, whose tensors are among ``leaves``."""
         self._inputs = inputs
         self._in_order = surrounding_hooks() is not None
         self._keeps_persistent = self._settings.early_stop and not self._in_order
-        self.tape.lasting = self._lasting if self._keeps_persistent else set()
+        self.tape.persistent_roots = self._persistent_roots if self._keeps_persistent else set()
         for kept in inputs.tensors:
             self.tape.add_leaf(leaves[kept.position], kept.position, lasts=kept.stored is None)
 
-    def give_out(self, handle: int, tensor: Tensor) -> None:
+    def unpack_early(self, handle: int, tensor: Tensor) -> None:
         """A gradient is taken inside the region's own forward, and ``tensor`` is what it will read as ``handle``."""
         self.tape.recognise(tensor, self._places[handle][0])
 
     def forward_mode(self) -> AbstractContextManager[Any]:
         """Return the mode that writes the tape."""
-        return TapeMode(self, self.rows)
+        return TapeMode(self, self.op_trace)
 
     def pack(self, tensor: Tensor, handle: Handle) -> None:
         """Autograd saves ``tensor``: note which value it is, and keep it if that costs nothing or nobody knows it."""
         tape = self.tape
         found = tape.ids.get(id(tensor))
-        if tape.is_busy and (tape.trouble or self.paused):
+        if tape.needs_attention and (tape.not_replayable or self.paused):
             return
         version = tensor._version
         if found is not None and found[0]() is tensor:
@@ -735,11 +743,11 @@ class ReplayRecorder(TapeRecorder):
         elif (
             tape.is_known(tensor)
             or cast_of(tensor) is not None
-            or (tensor.grad_fn is not None and id(tensor) in tape.outside)
+            or (tensor.grad_fn is not None and id(tensor) in tape.external_tensors)
         ):
             value = tape.find(tensor, "autograd")
         else:
-            self._pack_from_outside(tensor, handle)
+            self._pack_external(tensor, handle)
             return
         root = tape.roots[value]
         if root in tape.factories and root not in tape.kept:
@@ -751,40 +759,40 @@ class ReplayRecorder(TapeRecorder):
             return
         leaf = tape.leaves.get(root)  # none: FSDP has made the storage of a parameter in the region
         is_written = root in tape.writers
-        is_parameter = leaf is not None and leaf.position < 0 and leaf.lasts
-        if (root in self._lasting and not is_written) or (is_parameter and is_written):
+        is_parameter = leaf is not None and leaf.position < 0 and leaf.is_persistent
+        if (root in self._persistent_roots and not is_written) or (is_parameter and is_written):
             # As it is: it is one of the ancestors that autograd holds anyway. So is a parameter that the region has
             # written to: if somebody writes to it once more, backward sees that as it would without us.
             handle.kept = handle.borrowed = True
             handle.version = version
             handle.value = handle.watched = tensor
             return
-        self._places[handle.index] = value, len(tape.plans), version
+        self._places[handle.index] = value, len(tape.sites), version
         self.recent.append((handle.index, tensor, root))
         self.sum_up(handle.index, tensor)
 
-    def _pack_from_outside(self, tensor: Tensor, handle: Handle) -> None:
+    def _pack_external(self, tensor: Tensor, handle: Handle) -> None:
         """Autograd saves what no op of the region made: something that lives outside of it, or an unseen result."""
         handle.storage = storage_address(tensor)
         handle.borrowed = isinstance(tensor, nn.Parameter) or self._is_buffer(tensor)
-        if handle.borrowed or not self.yields or tensor.numel() <= SMALL_NUMEL:
+        if handle.borrowed or not self.may_fall_back or tensor.numel() <= SMALL_NUMEL:
             handle.keep(tensor)
             if type(tensor) is not nn.Parameter:
-                self.from_outside.add(handle.index)
+                self.external_handles.add(handle.index)
         else:
-            self._perhaps_outside.append((weakref.ref(handle), weakref.ref(tensor), version_of(tensor)))
+            self._maybe_external.append((weakref.ref(handle), weakref.ref(tensor), version_of(tensor)))
 
     def _is_buffer(self, tensor: Tensor) -> bool:
         if self._buffers is None:
             self._buffers = frozenset(id(buffer) for owner in self._owners for buffer in owner._buffers.values())
         return id(tensor) in self._buffers
 
-    def hold_what_lives(self) -> None:
+    def hold_external(self) -> None:
         """Hold what autograd has saved of tensors from outside, which costs nothing; there is trouble if some is gone.
 
         What has a graph, and no op made, is a result of an unseen kernel, which lives on for somebody's sake only.
         """
-        for handle_of, tensor_of, version in self._perhaps_outside:
+        for handle_of, tensor_of, version in self._maybe_external:
             handle, tensor = handle_of(), tensor_of()
             if handle is None:
                 continue
@@ -793,15 +801,15 @@ class ReplayRecorder(TapeRecorder):
             else:
                 handle.keep(tensor)
                 handle.borrowed = True
-                self.from_outside.add(handle.index)
-        self._perhaps_outside.clear()
+                self.external_handles.add(handle.index)
+        self._maybe_external.clear()
 
-    def forget_what_lives(self, handles: Iterable[Handle]) -> None:
+    def forget_external(self, handles: Iterable[Handle]) -> None:
         """Python runs again, and finds tensors from outside itself: a buffer advances in it."""
         for handle in handles:
-            if handle.index in self.from_outside:
+            if handle.index in self.external_handles:
                 handle.kept, handle.value, handle.watched = False, None, None
-        self.from_outside.clear()
+        self.external_handles.clear()
 
     def close(self, kept: list[Handle], last_missing: int) -> bool:
         """See ``end``; the frame of this recorder calls that."""
@@ -809,59 +817,61 @@ class ReplayRecorder(TapeRecorder):
 
     def may_run_again(self, kept: list[Handle], missing: list[int]) -> bool:
         """Whether backward may need more than is kept. What lives outside may change, and be read again."""
-        if missing or not (self.yields and self.from_outside):
+        if missing or not (self.may_fall_back and self.external_handles):
             return bool(missing)
-        return not self.from_outside.isdisjoint(handle.index for handle in kept)
+        return not self.external_handles.isdisjoint(handle.index for handle in kept)
 
     def end(self, kept: list[Handle], missing: list[int]) -> None:
         """The forward is over: work out what is to be replayed, and let go of what that does not need."""
         tape = self.tape
-        self.settle_suspects()
+        self.resolve_maybe_modified()
         self.recent = []
-        forget_freed(self.images)
+        forget_freed(self.snapshots)
         self.needs_mode = self.may_save or bool(
-            self.images or self._generators or self._wrote_late or self._wrote_inputs
+            self.snapshots or self._generators or self._wrote_late or self._wrote_inputs
         )
-        if tape.writers and not tape.trouble:
-            self._look_for_spoilt(missing)
-        if not tape.trouble:
-            program = self.program
-            if program is None or not program.fits(tape, self._places, missing):
-                program = Program(tape, self._places, missing, self.plan_of(missing))
-            self.program = program
-            program.lend(tape)
-            self.plan = program.plan
+        if tape.writers and not tape.not_replayable:
+            self._find_modified_after_save(missing)
+        if not tape.not_replayable:
+            layout = self.layout
+            if layout is None or not layout.matches(tape, self._places, missing):
+                layout = TapeLayout(tape, self._places, missing, self.schedule_of(missing))
+            self.layout = layout
+            layout.share_lists_with(tape)
+            self.schedule = layout.schedule
             self._check_leaves()
             self._check_kept()
-            if self.yields:
+            if self.may_fall_back:
                 self._check_unsaved(kept)
-        if tape.trouble:
-            self.plan = self.program = None
+        if tape.not_replayable:
+            self.schedule = self.layout = None
             for address in self._gathered - self._written_parameters:
-                self.images.pop(address, None)
+                self.snapshots.pop(address, None)
             if self.may_run_again(kept, missing):
-                self.forget_what_lives(kept)
+                self.forget_external(kept)
                 kept[:] = [handle for handle in kept if handle.kept]
         self._routed = [
-            Routed(
-                plan,
+            SavedRoutingResult(
+                site,
                 [tape.kept[value] for value in values],
                 written=any(tape.roots[value] not in self._kept_in for value in values),
                 sums=tuple(total for value in values for total in self._routing_sums.get(value, ())),
             )
-            for plan, values in self._routing
+            for site, values in self._routing
         ]
-        self._let_go(kept)
+        self._release(kept)
         tape.close()
 
     def wanted(self, handles: list[int]) -> list[Wanted]:
         """Return what the tape knows of these handles, without those that have been spoilt."""
         places = self._places
-        return [Wanted(handle, *places[handle][:2]) for handle in handles if handle not in self.spoilt]
+        return [Wanted(handle, *places[handle][:2]) for handle in handles if handle not in self.modified_after_save]
 
-    def plan_of(self, handles: list[int]) -> ReplayPlan:
+    def schedule_of(self, handles: list[int]) -> ReplaySchedule:
         """Return what to replay for these handles."""
-        return plan_replay(self.tape, self.wanted(handles), early_stop=self._settings.early_stop, whole=self.plan)
+        return schedule_replay(
+            self.tape, self.wanted(handles), early_stop=self._settings.early_stop, whole=self.schedule
+        )
 
     def park(self, hooks: PackHooks) -> None:
         """Hand the held values to the saved-tensor hooks around the region."""
@@ -869,9 +879,9 @@ class ReplayRecorder(TapeRecorder):
         for value, tensor in kept.items():
             kept[value] = park(tensor, hooks)
 
-    def recompute_mode(self, inputs: list[tuple[int, Tensor]], ending: Ending) -> AbstractContextManager[Any]:
+    def recompute_mode(self, inputs: list[tuple[int, Tensor]], progress: Progress) -> AbstractContextManager[Any]:
         """Return the context in which the region's Python runs again, where the tape cannot be replayed."""
-        return FallbackMode(self.table, self.path, self.images, self._generators, self._routed, ending)
+        return PythonRecomputeMode(self.table, self.path, self.snapshots, self._generators, self._routed, progress)
 
     def check_recomputed(self) -> None:
         """Nothing: what has to be served is asked for in order."""
@@ -879,22 +889,22 @@ class ReplayRecorder(TapeRecorder):
     def drop(self) -> None:
         """Let every held value go."""
         self.tape.drop()
-        self.plan = None
-        self.images, self._generators, self._routed, self._places = {}, {}, [], {}
+        self.schedule = None
+        self.snapshots, self._generators, self._routed, self._places = {}, {}, [], {}
         self.checksums = None
-        self._outside = {}
+        self._external_copies = {}
 
     @property
     def has_collectives(self) -> bool:
         """Whether other ranks have a part in what is run again: in an op of the tape, or in one of a DTensor."""
-        return self.tape.has_meshes or any(getattr(plan, "is_collective", False) for plan in self.tape.plans)
+        return self.tape.has_meshes or any(getattr(site, "is_collective", False) for site in self.tape.sites)
 
     def may_differ(self, handle: int, device: torch.device) -> bool:
         """Whether what autograd saved as ``handle`` comes out otherwise each time, by the nature of its ops."""
-        names = unrepeatable_on(device)
+        names = nondeterministic_on(device)
         return bool(names) and may_differ(self.tape, self._places[handle][0], names)
 
-    def _look_for_spoilt(self, missing: list[int]) -> None:
+    def _find_modified_after_save(self, missing: list[int]) -> None:
         """What has been written to since autograd saved it is spoilt, or what backward sees is what was written."""
         tape = self.tape
         alive = {value: reference for reference, value in tape.ids.values()}
@@ -905,83 +915,87 @@ class ReplayRecorder(TapeRecorder):
                 continue
             tensor = reference() if (reference := alive.get(value)) is not None else None
             if tensor is not None and tensor._version == version:
-                self._places[handle] = value, len(tape.plans), version
+                self._places[handle] = value, len(tape.sites), version
                 self.sum_up(handle, tensor)
-            elif tensor is None or self.yields:
+            elif tensor is None or self.may_fall_back:
                 # Autograd's own GRU cells write to one part of what `unsafe_chunk` gives and have saved another.
-                writer = tape.plans[writers[-1]].op
+                writer = tape.sites[writers[-1]].op
                 tape.fail(f"{writer} writes to memory in which autograd saved a tensor before")
             else:
-                self.spoilt[handle] = version
+                self.modified_after_save[handle] = version
 
     def _check_leaves(self) -> None:
         """Nothing holds the leaves: what is gone when the forward ends will not be there in backward."""
-        assert self.plan is not None
+        assert self.schedule is not None
         tape = self.tape
-        for value in self.plan.leaves:
+        for value in self.schedule.leaves:
             leaf = tape.leaves[value]
             if leaf.position < 0 and leaf.tensor() is None:
                 reader = next(
-                    (tape.plans[one.number] for one in self.plan.steps if value in tape.reads[one.number]), None
+                    (tape.sites[one.number] for one in self.schedule.steps if value in tape.reads[one.number]), None
                 )
                 name = getattr(reader, "op", "autograd")
                 tape.fail(f"{name} reads a tensor that no op made, and that nothing holds")
-            elif leaf.position < 0 and not leaf.lasts:
+            elif leaf.position < 0 and not leaf.is_persistent:
                 self._copy_small(leaf.tensor())
 
     def _copy_small(self, tensor: Tensor) -> None:
         """Replay will read a tensor from outside: hold a copy if it is small, since somebody may write to it before."""
         if type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_inference():
             storage = tensor.untyped_storage()
-            if storage._cdata not in self.images and storage.nbytes() <= _SMALL_BYTES:
-                self._outside[storage._cdata] = tensor._version, detached(tensor), copy_of(storage)
+            if storage._cdata not in self.snapshots and storage.nbytes() <= _SMALL_BYTES:
+                self._external_copies[storage._cdata] = tensor._version, detached(tensor), copy_of(storage)
 
-    def changed_outside(self) -> dict[int, torch.UntypedStorage]:
+    def changed_external(self) -> dict[int, torch.UntypedStorage]:
         """Return what lay in small tensors from outside that were written to since the forward, by storage."""
         return {
             address: copy
-            for address, (version, watch, copy) in self._outside.items()
+            for address, (version, watch, copy) in self._external_copies.items()
             if watch._version != version or other_bytes(copy, watch.untyped_storage())
         }
 
     def _check_kept(self) -> None:
         """What the policy saves is held as it is: something that is no op may have written to it since."""
-        assert self.plan is not None
-        for value in self.plan.kept:
-            if value in self.tape.lost:
+        assert self.schedule is not None
+        for value in self.schedule.kept:
+            if value in self.tape.overwritten:
                 self.tape.fail(
                     f"a result that the policy saves ({describe(self.tape.kept[value])}) was written to by no op"
                 )
 
     def _check_unsaved(self, kept: list[Handle]) -> None:
         """What replay has to hold beyond what the policy saves, rerun would make again."""
-        assert self.plan is not None
+        assert self.schedule is not None
         large = [value for value in self.tape.kept.keys() - self._rules.keys() if self._is_large(value)]
         if large:
             in_handles = {handle.storage for handle in kept}
             for value in large:
                 tensor = self.tape.kept[value]
-                if value in self.plan.kept or any(storage_address(part) in in_handles for part in tensor_parts(tensor)):
+                if value in self.schedule.kept or any(
+                    storage_address(part) in in_handles for part in tensor_parts(tensor)
+                ):
                     self.tape.fail(f"replay would hold what the policy does not save ({describe(tensor)})")
 
     def _is_large(self, value: int) -> bool:
         return self.tape.kept[value].numel() > SMALL_NUMEL
 
-    def _let_go(self, kept: list[Handle]) -> None:
+    def _release(self, kept: list[Handle]) -> None:
         """Hold only what replay starts from, and count it."""
-        tape, program = self.tape, self.program
-        held = {value: tape.kept[value] for value in self.plan.kept} if self.plan is not None else {}
+        tape, layout = self.tape, self.layout
+        held = {value: tape.kept[value] for value in self.schedule.kept} if self.schedule is not None else {}
         loose = [handle for handle in kept if not handle.borrowed]
         if loose:
             addresses = {storage_address(part) for tensor in held.values() for part in tensor_parts(tensor)}
             compact_views([handle for handle in loose if handle.storage not in addresses])
         sizes = [storage_bytes(tensor) for tensor in tape.kept.values()]
-        if program is not None and program.figures is not None and not loose and program.sizes == sizes:
-            self.figures = program.figures
+        if layout is not None and layout.figures is not None and not loose and layout.sizes == sizes:
+            self.figures = layout.figures
         else:
             routed = (value for _, values in self._routing for value in values)
             self.figures = figures_of_tape(tape.kept, [*held, *routed], loose, self._rules, self.hits)
-            if program is not None and not loose:
-                program.sizes, program.figures = sizes, self.figures
+            if layout is not None and not loose:
+                layout.sizes, layout.figures = sizes, self.figures
         tape.kept = held
-        self.draws.close({step.number for step in self.plan.steps} if self.plan is not None and tape.states else set())
+        self.random_states.close(
+            {step.number for step in self.schedule.steps} if self.schedule is not None and tape.states else set()
+        )

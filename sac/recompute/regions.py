@@ -15,16 +15,16 @@ from torch import nn
 from sac.errors import SacWarning
 from sac.outer_hooks import surrounding_hooks
 from sac.policy.model import PlannedRegion, Policy
-from sac.recompute.announce import announce
-from sac.recompute.op_rows import OpRow, RegionStats, Rows, check_planned
+from sac.recompute.announce import log_decisions
+from sac.recompute.op_rows import OpTraceRecorder, OpTraceRow, RegionStats, check_planned_signature
 from sac.recompute.recorder import ReplayRecorder
-from sac.recompute.replay import CAN_REPLAY, ReplayFrame, warn_of_trouble
+from sac.recompute.replay import CAN_REPLAY, ReplayFrame, warn_not_replayable
 from sac.recompute.rerun import RerunRecorder
-from sac.recompute.schedule import Program
-from sac.recompute.table import Table, rebuild_table
-from sac.recompute.whole_modules import Learnt, ModuleRecorder, SavedModules, saved_modules
+from sac.recompute.schedule import TapeLayout
+from sac.recompute.table import DecisionTable, rebuild_table
+from sac.recompute.whole_modules import ModuleEvidence, ModuleRecorder, SavedModules, saved_modules
 from sac.region.compiled_graphs import count_compiled
-from sac.region.fingerprint import PLAIN, Identity, same
+from sac.region.fingerprint import PLAIN, FunctionFingerprint, weak_identity
 from sac.region.forward_ad import OnTangents, dual_level_is_on, refuse_reentrant, refuse_transforms
 from sac.region.frame import Frame
 from sac.region.inputs import KeptInputs
@@ -61,56 +61,60 @@ from sac.torch_private import tree_leaves
 
 
 _AnyRecorder = RerunRecorder | ReplayRecorder | ModuleRecorder
-SORTS = 1024  # of inputs that a region remembers; variable lengths must not make it grow for ever
+MOST_SIGNATURES = 1024  # of inputs that a region remembers; variable lengths must not make it grow for ever
 
 
-class Kind:
+class RegionGroup:
     """Regions of one sort: the table they share, the ops that the first of them ran, and what a plan says of them."""
 
-    def __init__(self, table: Table, name: str, planned: PlannedRegion | None = None) -> None:
+    def __init__(self, table: DecisionTable, name: str, planned: PlannedRegion | None = None) -> None:
         self.table = table
         self.name = name
-        self.planned = None if table.speaks_of_modules else planned  # a module saved as a whole hides its ops
-        self.rows: tuple[OpRow, ...] = ()
+        self.planned = None if table.matches_modules else planned  # a module saved as a whole hides its ops
+        self.op_trace: tuple[OpTraceRow, ...] = ()
         self.lists_ops = True  # whether its first call makes `rows`, which takes longer than ops without data do
-        self.programs: dict[Any, Program] = {}  # of each sort of inputs
-        self.no_replay = ""  # why regions of this kind are not replayed
+        self.layouts: dict[Any, TapeLayout] = {}  # of each sort of inputs
+        self.not_replayable = ""  # why regions of this kind are not replayed
 
     def __reduce__(self) -> tuple[Any, ...]:
         table = self.table
         rules = tuple(bound.index for bound in table.rules)
         return _rebuild, (table.policy, rules, table.must_save, self.name, self.planned)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Kind:
+    def __deepcopy__(self, memo: dict[int, Any]) -> RegionGroup:
         return self  # what it has learnt holds for copies of its regions too
 
 
 class Region:
     """One checkpointed module: its kind, what its calls have shown, and what the last one kept."""
 
-    def __init__(self, kind: Kind, path: str) -> None:
-        self.kind = kind
+    def __init__(self, group: RegionGroup, path: str) -> None:
+        self.group = group
         self.path = path
         self.stats = RegionStats()
-        self.marks: dict[Hashable, object] = {}  # what the function was made of in a call: the mark of such calls
-        self._free: set[Any] = set()  # sorts of inputs that need no mode
-        self._learnt: dict[Any, Learnt] = {}  # sorts of inputs -> what a call has shown of modules saved as a whole
+        self.function_keys: dict[
+            Hashable, object
+        ] = {}  # what the function was made of in a call: the mark of such calls
+        self._needs_no_mode: set[Any] = set()  # sorts of inputs that need no mode
+        self._module_evidence: dict[
+            Any, ModuleEvidence
+        ] = {}  # sorts of inputs -> what a call has shown of modules saved as a whole
         self._verified: set[Any] = set()  # sorts of inputs of which a call has been compared with its replay
         self._needs_recorder = False  # a call has needed one, or would have: none goes without any more
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {
-            "_free": set(),
-            "_learnt": {},
+            "_needs_no_mode": set(),
+            "_module_evidence": {},
             "_verified": set(),
-            "marks": {},
+            "function_keys": {},
         }  # a copy learns anew: sorts hold weak references, which cannot be copied
 
     def run(
         self,
         function: Callable[..., Any],
         owners: tuple[nn.Module, ...],
-        mark: Hashable,
+        function_key: Hashable,
         settings: Settings,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -131,42 +135,42 @@ class Region:
             if on_tangents.is_needed:
                 if settings.use_reentrant:
                     refuse_reentrant(self.path)
-                if self.kind.table.speaks_of_modules:
+                if self.group.table.matches_modules:
                     return function(*args, **kwargs)  # the result that is kept of a module has no tangents
                 function, (args, kwargs) = on_tangents, primals
         inputs = KeptInputs(args, kwargs)
         if inputs.owners:
             owners += inputs.owners
-        sort = None
+        signature = None
         if in_dual_level:
-            inputs.kind = None
-        if mark is not None and inputs.kind is not None:
-            sort = (mark, settings.freeze_buffers, settings.use_reentrant, inputs.kind)
-        if self.kind.table.saves_everything and sort in self._free and surrounding_hooks() is None:
+            inputs.signature = None
+        if function_key is not None and inputs.signature is not None:
+            signature = (function_key, settings.freeze_buffers, settings.use_reentrant, inputs.signature)
+        if self.group.table.saves_everything and signature in self._needs_no_mode and surrounding_hooks() is None:
             self.stats.calls += 1
             return function(*args, **kwargs)
         if settings.keeping is not None:
             inputs.store(settings.keeping, args, kwargs, self.path)
         leaves = partial(inputs.leaves_of, args, kwargs)
-        frame, recorder = self._frame(function, owners, settings, sort, inputs, leaves)
+        frame, recorder = self._frame(function, owners, settings, signature, inputs, leaves)
         try:
             output = frame.run(inputs, args, kwargs)
         except UnseenWriteError:
-            self._be_surprised()
+            self._always_record()
             raise
         if (recorder is None or not recorder.sees_ops) and frame.surroundings.bindings.were_written:
-            self._be_surprised()
+            self._always_record()
         if frame.kept_whole is not None:
-            self._be_surprised()
+            self._always_record()
             warnings.warn(str(frame.kept_whole), SacWarning, stacklevel=2)
         if isinstance(recorder, (RerunRecorder, ReplayRecorder)):
-            check_planned(self.kind.planned, recorder.rows, self.path)  # before inputs are released
+            check_planned_signature(self.group.planned, recorder.op_trace, self.path)  # before inputs are released
         if settings.keeping is not None:
             inputs.finish(settings.keeping, args, kwargs, output)
         if isinstance(recorder, (RerunRecorder, ReplayRecorder)):
-            self._learn(recorder, frame, sort)
+            self._take_evidence(recorder, frame, signature)
         elif isinstance(recorder, ModuleRecorder):
-            self.stats.take(recorder.modules.learnt.figures, frame.input_bytes)
+            self.stats.take(recorder.modules.evidence.figures, frame.input_bytes)
         else:
             self.stats.take(None, frame.input_bytes)
         return output
@@ -176,22 +180,22 @@ class Region:
         function: Callable[..., Any],
         owners: tuple[nn.Module, ...],
         settings: Settings,
-        sort: Any,
+        signature: Any,
         inputs: KeptInputs,
         leaves: Callable[[], list[Any]],
     ) -> tuple[Frame | ReentrantFrame, _AnyRecorder | None]:
         """Return what runs one call, and the recorder that it needs, if any; see Note [Evidence]."""
-        table = self.kind.table
-        is_known = sort is not None and sort in self._free and not table.saves_everything
+        table = self.group.table
+        is_known = signature is not None and signature in self._needs_no_mode and not table.saves_everything
         records = not is_known or self._needs_recorder or table.decides_on_ops or settings.engine == REPLAY
         if records and self._is_replayed(settings):
-            return self._replay_frame(function, owners, settings, sort, inputs, leaves)
+            return self._replay_frame(function, owners, settings, signature, inputs, leaves)
         self.stats.engine = RERUN if records else ""
         recorder: _AnyRecorder | None = None
-        if records or table.speaks_of_modules:
-            recorder = self._recorder(owners, settings, sort, inputs, sees_ops=records)
-        kind = ReentrantFrame if settings.use_reentrant else Frame
-        frame = kind(function, self.path, recorder, owners, settings)
+        if records or table.matches_modules:
+            recorder = self._recorder(owners, settings, signature, inputs, sees_ops=records)
+        group = ReentrantFrame if settings.use_reentrant else Frame
+        frame = group(function, self.path, recorder, owners, settings)
         frame.is_evidence = records and not (self._needs_recorder or table.decides_on_ops)
         return frame, recorder
 
@@ -200,28 +204,28 @@ class Region:
         function: Callable[..., Any],
         owners: tuple[nn.Module, ...],
         settings: Settings,
-        sort: Any,
+        signature: Any,
         inputs: KeptInputs,
         leaves: Callable[[], list[Any]],
     ) -> tuple[ReplayFrame, ReplayRecorder]:
-        verifies = settings.verify == ALWAYS or (settings.verify == FIRST and sort not in self._verified)
-        program = self.kind.programs.get(inputs.kind)
+        verifies = settings.verify == ALWAYS or (settings.verify == FIRST and signature not in self._verified)
+        layout = self.group.layouts.get(inputs.signature)
         recorder = ReplayRecorder(
-            self.kind.table, self.path, owners, settings, self._new_rows(), verifies=verifies, program=program
+            self.group.table, self.path, owners, settings, self._new_trace(), verifies=verifies, layout=layout
         )
         recorder.begin(inputs, leaves())
         give_up = partial(self._give_up, settings.engine == REPLAY)
-        self._note_verified(sort)
+        self._note_verified(signature)
         self.stats.engine = REPLAY
         frame = ReplayFrame(function, self.path, recorder, owners, settings, give_up=give_up, given_up=self._given_up)
         return frame, recorder
 
     def _is_replayed(self, settings: Settings) -> bool:
         """Whether a call that needs a recorder is recomputed by replay."""
-        table = self.kind.table
+        table = self.group.table
         if (
-            (self.kind.no_replay and surrounding_hooks() is None)  # see Note [Replay]
-            or table.speaks_of_modules
+            (self.group.not_replayable and surrounding_hooks() is None)  # see Note [Replay]
+            or table.matches_modules
             or settings.engine == RERUN
             or settings.use_reentrant
             or not CAN_REPLAY
@@ -231,95 +235,97 @@ class Region:
             return True
         return bool(table.rules) and not table.saves_everything and surrounding_hooks() is None  # see Note [Auto]
 
-    def _new_rows(self) -> Rows | None:
-        return Rows() if self.kind.lists_ops and not self.kind.rows else None
+    def _new_trace(self) -> OpTraceRecorder | None:
+        return OpTraceRecorder() if self.group.lists_ops and not self.group.op_trace else None
 
-    def _note_verified(self, sort: Any) -> None:
-        if len(self._verified) >= SORTS:
+    def _note_verified(self, signature: Any) -> None:
+        if len(self._verified) >= MOST_SIGNATURES:
             self._verified.clear()
-        self._verified.add(sort)
+        self._verified.add(signature)
 
     def _give_up(self, asked: bool, reason: str) -> None:
         """A call could not be replayed: later ones of this kind go under the rerun engine.
 
         ``asked``: whether the user asked for replay, and so is told.
         """
-        if not self.kind.no_replay:
-            self.kind.no_replay = reason
+        if not self.group.not_replayable:
+            self.group.not_replayable = reason
             if asked:
-                warn_of_trouble(self.path, reason)
+                warn_not_replayable(self.path, reason)
 
     def _given_up(self) -> str:
-        return self.kind.no_replay
+        return self.group.not_replayable
 
-    def _be_surprised(self) -> None:
+    def _always_record(self) -> None:
         """A call without a recorder wrote to something: no call goes without one any more."""
-        self._free.clear()
-        self._learnt.clear()
+        self._needs_no_mode.clear()
+        self._module_evidence.clear()
         self._needs_recorder = True
 
     def _recorder(
-        self, owners: tuple[nn.Module, ...], settings: Settings, sort: Any, inputs: KeptInputs, *, sees_ops: bool
+        self, owners: tuple[nn.Module, ...], settings: Settings, signature: Any, inputs: KeptInputs, *, sees_ops: bool
     ) -> RerunRecorder | ModuleRecorder:
-        table = self.kind.table
-        modules, apart = None, frozenset[int]()
-        if table.speaks_of_modules:
-            learnt = self._learnt.get(sort)
-            modules = SavedModules(table, self.path, settings, learnt)
-            if learnt is None:
-                modules.learnt.apart = saved_modules(owners, table)
-            apart = modules.learnt.apart
+        table = self.group.table
+        modules, not_recomputed = None, frozenset[int]()
+        if table.matches_modules:
+            evidence = self._module_evidence.get(signature)
+            modules = SavedModules(table, self.path, settings, evidence)
+            if evidence is None:
+                modules.evidence.not_recomputed = saved_modules(owners, table)
+            not_recomputed = modules.evidence.not_recomputed
             if not sees_ops:
-                module_recorder = ModuleRecorder(modules, apart)
+                module_recorder = ModuleRecorder(modules, not_recomputed)
                 module_recorder.begin(inputs)
                 return module_recorder
-        rows = self._new_rows()
+        op_trace = self._new_trace()
         recorder = RerunRecorder(
             table,
             self.path,
             owners,
-            rows,
+            op_trace,
             freeze_buffers=settings.freeze_buffers,
             early_stop=settings.early_stop,
             modules=modules,
-            apart=apart,
+            not_recomputed=not_recomputed,
             verifies=settings.verify != NEVER,
         )
         recorder.begin(inputs)
         return recorder
 
-    def _learn(self, recorder: RerunRecorder | ReplayRecorder, frame: Frame | ReentrantFrame, sort: Any) -> None:
-        if recorder.rows is not None:
-            self.kind.rows = tuple(recorder.rows.rows)
-            announce(self.path, self.kind.rows)
-        everything = self.kind.table.saves_everything
+    def _take_evidence(
+        self, recorder: RerunRecorder | ReplayRecorder, frame: Frame | ReentrantFrame, signature: Any
+    ) -> None:
+        if recorder.op_trace is not None:
+            self.group.op_trace = tuple(recorder.op_trace.rows)
+            log_decisions(self.path, self.group.op_trace)
+        everything = self.group.table.saves_everything
         if not everything and (
             recorder.needs_mode or frame.surroundings.bindings.were_written or needs_recorder(frame.owners)
         ):
             self._needs_recorder = True
         is_proof = not (self._needs_recorder or recorder.reads_values or frame.moved_host_rng)
-        if sort is not None and (everything or is_proof):
-            if len(self._free) >= SORTS:
-                self._free.clear()
-            self._free.add(sort)
-        modules = recorder.record.modules if isinstance(recorder, RerunRecorder) else None
-        if sort is not None and modules is not None:
-            if len(self._learnt) >= SORTS:
-                self._learnt.clear()
-            modules.learnt.figures = recorder.figures
-            self._learnt[sort] = modules.learnt
-        if isinstance(recorder, ReplayRecorder) and sort is not None and recorder.program is not None:
-            programs = self.kind.programs
-            if len(programs) >= SORTS:
-                programs.clear()
-            programs[sort[-1]] = recorder.program
+        if signature is not None and (everything or is_proof):
+            if len(self._needs_no_mode) >= MOST_SIGNATURES:
+                self._needs_no_mode.clear()
+            self._needs_no_mode.add(signature)
+        modules = recorder.state.modules if isinstance(recorder, RerunRecorder) else None
+        if signature is not None and modules is not None:
+            if len(self._module_evidence) >= MOST_SIGNATURES:
+                self._module_evidence.clear()
+            modules.evidence.figures = recorder.figures
+            self._module_evidence[signature] = modules.evidence
+        if isinstance(recorder, ReplayRecorder) and signature is not None and recorder.layout is not None:
+            layouts = self.group.layouts
+            if len(layouts) >= MOST_SIGNATURES:
+                layouts.clear()
+            layouts[signature[-1]] = recorder.layout
         self.stats.take(recorder.figures, frame.input_bytes)
 
 
 def _rebuild(
     policy: Policy, indices: tuple[int, ...], must_save: bool, name: str, planned: PlannedRegion | None
-) -> Kind:
-    return Kind(rebuild_table(policy, indices, must_save), name, planned)
+) -> RegionGroup:
+    return RegionGroup(rebuild_table(policy, indices, must_save), name, planned)
 
 
 # -- Regions of functions and modules: what earlier calls have shown of each, and which of them a call is one of
@@ -332,30 +338,30 @@ def _rebuild(
 # of the function's identity from then on.
 
 FULL = Policy(name="full", source="full")
-FULL_TABLE = Table(FULL, ())
+FULL_TABLE = DecisionTable(FULL, ())
 _MOST_REGIONS = 1024
 _OF_ONE_FUNCTION = ()  # the mark of all calls of a region that serves one function only
 
 _regions: dict[Hashable, Region] = {}
-_kinds: dict[Hashable, Kind] = {}
-_changing: dict[Hashable, dict[Hashable, frozenset[int]]] = {}  # which parts a function changes; see `_skeleton`
+_groups: dict[Hashable, RegionGroup] = {}
+_changing_parts: dict[Hashable, dict[Hashable, frozenset[int]]] = {}  # which parts a function changes; see `_skeleton`
 
 
 def run_as_region(
     function: Callable[..., Any], settings: Settings, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Run ``function(*args, **kwargs)`` as a region, by what earlier calls of the same function have shown."""
-    identity = _identify(function)
-    owners = tuple(identity.owners)
-    key = _key(identity) if identity.is_known else None
+    fingerprint = _fingerprint_of(function)
+    owners = tuple(fingerprint.owners)
+    key = _key(fingerprint) if fingerprint.is_known else None
     region = _regions.get(key) if key is not None else None
     if region is not None:
         return region.run(function, owners, _OF_ONE_FUNCTION, settings, args, kwargs)
-    region = Region(_kind_of(function), _name_of(function))
+    region = Region(_group_of(function), _name_of(function))
     output = region.run(function, owners, _OF_ONE_FUNCTION, settings, args, kwargs)
     if key is not None:
-        _note_changes(identity, _identify(function))
-        _put(_regions, _key(identity), region)
+        _note_changes(fingerprint, _fingerprint_of(function))
+        _put(_regions, _key(fingerprint), region)
     return output
 
 
@@ -386,57 +392,57 @@ def _run_modules(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    identity = _identify(modules)
-    owners = tuple(identity.owners)
-    if not identity.is_known:
+    fingerprint = _fingerprint_of(modules)
+    owners = tuple(fingerprint.owners)
+    if not fingerprint.is_known:
         return region.run(function, owners, None, settings, args, kwargs)
-    key = _key(identity)
-    mark = region.marks.get(key)
-    if mark is not None:
-        return region.run(function, owners, mark, settings, args, kwargs)
-    mark = _put(region.marks, key, object())
-    output = region.run(function, owners, mark, settings, args, kwargs)
-    after = _identify(modules)
-    _note_changes(identity, after)
-    _put(region.marks, _key(after), mark)
+    key = _key(fingerprint)
+    function_key = region.function_keys.get(key)
+    if function_key is not None:
+        return region.run(function, owners, function_key, settings, args, kwargs)
+    function_key = _put(region.function_keys, key, object())
+    output = region.run(function, owners, function_key, settings, args, kwargs)
+    after = _fingerprint_of(modules)
+    _note_changes(fingerprint, after)
+    _put(region.function_keys, _key(after), function_key)
     return output
 
 
-def _identify(function: Any) -> Identity:
-    identity = Identity()
-    identity.look_at(function)
-    return identity
+def _fingerprint_of(function: Any) -> FunctionFingerprint:
+    fingerprint = FunctionFingerprint()
+    fingerprint.look_at(function)
+    return fingerprint
 
 
-def _key(identity: Identity) -> Hashable:
-    parts = identity.parts
-    known = _changing.get(parts[0])  # as a rule None: most functions change nothing
-    for place in known.get(_skeleton(parts), ()) if known else ():
+def _key(fingerprint: FunctionFingerprint) -> Hashable:
+    parts = fingerprint.parts
+    known = _changing_parts.get(parts[0])  # as a rule None: most functions change nothing
+    for place in known.get(_stable_parts(parts), ()) if known else ():
         parts = [*parts[:place], None, *parts[place + 1 :]]
     return tuple(parts)
 
 
-def _skeleton(parts: list[Any]) -> Hashable:
+def _stable_parts(parts: list[Any]) -> Hashable:
     """Return what stays the same of a function that changes plain values: what it holds beside them."""
     return len(parts), tuple(part for part in parts if type(part) not in PLAIN)
 
 
-def _note_changes(before: Identity, after: Identity) -> None:
-    skeleton = _skeleton(after.parts)
-    if after.is_known and skeleton == _skeleton(before.parts):
+def _note_changes(before: FunctionFingerprint, after: FunctionFingerprint) -> None:
+    stable = _stable_parts(after.parts)
+    if after.is_known and stable == _stable_parts(before.parts):
         pairs = enumerate(zip(before.parts, after.parts, strict=True))
         changed = {place for place, (one, other) in pairs if one != other}
         if changed:
-            known = _changing.get(after.parts[0]) or _put(_changing, after.parts[0], {})
-            _put(known, skeleton, known.get(skeleton, frozenset()) | changed)
+            known = _changing_parts.get(after.parts[0]) or _put(_changing_parts, after.parts[0], {})
+            _put(known, stable, known.get(stable, frozenset()) | changed)
 
 
-def _kind_of(function: Any) -> Kind:
+def _group_of(function: Any) -> RegionGroup:
     """Return one kind for all functions of the same code, and for all modules of a class."""
     while type(function) in (partial, types.MethodType):
         function = function.func if type(function) is partial else function.__func__
-    key = same(function.__code__ if type(function) is types.FunctionType else type(function))
-    return _kinds.get(key) or _put(_kinds, key, Kind(FULL_TABLE, "full"))
+    key = weak_identity(function.__code__ if type(function) is types.FunctionType else type(function))
+    return _groups.get(key) or _put(_groups, key, RegionGroup(FULL_TABLE, "full"))
 
 
 def _name_of(function: Any) -> str:
@@ -457,7 +463,7 @@ def _put(known: dict[Hashable, Any], key: Hashable, value: Any) -> Any:
 
 
 @dataclass
-class Note:
+class OutputAnchor:
     """What one forward leaves for discarding: its outputs with memory of their own, and the node that saved them.
 
     A plain dataclass, and empty when the region begins: calls of one function are of one sort (Note [Evidence]).
@@ -465,7 +471,7 @@ class Note:
 
     chosen: tuple[int, ...] | None = None
     tensors: tuple[torch.Tensor, ...] = ()
-    remembered: torch.Tensor | None = None
+    node: torch.Tensor | None = None
 
     def take(self, output: Any, inputs: Any) -> None:
         """Save the tensors of ``output`` for backward, in recomputation the same ones again."""
@@ -478,25 +484,25 @@ class Note:
             return
         tensors = tuple(leaves[place] for place in self.chosen if isinstance(leaves[place], torch.Tensor))
         anchor = torch.empty(0, requires_grad=True)
-        remembered = _Remembered.apply(anchor, *(tensor.detach() for tensor in tensors))  # type: ignore[no-untyped-call]
+        node = _Anchor.apply(anchor, *(tensor.detach() for tensor in tensors))  # type: ignore[no-untyped-call]
         if is_first:
-            self.tensors, self.remembered = tensors, remembered
+            self.tensors, self.node = tensors, node
 
 
-def remembering(function: Callable[..., Any]) -> Callable[..., Any]:
+def anchored(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that does as ``function``, and lets the ``note`` that it is given take what it returns."""
     noting = partial(_call, function)
     noting.__qualname__ = getattr(function, "__qualname__", type(function).__name__)  # type: ignore[attr-defined]
     return noting  # not a closure: calls of one function are told to be so by its parts
 
 
-def _call(function: Callable[..., Any], *args: Any, note: Note) -> Any:
+def _call(function: Callable[..., Any], *args: Any, anchor: OutputAnchor) -> Any:
     output = function(*args)
-    note.take(output, args)
+    anchor.take(output, args)
     return output
 
 
-class _Remembered(torch.autograd.Function):
+class _Anchor(torch.autograd.Function):
     """Saves tensors, and is part of no other graph."""
 
     @staticmethod

@@ -15,9 +15,9 @@ from sac.errors import Problem, RegionError, SacWarning
 from sac.outer_hooks import fetch
 from sac.recompute.autocast import as_then
 from sac.recompute.recorder import ReplayRecorder
-from sac.recompute.schedule import ReplayPlan
-from sac.recompute.table import Plan
-from sac.recompute.tape import ALIAS, CAST, HOLE, PART, WRAP, Tape, from_reads
+from sac.recompute.schedule import ReplaySchedule
+from sac.recompute.table import CallSite
+from sac.recompute.tape import ALIAS, CAST, PART, TENSOR_HOLE, WRAP, Tape, from_reads
 from sac.region.eager import never_compiled
 from sac.region.frame import Frame, Handle
 from sac.region.inputs import KeptInputs
@@ -57,27 +57,27 @@ class ExternalChangeError(Exception):
 Before = dict[int, torch.UntypedStorage]
 
 
-def run_plan(plan: ReplayPlan, tape: Tape, inputs: dict[int, Tensor], before: Before, fill: Fill) -> None:
+def run_schedule(schedule: ReplaySchedule, tape: Tape, inputs: dict[int, Tensor], before: Before, fill: Fill) -> None:
     """Run the steps of ``plan``; ``fill`` is given each waiting handle's number with its tensor.
 
     ``inputs`` are the region's, by position; ``before``: what lay in tensors from outside that were written to since,
     by the address of their storage. Raises ``CannotReplay`` and ``ExternalChangeError``, before any op runs.
     """
     values: list[Any] = [None] * len(tape.roots)
-    for value in plan.kept:  # above autograd: to fetch one may be to run an outer region again
+    for value in schedule.kept:  # above autograd: to fetch one may be to run an outer region again
         values[value] = fetch(tape.kept[value])
-    generators = {id(g): g for step in plan.steps for g, _ in tape.states.get(step.number, ())}
+    generators = {id(g): g for step in schedule.steps for g, _ in tape.states.get(step.number, ())}
     # Modes that are on see the ops, as in the handler of one; autograd and autocast do not.
     with torch.enable_grad(), BelowAutograd(), WithoutAutocast(), ExitStack() as stack:
-        _load(plan, tape, inputs, before, values)
+        _load(schedule, tape, inputs, before, values)
         for generator in generators.values():
             stack.callback(generator.set_state, state_of(generator))
-        _run(plan, tape, values, fill)
+        _run(schedule, tape, values, fill)
 
 
-def _load(plan: ReplayPlan, tape: Tape, inputs: dict[int, Tensor], before: Before, values: list[Any]) -> None:
+def _load(schedule: ReplaySchedule, tape: Tape, inputs: dict[int, Tensor], before: Before, values: list[Any]) -> None:
     copies: dict[int, torch.UntypedStorage] = {}
-    for value in plan.leaves:
+    for value in schedule.leaves:
         leaf = tape.leaves[value]
         if leaf.position >= 0:
             values[value] = detached(inputs[leaf.position])
@@ -95,11 +95,11 @@ def _load(plan: ReplayPlan, tape: Tape, inputs: dict[int, Tensor], before: Befor
             raise CannotReplay("the data of a tensor that the region has written to is elsewhere now")
         if tensor.shape != leaf.shape or (not storage_bytes(tensor) and tensor.numel()):
             raise CannotReplay("the data of a parameter that an op read is elsewhere now")
-        if not leaf.lasts and version_of(tensor) != leaf.version:
+        if not leaf.is_persistent and version_of(tensor) != leaf.version:
             raise ExternalChangeError(tensor, leaf.version)
         values[value] = tensor
-    for value in plan.kept:
-        if tape.roots[value] in plan.written:
+    for value in schedule.kept:
+        if tape.roots[value] in schedule.written:
             values[value] = values[value].clone()
 
 
@@ -108,18 +108,18 @@ def _place(geometry: tuple[Any, ...]) -> tuple[Any, ...]:
     return offset, shape, stride
 
 
-def _run(plan: ReplayPlan, tape: Tape, values: list[Any], fill: Fill) -> None:
-    for handle, value in plan.fills:
+def _run(schedule: ReplaySchedule, tape: Tape, values: list[Any], fill: Fill) -> None:
+    for handle, value in schedule.fills:
         fill(handle, values[value])
-    rests, states, keywords = tape.rests, tape.states, tape.keywords
+    rests, states, keywords = tape.arg_templates, tape.states, tape.keywords
     works: list[Any] = []  # of point-to-point calls, of which several have to be under way at once
-    for number, run, places, result, fills, frees in plan.orders or _orders(plan, tape):
+    for number, run, places, result, fills, frees in schedule.orders or _orders(schedule, tape):
         if result < 0 or works or number in states:
-            _run_unusual(plan, tape, number, values, works)
+            _run_unusual(schedule, tape, number, values, works)
         else:
             args = [*rests[number]]
             for place, value in places:
-                if args[place] is not HOLE:  # a number stands where another call of this program had a tensor
+                if args[place] is not TENSOR_HOLE:  # a number stands where another call of this program had a tensor
                     args = _arguments(rests[number], tape.reads[number], values)
                     break
                 args[place] = values[value]
@@ -131,31 +131,36 @@ def _run(plan: ReplayPlan, tape: Tape, values: list[Any], fill: Fill) -> None:
     _wait(works)
 
 
-def _orders(plan: ReplayPlan, tape: Tape) -> list[Any]:
+def _orders(schedule: ReplaySchedule, tape: Tape) -> list[Any]:
     """Return the steps in the form in which they are run; calls with the same plan share it.
 
     Of a usual step: its number, what to call, where its tensors stand among the arguments, the number of its result,
     and what to do after it. The result is -1 where there is more to it; see ``_run_unusual``.
     """
-    plan.orders = []
-    plan.steps_by_number = {step.number: step for step in plan.steps}
-    for step in plan.steps:
+    schedule.orders = []
+    schedule.steps_by_number = {step.number: step for step in schedule.steps}
+    for step in schedule.steps:
         number = step.number
-        op, rest = tape.plans[number], tape.rests[number]
+        op, rest = tape.sites[number], tape.arg_templates[number]
         result = -1
         places: tuple[tuple[int, int], ...] = ()
-        if type(op) is Plan and op.is_usual and not op.traits.takes_optional and tape.counts.get(number, 1) == 1:
-            holes = [place for place, one in enumerate(rest) if one is HOLE]
+        if (
+            type(op) is CallSite
+            and op.is_ordinary
+            and not op.traits.takes_optional
+            and tape.output_counts.get(number, 1) == 1
+        ):
+            holes = [place for place, one in enumerate(rest) if one is TENSOR_HOLE]
             places = tuple(zip(holes, tape.reads[number], strict=True))
             result = step.outputs[0][1] if step.outputs else -1
-        plan.orders.append((number, getattr(op, "run", None), places, result, step.fills, step.frees))
-    return plan.orders
+        schedule.orders.append((number, getattr(op, "run", None), places, result, step.fills, step.frees))
+    return schedule.orders
 
 
-def _run_unusual(plan: ReplayPlan, tape: Tape, number: int, values: list[Any], works: list[Any]) -> None:
+def _run_unusual(schedule: ReplaySchedule, tape: Tape, number: int, values: list[Any], works: list[Any]) -> None:
     """Run a step with several results or none, with tensors inside arguments, random numbers, ranks to wait for, …"""
-    op, rest, reads = tape.plans[number], tape.rests[number], tape.reads[number]
-    if type(op) is not Plan:
+    op, rest, reads = tape.sites[number], tape.arg_templates[number], tape.reads[number]
+    if type(op) is not CallSite:
         out = _made(op, rest, [values[read] for read in reads])
     else:
         if works and op.op.namespace != "c10d":
@@ -163,27 +168,27 @@ def _run_unusual(plan: ReplayPlan, tape: Tape, number: int, values: list[Any], w
         for generator, state in tape.states.get(number, ()):
             generator.set_state(state)
         keywords = tape.keywords.get(number, {})
-        if op.flat:
+        if op.is_flat:
             args = _arguments(rest, reads, values)
         else:
             args, keywords = from_reads(rest, values), from_reads(keywords, values)
-        if op.own_body:
-            with as_then(tape.guards.get(number)):
+        if op.is_custom_op:
+            with as_then(tape.autocast_states.get(number)):
                 out = op.op(*args, **keywords)
         else:
             out = op.run(*args, **keywords)
         if op.is_collective and op.op.namespace == "c10d":
             works.extend(_works_of(out))
-            if plan.steps_by_number[number].fills:
+            if schedule.steps_by_number[number].fills:
                 _wait(works)
     made = [out] if isinstance(out, Tensor) else tensors_of(out)
-    for place, value in plan.steps_by_number[number].outputs:
+    for place, value in schedule.steps_by_number[number].outputs:
         values[value] = made[place]
 
 
 def _arguments(rest: Sequence[Any], reads: Sequence[int], values: list[Any]) -> list[Any]:
     left = iter(reads)
-    return [values[next(left)] if one is HOLE else one for one in rest]
+    return [values[next(left)] if one is TENSOR_HOLE else one for one in rest]
 
 
 def _works_of(out: Any) -> list[Any]:
@@ -210,7 +215,7 @@ def _made(kind: Any, rest: Any, reads: list[Any]) -> Tensor:
     assert kind is WRAP
     cls, inside, context, size, stride = rest
     left = iter(reads)
-    held = {name: next(left) if value is HOLE else value for name, value in inside}
+    held = {name: next(left) if value is TENSOR_HOLE else value for name, value in inside}
     made: Tensor = cls.__tensor_unflatten__(held, context, size, stride)
     return made
 
@@ -280,8 +285,8 @@ class ReplayFrame(Frame):
 
     def _begin(self, inputs: KeptInputs) -> None:
         super()._begin(inputs)
-        self.recorder.tape.outside = self.surroundings.reachable.tensors | inputs.tensors_in_objects()
-        self.recorder.draws.begin(self.surroundings.rng)
+        self.recorder.tape.external_tensors = self.surroundings.reachable.tensors | inputs.tensors_in_objects()
+        self.recorder.random_states.begin(self.surroundings.rng)
 
     def _pack(self, tensor: Tensor) -> Handle:
         handle = Handle(len(self._handles))
@@ -291,14 +296,14 @@ class ReplayFrame(Frame):
 
     def _hold(self, alive: list[Handle]) -> list[Handle]:
         recorder = self.recorder
-        recorder.hold_what_lives()
+        recorder.hold_external()
         kept = [handle for handle in alive if handle.kept]
         missing = [handle.index for handle in alive if not handle.kept]
         needed = recorder.may_run_again(kept, missing)
         self.surroundings.close(self.path, needed=needed)
         recorder.end(kept, missing)
-        if recorder.tape.trouble:
-            self._give_up(recorder.tape.trouble)
+        if recorder.tape.not_replayable:
+            self._give_up(recorder.tape.not_replayable)
         self._hold_inputs(kept, needed=needed)
         if self.hooks is not None:
             recorder.needs_mode = recorder.needs_mode or bool(kept or recorder.tape.kept)  # so that they are again
@@ -307,8 +312,8 @@ class ReplayFrame(Frame):
 
     @never_compiled
     def _unpack(self, handle: Handle) -> Tensor:
-        if not handle.kept and handle.index in self.recorder.spoilt:
-            version = self.recorder.spoilt[handle.index]
+        if not handle.kept and handle.index in self.recorder.modified_after_save:
+            version = self.recorder.modified_after_save[handle.index]
             raise RegionError(
                 self._problem(
                     f"saved tensor {handle.index} was changed in place: backward expects version {version} of it",
@@ -316,22 +321,22 @@ class ReplayFrame(Frame):
                 )
             )
         if not self._forward_over:
-            self.recorder.hold_what_lives()
+            self.recorder.hold_external()
         if self._was_changed(handle):
             self.recorder.tape.fail(_CHANGED)
-            self.recorder.forget_what_lives(self._alive())
+            self.recorder.forget_external(self._alive())
         return self._value_of(handle)
 
     def _was_changed(self, handle: Handle) -> bool:
         """Whether what is kept as ``handle`` lives outside of the region, was written to, and can be found anew."""
         recorder = self.recorder
-        if not recorder.yields or self._dropped or handle.index not in recorder.from_outside:
+        if not recorder.may_fall_back or self._dropped or handle.index not in recorder.external_handles:
             return False
         return handle.watched is not None and version_of(handle.watched) != handle.version
 
     def _recompute(self, wanted: Handle, task: int, *, last: bool) -> None:
         recorder = self.recorder
-        if self._dropped or recorder.tape.trouble:
+        if self._dropped or recorder.tape.not_replayable:
             super()._recompute(wanted, task, last=last)
             return
         last = last and self._forward_over
@@ -341,7 +346,7 @@ class ReplayFrame(Frame):
             # Not in a forward inside hooks: an outer checkpoint is shown there what its own forward was shown.
             if (self._forward_over or self.hooks is None) and (reason := self._given_up()):
                 raise CannotReplay(reason)
-            if recorder.from_outside and any(map(self._was_changed, self._alive())):
+            if recorder.external_handles and any(map(self._was_changed, self._alive())):
                 raise ReadAgain
             self._replay(waiting)
         except CannotReplay as error:
@@ -360,16 +365,16 @@ class ReplayFrame(Frame):
         if before is None:
             raise CannotReplay("a buffer's data is elsewhere now")
         before = {
-            **recorder.changed_outside(),
+            **recorder.changed_external(),
             **before,
-            **{address: image.copy for address, image in recorder.images.items()},
+            **{address: image.copy for address, image in recorder.snapshots.items()},
         }
-        plan = recorder.plan
-        asked = frozenset(waiting) - recorder.spoilt.keys()
-        if plan is None or plan.handles != asked:
-            plan = recorder.plan_of(sorted(asked))
+        schedule = recorder.schedule
+        asked = frozenset(waiting) - recorder.modified_after_save.keys()
+        if schedule is None or schedule.handles != asked:
+            schedule = recorder.schedule_of(sorted(asked))
         if self.settings.checks_metadata:
-            read = frozenset(id(recorder.tape.leaves[value].tensor()) for value in plan.leaves)
+            read = frozenset(id(recorder.tape.leaves[value].tensor()) for value in schedule.leaves)
             if (problem := bindings.changed_parameter(self.path, read)) is not None:
                 raise RegionError(problem)
         filled: list[int] = []
@@ -378,27 +383,27 @@ class ReplayFrame(Frame):
             waiting[index].value = tensor
             filled.append(index)
             if not self._forward_over:
-                recorder.give_out(index, tensor)
+                recorder.unpack_early(index, tensor)
 
         was_paused, recorder.paused = recorder.paused, not self._forward_over
-        recorder.tape.is_busy = recorder.tape.is_busy or recorder.paused
+        recorder.tape.needs_attention = recorder.tape.needs_attention or recorder.paused
         try:
             self._rebuilt = rebuilt = self._rebuild()
             with self.surroundings.process_flags():
-                run_plan(plan, recorder.tape, dict(rebuilt[2]), before, fill)
+                run_schedule(schedule, recorder.tape, dict(rebuilt[2]), before, fill)
         except ExternalChangeError as change:
             problem = self._problem(
                 f"a tensor from outside the region ({describe(change.tensor)}) was changed in place after the "
                 f"forward: it is at version {version_of(change.tensor)}, backward expects version {change.version}",
                 fix="do not write to it between forward and backward, or pass it to the region as an argument",
             )
-            if not recorder.yields:
+            if not recorder.may_fall_back:
                 raise RegionError(problem) from None
             warnings.warn(f"{problem}\n    {_READ_AGAIN}", SacWarning, stacklevel=2)
             raise ReadAgain from None
         finally:
             recorder.paused = was_paused
-        if plan.written:
+        if schedule.written:
             self._rebuilt = None  # the inputs may have been written to
         if recorder.checksums is not None:
             self._verify(waiting, filled)
@@ -422,13 +427,13 @@ class ReplayFrame(Frame):
 
     def _run_python(self, reason: str, wanted: Handle, waiting: dict[int, Handle], task: int, *, last: bool) -> None:
         self.recorder.tape.fail(reason)
-        self.recorder.forget_what_lives(self._alive())
+        self.recorder.forget_external(self._alive())
         for handle in waiting.values():
             handle.value = None
         super()._recompute(wanted, task, last=last)
 
 
-def warn_of_trouble(path: str, reason: str) -> None:
+def warn_not_replayable(path: str, reason: str) -> None:
     """Tell that regions like the one at ``path`` cannot be replayed."""
     found = f"replay cannot be used here: {reason}"
     fix = "none is needed, the region runs again as Python; `engine: rerun` asks for that from the start"

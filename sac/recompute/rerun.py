@@ -14,14 +14,14 @@ from sac.checksums import Sums, find_different, same, sums_of
 from sac.errors import Problem, RegionError
 from sac.ops.flops import flops_of
 from sac.outer_hooks import PackHooks, Parked, fetch, park, surrounding_hooks
-from sac.recompute.forward_state import ForwardState, Images, forget_freed, image_of, note_generator
+from sac.recompute.forward_state import PreForwardState, StorageSnapshots, forget_freed, note_generator, snapshot_of
 from sac.recompute.module_tracker import RegionMode
-from sac.recompute.op_rows import NO_RULE, KeptFigures, Rows
+from sac.recompute.op_rows import NO_RULE, OpTraceRecorder, SavedFigures
 from sac.recompute.parameter_only import NOT_PARAMETERS, is_large
-from sac.recompute.table import BoundRule, Plan, Table, plan_name, run_op
-from sac.recompute.value_ids import Description, Labels
-from sac.recompute.whole_modules import SavedCall, SavedModules, SavingPass, ServingPass
-from sac.region.frame import OTHER_PATH, OTHER_VALUE, OTHER_WRITE, Ending, Handle, ToTheEnd, compact_views
+from sac.recompute.table import CallSite, DecisionTable, ResolvedRule, run_op, site_name
+from sac.recompute.value_ids import Description, ValueIds
+from sac.recompute.whole_modules import SavedModuleCall, SavedModules, SavingPass, ServingPass
+from sac.region.frame import OTHER_PATH, OTHER_VALUE, OTHER_WRITE, Handle, NoEarlyStop, Progress, compact_views
 from sac.region.inputs import KeptInputs
 from sac.region.module_state import UnseenWriteError
 from sac.region.rng import default_generator, state_of, states_of
@@ -39,7 +39,7 @@ from sac.tensors import (
 )
 
 if TYPE_CHECKING:
-    from sac.recompute.module_tracker import ScopedForward
+    from sac.recompute.module_tracker import TrackedForward
 
 
 # -- What one region call holds for its recomputation: saved values, generator states, images of what it wrote to
@@ -66,34 +66,36 @@ _GATHERING = frozenset({"aten.split_with_sizes_copy", "aten.set_", "aten.resize_
 
 
 class SavedValue:
-    """One saved call: its result, and how to find it again; see Note [Labels]."""
+    """One saved call: its result, and how to find it again; see Note [ValueIds]."""
 
     __slots__ = (
         "call",
         "description",
-        "foreign",
-        "must",
+        "external",
+        "must_save",
+        "occurrence",
         "outputs",
         "overwritten",
         "packs_before",
-        "plan",
         "read",
         "rng_after",
         "rule",
         "signature",
+        "site",
         "sums",
-        "twin",
         "written",
     )
 
-    def __init__(self, plan: Plan, call: int, rule: BoundRule | None, signature: int, twin: int, foreign: bool) -> None:
-        self.plan = plan
+    def __init__(
+        self, site: CallSite, call: int, rule: ResolvedRule | None, signature: int, occurrence: int, external: bool
+    ) -> None:
+        self.site = site
         self.call = call
         self.rule = rule
         self.signature = signature
-        self.twin = twin  # how many calls had the same signature before
-        self.foreign = foreign
-        self.must = plan.must_save
+        self.occurrence = occurrence  # how many calls had the same signature before
+        self.external = external
+        self.must_save = site.must_save
         self.description: Description = ()
         self.outputs: Any = None
         self.packs_before = 0
@@ -104,12 +106,12 @@ class SavedValue:
         self.written = False  # the region writes to it later: it is held, and served, as a copy
 
 
-class CallRecord:
+class RerunState:
     """State of one call of a region under a table; the forward fills it, the recomputation reads it."""
 
     def __init__(
         self,
-        table: Table,
+        table: DecisionTable,
         path: str,
         owners: tuple[nn.Module, ...] = (),
         *,
@@ -120,29 +122,31 @@ class CallRecord:
         self.table = table
         self.verifies = verifies  # whether what is served is compared with what was saved
         self.modules = modules
-        self.inside: SavedCall | None = None  # the saved module that runs now, and is watched
+        self.inside: SavedModuleCall | None = None  # the saved module that runs now, and is watched
         self.path = path
         self.freeze_buffers = freeze_buffers
-        self.labels = Labels(owners)
-        self.places = self.labels.places
+        self.value_ids = ValueIds(owners)
+        self.input_ids = self.value_ids.input_ids
         self.saved: list[SavedValue] = []
         self.decided: list[SavedValue] = []  # after the forward: all that was decided to be saved, for the report
         self.by_storage: dict[int, list[SavedValue]] = {}
         self.written_parameters: set[int] = set()  # addresses of parameters that the region itself writes to
         self._versions: dict[int, int] = {}  # storage address -> version counter when its result was saved
         self.generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
-        self.images: Images = {}  # by the address of the storage: what lay there before the first write
-        self.calls: defaultdict[Plan, int] = defaultdict(int)
+        self.snapshots: StorageSnapshots = {}  # by the address of the storage: what lay there before the first write
+        self.calls: defaultdict[CallSite, int] = defaultdict(int)
         self.alternations: defaultdict[int, int] = defaultdict(int)
         self.hits: defaultdict[int, int] = defaultdict(int)
         self.dead_bytes = 0
         self.rule_of: dict[int, int] = {}  # after the forward: storage address of a result -> rule that saved it
-        self.visitors = self.labels.visitors
+        self.external_storages = self.value_ids.external_storages
         self.known: Collection[int] = ()  # after the forward: the signatures of all its calls
-        self.twins: defaultdict[int, int] = defaultdict(int)  # signature -> how many calls that may be saved had it
+        self.occurrences: defaultdict[int, int] = defaultdict(
+            int
+        )  # signature -> how many calls that may be saved had it
         self.packs = 0
         # Per tensor that autograd saved: label (None: not to be compared), foreign, maker.
-        self.packed: list[tuple[int | None, bool, Plan | None]] = []
+        self.packed: list[tuple[int | None, bool, CallSite | None]] = []
         self.inputs: KeptInputs | None = None
         self.inputs_written = False
         # Inputs and parameters are kept as they are, but not through hooks around the region: those may belong to an
@@ -166,7 +170,7 @@ class CallRecord:
     def save(self, value: SavedValue, out: Any) -> None:
         """Hold ``out``, the result of the call that ``value`` stands for, without its graph."""
         value.outputs = map_tensors(out, _detached)
-        if self.verifies and not value.plan.is_collective:  # whose result is there when it has been waited for
+        if self.verifies and not value.site.is_collective:  # whose result is there when it has been waited for
             value.sums = sums_of(value.outputs)
         value.packs_before = self.packs
         self.saved.append(value)
@@ -202,53 +206,55 @@ class CallRecord:
         if kind is not torch.Tensor and kind is not torch.nn.Parameter:
             self._pack_other(tensor, handle)
             return
-        labels = self.labels
-        label = labels.of_plain(tensor, kind, address)
+        value_ids = self.value_ids
+        value_id = value_ids.of_plain(tensor, kind, address)
         # Without rules parameters and inputs are saved again in recomputation; their data may be elsewhere (ZeRO-3).
-        is_compared = bool(self.table.rules) or not labels.lasts(label)
-        self.packed.append((label if is_compared else None, label in labels.foreign, labels.makers.get(label)))
+        is_compared = bool(self.table.rules) or not value_ids.is_persistent_id(value_id)
+        self.packed.append(
+            (value_id if is_compared else None, value_id in value_ids.external, value_ids.producers.get(value_id))
+        )
         if self.table.saves_everything:
             handle.keep(tensor)
-            handle.borrowed = labels.origin(tensor) != "op"
+            handle.borrowed = value_ids.source(tensor) != "op"
             return
         self._packed_since_op.append(handle)
         if address in self.by_storage and self._look_at_version(tensor, address):
             handle.keep(tensor)
-        elif self.keeps_persistent and labels.lasts(label):
+        elif self.keeps_persistent and value_ids.is_persistent_id(value_id):
             handle.keep(tensor)
             handle.borrowed = True
 
     def _pack_other(self, tensor: torch.Tensor, handle: Handle) -> None:
         """Do what ``pack`` does, for a subclass of tensor: it may have several storages."""
         parts = tensor_parts(tensor)
-        label = self.labels.of(tensor)
-        self.packed.append((label, label in self.labels.foreign, self.labels.makers.get(label)))
+        value_id = self.value_ids.of(tensor)
+        self.packed.append((value_id, value_id in self.value_ids.external, self.value_ids.producers.get(value_id)))
         if self.table.saves_everything:
             handle.keep(tensor)
-            handle.borrowed = all(self.labels.is_persistent(part) for part in parts)
+            handle.borrowed = all(self.value_ids.is_persistent(part) for part in parts)
             return
         self._packed_since_op.append(handle)
         if all(storage_address(part) in self.by_storage for part in parts):
             handle.keep(tensor)
-        elif self.keeps_persistent and all(self.labels.is_persistent(part) for part in parts):
+        elif self.keeps_persistent and all(self.value_ids.is_persistent(part) for part in parts):
             handle.keep(tensor)
             handle.borrowed = True
 
-    def before_write(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before_write(self, site: CallSite, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """An op is about to write to some of its arguments: copy or image what lies there, if it is wanted as it is."""
-        for tensor in written_tensors(plan, args, kwargs):
+        for tensor in written_tensors(site, args, kwargs):
             for part in written_parts(tensor):
                 address = storage_address(part)
                 if self.modules is not None:
                     self.modules.before_write(address)
-                is_input = self.labels.origin(part) == "input"
+                is_input = self.value_ids.source(part) == "input"
                 if self.inside is not None and self.modules is not None and (is_input or address in self.by_storage):
-                    self.modules.learnt.keeps_watching = True
+                    self.modules.evidence.keeps_watching = True
                 if address in self.by_storage:
                     if self._look_at_version(part, address):
                         self._copy_saved(address)
                 elif self.inside is None or is_input:
-                    self._image(address, part, plan)
+                    self._snapshot(address, part, site)
                 if any(handle.storage == address for handle in self._packed_since_op):
                     self.late_write = True
 
@@ -275,20 +281,20 @@ class CallRecord:
             value.outputs = map_tensors(value.outputs, lambda t: _copy_if_at(t, address))
             value.written = True
 
-    def _image(self, address: int, tensor: torch.Tensor, plan: Plan) -> None:
-        origin = self.labels.origin(tensor)
+    def _snapshot(self, address: int, tensor: torch.Tensor, site: CallSite) -> None:
+        origin = self.value_ids.source(tensor)
         if origin == "input" and self.inputs is not None:
             self.inputs.copy_storage(address)
             self.inputs_written = True
-        elif address in self.images or tensor.layout is not torch.strided:
+        elif address in self.snapshots or tensor.layout is not torch.strided:
             return
         elif origin == "parameter":
-            if not (gathers(plan) or tensor.is_inference()):
-                self.images[address] = image_of(tensor)
+            if not (gathers(site) or tensor.is_inference()):
+                self.snapshots[address] = snapshot_of(tensor)
                 self.written_parameters.add(address)
         elif self.freeze_buffers and origin in ("foreign", "input"):
-            forget_freed(self.images)
-            self.images[address] = image_of(tensor)
+            forget_freed(self.snapshots)
+            self.snapshots[address] = snapshot_of(tensor)
 
     def note_generator(self, generator: torch.Generator) -> None:
         """See ``forward_state.note_generator``."""
@@ -313,19 +319,19 @@ class CallRecord:
         compact_views([handle for handle in kept if not handle.borrowed and handle.storage not in addresses])
         for value in self.saved:
             if id(value) not in held:
-                self._let_go(value, in_handles)
+                self._release(value, in_handles)
         self.decided, self.saved = self.saved, alive
         self.held_addresses = addresses_of(value for value in alive if not value.written)
         self.by_storage.clear()
-        forget_freed(self.images)
-        for address in self.labels.parameter_addresses:  # FSDP gathers a parameter into a storage by an out= op
+        forget_freed(self.snapshots)
+        for address in self.value_ids.parameter_addresses:  # FSDP gathers a parameter into a storage by an out= op
             if address not in self.written_parameters:
-                self.images.pop(address, None)
-        self.known = self.labels.makers.keys()
-        self.visitors = (
-            self.labels.visitors
+                self.snapshots.pop(address, None)
+        self.known = self.value_ids.producers.keys()
+        self.external_storages = (
+            self.value_ids.external_storages
         )  # a foreign tensor of the recomputation never has the label of one of these
-        self.labels = Labels()
+        self.value_ids = ValueIds()
         return not (alive or self.writes_or_draws or (self.modules is not None and self.modules.calls))
 
     @property
@@ -336,16 +342,16 @@ class CallRecord:
     @property
     def writes_or_draws(self) -> bool:
         """Whether this call did something that a recomputation without a dispatch mode would get wrong."""
-        return bool(self.images or self.generators or self.late_write or self.inputs_written)
+        return bool(self.snapshots or self.generators or self.late_write or self.inputs_written)
 
     @staticmethod
     def _is_dead(value: SavedValue, in_handles: set[int]) -> bool:
         """Whether only saved ops read the result, so that nothing recomputed is made from it, and it is cheap."""
-        if value.read or value.written or value.must or value.rng_after or not value.plan.is_cheap:
+        if value.read or value.written or value.must_save or value.rng_after or not value.site.is_cheap:
             return False
         return in_handles.isdisjoint(addresses_of([value]))
 
-    def _let_go(self, value: SavedValue, in_handles: set[int]) -> None:
+    def _release(self, value: SavedValue, in_handles: set[int]) -> None:
         for tensor in tensors_of(value.outputs):
             for part in tensor_parts(tensor):
                 if storage_address(part) not in in_handles:
@@ -379,7 +385,7 @@ class CallRecord:
     def drop(self) -> None:
         """Let every held value go."""
         self.saved = []
-        self.images = {}
+        self.snapshots = {}
         self.generators = {}
         if self.modules is not None:
             self.modules.drop()
@@ -412,14 +418,14 @@ def _detached(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach()
 
 
-def gathers(plan: Plan) -> bool:
+def gathers(site: CallSite) -> bool:
     """Whether an op fills parameters with what their shards hold, so that its writes are not the region's own."""
-    return plan.traits.is_infrastructure or plan.is_collective or plan_name(plan) in _GATHERING
+    return site.traits.is_infrastructure or site.is_collective or site_name(site) in _GATHERING
 
 
-def written_tensors(plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+def written_tensors(site: CallSite, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Return the tensors among the arguments that the plan's op writes to."""
-    traits = plan.traits
+    traits = site.traits
     written = [args[place] for place in traits.mutated_args if place < len(args)]
     return tensors_of([*written, *(kwargs[name] for name in traits.mutated_kwargs if name in kwargs)])
 
@@ -427,9 +433,9 @@ def written_tensors(plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 # -- The message for a saved value that recomputation cannot be matched with
 
 
-def unmatched_problem(path: str, value: SavedValue, rivals: Sequence[tuple[Plan, Any]]) -> Problem:
+def unmatched_problem(path: str, value: SavedValue, rivals: Sequence[tuple[CallSite, Any]]) -> Problem:
     """Return the problem that ``value``'s call did not come again in recomputation; ``rivals`` came instead."""
-    module = value.plan.path or "the region itself"
+    module = value.site.path or "the region itself"
     forward = ", ".join(_argument(part) for part in value.description)
     if rivals:
         seen = f"in recomputation with ({', '.join(_argument(part) for part in rivals[0][1])})"
@@ -437,13 +443,13 @@ def unmatched_problem(path: str, value: SavedValue, rivals: Sequence[tuple[Plan,
         seen = "in recomputation not at all"
     return Problem(
         where=path or "region",
-        found=f"call {value.call} of {plan_name(value.plan)} in {module} ran in forward with ({forward}) and {seen}",
+        found=f"call {value.call} of {site_name(value.site)} in {module} ran in forward with ({forward}) and {seen}",
         fix=OTHER_VALUE if rivals else OTHER_PATH,
     )
 
 
 def swapped_problem(
-    path: str, place: int, tensor: torch.Tensor, forward: Plan | None, recomputed: Plan | None
+    path: str, place: int, tensor: torch.Tensor, forward: CallSite | None, recomputed: CallSite | None
 ) -> Problem:
     """Return the problem that recomputation saves another value than forward did as the ``place``-th.
 
@@ -468,24 +474,24 @@ def overwritten_problem(path: str, op: Any) -> Problem:
     )
 
 
-def _made_by(plan: Plan | None) -> str:
-    if plan is None:
+def _made_by(site: CallSite | None) -> str:
+    if site is None:
         return "an input, a parameter or a part of an op's result"
-    return f"the result of {plan_name(plan)} in {plan.path or 'the region itself'}"
+    return f"the result of {site_name(site)} in {site.path or 'the region itself'}"
 
 
 def _argument(description: Any) -> str:
     if _is_tensor(description):
-        label, foreign, _ = description
+        value_id, external, _ = description
         shape, dtype = _sort(description)
-        origin = "from outside" if foreign else f"value {label & 0xFFFF:04x}"
+        origin = "from outside" if external else f"value {value_id & 0xFFFF:04x}"
         return f"{str(dtype).removeprefix('torch.')}{shape if isinstance(shape, str) else list(shape)} {origin}"
     if isinstance(description, tuple):
         return "[" + ", ".join(_argument(part) for part in description) + "]"
     return str(description)
 
 
-def agree(forward: Any, recomputed: Any, *, closely: bool = True) -> bool:
+def arguments_agree(forward: Any, recomputed: Any, *, closely: bool = True) -> bool:
     """Return whether two argument descriptions may mean the same call: equal but for labels that are foreign.
 
     Not ``closely``: tensors need only have the same shapes and dtypes.
@@ -497,7 +503,7 @@ def agree(forward: Any, recomputed: Any, *, closely: bool = True) -> bool:
             if not (_may_be_same(one, other) if closely else _sort(one) == _sort(other)):
                 return False
         elif isinstance(one, tuple) and isinstance(other, tuple):
-            if not agree(one, other, closely=closely):
+            if not arguments_agree(one, other, closely=closely):
                 return False
         elif one != other:
             return False
@@ -522,14 +528,14 @@ def _is_tensor(description: Any) -> bool:
 _LIFT_FRESH = torch.ops.aten.lift_fresh.default
 
 
-class Counting(Protocol):
+class CallCounter(Protocol):
     """What decisions hang on beside the call itself: how many calls there were before it."""
 
-    calls: defaultdict[Plan, int]
+    calls: defaultdict[CallSite, int]
     alternations: defaultdict[int, int]
 
 
-class Settling(Protocol):
+class StopsEarly(Protocol):
     """What the recomputation mode asks before each op: has everything been filled, and what then."""
 
     @property
@@ -538,7 +544,7 @@ class Settling(Protocol):
 
     verify: Callable[[int, torch.Tensor], None] | None
 
-    def settle(self, written: Sequence[torch.Tensor]) -> None:
+    def stop_before(self, written: Sequence[torch.Tensor]) -> None:
         """An op that writes to ``written`` is about to run although ``done``."""
 
     def after_op(self) -> None:
@@ -548,219 +554,221 @@ class Settling(Protocol):
 class ForwardMode(RegionMode):
     """Runs a region's forward: decides per op, and holds what is saved on the call's record."""
 
-    def __init__(self, record: CallRecord, rows: Rows | None) -> None:
-        super().__init__(record.table)
-        self.record = record
-        self.rows = rows
+    def __init__(self, state: RerunState, op_trace: OpTraceRecorder | None) -> None:
+        super().__init__(state.table)
+        self.state = state
+        self.op_trace = op_trace
         self.hooks = 1  # how many of the innermost saved-tensor hooks are the region's
 
     def whole_modules(self) -> SavingPass | None:
         """Return what keeps them."""
-        record = self.record
-        if record.modules is None:
+        state = self.state
+        if state.modules is None:
             return None
-        return SavingPass(record.modules, lambda: record.packs, self, hooks=self.hooks)
+        return SavingPass(state.modules, lambda: state.packs, self, hooks=self.hooks)
 
     def __enter__(self) -> ForwardMode:
         super().__enter__()
-        self.record.saw_grad = torch.is_grad_enabled()
+        self.state.saw_grad = torch.is_grad_enabled()
         return self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        record = self.record
-        if record.paused:
+        state = self.state
+        if state.paused:
             return func(*args, **kwargs)
-        if record.inside is not None:
-            return self._run_inside(record.inside, func, args, kwargs)
-        plan: Plan | None = self.plans.get(id(func))
-        if plan is None:
-            plan = record.table.plan(func, self.path)
-        if plan.light:
-            record.reads_values = record.reads_values or plan.reads_value
-            record.labels.see(args)
-            out = plan.run(*args, **kwargs)
-            if plan.is_view and func is _LIFT_FRESH:
-                record.labels.name_constant(out)
-            if self.rows is not None:
-                self.rows.add(plan, None, False, args, kwargs, out)
+        if state.inside is not None:
+            return self._run_inside(state.inside, func, args, kwargs)
+        site: CallSite | None = self.sites.get(id(func))
+        if site is None:
+            site = state.table.add_site(func, self.path)
+        if site.is_bookkeeping:
+            state.reads_values = state.reads_values or site.reads_value
+            state.value_ids.see(args)
+            out = site.run(*args, **kwargs)
+            if site.is_view and func is _LIFT_FRESH:
+                state.value_ids.name_constant(out)
+            if self.op_trace is not None:
+                self.op_trace.add(site, None, False, args, kwargs, out)
             return out
-        signature, foreign, made_of = record.labels.signature(plan.key, args, kwargs)
-        if plan.is_random:
-            signature, made_of = record.labels.draw(plan.key, signature), NOT_PARAMETERS
-        if plan.has_generator:
-            _note_generators(record, args, kwargs)
-        if plan.writes:
-            record.before_write(plan, args, kwargs)
-        if plan.counts or plan.candidates:
-            out = self._run_decided(plan, signature, foreign, made_of, args, kwargs)
+        signature, external, made_of = state.value_ids.signature(site.key, args, kwargs)
+        if site.is_random:
+            signature, made_of = state.value_ids.draw(site.key, signature), NOT_PARAMETERS
+        if site.has_generator:
+            _note_generators(state, args, kwargs)
+        if site.writes:
+            state.before_write(site, args, kwargs)
+        if site.may_save or site.conditional_rules:
+            out = self._run_decided(site, signature, external, made_of, args, kwargs)
         else:
-            record.note_reads(args)
-            out = run_op(plan, args, kwargs) if plan.own_body else plan.run(*args, **kwargs)
-            if plan.final is not None:
-                record.hits[plan.final.index] += 1
-            if self.rows is not None:
-                self.rows.add(plan, plan.final, False, args, kwargs, out)
-        if plan.writes:
-            _relabel(record.labels, plan, signature, foreign, args, kwargs, made_of)
-        record.labels.makers[signature] = plan
-        record.labels.name_output(out, signature, foreign, made_of)
-        record.after_op()
+            state.note_reads(args)
+            out = run_op(site, args, kwargs) if site.is_custom_op else site.run(*args, **kwargs)
+            if site.final_rule is not None:
+                state.hits[site.final_rule.index] += 1
+            if self.op_trace is not None:
+                self.op_trace.add(site, site.final_rule, False, args, kwargs, out)
+        if site.writes:
+            _relabel(state.value_ids, site, signature, external, args, kwargs, made_of)
+        state.value_ids.producers[signature] = site
+        state.value_ids.name_output(out, signature, external, made_of)
+        state.after_op()
         return out
 
     def passed_generators(self) -> list[torch.Generator]:
         """See ``Watcher``."""
-        return [generator for generator, _ in self.record.generators.values()]
+        return [generator for generator, _ in self.state.generators.values()]
 
     @contextmanager
-    def watches(self, call: SavedCall) -> Iterator[None]:
+    def watches(self, call: SavedModuleCall) -> Iterator[None]:
         """See ``Watcher``."""
-        self.record.inside = call
+        self.state.inside = call
         try:
             yield
         finally:
-            self.record.inside = None
+            self.state.inside = None
 
-    def returned(self, call: SavedCall, forward: ScopedForward, out: Any) -> None:
+    def returned(self, call: SavedModuleCall, forward: TrackedForward, out: Any) -> None:
         """See ``Watcher``."""
         assert call.result is not None
-        self.record.after_module((kept.held for _, kept in call.result.writes), call.result.where)
-        labels, label = self.record.labels, hash(("module", *call.place))
+        self.state.after_module((kept.held for _, kept in call.result.writes), call.result.where)
+        value_ids, value_id = self.state.value_ids, hash(("module", *call.call_key))
         for position, kept in call.result.writes:
             for number, part in enumerate(tensor_parts(kept.held)):
-                labels.name_output(part, hash((label, "written", position, number)), False)
+                value_ids.name_output(part, hash((value_id, "written", position, number)), False)
         for number, kept in enumerate(call.result.kept):
-            kept.places = labels.name_new(kept.held, hash((label, number)))
-        if self.rows is not None:
+            kept.places = value_ids.name_new(kept.held, hash((value_id, number)))
+        if self.op_trace is not None:
             kept_bytes = sum({**call.inside, **call.result_sizes()}.values())
-            self.rows.add_module(call.place, call.rule, forward.module, out, kept_bytes=kept_bytes, flops=call.flops)
+            self.op_trace.add_module(
+                call.call_key, call.rule, forward.module, out, kept_bytes=kept_bytes, flops=call.flops
+            )
 
-    def _run_inside(self, call: SavedCall, func: Any, args: Any, kwargs: Any) -> Any:
+    def _run_inside(self, call: SavedModuleCall, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an op of a saved module: see what it writes to, and count its FLOPs."""
-        table, path = self.record.table, call.place[0]
-        plan = table.scope(path).get(id(func)) or table.plan(func, path)
-        if plan.light:  # torch asks nested tensors for their layout where an error would end the process
-            return plan.run(*args, **kwargs)
-        if plan.writes:
-            self.record.before_write(plan, args, kwargs)
-        out = run_op(plan, args, kwargs)
-        call.flops += flops_of(plan.op, args, kwargs, out)
+        table, path = self.state.table, call.call_key[0]
+        site = table.sites_of(path).get(id(func)) or table.add_site(func, path)
+        if site.is_bookkeeping:  # torch asks nested tensors for their layout where an error would end the process
+            return site.run(*args, **kwargs)
+        if site.writes:
+            self.state.before_write(site, args, kwargs)
+        out = run_op(site, args, kwargs)
+        call.flops += flops_of(site.op, args, kwargs, out)
         return out
 
-    def _run_decided(self, plan: Plan, signature: int, foreign: bool, made_of: int, args: Any, kwargs: Any) -> Any:
+    def _run_decided(self, site: CallSite, signature: int, external: bool, made_of: int, args: Any, kwargs: Any) -> Any:
         """Run an op that may be saved, decide, and hold its result if so."""
-        record = self.record
+        state = self.state
         before = []
-        if plan.draws and plan.counts:
+        if site.draws and site.may_save:
             before = states_of(_generators(args, kwargs))
-        out = run_op(plan, args, kwargs)
-        record.may_save = record.may_save or plan.counts
-        call = record.calls[plan]
-        twin = record.twins[signature]
-        record.twins[signature] = twin + 1
-        saves, rule = decide(record, plan, args, kwargs, out)
+        out = run_op(site, args, kwargs)
+        state.may_save = state.may_save or site.may_save
+        call = state.calls[site]
+        occurrence = state.occurrences[signature]
+        state.occurrences[signature] = occurrence + 1
+        saves, rule = decide(state, site, args, kwargs, out)
         if rule is not None:
-            record.hits[rule.index] += 1
+            state.hits[rule.index] += 1
         moved = [(g, now) for g, state in before if not equal(now := state_of(g), state)] if saves else []
-        if saves and (_aliases(args, kwargs, out) or (is_large(out, made_of) and not (plan.must_save or moved))):
+        if saves and (_aliases(args, kwargs, out) or (is_large(out, made_of) and not (site.must_save or moved))):
             saves = False
         if saves:
-            value = SavedValue(plan, call, rule, signature, twin, foreign)
-            value.description = record.labels.describe(args, kwargs)
+            value = SavedValue(site, call, rule, signature, occurrence, external)
+            value.description = state.value_ids.describe(args, kwargs)
             value.rng_after = moved
-            record.save(value, out)
+            state.save(value, out)
         else:
-            record.note_reads(args)
-        if self.rows is not None:
-            self.rows.add(plan, rule, saves, args, kwargs, out, call=call)
+            state.note_reads(args)
+        if self.op_trace is not None:
+            self.op_trace.add(site, rule, saves, args, kwargs, out, call=call)
         return out
 
 
 class RecomputeMode(RegionMode):
     """Runs a region again: serves held values in place of their ops, and stops when nothing more is needed."""
 
-    def __init__(self, record: CallRecord, inputs: list[tuple[int, torch.Tensor]], filling: Settling) -> None:
-        super().__init__(record.table)
-        self.record = record
+    def __init__(self, state: RerunState, inputs: list[tuple[int, torch.Tensor]], progress: StopsEarly) -> None:
+        super().__init__(state.table)
+        self.state = state
         self.inputs = inputs
-        self.filling = filling
+        self.progress = progress
 
     def __enter__(self) -> RecomputeMode:
-        self.plans = self.table.scope("")
+        self.sites = self.table.sites_of("")
         self.path = ""
-        self.labels = Labels()
+        self.value_ids = ValueIds()
         for position, tensor in self.inputs:
-            self.labels.name_input_again(tensor, self.record.places[position])
+            self.value_ids.name_input_again(tensor, self.state.input_ids[position])
         self.inputs = []
-        self.filling.verify = self.verify
-        self._was_paused, self.record.paused = self.record.paused, not self.record.forward_over
-        self.record.lenient = self.record.lenient or not self.record.forward_over
-        self.live: list[tuple[Plan, Any]] = []  # calls that ran although a saved value of the same op waits
-        self.record.look_for_overwritten()
-        self.waiting = {(value.signature, value.twin): value for value in self.record.saved}
+        self.progress.verify = self.verify
+        self._was_paused, self.state.paused = self.state.paused, not self.state.forward_over
+        self.state.lenient = self.state.lenient or not self.state.forward_over
+        self.live: list[tuple[CallSite, Any]] = []  # calls that ran although a saved value of the same op waits
+        self.state.look_for_overwritten()
+        self.waiting = {(value.signature, value.occurrence): value for value in self.state.saved}
         # Now, above autograd and outside of this mode: an outer region runs again for them, whole.
         self._fetched: dict[int, torch.Tensor] = {}
-        for value in self.record.saved:
+        for value in self.state.saved:
             map_tensors(value.outputs, self._fetch)
-        modules = self.record.modules
+        modules = self.state.modules
         self._results = modules.fetch_recomputed() if modules is not None else {}
-        self.twins: defaultdict[int, int] = defaultdict(int)
-        self.calls: defaultdict[Plan, int] = defaultdict(int)
-        served = (g for value in self.record.saved for g, _ in value.rng_after)  # serving moves these
-        self._forward_state = ForwardState(self.record.images, self.record.generators, served)
+        self.occurrences: defaultdict[int, int] = defaultdict(int)
+        self.calls: defaultdict[CallSite, int] = defaultdict(int)
+        served = (g for value in self.state.saved for g, _ in value.rng_after)  # serving moves these
+        self._forward_state = PreForwardState(self.state.snapshots, self.state.generators, served)
         self._forward_state.put_back()
         super().__enter__()
         return self
 
     def whole_modules(self) -> ServingPass | None:
         """Return what serves them."""
-        modules = self.record.modules
+        modules = self.state.modules
         if modules is None:
             return None
         fetched, self._results = self._results, {}
-        return ServingPass(modules, fetched, self, self.labels)
+        return ServingPass(modules, fetched, self, self.value_ids)
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self.filling.verify = None
-        self.filling = ToTheEnd()  # it leads to the frame, and if this was an error the frame still leads here
-        self.record.paused = self._was_paused
+        self.progress.verify = None
+        self.progress = NoEarlyStop()  # it leads to the frame, and if this was an error the frame still leads here
+        self.state.paused = self._was_paused
         self._forward_state.undo()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        plan: Plan | None = self.plans.get(id(func))
-        if plan is None:
-            plan = self.record.table.plan(func, self.path)
-        filling = self.filling
-        labels = self.labels
-        if plan.light:
-            labels.see(args)
-            out = plan.run(*args, **kwargs)
-            if plan.is_view and func is _LIFT_FRESH:
-                labels.name_constant(out)
+        site: CallSite | None = self.sites.get(id(func))
+        if site is None:
+            site = self.state.table.add_site(func, self.path)
+        progress = self.progress
+        value_ids = self.value_ids
+        if site.is_bookkeeping:
+            value_ids.see(args)
+            out = site.run(*args, **kwargs)
+            if site.is_view and func is _LIFT_FRESH:
+                value_ids.name_constant(out)
             return out
-        if filling.done:
-            filling.settle(written_tensors(plan, args, kwargs) if plan.writes else ())
-        signature, foreign, _ = labels.signature(plan.key, args, kwargs)
-        if plan.is_random:
-            signature = labels.draw(plan.key, signature)
+        if progress.done:
+            progress.stop_before(written_tensors(site, args, kwargs) if site.writes else ())
+        signature, external, _ = value_ids.signature(site.key, args, kwargs)
+        if site.is_random:
+            signature = value_ids.draw(site.key, signature)
         value = None
-        if plan.counts or plan.candidates:  # the calls that forward counted, and no others
-            value = self._find(plan, signature, args, kwargs)
+        if site.may_save or site.conditional_rules:  # the calls that forward counted, and no others
+            value = self._find(site, signature, args, kwargs)
             if value is not None and not value.overwritten:
-                filling.after_op()
+                progress.after_op()
                 return self._serve(value)
-        if plan.writes:
-            self._check_write(plan, args, kwargs)
-        out = run_op(plan, args, kwargs) if plan.own_body else plan.run(*args, **kwargs)
-        if value is not None and value.must and not same(value.sums, sums_of(out)):
-            raise RegionError(overwritten_problem(self.record.path, plan.op))
-        if plan.writes:
-            _relabel(labels, plan, signature, foreign, args, kwargs)
-        labels.makers[signature] = plan
-        labels.name_output(out, signature, foreign)
-        filling.after_op()
+        if site.writes:
+            self._check_write(site, args, kwargs)
+        out = run_op(site, args, kwargs) if site.is_custom_op else site.run(*args, **kwargs)
+        if value is not None and value.must_save and not same(value.sums, sums_of(out)):
+            raise RegionError(overwritten_problem(self.state.path, site.op))
+        if site.writes:
+            _relabel(value_ids, site, signature, external, args, kwargs)
+        value_ids.producers[signature] = site
+        value_ids.name_output(out, signature, external)
+        progress.after_op()
         return out
 
     def _serve(self, value: SavedValue) -> Any:
@@ -768,7 +776,7 @@ class RecomputeMode(RegionMode):
             generator.set_state(state)
         outputs = map_tensors(value.outputs, self._at_hand) if self._fetched else value.outputs
         out = map_tensors(outputs, _copied if value.written else _fresh)
-        self.labels.name_output(out, value.signature, value.foreign)
+        self.value_ids.name_output(out, value.signature, value.external)
         return out
 
     def _fetch(self, kept: torch.Tensor | Parked) -> None:
@@ -778,51 +786,53 @@ class RecomputeMode(RegionMode):
     def _at_hand(self, kept: torch.Tensor | Parked) -> torch.Tensor | Parked:
         return self._fetched.pop(id(kept), kept)
 
-    def _find(self, plan: Plan, signature: int, args: Any, kwargs: Any) -> SavedValue | None:
+    def _find(self, site: CallSite, signature: int, args: Any, kwargs: Any) -> SavedValue | None:
         """Return the saved value of this call, if it has one, and take it off the waiting list."""
-        call = self.calls[plan]
-        twin = self.twins[signature]
-        self.calls[plan] = call + 1
-        self.twins[signature] = twin + 1
-        value = self.waiting.pop((signature, twin), None)
-        if value is None and signature not in self.record.twins:
-            value = self._match_by_order(plan, call, args, kwargs)
+        call = self.calls[site]
+        occurrence = self.occurrences[signature]
+        self.calls[site] = call + 1
+        self.occurrences[signature] = occurrence + 1
+        value = self.waiting.pop((signature, occurrence), None)
+        if value is None and signature not in self.state.occurrences:
+            value = self._match_by_order(site, call, args, kwargs)
             if value is not None:
-                del self.waiting[value.signature, value.twin]
+                del self.waiting[value.signature, value.occurrence]
         return value
 
-    def _match_by_order(self, plan: Plan, call: int, args: Any, kwargs: Any) -> SavedValue | None:
-        """Return the waiting value of this call in order if its arguments may be the same, see Note [Labels]."""
-        seen = self.labels.describe(args, kwargs)
-        for value in self.record.saved:
-            if value.plan is plan and value.call == call and (value.signature, value.twin) in self.waiting:
-                if agree(value.description, seen, closely=self.record.saw_grad):
+    def _match_by_order(self, site: CallSite, call: int, args: Any, kwargs: Any) -> SavedValue | None:
+        """Return the waiting value of this call in order if its arguments may be the same, see Note [ValueIds]."""
+        seen = self.value_ids.describe(args, kwargs)
+        for value in self.state.saved:
+            if value.site is site and value.call == call and (value.signature, value.occurrence) in self.waiting:
+                if arguments_agree(value.description, seen, closely=self.state.saw_grad):
                     return value
                 break
-        self.live.append((plan, seen))
+        self.live.append((site, seen))
         return None
 
     def verify(self, place: int, tensor: torch.Tensor) -> None:
         """Raise if the ``place``-th tensor that autograd saves is known to be another value than in forward."""
-        packed = self.record.packed
+        packed = self.state.packed
         if place < len(packed):
-            label, foreign, maker = packed[place]
-            if self.record.lenient or label is None:
+            value_id, external, maker = packed[place]
+            if self.state.lenient or value_id is None:
                 return
-            seen = self.labels.of(tensor)
-            tolerated = (foreign or seen in self.labels.foreign) and seen not in self.record.known
-            if label != seen and not tolerated:
-                raise RegionError(swapped_problem(self.record.path, place, tensor, maker, self.labels.makers.get(seen)))
+            seen = self.value_ids.of(tensor)
+            tolerated = (external or seen in self.value_ids.external) and seen not in self.state.known
+            if value_id != seen and not tolerated:
+                raise RegionError(
+                    swapped_problem(self.state.path, place, tensor, maker, self.value_ids.producers.get(seen))
+                )
 
-    def _check_write(self, plan: Plan, args: Any, kwargs: Any) -> None:
+    def _check_write(self, site: CallSite, args: Any, kwargs: Any) -> None:
         """Raise if the region now writes to a held value that it did not write to in forward."""
-        held = self.record.held_addresses
-        for part in _written_parts(plan, args, kwargs):
+        held = self.state.held_addresses
+        for part in _written_parts(site, args, kwargs):
             if storage_address(part) in held:
                 raise RegionError(
                     Problem(
-                        where=self.record.path or "region",
-                        found=f"{plan.op} writes to a saved value in recomputation, and did not in forward",
+                        where=self.state.path or "region",
+                        found=f"{site.op} writes to a saved value in recomputation, and did not in forward",
                         fix=OTHER_WRITE,
                     )
                 )
@@ -832,12 +842,12 @@ class RecomputeMode(RegionMode):
 
         ``reached`` is the last of the tensors saved in forward that this run was to fill: what comes later was not run.
         """
-        for value in self.record.saved:
-            if (value.signature, value.twin) not in self.waiting or value.packs_before > reached:
+        for value in self.state.saved:
+            if (value.signature, value.occurrence) not in self.waiting or value.packs_before > reached:
                 continue
-            rivals = [(plan, seen) for plan, seen in self.live if plan is value.plan]
-            if rivals or value.must or value.rng_after:
-                raise RegionError(unmatched_problem(self.record.path, value, rivals))
+            rivals = [(site, seen) for site, seen in self.live if site is value.site]
+            if rivals or value.must_save or value.rng_after:
+                raise RegionError(unmatched_problem(self.state.path, value, rivals))
 
 
 def _copied(kept: torch.Tensor | Parked) -> torch.Tensor:
@@ -848,36 +858,42 @@ def _fresh(kept: torch.Tensor | Parked) -> torch.Tensor:
     return fetch(kept).detach()
 
 
-def decide(record: Counting, plan: Plan, args: Any, kwargs: Any, out: Any) -> tuple[bool, BoundRule | None]:
+def decide(state: CallCounter, site: CallSite, args: Any, kwargs: Any, out: Any) -> tuple[bool, ResolvedRule | None]:
     """Return whether this call's result is saved, and the rule that matched; counts the call."""
-    call = record.calls[plan]
-    record.calls[plan] = call + 1
-    saves, rule = plan.final_saves, plan.final
-    for candidate in plan.candidates:
-        if candidate.matches(call, args, kwargs, out):
-            rule, saves = candidate.bound, candidate.saves
-            if candidate.alternates:
-                turn = record.alternations[rule.index]
-                record.alternations[rule.index] = turn + 1
+    call = state.calls[site]
+    state.calls[site] = call + 1
+    saves, rule = site.final_saves, site.final_rule
+    for conditional in site.conditional_rules:
+        if conditional.matches(call, args, kwargs, out):
+            rule, saves = conditional.resolved, conditional.saves
+            if conditional.alternates:
+                turn = state.alternations[rule.index]
+                state.alternations[rule.index] = turn + 1
                 saves = turn % 2 == 0
             break
-    if not saves and plan.must_save:
-        condition = plan.must_save_condition
+    if not saves and site.must_save:
+        condition = site.must_save_condition
         saves = condition is None or condition(args, kwargs, out)
-    if saves and plan.savable_if is not None:
-        saves = plan.savable_if(args, kwargs, out)
+    if saves and site.savable_if is not None:
+        saves = site.savable_if(args, kwargs, out)
     return saves, rule
 
 
-def _written_parts(plan: Plan, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    return [part for tensor in written_tensors(plan, args, kwargs) for part in written_parts(tensor)]
+def _written_parts(site: CallSite, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    return [part for tensor in written_tensors(site, args, kwargs) for part in written_parts(tensor)]
 
 
 def _relabel(
-    labels: Labels, plan: Plan, signature: int, foreign: bool, args: Any, kwargs: Any, made_of: int = NOT_PARAMETERS
+    value_ids: ValueIds,
+    site: CallSite,
+    signature: int,
+    external: bool,
+    args: Any,
+    kwargs: Any,
+    made_of: int = NOT_PARAMETERS,
 ) -> None:
-    for place, part in enumerate(_written_parts(plan, args, kwargs)):
-        labels.name_output(part, hash((signature, "written", place)), foreign, made_of)
+    for place, part in enumerate(_written_parts(site, args, kwargs)):
+        value_ids.name_output(part, hash((signature, "written", place)), external, made_of)
 
 
 def _generators(args: Any, kwargs: Any) -> list[torch.Generator]:
@@ -885,10 +901,10 @@ def _generators(args: Any, kwargs: Any) -> list[torch.Generator]:
     return passed or default_generators(args, kwargs)
 
 
-def _note_generators(record: CallRecord, args: Any, kwargs: Any) -> None:
+def _note_generators(state: RerunState, args: Any, kwargs: Any) -> None:
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Generator):
-            record.note_generator(value)
+            state.note_generator(value)
 
 
 def _aliases(args: Any, kwargs: Any, out: Any) -> bool:
@@ -907,69 +923,69 @@ class RerunRecorder:
 
     def __init__(
         self,
-        table: Table,
+        table: DecisionTable,
         path: str,
         owners: tuple[nn.Module, ...],
-        rows: Rows | None = None,
+        op_trace: OpTraceRecorder | None = None,
         *,
         freeze_buffers: bool = True,
         early_stop: bool = True,
         modules: SavedModules | None = None,
-        apart: frozenset[int] = frozenset(),
+        not_recomputed: frozenset[int] = frozenset(),
         verifies: bool = True,
     ) -> None:
-        self.record = CallRecord(table, path, owners, freeze_buffers=freeze_buffers, modules=modules, verifies=verifies)
-        self.apart = apart
+        self.state = RerunState(table, path, owners, freeze_buffers=freeze_buffers, modules=modules, verifies=verifies)
+        self.not_recomputed = not_recomputed
         self.early_stop = early_stop
-        self.rows = rows
+        self.op_trace = op_trace
         self.needs_mode = self.reads_values = False
         self.writes_or_draws = True  # after the forward: whether this alone needs a recorder
         self.chose_at: frozenset[str] = frozenset()  # after the forward: paths of modules in which ops chose
-        self.figures: KeptFigures | None = None
+        self.figures: SavedFigures | None = None
         self._recompute: RecomputeMode | None = None
         self._reached = -1
 
     def begin(self, inputs: KeptInputs) -> None:
         """The region is about to run on ``inputs``."""
-        self.record.inputs = inputs
-        if self.record.modules is not None:
-            self.record.modules.begin(inputs)
+        self.state.inputs = inputs
+        if self.state.modules is not None:
+            self.state.modules.begin(inputs)
         # Without rules the calls of a region that have a recorder and those that have none must run the same ops again:
         # the collectives among them have to meet those of other ranks. To the end: what is kept asks for no
         # recomputation, and every rank has to run one.
-        has_rules = bool(self.record.table.rules)
-        self.record.keeps_persistent = has_rules and self.early_stop and surrounding_hooks() is None
+        has_rules = bool(self.state.table.rules)
+        self.state.keeps_persistent = has_rules and self.early_stop and surrounding_hooks() is None
         for kept in inputs.tensors:
             if isinstance(kept.data, torch.Tensor):
-                self.record.labels.name_input(kept.data, kept.position, lasts=kept.stored is None)
+                self.state.value_ids.name_input(kept.data, kept.position, lasts=kept.stored is None)
 
     def forward_mode(self) -> AbstractContextManager[Any]:
         """Return the mode that decides."""
-        return ForwardMode(self.record, self.rows)
+        return ForwardMode(self.state, self.op_trace)
 
     def pack(self, tensor: torch.Tensor, handle: Handle) -> None:
-        """See ``CallRecord.pack``."""
-        if not self.record.paused:
-            self.record.pack(tensor, handle)
+        """See ``RerunState.pack``."""
+        if not self.state.paused:
+            self.state.pack(tensor, handle)
 
     def close(self, kept: list[Handle], last_missing: int) -> bool:
-        """See ``CallRecord.close``."""
-        free = self.record.close(kept, last_missing)
-        self.figures = figures_of(self.record, kept)
-        self.record.decided = []
-        self.writes_or_draws = self.record.writes_or_draws
-        self.chose_at = frozenset(plan.path for plan in self.record.calls if plan.must_save)
-        self.needs_mode, self.reads_values = self.record.needs_mode, self.record.reads_values
+        """See ``RerunState.close``."""
+        free = self.state.close(kept, last_missing)
+        self.figures = figures_of(self.state, kept)
+        self.state.decided = []
+        self.writes_or_draws = self.state.writes_or_draws
+        self.chose_at = frozenset(site.path for site in self.state.calls if site.must_save)
+        self.needs_mode, self.reads_values = self.state.needs_mode, self.state.reads_values
         return free
 
     def park(self, hooks: PackHooks) -> None:
-        """See ``CallRecord.park``."""
-        self.record.park(hooks)
+        """See ``RerunState.park``."""
+        self.state.park(hooks)
 
-    def recompute_mode(self, inputs: list[tuple[int, torch.Tensor]], ending: Ending) -> RecomputeMode:
+    def recompute_mode(self, inputs: list[tuple[int, torch.Tensor]], progress: Progress) -> RecomputeMode:
         """Return the mode that serves."""
-        self._recompute = RecomputeMode(self.record, inputs, ending)
-        self._reached = ending.last_missing
+        self._recompute = RecomputeMode(self.state, inputs, progress)
+        self._reached = progress.last_missing
         return self._recompute
 
     def check_recomputed(self) -> None:
@@ -980,34 +996,34 @@ class RerunRecorder:
 
     def drop(self) -> None:
         """Let every held value go."""
-        self.record.drop()
+        self.state.drop()
 
 
-def figures_of(record: CallRecord, kept: Iterable[Handle]) -> KeptFigures:
+def figures_of(state: RerunState, kept: Iterable[Handle]) -> SavedFigures:
     """Count the storages that ``record`` and the handles of its region hold, each once and under its rule."""
     sizes: dict[int, tuple[int, int]] = {}  # address -> (bytes, rule)
-    whole = record.table.whole_rule("") if record.table.saves_whole("") else None
+    whole = state.table.whole_rule("") if state.table.saves_whole("") else None
     of_no_op = whole.index if whole is not None else NO_RULE
-    for value in record.saved:
+    for value in state.saved:
         rule = value.rule.index if value.rule is not None else NO_RULE
         for tensor in tensors_of(value.outputs):
             sizes.update({address: (size, rule) for address, size in storage_sizes(tensor).items()})
-    calls = list(record.modules.calls.values()) if record.modules is not None else []
+    calls = list(state.modules.calls.values()) if state.modules is not None else []
     for call in calls:
         sizes.update({address: (size, call.rule.index) for address, size in call.result_sizes().items()})
     for handle in kept:
         if not handle.borrowed and isinstance(handle.value, torch.Tensor):
-            rule = record.rule_of.get(handle.storage, of_no_op)
+            rule = state.rule_of.get(handle.storage, of_no_op)
             for address, size in storage_sizes(handle.value).items():
                 sizes.setdefault(address, (size, rule))
     rules: defaultdict[int, int] = defaultdict(int)
-    for value in record.decided:
+    for value in state.decided:
         rules[value.rule.index if value.rule is not None else NO_RULE] += 0
     for size, rule in sizes.values():
         rules[rule] += size
-    hits = dict(record.hits)
-    if record.modules is not None:
-        hits |= record.modules.hits
-        for rule, size in record.modules.learnt.bytes_inside.items():
+    hits = dict(state.hits)
+    if state.modules is not None:
+        hits |= state.modules.hits
+        for rule, size in state.modules.evidence.bytes_inside.items():
             rules[rule] += size
-    return KeptFigures(sum(rules.values()), record.dead_bytes, dict(rules), hits)
+    return SavedFigures(sum(rules.values()), state.dead_bytes, dict(rules), hits)

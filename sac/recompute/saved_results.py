@@ -50,12 +50,12 @@ class Serving:
     """
 
     given: list[Any]
-    name: Callable[[KeptLeaf, torch.Tensor], None]
+    name: Callable[[SavedLeaf, torch.Tensor], None]
     fetched: dict[int, torch.Tensor]
     storages: dict[int, torch.UntypedStorage] = field(default_factory=dict)
 
 
-class KeptLeaf:
+class SavedLeaf:
     """One tensor without its graph.
 
     ``places``: label and offset of each of its parts, where labels are used. ``is_borrowed``: it is a leaf that needs a
@@ -197,7 +197,7 @@ class HoldingObject:
         return built
 
 
-STANDING = (KeptLeaf, Argument, ArgumentView, HoldingObject)
+STANDING = (SavedLeaf, Argument, ArgumentView, HoldingObject)
 
 
 def made(leaf: Any, serving: Serving) -> Any:
@@ -238,7 +238,7 @@ def versions_of(leaves: list[Any]) -> list[int]:
     return [version_of(leaf) if isinstance(leaf, torch.Tensor) else 0 for leaf in leaves]
 
 
-class KeptResult:
+class ModuleResult:
     """What one call of a saved module left behind; see the Note. ``where`` names the module in messages."""
 
     __slots__ = ("_arguments", "_leaves", "_spec", "_storages", "_views", "kept", "packs_before", "where", "writes")
@@ -246,10 +246,10 @@ class KeptResult:
     def __init__(self, out: Any, given: list[Any], before: list[int], where: str) -> None:
         self.where = where
         self.packs_before = 0
-        self.kept: list[KeptLeaf] = []
-        self._arguments = {id(leaf): place for place, leaf in enumerate(given) if type(leaf) not in PLAIN}
-        plain = [(place, leaf) for place, leaf in enumerate(given) if type(leaf) in (torch.Tensor, Parameter)]
-        self._storages = {storage_address(leaf): (place, leaf) for place, leaf in plain}
+        self.kept: list[SavedLeaf] = []
+        self._arguments = {id(leaf): call_key for call_key, leaf in enumerate(given) if type(leaf) not in PLAIN}
+        plain = [(call_key, leaf) for call_key, leaf in enumerate(given) if type(leaf) in (torch.Tensor, Parameter)]
+        self._storages = {storage_address(leaf): (call_key, leaf) for call_key, leaf in plain}
         self._views: list[ArgumentView] = []
         self._spec: Any = None
         if isinstance(out, torch.Tensor):
@@ -257,10 +257,10 @@ class KeptResult:
         else:
             leaves, self._spec = tree_flatten(out)
             self._leaves = [self._keep(leaf, 0) for leaf in leaves]
-        self.writes: list[tuple[int, KeptLeaf]] = [
-            (place, KeptLeaf(leaf))
-            for place, leaf in enumerate(given)
-            if isinstance(leaf, torch.Tensor) and version_of(leaf) != before[place]
+        self.writes: list[tuple[int, SavedLeaf]] = [
+            (call_key, SavedLeaf(leaf))
+            for call_key, leaf in enumerate(given)
+            if isinstance(leaf, torch.Tensor) and version_of(leaf) != before[call_key]
         ]
         self.kept += [kept for _, kept in self.writes]
         self._arguments, self._storages = {}, {}
@@ -276,7 +276,7 @@ class KeptResult:
             if found is not None and _lies_in(leaf, found[1]):
                 self._views.append(ArgumentView(leaf, found[1], found[0]))
                 return self._views[-1]
-            self.kept.append(KeptLeaf(leaf))
+            self.kept.append(SavedLeaf(leaf))
             return self.kept[-1]
         return leaf if isinstance(leaf, _OPAQUE) or depth == _DEEPEST else self._keep_object(leaf, depth)
 
@@ -315,7 +315,7 @@ class KeptResult:
 
     def compact(self) -> None:
         """Let small parts of a large storage not hold all of it."""
-        groups: dict[int, list[KeptLeaf]] = {}
+        groups: dict[int, list[SavedLeaf]] = {}
         for kept in self.kept:
             if type(kept.data) is torch.Tensor and not kept.copied:
                 groups.setdefault(storage_address(kept.data), []).append(kept)
@@ -333,9 +333,9 @@ class KeptResult:
 
     def build(self, serving: Serving) -> Any:
         """Return what the module would have returned; its arguments are written to as it would have written to them."""
-        for place, written in self.writes:
-            written.write_to(serving.given[place], serving)
-            serving.name(written, serving.given[place])
+        for call_key, written in self.writes:
+            written.write_to(serving.given[call_key], serving)
+            serving.name(written, serving.given[call_key])
         leaves = [made(leaf, serving) for leaf in self._leaves]
         return leaves[0] if self._spec is None else tree_unflatten(leaves, self._spec)
 
@@ -378,7 +378,7 @@ def generators_at(settings: Settings) -> list[torch.Generator]:
     return generators_now(settings) if settings.preserve_rng_state else []
 
 
-class KeptStates:
+class ModuleStates:
     """Made before ``modules`` run, and closed after that: then it holds what has changed of what they can reach.
 
     That is the states of generators, and Python state (Note [Python state]). Of trackers and of the user's state

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sac.recompute.op_rows import KeptFigures
-from sac.recompute.table import Plan
+from sac.recompute.op_rows import SavedFigures
+from sac.recompute.table import CallSite
 from sac.recompute.tape import Tape
 
 # -- Which entries of a tape have to run again to give backward what it waits for, and how long each value is needed
@@ -44,7 +44,7 @@ class Step:
 
 
 @dataclass(slots=True)
-class ReplayPlan:
+class ReplaySchedule:
     """Steps in order. ``fills``: handles that are filled before the first. ``written``: roots that steps write to."""
 
     steps: list[Step]
@@ -57,9 +57,9 @@ class ReplayPlan:
     steps_by_number: dict[int, Step] = field(default_factory=dict)
 
 
-def plan_replay(
-    tape: Tape, wanted: Sequence[Wanted], *, early_stop: bool = True, whole: ReplayPlan | None = None
-) -> ReplayPlan:
+def schedule_replay(
+    tape: Tape, wanted: Sequence[Wanted], *, early_stop: bool = True, whole: ReplaySchedule | None = None
+) -> ReplaySchedule:
     """Return what to run again so that all ``wanted`` can be filled; see Note [What is replayed].
 
     ``whole``: the plan for all that was missing at the end of the forward, where this one is for a part of it.
@@ -70,14 +70,14 @@ def plan_replay(
     left = sorted(wanted, key=lambda one: one.time)
     last = left[-1].time if left else 0
     if walk.to_the_end:
-        last = len(tape.plans)
+        last = len(tape.sites)
     for number in range(last - 1, -1, -1):
         while left and left[-1].time > number:
             walk.want(left.pop())
         walk.visit(number)
     for one in left:
         walk.want(one)
-    return walk.plan(wanted)
+    return walk.schedule(wanted)
 
 
 class _Walk:
@@ -101,7 +101,7 @@ class _Walk:
 
     def visit(self, number: int) -> None:
         tape = self._tape
-        first, count = tape.firsts[number], tape.counts.get(number, 1)
+        first, count = tape.first_outputs[number], tape.output_counts.get(number, 1)
         needed, waiting = self._needed, self._waiting
         outputs = [
             (place, value)
@@ -134,24 +134,24 @@ class _Walk:
         if self.unsaved is not None:
             return number in self.unsaved
         tape = self._tape
-        plan = tape.plans[number]
-        if not self.to_the_end or not isinstance(plan, Plan) or plan.is_view:
+        schedule = tape.sites[number]
+        if not self.to_the_end or not isinstance(schedule, CallSite) or schedule.is_view:
             return False
-        first = tape.firsts[number]
-        results = range(first, first + tape.counts.get(number, 1))
+        first = tape.first_outputs[number]
+        results = range(first, first + tape.output_counts.get(number, 1))
         return not results or any(value not in self._kept for value in results)
 
     def _is_due(self, number: int) -> bool:
         """Whether a collective has to run although nothing here reads it."""
         tape = self._tape
-        plan = tape.plans[number]
-        if not getattr(plan, "is_collective", False):
+        schedule = tape.sites[number]
+        if not getattr(schedule, "is_collective", False):
             return False
         if not (self._steps or self._waiting):
             return False
-        first = tape.firsts[number]
-        results = range(first, first + tape.counts.get(number, 1))
-        if plan.is_view and all(value in self._kept for value in tape.reads[number]):
+        first = tape.first_outputs[number]
+        results = range(first, first + tape.output_counts.get(number, 1))
+        if schedule.is_view and all(value in self._kept for value in tape.reads[number]):
             return False  # the wait for a result that is kept
         return not results or any(value not in self._kept for value in results)
 
@@ -161,10 +161,10 @@ class _Walk:
             frees.append(value)
         self._needed_roots.add(self._roots[value])
 
-    def plan(self, wanted: Sequence[Wanted]) -> ReplayPlan:
+    def schedule(self, wanted: Sequence[Wanted]) -> ReplaySchedule:
         fills = [(handle, value) for value, handles in self._waiting.items() for handle in handles]
         read = self._needed | {value for _, value in fills}
-        return ReplayPlan(
+        return ReplaySchedule(
             steps=self._steps[::-1],
             fills=fills,
             kept=sorted(value for value in read if value in self._kept),
@@ -186,7 +186,7 @@ class _Walk:
 Places = dict[int, tuple[int, int, int]]
 
 
-class Program:
+class TapeLayout:
     """The shape of a tape, and its plan; see Note [Programs]. ``places``: of missing handles on the tape."""
 
     __slots__ = (
@@ -201,37 +201,37 @@ class Program:
         "_roots",
         "_writes",
         "figures",
-        "plan",
+        "schedule",
         "sizes",
     )
 
-    def __init__(self, tape: Tape, places: Places, missing: list[int], plan: ReplayPlan) -> None:
-        self.plan = plan
+    def __init__(self, tape: Tape, places: Places, missing: list[int], schedule: ReplaySchedule) -> None:
+        self.schedule = schedule
         self.sizes: list[int] = []  # bytes of what the policy saved in the call that was counted last
-        self.figures: KeptFigures | None = None  # of that call
-        self._plans, self._reads, self._firsts, self._roots = tape.plans, tape.reads, tape.firsts, tape.roots
-        self._counts, self._writes = tape.counts, tape.writes
+        self.figures: SavedFigures | None = None  # of that call
+        self._plans, self._reads, self._firsts, self._roots = tape.sites, tape.reads, tape.first_outputs, tape.roots
+        self._counts, self._writes = tape.output_counts, tape.writes
         self._kept, self._leaves = [*tape.kept], _positions(tape)
         self._places, self._missing = places, missing
 
-    def fits(self, tape: Tape, places: Places, missing: list[int]) -> bool:
+    def matches(self, tape: Tape, places: Places, missing: list[int]) -> bool:
         """Return whether the plan is that of ``tape`` too."""
         return (
-            self._plans == tape.plans
+            self._plans == tape.sites
             and self._reads == tape.reads
-            and self._firsts == tape.firsts
+            and self._firsts == tape.first_outputs
             and self._roots == tape.roots
             and self._missing == missing
             and self._places == places
-            and self._counts == tape.counts
+            and self._counts == tape.output_counts
             and self._writes == tape.writes
             and self._kept == [*tape.kept]
             and self._leaves == _positions(tape)
         )
 
-    def lend(self, tape: Tape) -> None:
+    def share_lists_with(self, tape: Tape) -> None:
         """Let ``tape``, which fits, use the lists that all such tapes have in common."""
-        tape.plans, tape.reads, tape.firsts, tape.roots = self._plans, self._reads, self._firsts, self._roots
+        tape.sites, tape.reads, tape.first_outputs, tape.roots = self._plans, self._reads, self._firsts, self._roots
 
 
 def _positions(tape: Tape) -> list[Any]:

@@ -18,7 +18,7 @@ from sac.ops.names import NameProblem, OpMatcher, check_sets, is_must_save, op_n
 from sac.ops.registry import read_registry
 from sac.ops.save_sets import CONDITIONS
 from sac.policy.model import ALTERNATE, Decision, Policy, Rule
-from sac.recompute.autocast import as_called, has_own_body
+from sac.recompute.autocast import as_called, is_custom_op
 from sac.torch_private import OpOverload
 
 # -- What a policy means for one kind of region: per module path and op a plan that costs one lookup
@@ -31,7 +31,7 @@ Condition = Callable[[tuple[Any, ...], Mapping[str, Any], Any], bool]
 
 
 @dataclass(frozen=True, slots=True)
-class BoundRule:
+class ResolvedRule:
     """A rule of a policy with its op names resolved on this build of torch; ``index`` is its place in the policy."""
 
     rule: Rule
@@ -49,17 +49,17 @@ class BoundRule:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class ConditionalRule:
     """A rule that may match a call of one op, depending on the call."""
 
-    bound: BoundRule
+    resolved: ResolvedRule
     alternates: bool
     saves: bool
     condition: Condition | None
 
     def matches(self, call: int, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> bool:
         """Return whether use number ``call`` with these arguments and this result is meant."""
-        rule = self.bound.rule
+        rule = self.resolved.rule
         if rule.call is not None and not rule.call.matches(call):
             return False
         if rule.shape is not None or rule.dtype or rule.min_bytes:
@@ -69,38 +69,38 @@ class Candidate:
         return self.condition is None or self.condition(args, kwargs, out)
 
 
-class Plan:
+class CallSite:
     """All that the modes need to know of one op at one module path."""
 
     __slots__ = (
         "calls_on_inputs",
-        "candidates",
+        "conditional_rules",
         "constants",
-        "counts",
-        "decides",
         "draws",
-        "final",
+        "final_rule",
         "final_saves",
-        "flat",
+        "has_decision",
         "has_generator",
+        "is_bookkeeping",
         "is_cheap",
         "is_collective",
+        "is_custom_op",
+        "is_flat",
+        "is_ordinary",
         "is_random",
-        "is_silent",
-        "is_usual",
+        "is_unrecorded",
         "is_view",
         "key",
-        "light",
+        "may_save",
         "must_save",
         "must_save_condition",
         "op",
-        "own_body",
         "path",
-        "places",
         "reads_value",
         "run",
         "savable",
         "savable_if",
+        "tensor_positions",
         "traits",
         "view_of",
         "writes",
@@ -115,29 +115,31 @@ class Plan:
         self.is_view = traits.is_view
         self.writes = bool(traits.mutated_args or traits.mutated_kwargs)
         # What returns no tensor and writes none asks for a size, a stride or a value: there is nothing to hold or name.
-        self.light = traits.is_infrastructure or traits.is_view or not (traits.returns_tensor or self.writes)
+        self.is_bookkeeping = traits.is_infrastructure or traits.is_view or not (traits.returns_tensor or self.writes)
         self.is_collective = traits.is_collective
         # What the tape passes over: marks of a profiler, and ops that ask for a size, a stride or a number.
-        self.is_silent = not traits.is_collective and (
+        self.is_unrecorded = not traits.is_collective and (
             traits.is_infrastructure or not (traits.returns_tensor or self.writes)
         )
-        self.reads_value = self.is_silent and op_name(op) in _VALUE_READERS  # the program may branch on what it gives
+        self.reads_value = (
+            self.is_unrecorded and op_name(op) in _VALUE_READERS
+        )  # the program may branch on what it gives
         # An op without any of the traits that the tape has to look at: it reads tensors and makes a tensor.
-        self.places = traits.tensor_places
+        self.tensor_positions = traits.tensor_positions
         self.view_of = traits.view_of
-        self.is_usual = traits.is_flat and not (
+        self.is_ordinary = traits.is_flat and not (
             self.writes
             or traits.may_draw
             or traits.is_factory
             or traits.is_infrastructure
-            or self.is_silent
+            or self.is_unrecorded
             or (self.is_view and traits.view_of < 0)
-            or has_own_body(op)
+            or is_custom_op(op)
         )
-        self.decides = False  # whether a rule, the default or the must-save tier has a word on its result
+        self.has_decision = False  # whether a rule, the default or the must-save tier has a word on its result
         self.has_generator = bool(traits.generator_args or traits.generator_kwargs)
         self.draws = traits.may_draw
-        self.flat = traits.is_flat
+        self.is_flat = traits.is_flat
         self.savable = not traits.unsavable_reason or bool(traits.savable_if)
         self.savable_if = CONDITIONS[traits.savable_if] if traits.savable_if else None
         # What follows is learnt from earlier calls, and can change no result. Both say what is held, and what is held
@@ -146,23 +148,23 @@ class Plan:
         # Place on the tape -> shape of what an op of constants made there, and whether it was one still when read.
         self.constants: dict[int, tuple[torch.Size, bool]] = {}
         self.calls_on_inputs: set[int] = set()  # calls whose results were seen not to be made from parameters alone
-        self.candidates: tuple[Candidate, ...] = ()
-        self.final: BoundRule | None = None
+        self.conditional_rules: tuple[ConditionalRule, ...] = ()
+        self.final_rule: ResolvedRule | None = None
         self.final_saves = False
         self.must_save = False
         self.must_save_condition: Condition | None = None
-        self.counts = False
+        self.may_save = False
         self.is_random = traits.is_random
-        self.own_body = has_own_body(op)
+        self.is_custom_op = is_custom_op(op)
         self.is_cheap = op_name(op).startswith("aten.") and not has_formula(op)
 
 
-def run_op(plan: Plan, args: Any, kwargs: Any) -> Any:
+def run_op(site: CallSite, args: Any, kwargs: Any) -> Any:
     """Run the plan's op as its caller would have run it without a mode."""
-    if plan.own_body:
-        with as_called(plan.op, args):
-            return plan.op(*args, **kwargs)
-    return plan.run(*args, **kwargs)
+    if site.is_custom_op:
+        with as_called(site.op, args):
+            return site.op(*args, **kwargs)
+    return site.run(*args, **kwargs)
 
 
 @dataclass(slots=True)
@@ -174,7 +176,7 @@ class TracedCalls:
     hits: dict[int, int] = field(default_factory=dict)
 
 
-class Table:
+class DecisionTable:
     """The rules that hold for one layer of one stack, and the plans they make; see ``plan``.
 
     ``must_save``: nondeterministic routing ops are kept although no rule says so (promise 10). ``traced`` is None as
@@ -182,91 +184,97 @@ class Table:
     or its backend ran op by op after all.
     """
 
-    def __init__(self, policy: Policy, rules: tuple[BoundRule, ...], *, must_save: bool = True) -> None:
+    def __init__(self, policy: Policy, rules: tuple[ResolvedRule, ...], *, must_save: bool = True) -> None:
         self.policy = policy
         self.rules = rules
         self.default = policy.default
         self.must_save = must_save
-        self._whole: dict[str, BoundRule | None] = {}
-        self.speaks_of_modules = any(bound.rule.speaks_of_module and bound.saves for bound in rules)
+        self._whole: dict[str, ResolvedRule | None] = {}
+        self.matches_modules = any(resolved.rule.matches_module and resolved.saves for resolved in rules)
         self.saves_everything = self._saves_everything()
         self.decides_on_ops = not self.saves_everything and (
-            self.default is Decision.SAVE or any(one.saves and not one.rule.speaks_of_module for one in rules)
+            self.default is Decision.SAVE or any(one.saves and not one.rule.matches_module for one in rules)
         )
         self.traced: TracedCalls | None = None
         self.left_in_eager = 0
-        self._plans: dict[str, dict[int, Plan]] = {}  # by the id of the op: its hash is a function in Python
+        self._sites: dict[str, dict[int, CallSite]] = {}  # by the id of the op: its hash is a function in Python
 
-    def scope(self, path: str) -> dict[int, Plan]:
+    def sites_of(self, path: str) -> dict[int, CallSite]:
         """Return the plans made so far, by op's id, for ops run inside the module at ``path`` of the region."""
-        return self._plans.setdefault(path, {})
+        return self._sites.setdefault(path, {})
 
     def _saves_everything(self) -> bool:
         """Whether the policy leaves nothing to recompute: autograd alone does what it asks."""
         if self.saves_whole(""):
             return True
-        return all(bound.rule.do == Decision.SAVE.value for bound in self.rules) and (
-            self.default is Decision.SAVE or any(_matches_every_call(bound.rule) for bound in self.rules)
+        return all(resolved.rule.do == Decision.SAVE.value for resolved in self.rules) and (
+            self.default is Decision.SAVE or any(_matches_every_call(resolved.rule) for resolved in self.rules)
         )
 
     def saves_whole(self, path: str) -> bool:
         """Return whether every call of the module at ``path`` is saved as a whole."""
-        bound = self.whole_rule(path)
-        return bound is not None and bound.rule.do == Decision.SAVE.value
+        resolved = self.whole_rule(path)
+        return resolved is not None and resolved.rule.do == Decision.SAVE.value
 
-    def whole_rule(self, path: str) -> BoundRule | None:
+    def whole_rule(self, path: str) -> ResolvedRule | None:
         """Return the rule that decides on the module at ``path`` as a whole, if one does."""
         try:
             return self._whole[path]
         except KeyError:
             return self._whole.setdefault(path, next((one for one in self.rules if _decides_on(one.rule, path)), None))
 
-    def plan(self, op: Any, path: str) -> Plan:
+    def add_site(self, op: Any, path: str) -> CallSite:
         """Make (and remember) the plan for ``op`` inside the module at ``path``."""
-        plan = Plan(op, path, traits_of(op))
-        if plan.savable and not plan.light:
-            self._bind(plan)
-        plan.decides = bool(plan.counts or plan.candidates or plan.final is not None)
-        self._plans.setdefault(path, {})[id(op)] = plan
-        return plan
+        site = CallSite(op, path, traits_of(op))
+        if site.savable and not site.is_bookkeeping:
+            self._resolve(site)
+        site.has_decision = bool(site.may_save or site.conditional_rules or site.final_rule is not None)
+        self._sites.setdefault(path, {})[id(op)] = site
+        return site
 
-    def _bind(self, plan: Plan) -> None:
-        candidates: list[Candidate] = []
-        plan.final_saves = self.default is Decision.SAVE
+    def _resolve(self, site: CallSite) -> None:
+        conditional_rules: list[ConditionalRule] = []
+        site.final_saves = self.default is Decision.SAVE
         rules = self.rules
         if self.saves_whole(""):
-            plan.final, plan.final_saves, rules = self.whole_rule(""), True, ()
-        for bound in rules:
-            rule = bound.rule
-            if rule.speaks_of_module:
-                if not bound.saves and any(_decides_on(rule, path) for path in paths_up(plan.path)):
-                    plan.final, plan.final_saves = bound, False
+            site.final_rule, site.final_saves, rules = self.whole_rule(""), True, ()
+        for resolved in rules:
+            rule = resolved.rule
+            if rule.matches_module:
+                if not resolved.saves and any(_decides_on(rule, path) for path in paths_up(site.path)):
+                    site.final_rule, site.final_saves = resolved, False
                     break
                 continue
-            if rule.module is not None and not rule.module.matches(plan.path):
+            if rule.module is not None and not rule.module.matches(site.path):
                 continue
-            if not bound.matcher.matches(plan.op):
+            if not resolved.matcher.matches(site.op):
                 continue
-            name = bound.matcher.conditional(plan.op)
+            name = resolved.matcher.conditional(site.op)
             condition = CONDITIONS[name] if name else None
             if rule.do != ALTERNATE and condition is None and not _depends_on_call(rule):
-                plan.final, plan.final_saves = bound, bound.saves
+                site.final_rule, site.final_saves = resolved, resolved.saves
                 break
-            candidates.append(Candidate(bound, rule.do == ALTERNATE, bound.saves, condition))
-        plan.candidates = tuple(candidates)
-        plan.must_save, condition_name = self._must_save(plan)
-        plan.must_save_condition = CONDITIONS[condition_name] if condition_name else None
-        plan.counts = plan.final_saves or plan.must_save or any(candidate.saves for candidate in candidates)
+            conditional_rules.append(ConditionalRule(resolved, rule.do == ALTERNATE, resolved.saves, condition))
+        site.conditional_rules = tuple(conditional_rules)
+        site.must_save, condition_name = self._must_save(site)
+        site.must_save_condition = CONDITIONS[condition_name] if condition_name else None
+        site.may_save = (
+            site.final_saves or site.must_save or any(conditional.saves for conditional in conditional_rules)
+        )
 
-    def _must_save(self, plan: Plan) -> tuple[bool, str]:
+    def _must_save(self, site: CallSite) -> tuple[bool, str]:
         if not self.must_save:
             return False, ""
-        named = [bound for bound in (plan.final, *(c.bound for c in plan.candidates)) if bound is not None]
-        found = is_must_save(plan.op)
-        against = [one for one in named if one.rule.do == Decision.RECOMPUTE.value and one.names(plan.op)]
+        named = [
+            resolved
+            for resolved in (site.final_rule, *(c.resolved for c in site.conditional_rules))
+            if resolved is not None
+        ]
+        found = is_must_save(site.op)
+        against = [one for one in named if one.rule.do == Decision.RECOMPUTE.value and one.names(site.op)]
         if found[0] and against:
             warnings.warn(
-                f'{against[0].rule.where("do")}: rule "{against[0].rule.id}" recomputes {plan_name(plan)}, which may '
+                f'{against[0].rule.where("do")}: rule "{against[0].rule.id}" recomputes {site_name(site)}, which may '
                 "answer differently the second time: gradients are then wrong, or backward fails",
                 SacWarning,
                 stacklevel=2,
@@ -291,7 +299,7 @@ def paths_up(path: str) -> list[str]:
 
 
 def _decides_on(rule: Rule, path: str) -> bool:
-    return rule.speaks_of_module and rule.module is not None and rule.module.matches(path)
+    return rule.matches_module and rule.module is not None and rule.module.matches(path)
 
 
 def _depends_on_call(rule: Rule) -> bool:
@@ -310,43 +318,43 @@ def _tensor_matches(rule: Rule, tensor: torch.Tensor) -> bool:
     return rule.fits_shape(tensor.shape)
 
 
-def plan_name(plan: Plan) -> str:
+def site_name(site: CallSite) -> str:
     """Return how messages name the plan's op."""
-    return op_name(plan.op)
+    return op_name(site.op)
 
 
 # -- From a policy to tables: its op names resolved on this build of torch, and what is wrong with them
 
 
 @dataclass(frozen=True, slots=True)
-class BoundPolicy:
+class ResolvedPolicy:
     """A policy whose names are resolved. ``missing``: per rule id, names that this build of torch lacks."""
 
     policy: Policy
-    rules: tuple[BoundRule, ...]
+    rules: tuple[ResolvedRule, ...]
     missing: dict[str, tuple[str, ...]]
 
-    def rules_of(self, path: str, layer: int, stack_size: int, applies: Callable[[Rule], bool]) -> list[BoundRule]:
+    def rules_of(self, path: str, layer: int, stack_size: int, applies: Callable[[Rule], bool]) -> list[ResolvedRule]:
         """Return the rules that hold for the region at ``path``, one layer of a stack.
 
         A rule for some regions only is left out where it does not apply at all (``applies``), so that regions which it
         could not tell apart are of one kind.
         """
         return [
-            bound
-            for bound in self.rules
-            if not bound.rule.speaks_of_some_regions
-            or (bound.rule.speaks_of_region(path, layer, stack_size) and applies(bound.rule))
+            resolved
+            for resolved in self.rules
+            if not resolved.rule.is_for_some_regions
+            or (resolved.rule.matches_region(path, layer, stack_size) and applies(resolved.rule))
         ]
 
-    def table(self, rules: Iterable[int], *, must_save: bool = True) -> Table:
+    def table(self, rules: Iterable[int], *, must_save: bool = True) -> DecisionTable:
         """Return the table of the rules with these indices."""
-        return Table(self.policy, tuple(self.rules[index] for index in rules), must_save=must_save)
+        return DecisionTable(self.policy, tuple(self.rules[index] for index in rules), must_save=must_save)
 
 
-def bind_policy(policy: Policy) -> BoundPolicy:
+def resolve_policy(policy: Policy) -> ResolvedPolicy:
     """Resolve the op names of ``policy``; raises ``PolicyError`` with all names that mean nothing."""
-    rules: list[BoundRule] = []
+    rules: list[ResolvedRule] = []
     missing: dict[str, tuple[str, ...]] = {}
     problems: list[Problem] = []
     # A planned policy has many rules for few ops, and to read torch's registry takes milliseconds.
@@ -357,7 +365,7 @@ def bind_policy(policy: Policy) -> BoundPolicy:
         problems.extend(_told(place, problem) for problem in found)
     for index, rule in enumerate(policy.rules):
         matcher: OpMatcher = resolve(rule.ops, rule.do != Decision.RECOMPUTE.value)
-        rules.append(BoundRule(rule, matcher, index))
+        rules.append(ResolvedRule(rule, matcher, index))
         for problem in matcher.problems:
             marked = problem.index < len(rule.op_marks)
             problems.append(_told(str(rule.op_marks[problem.index]) if marked else rule.where("ops"), problem))
@@ -365,16 +373,16 @@ def bind_policy(policy: Policy) -> BoundPolicy:
             missing[rule.id] = matcher.missing
     if problems:
         raise PolicyError(problems)
-    return BoundPolicy(policy, tuple(rules), missing)
+    return ResolvedPolicy(policy, tuple(rules), missing)
 
 
 def _told(where: str, problem: NameProblem) -> Problem:
     return Problem(where, problem.found, expected=problem.legal, nearest=problem.nearest, fix=problem.fix)
 
 
-def rebuild_table(policy: Policy, indices: Iterable[int], must_save: bool) -> Table:
+def rebuild_table(policy: Policy, indices: Iterable[int], must_save: bool) -> DecisionTable:
     """Make a table again from what a pickle holds of it."""
-    return bind_policy(policy).table(indices, must_save=must_save)
+    return resolve_policy(policy).table(indices, must_save=must_save)
 
 
 # -- The layer that a lone block says it is, for ``sac.context_fn``

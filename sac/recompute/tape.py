@@ -16,7 +16,7 @@ from sac.tensors import WeakStorages, detached, inner_tensors, layout_key, stora
 
 # -- What the entries of a tape are made of: arguments with numbers for tensors, and what stands for unseen makings
 
-HOLE = object()  # stands for a tensor among an entry's arguments; its value's number is among the entry's reads
+TENSOR_HOLE = object()  # stands for a tensor among an entry's arguments; its value's number is among the entry's reads
 
 _PLAIN = frozenset({int, float, bool, type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format})
 
@@ -106,7 +106,7 @@ def first_address(tensor: Tensor) -> int:
 #
 # Values that lie in one storage have one *root*, the first of them. To read a value is to read what all writes to its
 # root have left there, so an op depends on the ops that made its arguments and on those that wrote to their roots
-# before it (`plan_replay` in schedule.py). The storages of a tape are referenced weakly: while that is so no other
+# before it (`schedule_replay` in schedule.py). The storages of a tape are referenced weakly: while that is so no other
 # storage gets the address of one.
 #
 # A tensor that nobody made on the tape, in a storage that is known, is an alias: it came about where no mode looks. A
@@ -133,40 +133,40 @@ class Leaf:
     tensor: Any  # of one from outside: a weak reference, or something else that returns it when called
     version: int
     shape: torch.Size
-    lasts: bool
+    is_persistent: bool
 
 
 class Tape:
     """See Note [The tape]."""
 
     __slots__ = (
+        "arg_templates",
+        "autocast_states",
         "by_storage",
         "constants",
-        "counts",
         "draws_after",
+        "external_tensors",
         "factories",
-        "firsts",
-        "given_out",
-        "guards",
+        "first_outputs",
         "has_meshes",
         "ids",
-        "is_busy",
         "kept",
         "kept_in",
         "keywords",
-        "lasting",
         "leaves",
-        "lost",
-        "outside",
+        "needs_attention",
+        "not_replayable",
+        "output_counts",
+        "overwritten",
         "parts",
-        "plans",
+        "persistent_roots",
         "reads",
-        "rests",
         "roots",
         "seen_at",
+        "sites",
         "states",
         "storages",
-        "trouble",
+        "unpacked_early",
         "unsynced",
         "versions",
         "writers",
@@ -175,11 +175,11 @@ class Tape:
 
     def __init__(self) -> None:
         # An entry is a place in these four lists, and has more in the two tables where there is more to it.
-        self.plans: list[Any] = []  # what the table says of the op, or one of ALIAS, PART, WRAP
-        self.rests: list[Any] = []  # its arguments, with HOLE or Ref for tensors
+        self.sites: list[Any] = []  # what the table says of the op, or one of ALIAS, PART, WRAP
+        self.arg_templates: list[Any] = []  # its arguments, with TENSOR_HOLE or Ref for tensors
         self.reads: list[Sequence[int]] = []  # the values that it reads
-        self.firsts: list[int] = []  # the number of its first result
-        self.counts: dict[int, int] = {}  # how many results it has, where that is not one
+        self.first_outputs: list[int] = []  # the number of its first result
+        self.output_counts: dict[int, int] = {}  # how many results it has, where that is not one
         self.keywords: dict[int, Any] = {}
         self.ids: dict[int, tuple[Any, int]] = {}  # by the id of a tensor: a weak reference to it, and its number
         self.roots: list[int] = []  # of each value
@@ -194,24 +194,26 @@ class Tape:
         self.constants: set[int] = set()  # values made of Python's numbers
         self.kept: dict[int, Tensor] = {}
         self.kept_in: dict[int, list[int]] = {}  # root -> kept values that no op has written to since
-        self.given_out: set[int] = set()  # roots of which the region's own forward has unpacked something
-        self.lost: set[int] = set()  # kept values that something else has written to
-        self.lasting: set[int] = set()  # roots of leaves that last
+        self.unpacked_early: set[int] = set()  # roots of which the region's own forward has unpacked something
+        self.overwritten: set[int] = set()  # kept values that something else has written to
+        self.persistent_roots: set[int] = set()  # roots of leaves that last
         # By id: tensors that the region could reach when it began. It may let go of them, so that the tape holds them.
-        self.outside: dict[int, Tensor] = {}
+        self.external_tensors: dict[int, Tensor] = {}
         self.factories: dict[int, int] = {}  # root -> entry that made it of nothing, while no op has written to it
         self.states: dict[int, States] = {}  # entry -> generators that it moves, as they stood before it
         self.draws_after: dict[int, tuple[int, ...]] = {}  # entry -> those that leave generators as it has to find them
-        self.guards: dict[int, Any] = {}  # entry -> the autocast of its caller, where its body leans on that
+        self.autocast_states: dict[int, Any] = {}  # entry -> the autocast of its caller, where its body leans on that
         self.storages = WeakStorages()
         self.has_meshes = False  # there are DTensors, whose ops may send without being collectives
-        self.trouble = ""
-        self.is_busy = False  # there is something to look at before the next op: trouble, factories, a pause, suspects
+        self.not_replayable = ""
+        self.needs_attention = (
+            False  # there is something to look at before the next op: trouble, factories, a pause, suspects
+        )
 
     def fail(self, why: str) -> None:
         """Note that this call cannot be replayed; the first reason is the one to be told."""
-        self.trouble = self.trouble or why
-        self.is_busy = True
+        self.not_replayable = self.not_replayable or why
+        self.needs_attention = True
 
     # Reading
 
@@ -219,7 +221,7 @@ class Tape:
         """Return the number of a tensor that ``op`` reads."""
         found = self.ids.get(id(tensor))
         if found is None or found[0]() is not tensor:
-            return self.meet(tensor, op)
+            return self.register_unknown(tensor, op)
         value = found[1]
         if tensor.is_inference():
             self.fail(f"{op} reads a tensor of inference mode")
@@ -250,12 +252,12 @@ class Tape:
         seen = self.seen_at.get(value, -1)
         writers = self.writers.get(self.roots[value], ())
         if tensor._version - self.versions[value] > sum(entry >= seen for entry in writers):
-            return self.pin(tensor)  # somebody else wrote to it: what lies there now is a value of its own
+            return self.hold_current(tensor)  # somebody else wrote to it: what lies there now is a value of its own
         self.versions[value] = tensor._version
-        self.seen_at[value] = len(self.plans)
+        self.seen_at[value] = len(self.sites)
         return value
 
-    def pin(self, tensor: Tensor) -> int:
+    def hold_current(self, tensor: Tensor) -> int:
         """Hold what lies in ``tensor`` now, as a value that is not made again; return its number."""
         self.sync()
         before = self.by_storage.get(first_address(tensor))
@@ -266,7 +268,7 @@ class Tape:
             if self.versions[held] == tensor._version:  # held after that write, through another view
                 self.kept_in[value].append(held)
             else:
-                self.lost.add(held)
+                self.overwritten.add(held)
         return value
 
     def recognise(self, tensor: Tensor, value: int) -> None:
@@ -276,7 +278,7 @@ class Tape:
         if root not in self.writers and address not in self.by_storage:
             self.by_storage[address] = root
             self.storages.watch(tensor)
-            self.given_out.add(root)
+            self.unpacked_early.add(root)
 
     def sync(self) -> None:
         """Note in which storages the values lie that have been made since the last time.
@@ -328,15 +330,15 @@ class Tape:
                 self.by_storage[address] = root
                 self.storages.watch(part)
 
-    def meet(self, tensor: Tensor, op: Any) -> int:
+    def register_unknown(self, tensor: Tensor, op: Any) -> int:
         """Give a number to a tensor that no op of the tape has made."""
         kind = type(tensor)
         if kind is Parameter:
-            return self._meet_parameter(tensor)
+            return self._register_parameter(tensor)
         if self.unsynced:
             self.sync()
         if kind is not Tensor and is_wrapper(tensor):
-            return self._meet_wrapper(tensor, op)
+            return self._register_wrapper(tensor, op)
         if tensor.is_inference():
             self.fail(f"{op} reads a tensor of inference mode")
         address = storage_address(tensor)
@@ -347,7 +349,7 @@ class Tape:
                 return self._made(CAST, (tensor.dtype,), (self.find(parameter, op),), tensor)
             return self.add_leaf(tensor)
         if address in self.parts:
-            return self._meet_part(tensor)
+            return self._register_part(tensor)
         leaf = self.leaves.get(root)
         if leaf is not None and leaf.position < 0 and root not in self.writers:
             return self.add_leaf(tensor)
@@ -355,7 +357,7 @@ class Tape:
             self.fail(f"{op} reads a tensor that came about unseen")
         return self._made(ALIAS, (layout_key(tensor),), (root,), tensor)
 
-    def _meet_parameter(self, parameter: Tensor) -> int:
+    def _register_parameter(self, parameter: Tensor) -> int:
         value = len(self.roots)
         reference = weakref.ref(parameter)
         version = version_of(parameter)
@@ -366,41 +368,41 @@ class Tape:
         self.roots.append(root)
         self.versions.append(version)
         self.leaves[value] = Leaf(-1, reference, version, parameter.shape, True)
-        self.lasting.add(root)
+        self.persistent_roots.add(root)
         return value
 
-    def _meet_part(self, tensor: Tensor) -> int:
+    def _register_part(self, tensor: Tensor) -> int:
         wrapper, place = self.parts[storage_address(tensor)]
         return self._made(PART, (place, layout_key(tensor)), (wrapper,), tensor)
 
-    def _meet_wrapper(self, tensor: Any, op: Any) -> int:
+    def _register_wrapper(self, tensor: Any, op: Any) -> int:
         parts = inner_tensors(tensor)
         addresses = [storage_address(part) for part in wrapped_parts(tensor)]
         if not any(address in self.by_storage for address in addresses):
             return self.add_leaf(tensor)
         names, context = tensor.__tensor_flatten__()
         held = [(name, getattr(tensor, name)) for name in names]  # tensors, and the mesh of a DTensor (torch 2.13)
-        inside = [(name, HOLE if isinstance(value, Tensor) else value) for name, value in held]
+        inside = [(name, TENSOR_HOLE if isinstance(value, Tensor) else value) for name, value in held]
         rest = (type(tensor), inside, context, tensor.size(), tensor.stride())
         return self._made(WRAP, rest, tuple(self.find(part, op) for part in parts), tensor)
 
-    def _made(self, plan: Any, rest: Any, reads: tuple[int, ...], tensor: Tensor) -> int:
+    def _made(self, site: Any, rest: Any, reads: tuple[int, ...], tensor: Tensor) -> int:
         """Put an entry on the tape that makes ``tensor`` of values, and give it a number."""
         value = self.add(tensor)
-        self.seen_at[value] = len(self.plans)
-        self.append(plan, rest, reads, value)
+        self.seen_at[value] = len(self.sites)
+        self.append(site, rest, reads, value)
         return value
 
     def find_behind(self, tensor: Tensor, root: int) -> None:
         """Let ``tensor``, which an op gave back, be known as what lies at ``root``, whoever made that."""
         self._made(ALIAS, (layout_key(tensor),), (root,), tensor)
 
-    def append(self, plan: Any, rest: Any, reads: Sequence[int], first: int) -> None:
+    def append(self, site: Any, rest: Any, reads: Sequence[int], first: int) -> None:
         """Put an entry with one result on the tape."""
-        self.plans.append(plan)
-        self.rests.append(rest)
+        self.sites.append(site)
+        self.arg_templates.append(rest)
         self.reads.append(reads)
-        self.firsts.append(first)
+        self.first_outputs.append(first)
 
     def add_leaf(self, tensor: Tensor, position: int = -1, *, lasts: bool = True) -> int:
         """Give a number to an input of the region, or to a tensor from outside.
@@ -413,20 +415,20 @@ class Tape:
         held: Any = weakref.ref(tensor)
         if position < 0 and kind is Tensor and tensor.numel() <= SMALL_NUMEL and not tensor.requires_grad:
             held = _Held(tensor)
-        elif position < 0 and id(tensor) in self.outside:
+        elif position < 0 and id(tensor) in self.external_tensors:
             held = _Held(tensor if tensor.grad_fn is None else detached(tensor))
         lasts = lasts if position >= 0 else is_parameter
         # Its own version: a view that was replayed inside the region's forward counts for itself.
         self.leaves[value] = Leaf(position, held, version_of(tensor), tensor.shape, lasts)
         if lasts:
-            self.lasting.add(self.roots[value])
+            self.persistent_roots.add(self.roots[value])
         return value
 
     # Writing down
 
     def add_write(self, roots: tuple[int, ...]) -> None:
         """The entry that comes next writes to what lies at ``roots``."""
-        entry = len(self.plans)
+        entry = len(self.sites)
         self.writes[entry] = roots
         for root in roots:
             self.writers.setdefault(root, []).append(entry)
@@ -435,13 +437,27 @@ class Tape:
     def close(self) -> None:
         """The forward is over: what finds tensors again is of no more use."""
         self.ids, self.by_storage, self.parts, self.unsynced = {}, {}, {}, []
-        self.seen_at, self.factories, self.outside = {}, {}, {}
+        self.seen_at, self.factories, self.external_tensors = {}, {}, {}
         self.storages = WeakStorages()
 
     def drop(self) -> None:
         """No replay will come: hold nothing any more."""
-        self.plans, self.rests, self.reads, self.firsts, self.roots, self.versions = [], [], [], [], [], []
-        self.counts, self.keywords, self.kept, self.leaves, self.states, self.guards = {}, {}, {}, {}, {}, {}
+        self.sites, self.arg_templates, self.reads, self.first_outputs, self.roots, self.versions = (
+            [],
+            [],
+            [],
+            [],
+            [],
+            [],
+        )
+        self.output_counts, self.keywords, self.kept, self.leaves, self.states, self.autocast_states = (
+            {},
+            {},
+            {},
+            {},
+            {},
+            {},
+        )
         self.writers, self.writes = {}, {}
 
 

@@ -21,13 +21,13 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from sac.errors import Problem, RegionError
 from sac.outer_hooks import PackHooks, surrounding_hooks
 from sac.recompute.compile import TracedPolicy
-from sac.recompute.rerun import CallRecord, ForwardMode, RecomputeMode
-from sac.recompute.table import Table
-from sac.recompute.whole_modules import Learnt, SavedModules
+from sac.recompute.rerun import ForwardMode, RecomputeMode, RerunState
+from sac.recompute.table import DecisionTable
+from sac.recompute.whole_modules import ModuleEvidence, SavedModules
 from sac.region.ambient import Surroundings
 from sac.region.eager import kept_out_of_graphs
 from sac.region.fingerprint import PLAIN
-from sac.region.frame import ALL, Handle, ToTheEnd
+from sac.region.frame import ALL, Handle, NoEarlyStop
 from sac.region.module_state import has_uninitialized, owners_of
 from sac.region.settings import Settings
 from sac.tensors import detached, shares_storage
@@ -50,20 +50,21 @@ from sac.torch_private import (
 # handles are passed over, and the others are passed on one op late, so that an op which fills what autograd saved
 # right before it has run when torch takes the tensor, and stops.
 
-_LEARNT: weakref.WeakKeyDictionary[Table, Learnt] = weakref.WeakKeyDictionary()  # see Note [Whole modules]
+# See Note [Whole modules].
+_EVIDENCE: weakref.WeakKeyDictionary[DecisionTable, ModuleEvidence] = weakref.WeakKeyDictionary()
 
 
 class CheckpointForwardMode(ForwardMode):
     """``ForwardMode`` for a region whose frame is torch's; see Note [Inside torch.utils.checkpoint]."""
 
-    def __init__(self, record: CallRecord, state: _State) -> None:
-        super().__init__(record, None)
-        self._state = state
+    def __init__(self, state: RerunState, ambient: _Ambient) -> None:
+        super().__init__(state, None)
+        self._ambient = ambient
 
     def __enter__(self) -> CheckpointForwardMode:
-        self._state.note()
+        self._ambient.note()
         theirs = surrounding_hooks()
-        self._watch = _Watch(self.record, theirs) if theirs is not None else None
+        self._watch = _Watch(self.state, theirs) if theirs is not None else None
         self._hooks = None
         if self._watch is not None:
             self._hooks = saved_tensors_hooks(self._watch.pack, partial(_unpack, self._watch.theirs[1]))
@@ -82,16 +83,16 @@ class CheckpointForwardMode(ForwardMode):
         if error[0] is None:
             kept = [] if watch is None else watch.kept()
             last = ALL if watch is None else watch.last_missing()
-            self.record.close(kept, ALL if last >= 0 and chosen_early_stop() is False else last)
-            self.record.decided = []
-            if self.record.modules is not None:
-                _LEARNT[self.record.table] = self.record.modules.learnt
-            self._state.forward_is_over()
+            self.state.close(kept, ALL if last >= 0 and chosen_early_stop() is False else last)
+            self.state.decided = []
+            if self.state.modules is not None:
+                _EVIDENCE[self.state.table] = self.state.modules.evidence
+            self._ambient.forward_is_over()
             outer = hooks_below_top() if watch is not None else None
             if outer is not None:
                 for handle in kept:
                     handle.park(outer)
-                self.record.park(outer)
+                self.state.park(outer)
 
 
 _FIRST = "run the model once under torch.no_grad() before training"
@@ -99,7 +100,7 @@ _STEP_LATER = "step the optimizer when every backward of these weights is done"
 _SETTINGS = Settings()
 
 
-class _State:
+class _Ambient:
     """What surrounded the forward and torch's checkpoint does not put back; buffers are those of ``module``."""
 
     def __init__(self, module: nn.Module | None, *, in_graph: bool) -> None:
@@ -166,17 +167,17 @@ def _objects_torch_was_given() -> list[Any]:
 class _Watch:
     """Looks on while torch's checkpoint packs, and keeps for us what need not be run again."""
 
-    def __init__(self, record: CallRecord, theirs: PackHooks) -> None:
-        self.record = record
+    def __init__(self, state: RerunState, theirs: PackHooks) -> None:
+        self.state = state
         self.theirs = theirs
         self.handles: list[weakref.ref[Handle]] = []
         self.passed_on: list[int] = []
         self.places: set[int] = set()
-        record.kept_places = self.places
+        state.kept_places = self.places
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        handle = Handle(self.record.packs, tensor)
-        self.record.pack(tensor, handle)
+        handle = Handle(self.state.packs, tensor)
+        self.state.pack(tensor, handle)
         if not handle.kept:
             self.passed_on.append(handle.index)
             return self.theirs[0](tensor)
@@ -202,16 +203,16 @@ def _unpack(theirs: Callable[[Any], torch.Tensor], packed: Any) -> torch.Tensor:
 class CheckpointRecomputeMode(RecomputeMode):
     """``RecomputeMode`` for a region whose frame is torch's; see Note [Inside torch.utils.checkpoint]."""
 
-    def __init__(self, record: CallRecord, state: _State) -> None:
-        super().__init__(record, [], ToTheEnd())
-        self._state = state
+    def __init__(self, state: RerunState, ambient: _Ambient) -> None:
+        super().__init__(state, [], NoEarlyStop())
+        self._ambient = ambient
 
     def __enter__(self) -> CheckpointRecomputeMode:
-        self._state.__enter__()
+        self._ambient.__enter__()
         theirs = surrounding_hooks()
         self._late = self._hooks = None
-        if theirs is not None and self.record.kept_places is not None:
-            self.filling = self._late = _LatePacking(self.record, theirs[0])
+        if theirs is not None and self.state.kept_places is not None:
+            self.progress = self._late = _LatePacking(self.state, theirs[0])
             self._hooks = saved_tensors_hooks(self._late.pack, _same)
             self._hooks.__enter__()
         super().__enter__()
@@ -219,8 +220,8 @@ class CheckpointRecomputeMode(RecomputeMode):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._state.__exit__(*error)
-        late, self._late, self.filling = self._late, None, ToTheEnd()
+        self._ambient.__exit__(*error)
+        late, self._late, self.progress = self._late, None, NoEarlyStop()
         hooks, self._hooks = self._hooks, None
         if hooks is not None and late is not None:
             hooks.__exit__(*error)
@@ -233,9 +234,9 @@ class CheckpointRecomputeMode(RecomputeMode):
 class _LatePacking:
     """Passes to torch's pack hook what autograd saves in recomputation, one op late."""
 
-    def __init__(self, record: CallRecord, pack: Callable[[torch.Tensor], Any]) -> None:
+    def __init__(self, state: RerunState, pack: Callable[[torch.Tensor], Any]) -> None:
         self.theirs = pack
-        self.kept_places = record.kept_places or set()
+        self.kept_places = state.kept_places or set()
         self.count = 0
         self.waiting: list[torch.Tensor] = []
         self.stopped = False
@@ -256,7 +257,7 @@ class _LatePacking:
             self.waiting.append(tensor)
         return tensor
 
-    def settle(self, written: Sequence[torch.Tensor]) -> None:
+    def stop_before(self, written: Sequence[torch.Tensor]) -> None:
         """Pass on what waits, unless the op about to run writes to some of it."""
         if not any(shares_storage(tensor, written) for tensor in self.waiting):
             self.flush()
@@ -282,7 +283,7 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def checkpoint_contexts(
-    table: Table, path: str = "", module: nn.Module | None = None, *, in_graph: bool = False
+    table: DecisionTable, path: str = "", module: nn.Module | None = None, *, in_graph: bool = False
 ) -> tuple[TorchDispatchMode, TorchDispatchMode]:
     """Return the pair of modes for one call of ``torch.utils.checkpoint``, which calls this once per call.
 
@@ -292,10 +293,10 @@ def checkpoint_contexts(
         forward, recompute = create_selective_checkpoint_contexts(TracedPolicy(table, path, module))
         return forward, recompute
     table.left_in_eager += in_graph
-    modules = SavedModules(table, path, _SETTINGS, _LEARNT.get(table)) if table.speaks_of_modules else None
-    record = CallRecord(table, path, owners_of(module), modules=modules)
-    state = _State(module, in_graph=in_graph)
-    return CheckpointForwardMode(record, state), CheckpointRecomputeMode(record, state)
+    modules = SavedModules(table, path, _SETTINGS, _EVIDENCE.get(table)) if table.matches_modules else None
+    state = RerunState(table, path, owners_of(module), modules=modules)
+    ambient = _Ambient(module, in_graph=in_graph)
+    return CheckpointForwardMode(state, ambient), CheckpointRecomputeMode(state, ambient)
 
 
 # -- Regions in what ``torch.compile`` traces
@@ -310,7 +311,9 @@ def checkpoint_contexts(
 _TAKEN = {"function", "use_reentrant", "context_fn", "determinism_check", "debug", "early_stop", "preserve_rng_state"}
 
 
-def run_traced(function: Callable[..., Any], table: Table, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def run_traced(
+    function: Callable[..., Any], table: DecisionTable, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
     """Run ``function(*args, **kwargs)`` as a region of a graph that is being traced."""
     contexts = partial(checkpoint_contexts, table, in_graph=True)  # no path: Dynamo would compile each region anew
     if not _TAKEN.isdisjoint(kwargs):  # the function's own, which torch would take for its own

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from sac.recompute.parameter_only import NOT_PARAMETERS, Origins
+from sac.recompute.parameter_only import NOT_PARAMETERS, ParameterOnlyIds
 from sac.tensors import WeakStorages, layout_key, offset_in_storage, storage_address, tensor_parts, wrapped_parts
 
-# Note [Labels]
+# Note [ValueIds]
 #
 # A saved value is found again in recomputation by what it was computed from, not by counting ops: extra ops (FSDP's
 # all-gathers, autocast's casts, `record_function`) then shift nothing, and two calls that change places find their own
@@ -37,39 +37,39 @@ _CONSTANT_NUMEL = 16
 Description = tuple[Any, ...]
 
 
-class Labels:
-    """The labels of one pass over one region; see Note [Labels]."""
+class ValueIds:
+    """The labels of one pass over one region; see Note [ValueIds]."""
 
     __slots__ = (
         "_by_storage",
         "_draws",
         "_elsewhere",
         "_inputs",
-        "_made_of",
         "_moved",
+        "_parameter_bytes",
         "_parameters",
         "_weak",
-        "foreign",
-        "makers",
-        "origins",
+        "external",
+        "external_storages",
+        "input_ids",
         "parameter_addresses",
-        "places",
-        "visitors",
+        "parameter_only",
+        "producers",
     )
 
     def __init__(self, owners: tuple[nn.Module, ...] = ()) -> None:
         self._by_storage: dict[int, int] = {}
-        self.origins = Origins(owners)
+        self.parameter_only = ParameterOnlyIds(owners)
         self._inputs: set[int] = set()
         self._elsewhere: set[int] = set()
         self._moved: dict[int, int] = {}  # storage of an input -> how much further on it lay in forward
-        self.places: dict[int, list[tuple[int, int]]] = {}  # position of an input -> label and offset of each part
+        self.input_ids: dict[int, list[tuple[int, int]]] = {}  # position of an input -> label and offset of each part
         self._parameters: set[int] = set()
-        self.foreign: set[int] = set()
+        self.external: set[int] = set()
         self.parameter_addresses: set[int] = set()
         self._draws: dict[int, int] = {}
-        self.makers: dict[int, Any] = {}  # label -> plan of the op that made it, for messages
-        self.visitors = WeakStorages()  # those of foreign tensors
+        self.producers: dict[int, Any] = {}  # label -> plan of the op that made it, for messages
+        self.external_storages = WeakStorages()  # those of foreign tensors
         self._weak = WeakStorages()
 
     def name_input(self, tensor: torch.Tensor, position: int, *, lasts: bool = True) -> None:
@@ -77,35 +77,35 @@ class Labels:
 
         ``lasts``: the region holds the caller's tensor until backward; not if it keeps a copy elsewhere.
         """
-        places = self.places[position] = []
+        input_ids = self.input_ids[position] = []
         for part in tensor_parts(tensor):
-            label = self._by_storage.setdefault(storage_address(part), hash(("input", position)))
-            places.append((label, offset_in_storage(part)))
-            self._inputs.add(label)
+            value_id = self._by_storage.setdefault(storage_address(part), hash(("input", position)))
+            input_ids.append((value_id, offset_in_storage(part)))
+            self._inputs.add(value_id)
             if not lasts:
-                self._elsewhere.add(label)
+                self._elsewhere.add(value_id)
 
-    def name_input_again(self, tensor: torch.Tensor, places: list[tuple[int, int]]) -> None:
+    def name_input_again(self, tensor: torch.Tensor, input_ids: list[tuple[int, int]]) -> None:
         """Give an input of a recomputation the label and the offset that it had in forward: ``places`` of its position.
 
         What was kept elsewhere comes back in a storage of its own, though it may have been a view of another input.
         """
-        for part, (label, offset) in zip(tensor_parts(tensor), places, strict=True):
+        for part, (value_id, offset) in zip(tensor_parts(tensor), input_ids, strict=True):
             address = storage_address(part)
-            self._by_storage[address] = label
-            self._inputs.add(label)
+            self._by_storage[address] = value_id
+            self._inputs.add(value_id)
             if offset != offset_in_storage(part):
                 self._moved[address] = offset - offset_in_storage(part)
                 self._weak.watch(part)
 
-    def name_new(self, tensor: torch.Tensor, label: int) -> list[tuple[int, int]]:
+    def name_new(self, tensor: torch.Tensor, value_id: int) -> list[tuple[int, int]]:
         """Give storages that nothing in the region has met ``label``; return label and offset of each part."""
-        places = []
+        input_ids = []
         for number, part in enumerate(tensor_parts(tensor)):
             if storage_address(part) not in self._by_storage:
-                self.name_output(part, hash((label, number)), False)
-            places.append((self.of(part), offset_in_storage(part)))
-        return places
+                self.name_output(part, hash((value_id, number)), False)
+            input_ids.append((self.of(part), offset_in_storage(part)))
+        return input_ids
 
     def of(self, tensor: torch.Tensor) -> int:
         """Return the label of a tensor's storage."""
@@ -116,31 +116,33 @@ class Labels:
 
     def of_plain(self, tensor: Tensor, kind: type, key: int) -> int:
         """Return the label of the storage at ``key``, in which ``tensor``, of type ``kind``, lies."""
-        label = self._by_storage.get(key)
-        if label is None:
+        value_id = self._by_storage.get(key)
+        if value_id is None:
             if kind is Parameter or (kind is not Tensor and isinstance(tensor, Parameter)):
-                label = self._name_parameter(tensor, key)
+                value_id = self._name_parameter(tensor, key)
                 self.parameter_addresses.add(key)
             else:
-                label = hash(("foreign", key))
-                if label not in self.foreign:
-                    self.foreign.add(label)
-                    self.visitors.watch(tensor)
-                    self.origins.name_foreign(label, key)
+                value_id = hash(("foreign", key))
+                if value_id not in self.external:
+                    self.external.add(value_id)
+                    self.external_storages.watch(tensor)
+                    self.parameter_only.name_foreign(value_id, key)
         elif kind is Parameter:
             self.parameter_addresses.add(key)
-            if not self.lasts(label):  # FSDP makes the storage inside the region, and fills it; the name stays
-                label = self._name_parameter(tensor, key)
-        return label
+            if not self.is_persistent_id(
+                value_id
+            ):  # FSDP makes the storage inside the region, and fills it; the name stays
+                value_id = self._name_parameter(tensor, key)
+        return value_id
 
     def _name_parameter(self, tensor: Tensor, key: int) -> int:
         # `data` of a class of parameters may be a parameter too, another in each pass: that of bitsandbytes is. It
         # needs no gradient. What does is the module's own, whose data may be exchanged between the passes (ZeRO-3).
         name = id(tensor) if type(tensor) is Parameter or tensor.requires_grad else key
-        label = self._by_storage[key] = hash(("parameter", name))
-        self._parameters.add(label)
-        self.origins.name_parameter(label, tensor)
-        return label
+        value_id = self._by_storage[key] = hash(("parameter", name))
+        self._parameters.add(value_id)
+        self.parameter_only.name_parameter(value_id, tensor)
+        return value_id
 
     def see(self, args: tuple[Any, ...]) -> None:
         """Take note of a parameter that a view is about to be made of: the view's storage then has its label."""
@@ -152,80 +154,80 @@ class Labels:
     def name_constant(self, tensor: Any) -> None:
         """Label a small tensor made from Python numbers by those numbers, since its storage is new in each pass."""
         if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu" and tensor.numel() <= _CONSTANT_NUMEL:
-            label = self._by_storage[storage_address(tensor)] = hash(("constant", str(tensor.tolist())))
-            self.origins.name_result(label, 0)
+            value_id = self._by_storage[storage_address(tensor)] = hash(("constant", str(tensor.tolist())))
+            self.parameter_only.name_result(value_id, 0)
 
     def is_persistent(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor lies in an input or a parameter that nothing in the region has written to."""
-        return self.lasts(self._by_storage.get(storage_address(tensor)))
+        return self.is_persistent_id(self._by_storage.get(storage_address(tensor)))
 
-    def lasts(self, label: int | None) -> bool:
+    def is_persistent_id(self, value_id: int | None) -> bool:
         """Whether ``label`` is that of a parameter, or of an input that the region holds as it is."""
-        return label in self._parameters or (label in self._inputs and label not in self._elsewhere)
+        return value_id in self._parameters or (value_id in self._inputs and value_id not in self._elsewhere)
 
-    def origin(self, tensor: torch.Tensor) -> str:
+    def source(self, tensor: torch.Tensor) -> str:
         """Return where the tensor's storage comes from: ``parameter``, ``input``, ``foreign``, or ``op``."""
-        label = self._by_storage.get(storage_address(tensor))
-        if label is None:
+        value_id = self._by_storage.get(storage_address(tensor))
+        if value_id is None:
             return "parameter" if isinstance(tensor, Parameter) else "foreign"
-        if label in self._parameters:
+        if value_id in self._parameters:
             return "parameter"
-        return "input" if label in self._inputs else "op"
+        return "input" if value_id in self._inputs else "op"
 
     def _of_wrapper(self, tensor: torch.Tensor) -> int:
         if isinstance(tensor, Parameter):
-            label = hash(("parameter", id(tensor)))
+            value_id = hash(("parameter", id(tensor)))
             for part in wrapped_parts(tensor):
-                self._by_storage.setdefault(storage_address(part), label)
-            self._parameters.add(label)
-            self.origins.name_parameter(label, tensor)
-            return label
-        labels = [self.of(part) for part in wrapped_parts(tensor)]
-        if labels and labels[0] in self._parameters and labels.count(labels[0]) == len(labels):
-            return labels[0]  # of a wrapped parameter without its graph, as recomputation compares it
-        label = hash(tuple(labels))
-        self.origins.name_result(label, self.origins.of_all(labels))
-        if not self.foreign.isdisjoint(labels):
-            self.foreign.add(label)
-        return label
+                self._by_storage.setdefault(storage_address(part), value_id)
+            self._parameters.add(value_id)
+            self.parameter_only.name_parameter(value_id, tensor)
+            return value_id
+        value_ids = [self.of(part) for part in wrapped_parts(tensor)]
+        if value_ids and value_ids[0] in self._parameters and value_ids.count(value_ids[0]) == len(value_ids):
+            return value_ids[0]  # of a wrapped parameter without its graph, as recomputation compares it
+        value_id = hash(tuple(value_ids))
+        self.parameter_only.name_result(value_id, self.parameter_only.of_all(value_ids))
+        if not self.external.isdisjoint(value_ids):
+            self.external.add(value_id)
+        return value_id
 
     def signature(self, key: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, bool, int]:
-        """Return the signature of a call, whether anything foreign went into it, and what ``Origins.of`` says of it."""
+        """Return the signature of a call, whether anything external went into it, and ``ParameterOnlyIds.of`` it."""
         parts: list[Any] = [key]
-        self._made_of = 0
-        foreign = self._describe(args, parts)
+        self._parameter_bytes = 0
+        external = self._describe(args, parts)
         if kwargs:
             for name, value in kwargs.items():
                 parts.append(name)
-                foreign = self._describe((value,), parts) or foreign
-        return hash(tuple(parts)), foreign, self._made_of
+                external = self._describe((value,), parts) or external
+        return hash(tuple(parts)), external, self._parameter_bytes
 
     def _describe(self, values: Any, parts: list[Any]) -> bool:
-        foreign = False
+        external = False
         for value in values:
             kind = type(value)
             if kind is Tensor or kind is Parameter:
                 address = storage_address(value)
-                label = self.of_plain(value, kind, address)
-                parts.append((label, *(self._metadata(value) if address in self._moved else layout_key(value))))
-                foreign = foreign or label in self.foreign
-                if self._made_of >= 0:
-                    self._made_of = self.origins.joined(self._made_of, label)
+                value_id = self.of_plain(value, kind, address)
+                parts.append((value_id, *(self._metadata(value) if address in self._moved else layout_key(value))))
+                external = external or value_id in self.external
+                if self._parameter_bytes >= 0:
+                    self._parameter_bytes = self.parameter_only.joined(self._parameter_bytes, value_id)
             elif kind in _PLAIN:
                 parts.append(value)
             elif kind is float:
                 parts.append(value if value == value else "nan")
             elif isinstance(value, Tensor):
-                label = self.of(value)
-                parts.append((label, *self._metadata(value)))
-                foreign = foreign or label in self.foreign
-                self._made_of = self.origins.joined(self._made_of, label)
+                value_id = self.of(value)
+                parts.append((value_id, *self._metadata(value)))
+                external = external or value_id in self.external
+                self._parameter_bytes = self.parameter_only.joined(self._parameter_bytes, value_id)
             elif kind is list or kind is tuple:
                 parts.append(len(value))
-                foreign = self._describe(value, parts) or foreign
+                external = self._describe(value, parts) or external
             else:
                 parts.append(kind)  # a Generator, an Enum, a graph module: its kind has to do
-        return foreign
+        return external
 
     def _metadata(self, tensor: torch.Tensor) -> tuple[Any, ...]:
         """Return the layout_key of ``tensor``, with the offset that it would have had in forward."""
@@ -247,35 +249,35 @@ class Labels:
 
     def _describe_one(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            label = self.of(value)
-            return label, label in self.foreign, self._metadata(value)
+            value_id = self.of(value)
+            return value_id, value_id in self.external, self._metadata(value)
         if isinstance(value, (list, tuple)) and any(isinstance(part, torch.Tensor) for part in value):
             return tuple(self._describe_one(part) for part in value)
         return str(value) if type(value) in _PLAIN or isinstance(value, (float, list, tuple)) else type(value).__name__
 
-    def _name(self, tensor: torch.Tensor, label: int) -> None:
+    def _name(self, tensor: torch.Tensor, value_id: int) -> None:
         try:
             storage = tensor.untyped_storage()
         except (RuntimeError, NotImplementedError):
-            self._by_storage[id(tensor)] = label
+            self._by_storage[id(tensor)] = value_id
             return
         address = storage._cdata
         if address not in self._by_storage:
             self._weak.add(storage)
-        self._by_storage[address] = label
+        self._by_storage[address] = value_id
 
-    def name_output(self, out: Any, signature: int, foreign: bool, made_of: int = NOT_PARAMETERS) -> None:
-        """Label an op's result, which is ``made_of`` what ``Origins.of`` says."""
+    def name_output(self, out: Any, signature: int, external: bool, made_of: int = NOT_PARAMETERS) -> None:
+        """Label an op's result, which is ``made_of`` what ``ParameterOnlyIds.of`` says."""
         if isinstance(out, Tensor):
             if type(out) is Tensor or not hasattr(type(out), "__tensor_flatten__"):
                 self._name(out, signature)
-                if foreign:
-                    self.foreign.add(signature)
+                if external:
+                    self.external.add(signature)
                 if made_of >= 0:
-                    self.origins.name_result(signature, made_of)
+                    self.parameter_only.name_result(signature, made_of)
                 return
             out = wrapped_parts(out)
         if isinstance(out, (tuple, list)):
             for place, part in enumerate(out):
                 if part is not None:
-                    self.name_output(part, hash((signature, place)), foreign, made_of)
+                    self.name_output(part, hash((signature, place)), external, made_of)

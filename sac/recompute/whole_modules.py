@@ -16,27 +16,27 @@ from sac.errors import Problem, RegionError
 from sac.outer_hooks import PackHooks, Parked, hooks_off, mode_off, surrounding_packs
 from sac.policy.model import ALTERNATE
 from sac.recompute import module_tracker as scope
-from sac.recompute.module_tracker import ScopedForward
+from sac.recompute.module_tracker import TrackedForward
 from sac.recompute.saved_results import (
-    KeptLeaf,
-    KeptResult,
-    KeptStates,
+    ModuleResult,
+    ModuleStates,
+    SavedLeaf,
     Serving,
     counted,
     generators_at,
     given_leaves,
     versions_of,
 )
-from sac.recompute.table import BoundRule, Table, paths_up
-from sac.region.frame import Ending, Handle
+from sac.recompute.table import DecisionTable, ResolvedRule, paths_up
+from sac.region.frame import Handle, Progress
 from sac.region.inputs import KeptInputs
 from sac.region.settings import Settings
 from sac.tensors import copy_of, detached, overwrite, plain_address, storage_sizes, version_of
 from sac.torch_private import tree_leaves
 
 if TYPE_CHECKING:
-    from sac.recompute.op_rows import KeptFigures
-    from sac.recompute.value_ids import Labels
+    from sac.recompute.op_rows import SavedFigures
+    from sac.recompute.value_ids import ValueIds
 
 
 # -- Modules that a rule saves as a whole: what one region call keeps of them, and how its recomputation goes
@@ -48,11 +48,11 @@ if TYPE_CHECKING:
 # region: the region's saved-tensor hooks and its dispatch mode are off, those of others stay on. So autograd keeps what
 # it would keep, and nobody counts it. Recomputation is given what the call left behind (Note [What a saved module
 # leaves behind]), by the module's path and the number of the call of that path. Modules inside a saved one are part of
-# it, and no rule reaches them. The forwards that tell which module runs (`ScopedForward`) ask the pass that is active.
+# it, and no rule reaches them. The forwards that tell which module runs (`TrackedForward`) ask the pass that is active.
 #
 # The first call of a region on a sort of inputs is *watched*: the region's dispatch mode stays on inside saved modules,
 # and decides nothing there. It sees what they write to, copies it before if it is kept or an input of the region, and
-# counts FLOPs; hooks count what autograd keeps. What it has seen (`Learnt`) holds for later calls on such inputs. If no
+# counts FLOPs; hooks count what autograd keeps. What it has seen (`ModuleEvidence`) holds for later such calls. If no
 # rule of a region speaks of ops, those enter no dispatch mode at all (Note [Evidence]).
 #
 # A recomputation that is stopped early never comes to the modules after the last missing handle: what they have left
@@ -62,7 +62,7 @@ Place = tuple[str, int]  # path of a module, and which call of it in the region
 
 
 @dataclass(slots=True)
-class Learnt:
+class ModuleEvidence:
     """What a watched call of a region has shown of its saved modules; holds for inputs of one sort.
 
     ``copies``: calls of modules to whose results the region writes. ``bytes_inside``: what autograd keeps in saved
@@ -75,22 +75,22 @@ class Learnt:
     copies: set[Place] = field(default_factory=set)
     differentiated: set[Place] = field(default_factory=set)
     bytes_inside: dict[int, int] = field(default_factory=dict)
-    figures: KeptFigures | None = None
-    apart: frozenset[int] = frozenset()
+    figures: SavedFigures | None = None
+    not_recomputed: frozenset[int] = frozenset()
     keeps_watching: bool = False
 
 
-class SavedCall:
+class SavedModuleCall:
     """One call of a saved module: its rule, and what it left behind. ``flops``: of a call that was watched."""
 
-    __slots__ = ("flops", "inside", "packs_before", "place", "result", "rule", "states")
+    __slots__ = ("call_key", "flops", "inside", "packs_before", "result", "rule", "states")
 
-    def __init__(self, place: Place, rule: BoundRule, packs_before: int) -> None:
-        self.place = place
+    def __init__(self, call_key: Place, rule: ResolvedRule, packs_before: int) -> None:
+        self.call_key = call_key
         self.rule = rule
         self.packs_before = packs_before
-        self.result: KeptResult | None = None
-        self.states: KeptStates | None = None
+        self.result: ModuleResult | None = None
+        self.states: ModuleStates | None = None
         self.inside: dict[int, int] = {}
         self.flops = 0
 
@@ -111,17 +111,17 @@ class SavedModules:
     ``path`` names the region. ``learnt``: what an earlier call on such inputs has shown; None: this one is watched.
     """
 
-    def __init__(self, table: Table, path: str, settings: Settings, learnt: Learnt | None) -> None:
+    def __init__(self, table: DecisionTable, path: str, settings: Settings, evidence: ModuleEvidence | None) -> None:
         self.table = table
         self.path = path
         self.settings = settings
-        self.is_watched = learnt is None or learnt.keeps_watching
-        self.learnt = Learnt() if learnt is None else learnt
-        self.calls: dict[Place, SavedCall] = {}
+        self.is_watched = evidence is None or evidence.keeps_watching
+        self.evidence = ModuleEvidence() if evidence is None else evidence
+        self.calls: dict[Place, SavedModuleCall] = {}
         self.hits: defaultdict[int, int] = defaultdict(int)
         self.inputs: frozenset[int] = frozenset()  # addresses of the storages of the region's inputs
         self._hooks: list[Any] = []  # in forward: on the nodes of results
-        self._owners: dict[int, SavedCall] = {}  # in forward: address of a storage that is kept -> by which call
+        self._owners: dict[int, SavedModuleCall] = {}  # in forward: address of a storage that is kept -> by which call
 
     def begin(self, inputs: KeptInputs) -> None:
         """The region is about to run on ``inputs``."""
@@ -129,21 +129,21 @@ class SavedModules:
             held = [kept.data for kept in inputs.tensors if isinstance(kept.data, torch.Tensor) and kept.stored is None]
             self.inputs = frozenset(address for tensor in held for address in storage_sizes(tensor))
 
-    def add(self, call: SavedCall) -> None:
+    def add(self, call: SavedModuleCall) -> None:
         """A saved module has returned."""
         assert call.result is not None
-        self.calls[call.place] = call
+        self.calls[call.call_key] = call
         self._owners.update(dict.fromkeys(call.result.addresses(), call))
-        if call.place in self.learnt.differentiated:
+        if call.call_key in self.evidence.differentiated:
             call.result.drop()
-        elif call.place in self.learnt.copies:
+        elif call.call_key in self.evidence.copies:
             call.result.copy()
 
-    def watch_gradients(self, call: SavedCall, out: Any) -> None:
+    def watch_gradients(self, call: SavedModuleCall, out: Any) -> None:
         """Notice if a gradient passes through ``out``, the result of ``call``, before the forward is over."""
 
         def passes(grads: Any) -> None:
-            self.learnt.differentiated.add(call.place)
+            self.evidence.differentiated.add(call.call_key)
             if call.result is not None:
                 call.result.drop()
 
@@ -160,7 +160,7 @@ class SavedModules:
         call = self._owners.pop(address, None)
         if call is not None and call.result is not None:
             call.result.copy()
-            self.learnt.copies.add(call.place)
+            self.evidence.copies.add(call.call_key)
 
     def close(self, last_missing: int) -> None:
         """The forward is over: let go what no recomputation up to ``last_missing`` asks for."""
@@ -180,7 +180,7 @@ class SavedModules:
         """Whether there is something that a recomputation has to be given."""
         return any(call.result is not None for call in self.calls.values())
 
-    def held(self) -> Iterable[tuple[KeptLeaf, BoundRule]]:
+    def held(self) -> Iterable[tuple[SavedLeaf, ResolvedRule]]:
         """Yield each kept tensor with the rule that keeps it."""
         for call in self.calls.values():
             for kept in call.result.kept if call.result is not None else ():
@@ -212,13 +212,13 @@ class SavedModules:
         for call in self.calls.values():
             found[call.rule.index] += sum(size for address, size in call.inside.items() if address not in seen)
             seen.update(call.inside)
-        self.learnt.bytes_inside = dict(found)
+        self.evidence.bytes_inside = dict(found)
 
 
-def saved_modules(owners: Iterable[nn.Module], table: Table) -> frozenset[int]:
+def saved_modules(owners: Iterable[nn.Module], table: DecisionTable) -> frozenset[int]:
     """Return, by id, which of a region's modules never run in its recomputation: those saved, and those inside them."""
     forwards = [(owner, getattr(owner.__dict__.get("forward"), "__self__", None)) for owner in owners]
-    paths = {id(owner): forward.path for owner, forward in forwards if isinstance(forward, ScopedForward)}
+    paths = {id(owner): forward.path for owner, forward in forwards if isinstance(forward, TrackedForward)}
     return frozenset(key for key, path in paths.items() if any(map(table.saves_whole, paths_up(path))))
 
 
@@ -233,10 +233,10 @@ class Watcher(Protocol):
     def passed_generators(self) -> list[torch.Generator]:
         """Return the generators that ops of the region have been passed so far."""
 
-    def watches(self, call: SavedCall) -> AbstractContextManager[Any]:
+    def watches(self, call: SavedModuleCall) -> AbstractContextManager[Any]:
         """Return the context in which the mode stays on in a saved module, and decides nothing."""
 
-    def returned(self, call: SavedCall, forward: ScopedForward, out: Any) -> None:
+    def returned(self, call: SavedModuleCall, forward: TrackedForward, out: Any) -> None:
         """The module has returned ``out``; what is kept of it is no copy yet."""
 
 
@@ -258,13 +258,13 @@ class SavingPass:
         self._turns: defaultdict[int, int] = defaultdict(int)
         self._generators = generators_at(modules.settings)
 
-    def place_of(self, path: str) -> tuple[Place, BoundRule] | None:
+    def call_key_of(self, path: str) -> tuple[Place, ResolvedRule] | None:
         """Return which call of the module at ``path`` begins, and the rule that saves it; None if none does."""
         modules = self.modules
         rule = modules.table.whole_rule(path)
         if rule is None or not rule.saves:
             return None
-        place = path, self._counts[path]
+        call_key = path, self._counts[path]
         self._counts[path] += 1
         modules.hits[rule.index] += 1
         if modules.table.saves_everything:
@@ -273,23 +273,27 @@ class SavingPass:
             self._turns[rule.index] += 1
             if self._turns[rule.index] % 2 == 0:
                 return None
-        return place, rule
+        return call_key, rule
 
     def call(
-        self, place: tuple[Place, BoundRule], forward: ScopedForward, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        call_key: tuple[Place, ResolvedRule],
+        forward: TrackedForward,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         """Run a saved module."""
         modules = self.modules
-        call = SavedCall(*place, self.count_packs())
+        call = SavedModuleCall(*call_key, self.count_packs())
         given = given_leaves(args, kwargs)
         before = versions_of(given)
         passed = self.watcher.passed_generators() if self.watcher is not None else []
-        states = KeptStates((*forward.module.modules(),), [*self._generators, *passed], modules.settings)
+        states = ModuleStates((*forward.module.modules(),), [*self._generators, *passed], modules.settings)
         with hooks_off(self._packs):
             out = self._run(call, forward, args, kwargs)
         states.close()
         call.states = states
-        call.result = KeptResult(out, given, before, _name(modules.path, forward))
+        call.result = ModuleResult(out, given, before, _name(modules.path, forward))
         if self.watcher is not None:
             self.watcher.returned(call, forward, out)
         if modules.is_watched:
@@ -298,7 +302,9 @@ class SavingPass:
             modules.add(call)
         return out
 
-    def _run(self, call: SavedCall, forward: ScopedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(
+        self, call: SavedModuleCall, forward: TrackedForward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if self.watcher is None:
             return forward.run_unheard(args, kwargs)
         if not self.modules.is_watched:
@@ -315,7 +321,7 @@ class ServingPass:
     """
 
     def __init__(
-        self, modules: SavedModules, fetched: dict[int, torch.Tensor], mode: Any = None, labels: Labels | None = None
+        self, modules: SavedModules, fetched: dict[int, torch.Tensor], mode: Any = None, labels: ValueIds | None = None
     ) -> None:
         self.modules = modules
         self._fetched = fetched
@@ -323,20 +329,20 @@ class ServingPass:
         self._labels = labels
         self._counts: defaultdict[str, int] = defaultdict(int)
 
-    def place_of(self, path: str) -> Place | None:
+    def call_key_of(self, path: str) -> Place | None:
         """Return which call of the module at ``path`` begins, if forward has saved that; else None."""
         rule = self.modules.table.whole_rule(path)
         if rule is None or not rule.saves:
             return None
-        place = path, self._counts[path]
+        call_key = path, self._counts[path]
         self._counts[path] += 1
-        return place if place in self.modules.calls else None
+        return call_key if call_key in self.modules.calls else None
 
-    def call(self, place: Place, forward: ScopedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, call_key: Place, forward: TrackedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what the module returned in forward."""
-        if self._mode is not None and self._mode.filling.done:
-            self._mode.filling.settle(())  # what modules after the last missing handle left behind is let go
-        call = self.modules.calls[place]
+        if self._mode is not None and self._mode.progress.done:
+            self._mode.progress.stop_before(())  # what modules after the last missing handle left behind is let go
+        call = self.modules.calls[call_key]
         given = given_leaves(args, kwargs)
         if call.result is None or call.states is None:
             return self._run_again(forward, args, kwargs)
@@ -345,20 +351,20 @@ class ServingPass:
             with mode_off(self._mode):
                 return call.result.build(Serving(given, self._name_again, self._fetched))
         if call.result.was_changed:
-            self.modules.learnt.copies.add(place)
+            self.modules.evidence.copies.add(call_key)
         before = versions_of(given)
         out = self._run_again(forward, args, kwargs)
-        again = KeptResult(out, given, before, call.result.where)
+        again = ModuleResult(out, given, before, call.result.where)
         for kept, former in zip(again.kept, call.result.kept, strict=True):
             if isinstance(kept.data, torch.Tensor):
                 self._name_again(former, kept.data)
         return out
 
-    def _name_again(self, kept: KeptLeaf, tensor: torch.Tensor) -> None:
+    def _name_again(self, kept: SavedLeaf, tensor: torch.Tensor) -> None:
         if self._labels is not None:
             self._labels.name_input_again(tensor, kept.places)
 
-    def _run_again(self, forward: ScopedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_again(self, forward: TrackedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the module, unseen by the region; its buffers do not advance.
 
         Raises ``RegionError`` if it is seen to write to a large one: it may have read what it wrote there in forward.
@@ -389,7 +395,7 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _name(region: str, forward: ScopedForward) -> str:
+def _name(region: str, forward: TrackedForward) -> str:
     return ".".join(filter(None, (region, forward.path))) or type(forward.module).__name__
 
 
@@ -401,9 +407,9 @@ class ModuleRecorder:
 
     sees_ops = False
 
-    def __init__(self, modules: SavedModules, apart: frozenset[int]) -> None:
+    def __init__(self, modules: SavedModules, not_recomputed: frozenset[int]) -> None:
         self.modules = modules
-        self.apart = apart
+        self.not_recomputed = not_recomputed
         self._packs = 0
 
     def begin(self, inputs: KeptInputs) -> None:
@@ -427,7 +433,7 @@ class ModuleRecorder:
         """See ``SavedModules.park``."""
         self.modules.park(hooks)
 
-    def recompute_mode(self, inputs: list[tuple[int, torch.Tensor]], ending: Ending) -> AbstractContextManager[Any]:
+    def recompute_mode(self, inputs: list[tuple[int, torch.Tensor]], progress: Progress) -> AbstractContextManager[Any]:
         """Return the context in which saved modules are not run."""
         return _active(ServingPass(self.modules, self.modules.fetch_recomputed()))
 

@@ -396,7 +396,7 @@ class Surroundings:
         held: Iterable[torch.Tensor] = (),
         *,
         recorded: bool = True,
-        apart: frozenset[int] = frozenset(),
+        not_recomputed: frozenset[int] = frozenset(),
         beside_torch: bool = False,
     ) -> None:
         self._recorded = recorded
@@ -412,7 +412,7 @@ class Surroundings:
             (*reachable.tensors.values(), *held),
             freeze_buffers=settings.freeze_buffers,
             recorded=recorded,
-            apart=apart,
+            not_recomputed=not_recomputed,
         )
         self.flags = ProcessFlags()
         self.autocast = AutocastState(tensors)

@@ -28,7 +28,7 @@ PLAIN = frozenset(
 )
 
 
-class Same(weakref.ref):  # type: ignore[type-arg]
+class WeakIdentity(weakref.ref):  # type: ignore[type-arg]
     """A weak reference that stands for one object, whatever the object says of equality; made by ``same`` only."""
 
     __slots__ = ("address",)
@@ -39,22 +39,22 @@ class Same(weakref.ref):  # type: ignore[type-arg]
     __ne__ = object.__ne__
 
 
-_living: dict[int, Same] = {}  # by the address of the object
+_living: dict[int, WeakIdentity] = {}  # by the address of the object
 
 
-def same(value: Any) -> Same:
+def weak_identity(value: Any) -> WeakIdentity:
     """Return the one object that stands for ``value``; raises ``TypeError`` where its class does not allow that."""
     found = _living.get(id(value))
     if found is not None and found() is value:
         return found
-    made = Same(value, _forget)
+    made = WeakIdentity(value, _forget)
     made.address = id(value)
     if found is not None:  # its object is gone, and it is about to be told
         _living.pop(id(value), None)
     return _living.setdefault(id(value), made)
 
 
-def _forget(dead: Same) -> None:
+def _forget(dead: WeakIdentity) -> None:
     if _living.get(dead.address) is dead:
         del _living[dead.address]
 
@@ -100,7 +100,7 @@ def by_class(ask: Callable[[Any], _Answer]) -> Callable[[Any], _Answer]:
     return remembered
 
 
-def sort_of(tensor: torch.Tensor) -> tuple[Hashable, ...]:
+def tensor_signature(tensor: torch.Tensor) -> tuple[Hashable, ...]:
     """Return what of a tensor may decide which ops are run on it, but for its values."""
     return type(tensor), tensor.dtype, tensor.shape, tensor.device, tensor.requires_grad
 
@@ -142,7 +142,7 @@ _BUILT_IN: dict[type, int] = {
 }
 
 
-class Identity:
+class FunctionFingerprint:
     """Collects the identity of functions or arguments; see Note [Which function is it].
 
     ``parts``: what they are, flat. ``is_known``: whether that is all of it. ``owners``: the torch modules met, and
@@ -179,7 +179,7 @@ class Identity:
         elif self._left < 0 or self._nested > _NESTED:
             self.is_known = False
         elif isinstance(value, torch.Tensor):
-            self.parts.append(sort_of(value))
+            self.parts.append(tensor_signature(value))
         elif isinstance(value, nn.Module):
             self._add_module(value)
         elif id(value) in self._seen:
@@ -187,12 +187,12 @@ class Identity:
         else:
             self._seen[id(value)] = len(self._seen)
             self._nested += 1
-            _LOOKS.get(kind, Identity._add_other)(self, value)
+            _LOOKS.get(kind, FunctionFingerprint._add_other)(self, value)
             self._nested -= 1
 
     def _add_module(self, root: nn.Module) -> None:
         parts, seen = self.parts, self._seen
-        parts.append(same(root))
+        parts.append(weak_identity(root))
         waiting = [root]
         for module in waiting:  # by hand: module.modules() makes the names of all of them
             if module is None or id(module) in seen:
@@ -210,7 +210,7 @@ class Identity:
             if _BUILT_IN.get(kind) == len(held) and not children:
                 parts += (kind, held["training"])
                 continue
-            parts += (same(kind), held["training"], len(children))
+            parts += (weak_identity(kind), held["training"], len(children))
             waiting += children.values()
             # The standard entries come first, except where something plain was set before nn.Module.__init__ ran.
             for value in islice(held.values(), _STANDARD, None) if next(iter(held)) == "training" else held.values():
@@ -231,7 +231,7 @@ class Identity:
             self.add(value)
 
     def _add_sequence(self, value: Iterable[Any]) -> None:
-        self.parts.append(same(type(value)))
+        self.parts.append(weak_identity(type(value)))
         count = 0
         for one in value:
             self.add(one)
@@ -260,14 +260,14 @@ class Identity:
     def _add_builtin(self, value: Any) -> None:
         owner = value.__self__
         if owner is None or isinstance(owner, types.ModuleType):
-            self.parts.append(same(value))
+            self.parts.append(weak_identity(value))
         else:  # a method bound to something, made anew whenever it is asked for
             self.parts.append(value.__name__)
             self.add(owner)
 
     def _add_function(self, value: types.FunctionType) -> None:
         code = value.__code__
-        self.parts.append(same(code))
+        self.parts.append(weak_identity(code))
         for cell in value.__closure__ or ():
             try:
                 held = cell.cell_contents
@@ -291,13 +291,13 @@ class Identity:
 
     def _add_global(self, value: Any, file: dict[str, Any]) -> None:
         if type(value) is types.FunctionType and value.__globals__ is not file:
-            self.parts.append(same(value))
+            self.parts.append(weak_identity(value))
         else:
             self.add(value)
 
     def _add_named(self, value: Any) -> None:
         """Look at a Python module or class: what the code at hand may read of it by name."""
-        self.parts.append(same(value))
+        self.parts.append(weak_identity(value))
         if _is_library(value.__module__ if isinstance(value, type) else value.__name__):
             return
         for held in [vars(kind) for kind in value.__mro__[:-1]] if isinstance(value, type) else [vars(value)]:
@@ -312,16 +312,16 @@ class Identity:
         elif isinstance(value, _SINGLE):
             self.parts.append(value)
         elif isinstance(value, numbers.Number) and isinstance(value, Hashable):
-            self.parts += (same(kind), value)  # numpy's scalars, Decimal
+            self.parts += (weak_identity(kind), value)  # numpy's scalars, Decimal
         elif isinstance(value, _SEQUENCES):
             self._add_sequence(value)
             self._add_attributes(value)
         elif isinstance(value, dict):
-            self.parts.append(same(kind))
+            self.parts.append(weak_identity(kind))
             self._add_mapping(value)
             self._add_attributes(value)
         elif dataclasses.is_dataclass(value) or isinstance(value, _HOLDERS):
-            self.parts.append(same(kind))
+            self.parts.append(weak_identity(kind))
             self._add_attributes(value)
         else:
             is_held = self._add_weakly(value)
@@ -333,9 +333,9 @@ class Identity:
 
     def _add_weakly(self, value: Any) -> bool:
         try:
-            self.parts.append(same(value))
+            self.parts.append(weak_identity(value))
         except TypeError:
-            self.parts.append(same(type(value)))
+            self.parts.append(weak_identity(type(value)))
             return False
         return True
 
@@ -358,12 +358,12 @@ def _is_library(module: Any) -> bool:
     return str(module).partition(".")[0] in ("torch", "sac")
 
 
-_LOOKS: dict[type, Callable[[Identity, Any], None]] = {
-    types.FunctionType: Identity._add_function,
-    types.MethodType: Identity._add_method,
-    types.BuiltinFunctionType: Identity._add_builtin,
-    partial: Identity._add_partial,
-    slice: Identity._add_slice,
-    **dict.fromkeys((tuple, list, set, frozenset, deque), Identity._add_sequence),
-    **dict.fromkeys((dict, OrderedDict), Identity._add_mapping),
+_LOOKS: dict[type, Callable[[FunctionFingerprint, Any], None]] = {
+    types.FunctionType: FunctionFingerprint._add_function,
+    types.MethodType: FunctionFingerprint._add_method,
+    types.BuiltinFunctionType: FunctionFingerprint._add_builtin,
+    partial: FunctionFingerprint._add_partial,
+    slice: FunctionFingerprint._add_slice,
+    **dict.fromkeys((tuple, list, set, frozenset, deque), FunctionFingerprint._add_sequence),
+    **dict.fromkeys((dict, OrderedDict), FunctionFingerprint._add_mapping),
 }

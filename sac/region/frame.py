@@ -99,7 +99,7 @@ class Handle:
         return fetch(self.value)
 
 
-class Filling:
+class RecomputeProgress:
     """One recomputation's count of what autograd saves in it, and where to stop."""
 
     __slots__ = (
@@ -147,7 +147,7 @@ class Filling:
                 self.since_op.append(tensor)
         return tensor
 
-    def settle(self, written: Sequence[torch.Tensor]) -> None:
+    def stop_before(self, written: Sequence[torch.Tensor]) -> None:
         """Everything is filled and an op is about to run that writes to ``written``: stop early, unless it has to run.
 
         It has to if it writes to what autograd saved right before it, as ``rrelu_with_noise`` fills its noise.
@@ -162,21 +162,21 @@ class Filling:
             self.since_op = []
 
 
-class ToTheEnd:
+class NoEarlyStop:
     """A recomputation that nobody counts and nobody stops: another one's filling, or a graph that is wanted whole."""
 
     done = False
     last_missing = ALL
     verify: Callable[[int, torch.Tensor], None] | None = None
 
-    def settle(self, written: Sequence[torch.Tensor]) -> None:
+    def stop_before(self, written: Sequence[torch.Tensor]) -> None:
         """Never asked."""
 
     def after_op(self) -> None:
         """Nothing to do."""
 
 
-Ending = Filling | ToTheEnd
+Progress = RecomputeProgress | NoEarlyStop
 
 
 # -- Kept views that are small against what they would pin
@@ -252,7 +252,7 @@ class Recorder(Protocol):
     """
 
     sees_ops: bool
-    apart: frozenset[int]
+    not_recomputed: frozenset[int]
 
     def forward_mode(self) -> AbstractContextManager[Any]:
         """Return the context in which the forward runs."""
@@ -266,7 +266,7 @@ class Recorder(Protocol):
     def park(self, hooks: PackHooks) -> None:
         """Hand what is held to the saved-tensor hooks around the region."""
 
-    def recompute_mode(self, inputs: list[tuple[int, torch.Tensor]], ending: Ending) -> AbstractContextManager[Any]:
+    def recompute_mode(self, inputs: list[tuple[int, torch.Tensor]], progress: Progress) -> AbstractContextManager[Any]:
         """Return the context in which the recomputation runs on ``inputs``, given with their positions."""
 
     def check_recomputed(self) -> None:
@@ -318,11 +318,17 @@ class RegionCall(ABC):
         self.inputs = inputs
         tensors = [kept.data for kept in inputs.tensors if isinstance(kept.data, torch.Tensor)]
         recorded = self.recorder is not None and self.recorder.sees_ops
-        apart = self.recorder.apart if self.recorder is not None else frozenset()
+        not_recomputed = self.recorder.not_recomputed if self.recorder is not None else frozenset()
         function = None if _is_of_module(self.function) else self.function
         held = inputs.tensors_in_objects()
         self.surroundings = Surroundings(
-            tensors, self.owners, self.settings, function, held.values(), recorded=recorded, apart=apart
+            tensors,
+            self.owners,
+            self.settings,
+            function,
+            held.values(),
+            recorded=recorded,
+            not_recomputed=not_recomputed,
         )
 
     def _run_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -361,7 +367,9 @@ class RegionCall(ABC):
         if self.recorder is not None:
             self.recorder.drop()
 
-    def _enter_forward_again(self, stack: ExitStack, inputs: list[tuple[int, torch.Tensor]], ending: Ending) -> None:
+    def _enter_forward_again(
+        self, stack: ExitStack, inputs: list[tuple[int, torch.Tensor]], progress: Progress
+    ) -> None:
         """Enter all that the forward saw, with grad enabled, for a run of the function on the rebuilt ``inputs``.
 
         Raises ``RegionError`` if a parameter of the region was changed since.
@@ -375,7 +383,7 @@ class RegionCall(ABC):
         self.surroundings.enter_on(stack)
         stack.enter_context(torch.enable_grad())
         if self.recorder is not None:
-            stack.enter_context(self.recorder.recompute_mode(inputs, ending))
+            stack.enter_context(self.recorder.recompute_mode(inputs, progress))
 
     def _problem(self, found: str, fix: str = OTHER_KIND) -> Problem:
         return Problem(where=self.path or "region", found=found, fix=fix)
@@ -547,18 +555,18 @@ class Frame(RegionCall):
         if not early and not self._forward_over:  # a gradient taken inside: the end is where the forward has got to
             early, last_missing = True, len(self._handles) - 1
         seen = self.recorder is not None and self.recorder.sees_ops
-        filling = Filling(self, last_missing, stop_in_pack=not seen, task=task, early_stop=early)
+        progress = RecomputeProgress(self, last_missing, stop_in_pack=not seen, task=task, early_stop=early)
         args, kwargs, tensors = self._rebuild()
         with ExitStack() as stack:
-            self._enter_forward_again(stack, tensors, filling)
-            stack.enter_context(saved_tensors_hooks(filling.pack, _same))
+            self._enter_forward_again(stack, tensors, progress)
+            stack.enter_context(saved_tensors_hooks(progress.pack, _same))
             try:
                 self.function(*args, **kwargs)
             except StopRecompute as stop:
                 if stop.frame is not self:
                     raise
-        if not filling.done:
-            raise RegionError(self._too_few(filling.count))
+        if not progress.done:
+            raise RegionError(self._too_few(progress.count))
         if self.recorder is not None:
             self.recorder.check_recomputed()
         if last:

@@ -13,7 +13,7 @@ from torch import nn
 
 from sac.errors import Problem, RegionError
 from sac.outer_hooks import PackHooks, Parked, fetch, park
-from sac.region.fingerprint import PLAIN, Identity, sort_of
+from sac.region.fingerprint import PLAIN, FunctionFingerprint, tensor_signature
 from sac.region.module_state import UnseenWriteError, other_bytes, spare_copy
 from sac.region.python_state import attributes_in, holds_state
 from sac.stores.prefetch import Call
@@ -243,24 +243,24 @@ class KeptInputs:
     more than once is kept once, under its first position, and is one tensor again in recomputation.
     """
 
-    __slots__ = ("_call", "_keywords", "_leaves", "_objects", "_spec", "kind", "owners", "tensors")
+    __slots__ = ("_call", "_keywords", "_leaves", "_objects", "_spec", "owners", "signature", "tensors")
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         leaves: list[Any] = [*args, *kwargs.values()]
-        kind: list[Any] = [len(args), *kwargs]
+        signature: list[Any] = [len(args), *kwargs]
         self.owners: tuple[torch.nn.Module, ...] = ()
         self._keywords = tuple(kwargs)
         self._spec: Any = None  # as a rule there are but tensors and plain values: nothing to flatten
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
-                kind.append(sort_of(leaf))
+                signature.append(tensor_signature(leaf))
             elif type(leaf) in PLAIN:
-                kind += (type(leaf), leaf)
+                signature += (type(leaf), leaf)
             else:
                 leaves, self._spec = tree_flatten((args, kwargs))
-                kind = self._look_at(args, kwargs)
+                signature = self._look_at(args, kwargs)
                 break
-        self.kind: tuple[Any, ...] | None = tuple(kind) if kind else None
+        self.signature: tuple[Any, ...] | None = tuple(signature) if signature else None
         self._call: Call | None = None
         known: dict[int, KeptTensor] = {}
         objects: dict[int, KeptObject] = {}
@@ -271,8 +271,8 @@ class KeptInputs:
                 kept = known.get(id(leaf))
                 if kept is None:
                     known[id(leaf)] = kept = KeptTensor(leaf, position)
-                elif self.kind is not None:  # the function may ask whether two of its arguments are one
-                    self.kind += ((position, kept.position),)
+                elif self.signature is not None:  # the function may ask whether two of its arguments are one
+                    self.signature += ((position, kept.position),)
                 kept_leaves[position] = kept
             elif self._spec is not None and is_kept_object(leaf):
                 kept_leaves[position] = objects[id(leaf)] = objects.get(id(leaf)) or KeptObject(leaf)
@@ -285,7 +285,7 @@ class KeptInputs:
         return {key: tensor for kept in self._objects for key, tensor in kept.tensors.items()}
 
     def _look_at(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        identity = Identity()
+        identity = FunctionFingerprint()
         identity.look_at(args, kwargs)
         self.owners = tuple(identity.owners)
         return identity.parts if identity.is_known else []

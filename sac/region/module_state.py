@@ -71,7 +71,7 @@ class Bindings:
         *,
         freeze_buffers: bool = True,
         recorded: bool = True,
-        apart: frozenset[int] = frozenset(),
+        not_recomputed: frozenset[int] = frozenset(),
     ) -> None:
         self._training = [(owner, owner.training) for owner in owners]
         self._parameters = [(bound, {**bound}) for owner in owners if (bound := owner._parameters)]
@@ -84,7 +84,9 @@ class Bindings:
         if freeze_buffers:
             most = _MOST_COPIED_BYTES if recorded else _MOST_COPIED_BYTES_UNRECORDED
             self._buffers = [(owner, {**held}) for owner in owners if (held := owner._buffers)]
-            self._watched = [_Watched(one, most, id(owner) in apart) for owner, one in _plain_tensors(self._buffers)]
+            self._watched = [
+                _Watched(one, most, id(owner) in not_recomputed) for owner, one in _plain_tensors(self._buffers)
+            ]
             known = {id(one.tensor) for one in self._watched}
             self._watched += [_Watched(one, most, False) for one in others if id(one) not in known and _is_own(one)]
 

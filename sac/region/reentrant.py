@@ -15,7 +15,7 @@ from sac.errors import RegionError
 from sac.region.ambient import subclasses_on
 from sac.region.eager import never_compiled
 from sac.region.fingerprint import PLAIN, attributes_of
-from sac.region.frame import ALL, RETAIN, RegionCall, ToTheEnd
+from sac.region.frame import ALL, RETAIN, NoEarlyStop, RegionCall
 from sac.region.inputs import KeptInputs
 from sac.region.writes import check_writes, give_history
 from sac.tensors import describe, detached, metadata
@@ -299,7 +299,7 @@ class ReentrantFrame(RegionCall):
         with torch.enable_grad(), subclasses_on():
             args, kwargs, tensors = self.inputs.rebuild(self.path, start)
         with ExitStack() as stack:
-            self._enter_forward_again(stack, tensors, ToTheEnd())
+            self._enter_forward_again(stack, tensors, NoEarlyStop())
             result = self.function(*args, **kwargs)
         if self.recorder is not None:
             self.recorder.check_recomputed()

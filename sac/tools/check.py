@@ -10,7 +10,7 @@ import torch
 
 from sac.policy.load import load_policy
 from sac.policy.model import Calls, Dim, Layers, Policy, Rule
-from sac.recompute.table import bind_policy
+from sac.recompute.table import resolve_policy
 from sac.tools.render import print_rows
 
 COLUMNS = ("rule", "do", "ops", "names here", "only where", "of policy", "place")
@@ -42,10 +42,10 @@ def check_file(source: str, *, verbose: bool, as_json: bool) -> int:
 
 
 def _checked(policy: Policy) -> Iterator[CheckedRule]:
-    for bound in bind_policy(policy).rules:
-        missing = bound.matcher.missing
-        names = dict.fromkeys(entry.pattern.text for entry in bound.matcher.entries)
-        yield CheckedRule(bound.rule, tuple(name for name in names if name not in missing), missing)
+    for resolved in resolve_policy(policy).rules:
+        missing = resolved.matcher.missing
+        names = dict.fromkeys(entry.pattern.text for entry in resolved.matcher.entries)
+        yield CheckedRule(resolved.rule, tuple(name for name in names if name not in missing), missing)
 
 
 def _print_missing(rules: tuple[CheckedRule, ...], *, verbose: bool) -> None:

@@ -126,7 +126,7 @@ def assert_exact_and_free(
 @contextlib.contextmanager
 def refusing() -> Iterator[None]:
     """Let no call be replayed, and say so in a warning that is no error."""
-    refusal = mock.patch("sac.recompute.replay.run_plan", side_effect=CannotReplay("of this test"))
+    refusal = mock.patch("sac.recompute.replay.run_schedule", side_effect=CannotReplay("of this test"))
     with refusal, warnings.catch_warnings():
         warnings.simplefilter("ignore", SacWarning)
         yield

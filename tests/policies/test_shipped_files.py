@@ -8,7 +8,7 @@ import pytest
 
 from sac.config import usable_policy
 from sac.policy.load import dump_policy, load_policy, shipped_policies, shipped_policy_path
-from sac.recompute.table import bind_policy
+from sac.recompute.table import resolve_policy
 from tests.policies.families import FAMILIES
 
 EXPECTED = ("bert", "deepseek_v3", "gemma", "general", "gpt2", "llama", "mamba", "moe", "resnet", "t5", "vit")
@@ -32,7 +32,7 @@ def test_policy_is_named_as_its_file_and_can_be_used(name: str) -> None:
     policy = load_policy(name)
     assert policy.name == name
     assert [bound.rule for bound in usable_policy(policy).rules] == list(policy.rules)
-    assert set(bind_policy(policy).missing) <= {rule.id for rule in policy.rules}
+    assert set(resolve_policy(policy).missing) <= {rule.id for rule in policy.rules}
 
 
 @pytest.mark.parametrize("name", EXPECTED)

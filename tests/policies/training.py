@@ -57,7 +57,7 @@ def train(model: nn.Module, inputs: dict[str, Any]) -> Trained:
     hits = {
         bound.rule.id
         for region in regions_of(model)
-        for bound in region.region.kind.table.rules
+        for bound in region.region.group.table.rules
         if region.region.stats.hits.get(bound.index)
     }
     return Trained(seen, frozenset(hits), model)

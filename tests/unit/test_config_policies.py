@@ -12,7 +12,7 @@ import sac
 from sac.config import parse_config
 from sac.errors import PolicyError
 from sac.ops.save_sets import SET_NAMES
-from sac.recompute.table import bind_policy
+from sac.recompute.table import resolve_policy
 from tests.promises.test_11_invisible import flat
 from tests.support.blocks import llama_stack
 from tests.support.training import built
@@ -96,4 +96,4 @@ def test_binding_reads_on(tmp_path: Path) -> None:
     path.write_text(OFFLOADS)
     policy = parse_config(path).policy
     assert policy is not None
-    assert bind_policy(policy).policy is policy
+    assert resolve_policy(policy).policy is policy

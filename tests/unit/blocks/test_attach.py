@@ -339,12 +339,12 @@ def test_family_policy_is_found() -> None:
     assert rule_ids("llama") >= {"attention-inputs", "gate"}
     general = {rule.id for rule in sac.load_policy("general").rules}
     model = sac.apply(built(llama_stack), {"mode": "selective", "blocks": "blocks.*"})
-    assert {bound.rule.id for bound in next(regions_of(model)).region.kind.table.rules} == general
+    assert {bound.rule.id for bound in next(regions_of(model)).region.group.table.rules} == general
 
 
 def rule_ids(family: str) -> set[str]:
     model = sac.apply(tiny(family)[0], "selective")
-    return {bound.rule.id for forward in regions_of(model) for bound in forward.region.kind.table.rules}
+    return {bound.rule.id for forward in regions_of(model) for bound in forward.region.group.table.rules}
 
 
 def test_container_of_one_block_is_a_model_with_one_block() -> None:

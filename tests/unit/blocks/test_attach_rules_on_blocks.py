@@ -82,7 +82,7 @@ def test_gradients_are_those_without_the_rule() -> None:
 def test_regions_are_of_one_kind_where_their_rules_are() -> None:
     def kinds(*rules: dict[str, Any]) -> int:
         model = sac.apply(built(llama_stack), selective(policy(*rules)))
-        return len({id(one.region.kind) for one in regions_of(model)})
+        return len({id(one.region.group) for one in regions_of(model)})
 
     assert kinds(save("matmul", blocks="blocks.*")) == 1
     assert kinds(save("matmul", blocks="blocks.0")) == 2

@@ -83,7 +83,7 @@ def test_policies_take_fractions_and_blocks() -> None:
     assert "layers: {fraction: 0.5}" in dump_policy(loaded)
     model = sac.apply(chain(4), {"mode": "selective", "policy": written})
     step(model, tokens())
-    saving = [one.region.path for one in regions_of(model) if one.region.kind.table.rules]
+    saving = [one.region.path for one in regions_of(model) if one.region.group.table.rules]
     assert (paths(model), saving) == (["0", "1", "2"], ["0", "2"])
 
 

@@ -96,7 +96,7 @@ def test_selective_layers_are_regions_under_the_policy_of_the_family() -> None:
     assert region_paths(model) == [f"model.layers.{place}" for place in range(count)]
     step(model, inputs)
     assert "attention" in str(sac.report(model).to_dict())
-    assert {installed.region.kind.table.policy.name for installed in regions_of(model)} == {"llama"}
+    assert {installed.region.group.table.policy.name for installed in regions_of(model)} == {"llama"}
 
 
 def test_selective_recomputes_less_than_full() -> None:

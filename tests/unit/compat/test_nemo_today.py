@@ -44,7 +44,7 @@ def region_paths(model: nn.Module) -> list[str]:
 
 
 def policies(model: nn.Module) -> set[str]:
-    return {installed.region.kind.table.policy.name for installed in regions_of(model)}
+    return {installed.region.group.table.policy.name for installed in regions_of(model)}
 
 
 # Whole layers

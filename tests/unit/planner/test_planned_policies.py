@@ -38,7 +38,7 @@ FIX = "    fix: plan again for this model, torch version and device: `sac plan â
 
 def signatures(model: nn.Module) -> dict[str, str]:
     """The signature of each region's kind, by the region's path."""
-    return {region.path: signature(kind.rows) for kind, regions in regions_by_kind(model) for region in regions}
+    return {region.path: signature(kind.op_trace) for kind, regions in regions_by_kind(model) for region in regions}
 
 
 def entry(blocks: str | list[str], of: str, **more: Any) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def own_signature() -> str:
 def ops(model: nn.Module) -> int:
     """How many ops with a result of their own the first region runs."""
     kind, _ = regions_by_kind(model)[0]
-    return sum(row.bytes > 0 for row in kind.rows)
+    return sum(row.bytes > 0 for row in kind.op_trace)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "t5"])
@@ -88,7 +88,7 @@ def test_what_a_planner_sees_on_tensors_without_data_is_what_runs(family: str, e
     value = {"mode": "selective", "policy": planned(*entries, rules=(save("matmul"),)), "engine": engine}
     sac.apply(model, value)(**inputs).loss.backward()
     assert {path for profile in profiles for path in profile.paths} == {one.region.path for one in regions_of(model)}
-    assert all(one.region.kind.planned is not None for one in regions_of(model))
+    assert all(one.region.group.planned is not None for one in regions_of(model))
     assert len({profile.signature for profile in profiles}) > (family in ("t5", "swin"))
 
 
@@ -200,9 +200,9 @@ def test_blocks_that_were_not_planned_for_are_told_of(entries: list[dict[str, An
 
 def test_regions_of_one_kind_are_compared_once() -> None:
     model = sac.apply(built(llama_stack), selective(planned(entry("blocks.*", own_signature()))))
-    assert len({id(one.region.kind) for one in regions_of(model)}) == 1
+    assert len({id(one.region.group) for one in regions_of(model)}) == 1
     model(*tokens())
-    [kind] = {one.region.kind for one in regions_of(model)}
+    [kind] = {one.region.group for one in regions_of(model)}
     kind.planned = load_policy(planned(entry("blocks.*", OTHER))).plan.regions[0]  # type: ignore[union-attr]
     model(*tokens())
 

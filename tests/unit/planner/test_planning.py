@@ -22,7 +22,7 @@ from sac.planner.plan_file import make_plan
 from sac.planner.prepare import prepare
 from sac.planner.search import Planner
 from sac.policy.model import Policy
-from sac.recompute.op_rows import Rows
+from sac.recompute.op_rows import OpTraceRecorder
 from tests.support.model_zoo import tiny
 from tests.unit.planner.small_model import INPUTS, Block, Model, stops
 from tests.unit.planner.truth import MODELS, measured, model_named, put_on
@@ -220,8 +220,8 @@ def test_other_ops_than_those_planned_for_are_refused() -> None:
 
 
 def test_regions_list_no_ops_in_the_steps_of_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    counted = Mock(side_effect=Rows)
-    monkeypatch.setattr("sac.recompute.regions.Rows", counted)
+    counted = Mock(side_effect=OpTraceRecorder)
+    monkeypatch.setattr("sac.recompute.regions.OpTraceRecorder", counted)
     policy = sac.plan(Model(), INPUTS, "50%")
     assert not counted.called
     sac.apply(Model(), policy)(*INPUTS)

@@ -17,7 +17,7 @@ from sac.planner.fakes import call, fake_copy, fake_inputs, fake_mode
 from sac.planner.live_bytes import Ledger
 from sac.planner.profile import RegionProfile
 from sac.planner.tracing import CannotProfile, profile_regions
-from sac.recompute.op_rows import OpRow
+from sac.recompute.op_rows import OpTraceRow
 from sac.reporting import regions_by_kind
 from tests.support.model_zoo import tiny
 from tests.unit.planner.truth import MODELS, model_named, put_on
@@ -60,12 +60,12 @@ def alike(between: Callable[[Tensor], Tensor]) -> RegionProfile:
     return profile
 
 
-def rows_of(model: nn.Module, inputs: Any) -> dict[str, dict[tuple[str, str, int], OpRow]]:
+def rows_of(model: nn.Module, inputs: Any) -> dict[str, dict[tuple[str, str, int], OpTraceRow]]:
     """Return the rows of a trace by the path of a region, and by what they are called."""
     sac.apply(model, put_on({"schema": "sac/v1", "name": "x", "rules": []}, "replay"))
     call(model, inputs)
     found = {
-        region.path: {(row.module, row.op, row.call): row for row in kind.rows}
+        region.path: {(row.module, row.op, row.call): row for row in kind.op_trace}
         for kind, regions in regions_by_kind(model)
         for region in regions
     }

@@ -110,7 +110,7 @@ def test_the_comment_of_a_rule_tells_the_bytes_and_the_time_that_it_spares(small
     for rule in made.policy.rules:
         [place] = [number for number, line in enumerate(lines) if line.endswith(f"id: {rule.id}")]
         comment = lines[place - 1]
-        if rule.speaks_of_module:
+        if rule.matches_module:
             continue
         layer = min(rule.layers.select(3)) if rule.layers is not None else 0
         choice = small.choices[0][made.point.choice[layer]]

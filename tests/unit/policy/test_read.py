@@ -86,7 +86,7 @@ def test_rules_without_id_are_called_after_the_policy(load: Load) -> None:
 def test_offload_and_whole_module_rules_parse(load: Load) -> None:
     assert rule(load, "ops: matmul, do: offload").do == "offload"
     whole = rule(load, "module: mlp, do: save")
-    assert whole.speaks_of_module
+    assert whole.matches_module
     assert whole.module == PathPattern.parse("mlp")
 
 

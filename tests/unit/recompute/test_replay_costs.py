@@ -222,8 +222,8 @@ def test_tape_is_small_and_its_lists_are_shared() -> None:
     assert len(tapes) == 3
     first, *others = tapes
     for tape in others:
-        assert tape.plans is first.plans
+        assert tape.sites is first.sites
         assert tape.reads is first.reads
-        assert tape.firsts is first.firsts
+        assert tape.first_outputs is first.first_outputs
         assert tape.roots is first.roots
     del out

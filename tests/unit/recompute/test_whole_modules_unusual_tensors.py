@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import sac
-from sac.recompute.autocast import has_own_body
+from sac.recompute.autocast import is_custom_op
 from sac.tensors import laid_out, layout_of
 from tests.support.blocks import FunctionBlock, Stack, policy, save, selective, square
 from tests.support.training import assert_same_training, built
@@ -25,7 +25,7 @@ def jagged(x: Tensor) -> Tensor:
 
 def test_an_op_without_a_dispatcher_has_no_body_of_its_own() -> None:
     """Torch asks a nested tensor for its layout by such an op, from where an error ends the process."""
-    assert not has_own_body(torch.ops.prim.layout.default)
+    assert not is_custom_op(torch.ops.prim.layout.default)
 
 
 def written_later(block: Any, x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-from sac.region.fingerprint import Identity
+from sac.region.fingerprint import FunctionFingerprint
 from tests.support import flags
 from tests.support.quiet_and_loud import (
     Block,
@@ -164,7 +164,7 @@ def test_an_attribute_of_a_submodule_is_changed() -> None:
 )  # fmt: skip
 def test_of_built_in_modules_only_training_is_looked_at_unless_they_have_been_given_more(module: nn.Module) -> None:
     def parts() -> list[Any]:
-        identity = Identity()
+        identity = FunctionFingerprint()
         identity.add(module)
         return identity.parts
 
@@ -184,7 +184,7 @@ def test_a_submodule_is_put_into_training() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return body(x, self.training)
 
-    block = nn.Sequential(nn.Identity(), Noisy())
+    block = nn.Sequential(nn.FunctionFingerprint(), Noisy())
     block[1].eval()
 
     def flip() -> Callable[..., Tensor]:
@@ -215,7 +215,7 @@ def test_a_forward_is_put_on_the_instance() -> None:
 
 
 def test_a_hook_is_put_on_a_submodule() -> None:
-    block = nn.Sequential(nn.Identity())
+    block = nn.Sequential(nn.FunctionFingerprint())
 
     def flip() -> Callable[..., Tensor]:
         block[0].register_forward_hook(lambda module, args, out: body(out, True))
