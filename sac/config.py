@@ -23,9 +23,9 @@ from sac.policy.syntax import Findings, node_from_value, shown
 from sac.recompute.table import ResolvedPolicy, resolve_policy
 from sac.region.settings import ALWAYS, AUTO, ENGINES, PLAIN, VERIFY, Settings, StateProvider
 from sac.stores.contiguous import ContiguousBuffer
-from sac.stores.host import Host
-from sac.stores.scatter import FirstCalls, Scattered, Seen, group_problem
-from sac.stores.store import Here, Keeping, Placement
+from sac.stores.host import OnHost
+from sac.stores.scatter import FirstCalls, Scattered, VerifiedOnce, group_problem
+from sac.stores.store import InputStore, InputStoring, OnDevice
 from sac.torch_private import HAS_STACKS
 
 # -- What is wrong with a value of one key of the full-recompute path, wherever it was written
@@ -225,7 +225,7 @@ class FullConfig:
     generators: tuple[torch.Generator, ...] = ()
     freeze_buffers: bool = True
     buffer: ContiguousBuffer | None = field(default=None, init=False, repr=False, compare=False)
-    host: Host | None = field(default=None, init=False, repr=False, compare=False)
+    host: OnHost | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         given = {one.name: getattr(self, one.name) for one in fields(self) if one.init}
@@ -242,7 +242,7 @@ class FullConfig:
         if "contiguous" in self.stores and self.num_checkpoints is not None:
             object.__setattr__(self, "buffer", ContiguousBuffer(self.num_checkpoints, on_host="host" in self.stores))
         elif "host" in self.stores:
-            object.__setattr__(self, "host", Host())
+            object.__setattr__(self, "host", OnHost())
 
     @property
     def stores(self) -> tuple[str, ...]:
@@ -318,7 +318,9 @@ _REENTRANT_OPTIONS = CallOptions(use_reentrant=True)
 REENTRANT = Settings(use_reentrant=True)
 
 
-def settings_of(config: FullConfig, options: CallOptions, where: str, compared: Seen = COMPARED_BY_CALLS) -> Settings:
+def settings_of(
+    config: FullConfig, options: CallOptions, where: str, compared: VerifiedOnce = COMPARED_BY_CALLS
+) -> Settings:
     """Return what frames are told; raises ``ConfigError`` for options that cannot be carried out.
 
     ``where`` names the call in messages: ``sac.checkpoint``. A group is looked at only where inputs are scattered over
@@ -346,7 +348,7 @@ def settings_of(config: FullConfig, options: CallOptions, where: str, compared: 
     if problems:
         raise ConfigError(problems)
     return Settings(
-        keeping=_keeping(config, options.tp_group if scatters else None, compared),
+        input_storing=_keeping(config, options.tp_group if scatters else None, compared),
         trackers=(tracker,) if tracker is not None else (),
         generators=config.generators,
         providers=config.state,
@@ -358,15 +360,15 @@ def settings_of(config: FullConfig, options: CallOptions, where: str, compared: 
     )
 
 
-def _keeping(config: FullConfig, group: Any, compared: Seen) -> Keeping | None:
+def _keeping(config: FullConfig, group: Any, compared: VerifiedOnce) -> InputStoring | None:
     """Return which inputs are kept elsewhere and where; None where every input is held whole."""
-    placement: Placement | None = config.buffer or config.host
+    placement: InputStore | None = config.buffer or config.host
     if group is not None:
-        share = placement if placement is not None else Here()
+        share = placement if placement is not None else OnDevice()
         verify = config.verify_replicated if isinstance(config.verify_replicated, bool) else compared
         scattered = Scattered.over(group, share, verify=verify, prefetch=config.prefetch)
         placement = scattered if scattered is not None else placement  # a group of one rank has nothing to scatter
-    return None if placement is None else Keeping(placement, config.keep, config.release_input)
+    return None if placement is None else InputStoring(placement, config.keep, config.release_input)
 
 
 # -- The config value of ``activation_checkpointing:``, read once into what the rest of sac works with

@@ -25,7 +25,7 @@ _FRAMES = ("sac.region.frame", "sac.recompute.replay", "sac.recompute.torch_chec
 
 
 @dataclass(frozen=True, slots=True)
-class Parked:
+class OuterPacked:
     """A tensor handed to the saved-tensor hooks that stood around the region: they decide where it lies."""
 
     packed: Any
@@ -42,17 +42,17 @@ class Parked:
         return getattr(unpack, "__module__", "") in _FRAMES
 
 
-def park(tensor: torch.Tensor, hooks: PackHooks | None) -> torch.Tensor | Parked:
+def pack_with_outer_hooks(tensor: torch.Tensor, hooks: PackHooks | None) -> torch.Tensor | OuterPacked:
     """Return ``tensor`` itself, or what the surrounding saved-tensor hooks made of it."""
-    return tensor if hooks is None else Parked(hooks[0](tensor), hooks[1])
+    return tensor if hooks is None else OuterPacked(hooks[0](tensor), hooks[1])
 
 
-def fetch(kept: torch.Tensor | Parked) -> torch.Tensor:
+def fetch(kept: torch.Tensor | OuterPacked) -> torch.Tensor:
     """Return the tensor behind ``kept``."""
-    return kept.fetch() if isinstance(kept, Parked) else kept
+    return kept.fetch() if isinstance(kept, OuterPacked) else kept
 
 
-def surrounding_hooks() -> PackHooks | None:
+def active_hooks() -> PackHooks | None:
     """Return the innermost saved-tensor hooks now active (``save_on_cpu``, an outer region).
 
     None if there are none, and if torch does not tell: the hooks around a region then do not see what it keeps, as in
@@ -69,10 +69,10 @@ def surrounding_hooks() -> PackHooks | None:
 Pack = Callable[[torch.Tensor], Any]
 
 
-def surrounding_packs(count: int) -> tuple[Pack, ...]:
+def active_packs(count: int) -> tuple[Pack, ...]:
     """Return the pack functions of the ``count`` innermost saved-tensor hooks."""
     pairs: list[PackHooks] = []
-    while len(pairs) < count and (top := surrounding_hooks()) is not None:
+    while len(pairs) < count and (top := active_hooks()) is not None:
         pairs.append(top)
         pop_hooks()
     for pair in reversed(pairs):
@@ -80,7 +80,7 @@ def surrounding_packs(count: int) -> tuple[Pack, ...]:
     return tuple(pack for pack, _ in pairs)
 
 
-class hooks_off:  # noqa: N801
+class without_hooks:  # noqa: N801
     """Takes the saved-tensor hooks with these pack functions off for a while, wherever they are among others."""
 
     __slots__ = ("_others", "_packs", "_taken")
@@ -109,7 +109,7 @@ class hooks_off:  # noqa: N801
             push_hooks(*pair)
 
 
-class mode_off:  # noqa: N801
+class without_mode:  # noqa: N801
     """Takes one dispatch mode off for a while, wherever it is among others; nothing happens for None."""
 
     __slots__ = ("_above", "_mode")

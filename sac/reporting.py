@@ -13,7 +13,7 @@ from sac.blocks.install import regions_of
 from sac.policy.read import bytes_text
 from sac.recompute.op_rows import NO_RULE
 from sac.recompute.regions import Region, RegionGroup
-from sac.stores.store import Keeping
+from sac.stores.store import InputStoring
 
 # -- The decisions that a model's regions took, op by op
 
@@ -230,7 +230,7 @@ def report(model: nn.Module) -> Report:
     rules = {resolved.rule.id for forward in forwards for resolved in forward.region.group.table.rules}
     return Report(
         applied.mode,
-        "; ".join(dict.fromkeys(filter(None, (_kept_inputs(one.applied.settings.keeping) for one in forwards)))),
+        "; ".join(dict.fromkeys(filter(None, (_kept_inputs(one.applied.settings.input_storing) for one in forwards)))),
         kinds,
         tuple(sorted(rules - hit)) if any(kind.calls or kind.traced for kind in kinds) else (),
         applied.left_alone,
@@ -241,12 +241,12 @@ def report(model: nn.Module) -> Report:
 _CHOSEN = {"first": "the first floating-point one is kept", "all": "all floating-point ones are kept"}
 
 
-def _kept_inputs(keeping: Keeping | None) -> str:
+def _kept_inputs(keeping: InputStoring | None) -> str:
     """Return which inputs are kept where, the predicate of the user's being one that nobody can tell."""
     if keeping is None:
         return ""
     which = _CHOSEN[keeping.which] if isinstance(keeping.which, str) else "those that `keep` chooses are kept"
-    return f"{which} {keeping.placement.describe()}"
+    return f"{which} {keeping.store.describe()}"
 
 
 def _alike(model: nn.Module) -> Iterable[tuple[RegionGroup, list[Region]]]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from sac.outer_hooks import Parked
+from sac.outer_hooks import OuterPacked
 from sac.torch_private import UnseenByModes, neg_view
 
 # -- What the region asks of a tensor: in which storages it lies, its version, its name in messages
@@ -225,7 +225,7 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 
 def map_tensors(value: Any, function: Any) -> Any:
     """Return ``value`` with ``function`` applied to its tensors, through tuples and lists."""
-    if isinstance(value, (torch.Tensor, Parked)):
+    if isinstance(value, (torch.Tensor, OuterPacked)):
         return function(value)
     if isinstance(value, (tuple, list)):
         return type(value)(map_tensors(part, function) for part in value)

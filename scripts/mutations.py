@@ -179,15 +179,15 @@ MUTATIONS = (
         1,
         _REACHABLE,
         "attributes that changed are not those of the forward",
-        "            if place.differs(now):",
-        "            if not place.differs(now):",
+        "            if holder.differs(now):",
+        "            if not holder.differs(now):",
     ),
     Mutation(
         "attributes-advance-twice",
         1,
         _REACHABLE,
         "a counter advances in recomputation too",
-        "stack.callback(place.put, now)",
+        "stack.callback(holder.put, now)",
     ),
     Mutation(
         "python-random-left",
@@ -370,7 +370,7 @@ MUTATIONS = (
         6,
         _RECORD,
         "a small view holds its large base",
-        "compact_views([handle for handle in kept if not handle.borrowed and handle.storage not in addresses])",
+        "clone_small_views([handle for handle in kept if not handle.is_external and handle.storage not in addresses])",
     ),
     Mutation("replay-holds-all", 6, _RECORDER, "values that replay does not start from are held", "tape.kept = held"),
     Mutation(
@@ -394,8 +394,8 @@ MUTATIONS = (
         6,
         _FRAME,
         "inputs are held although nothing is recomputed",
-        "if not handle.kept), default=-1)",
-        "if not handle.kept), default=0)",
+        "if not handle.is_kept), default=-1)",
+        "if not handle.is_kept), default=0)",
     ),
     # 7, no leaks
     Mutation(
@@ -454,8 +454,8 @@ MUTATIONS = (
         8,
         _KIND,
         "a region that saves everything makes a frame",
-        "signature in self._needs_no_mode and surrounding_hooks() is None:",
-        "signature in self._needs_no_mode and surrounding_hooks() is not None:",
+        "signature in self._needs_no_mode and active_hooks() is None:",
+        "signature in self._needs_no_mode and active_hooks() is not None:",
         earlier=(
             "if everything and surrounding_hooks() is None:",
             "if everything and surrounding_hooks() is not None:",
@@ -574,7 +574,7 @@ MUTATIONS = (
         12,
         "recompute/rerun.py",
         "the report counts parameters as saved",
-        "if not handle.borrowed and isinstance(handle.value, torch.Tensor):",
+        "if not handle.is_external and isinstance(handle.value, torch.Tensor):",
         "if isinstance(handle.value, torch.Tensor):",
     ),
     Mutation(

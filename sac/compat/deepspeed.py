@@ -33,9 +33,9 @@ from sac.errors import ConfigError, Problem, listing, nearest
 from sac.full import ContiguousBuffer, RngTracker
 from sac.region.settings import Settings
 from sac.rng_tracker import MODEL_PARALLEL, checked_seed
-from sac.stores.host import Host
+from sac.stores.host import OnHost
 from sac.stores.scatter import FirstCalls, Scattered, group_problem, process_group
-from sac.stores.store import Here, Keeping, Origin, Placed, Placement
+from sac.stores.store import ArgumentInfo, InputStore, InputStoring, OnDevice, StoredTensor
 from sac.torch_private import tree_leaves, when_backward_ends
 
 # -- The ``activation_checkpointing`` section of a DeepSpeed config, and what regions are told by it
@@ -191,17 +191,17 @@ def model_parallel_group(mpu: Any) -> Any:
     return group() if size is not None and group is not None and size() > 1 else None
 
 
-def keeping_of(section: ActivationCheckpointing, mpu: Any) -> Keeping | None:
+def keeping_of(section: ActivationCheckpointing, mpu: Any) -> InputStoring | None:
     """Return where regions keep their inputs by this section; None: where the caller holds them."""
-    placement: Placement | None = Host() if section.cpu_checkpointing else None
+    placement: InputStore | None = OnHost() if section.cpu_checkpointing else None
     if section.partition_activations:
         if section.contiguous_memory_optimization and section.number_checkpoints is not None:
             placement = SlotsByArgument(section.number_checkpoints, on_host=section.cpu_checkpointing)
         group = model_parallel_group(mpu)
         if group is not None:
-            inner = placement if placement is not None else Here()
+            inner = placement if placement is not None else OnDevice()
             placement = Scattered.over(process_group(group), inner, verify=FirstCalls(), prefetch=0) or placement
-    return Keeping(placement, _is_activation) if placement is not None else None
+    return InputStoring(placement, _is_activation) if placement is not None else None
 
 
 def _is_activation(position: int, tensor: torch.Tensor) -> bool:
@@ -221,7 +221,7 @@ class SlotsByArgument:
         """Any tensor will do."""
         return True
 
-    def put(self, flat: torch.Tensor, name: Origin) -> Placed:
+    def put(self, flat: torch.Tensor, name: ArgumentInfo) -> StoredTensor:
         """Copy ``flat`` into a free slot of its argument's buffer."""
         buffer = self._buffers.setdefault(name(), ContiguousBuffer(self.num_checkpoints, on_host=self.on_host))
         return buffer.put(flat, name)
@@ -429,7 +429,7 @@ class _Process:
     def take(self, section: ActivationCheckpointing, mpu: Any) -> None:
         """Let regions that begin from now on follow ``section``."""
         options = CallOptions(use_reentrant=True, get_rng_state_tracker=get_cuda_rng_tracker)
-        settings = replace(settings_of(DEFAULT_CONFIG, options, _NAME), keeping=keeping_of(section, mpu))
+        settings = replace(settings_of(DEFAULT_CONFIG, options, _NAME), input_storing=keeping_of(section, mpu))
         self.section, self.mpu, self.settings = section, mpu, settings
         self.boundaries = Boundaries(measures=section.profile)
 
@@ -496,8 +496,8 @@ def set_num_layers(nlayers: int) -> None:
 
 def reset() -> None:
     """Take every slot of the contiguous buffers back, as after forwards whose backward will never run."""
-    keeping = _process.settings.keeping
-    placement = getattr(keeping, "placement", None)
+    keeping = _process.settings.input_storing
+    placement = getattr(keeping, "store", None)
     slots = getattr(placement, "inner", placement)
     if isinstance(slots, SlotsByArgument):
         slots.reset()

@@ -80,10 +80,10 @@ def offload_wrapper(module: nn.Module) -> nn.Module:
     """
     forward = ours_on(module)
     if isinstance(forward, RegionForward):
-        if forward.applied.settings.keeping is not None:
+        if forward.applied.settings.input_storing is not None:
             raise ModelError(Problem(forward.region.path, "its inputs are kept elsewhere already"))
-        keeping = settings_of(_ON_HOST, CallOptions(), _NAME).keeping
-        forward.applied = replace(forward.applied, settings=replace(forward.applied.settings, keeping=keeping))
+        keeping = settings_of(_ON_HOST, CallOptions(), _NAME).input_storing
+        forward.applied = replace(forward.applied, settings=replace(forward.applied.settings, input_storing=keeping))
         return module
     name = type(module).__name__
     if isinstance(forward, TrackedForward):

@@ -36,7 +36,7 @@ from sac.config import family_policy
 from sac.errors import ConfigError, ModelError, Problem, SacWarning
 from sac.policy.model import Policy
 from sac.recompute.regions import FULL
-from sac.region.ambient import ProcessFlags, attention_choice
+from sac.region.ambient import BackendFlags, attention_choice
 from sac.torch_private import WRAPPED_MODULE, checkpoint_wrapper_class, ignored_ops
 
 __all__ = [
@@ -82,7 +82,7 @@ class _AsInForward(AbstractContextManager[None]):
     """The flags of the process as they were when this was made, with ``inner`` inside; may be entered repeatedly."""
 
     def __init__(self, inner: AbstractContextManager[Any] | None = None) -> None:
-        self._flags = ProcessFlags()
+        self._flags = BackendFlags()
         self._inner = inner
         self._entered: list[ExitStack] = []
 

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from sac.checkpointing import run_with
 from sac.errors import Problem, RegionError, SacWarning
-from sac.outer_hooks import PackHooks, Parked, park, surrounding_hooks
+from sac.outer_hooks import OuterPacked, PackHooks, active_hooks, pack_with_outer_hooks
 from sac.recompute.regions import OutputAnchor, anchored
 from sac.region.compiled_graphs import nodes_between, saved_without_hooks
 from sac.region.frame import OTHER_LAYOUT, WRITTEN_LATER
@@ -49,20 +49,20 @@ _open: weakref.WeakValueDictionary[int | None, Discardable] = weakref.WeakValueD
 class Discardable:
     """The tensors that one call of a region returned: those of the forward until ``discard``, recomputed ones after it.
 
-    ``note``: what the forward has left; see Note [Discarded outputs].
+    ``anchor``: what the forward has left; see Note [Discarded outputs].
     """
 
     __slots__ = ("__weakref__", "_layouts", "_memories", "_nodes", "_remembered", "_tensors", "_versions")
 
-    def __init__(self, note: OutputAnchor) -> None:
-        assert note.node is not None
-        self._remembered = note.node
-        self._tensors: dict[int, torch.Tensor] = dict(enumerate(note.tensors))
-        self._layouts = [_layout_of(tensor) for tensor in note.tensors]
-        self._memories = [StorageWeakRef(tensor.untyped_storage()) for tensor in note.tensors]
-        self._versions = [version_of(tensor) for tensor in note.tensors]
-        self._nodes = {tensor.grad_fn for tensor in note.tensors} - {None}
-        for tensor in note.tensors:
+    def __init__(self, anchor: OutputAnchor) -> None:
+        assert anchor.node is not None
+        self._remembered = anchor.node
+        self._tensors: dict[int, torch.Tensor] = dict(enumerate(anchor.tensors))
+        self._layouts = [_layout_of(tensor) for tensor in anchor.tensors]
+        self._memories = [StorageWeakRef(tensor.untyped_storage()) for tensor in anchor.tensors]
+        self._versions = [version_of(tensor) for tensor in anchor.tensors]
+        self._nodes = {tensor.grad_fn for tensor in anchor.tensors} - {None}
+        for tensor in anchor.tensors:
             _open.setdefault(plain_address(tensor), self)
 
     @property
@@ -146,11 +146,11 @@ def run_discardable(
     That is None where there is nothing to let go of: without grad mode, or if the function returns no tensor with
     memory of its own. ``settings`` must be those of a non-reentrant region.
     """
-    note = OutputAnchor()
+    anchor = OutputAnchor()
     with lent_inputs(args):
-        output = run_with(settings, anchored(function), args, {"note": note})
-    discardable = Discardable(note) if note.node is not None else None
-    note.tensors, note.node = (), None  # the region holds the note: it must not hold the region
+        output = run_with(settings, anchored(function), args, {"anchor": anchor})
+    discardable = Discardable(anchor) if anchor.node is not None else None
+    anchor.tensors, anchor.node = (), None  # the region holds the anchor: it must not hold the region
     return output, discardable
 
 
@@ -184,16 +184,16 @@ def lent_inputs(inputs: Any) -> AbstractContextManager[Any]:
     """Return a context for a region with these inputs: those that are discardable outputs, it does not hold itself."""
     if not _open or not any(plain_address(leaf) in _open for leaf in tree_leaves(inputs)):
         return nullcontext()
-    return saved_tensors_hooks(partial(_lend, surrounding_hooks()), _take_back)
+    return saved_tensors_hooks(partial(_lend, active_hooks()), _take_back)
 
 
 def _lend(outer: PackHooks | None, tensor: torch.Tensor) -> Any:
     lender = _open.get(plain_address(tensor))
     lent = lender.lend(tensor) if lender is not None else None
-    return park(tensor, outer) if lent is None else lent
+    return pack_with_outer_hooks(tensor, outer) if lent is None else lent
 
 
-def _take_back(held: torch.Tensor | Parked | Lent) -> torch.Tensor:
+def _take_back(held: torch.Tensor | OuterPacked | Lent) -> torch.Tensor:
     return held if isinstance(held, torch.Tensor) else held.fetch()
 
 

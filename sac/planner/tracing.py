@@ -24,7 +24,7 @@ from sac.recompute.table import CallSite, DecisionTable, resolve_policy
 from sac.recompute.tape import Tape
 from sac.region.fingerprint import FunctionFingerprint
 from sac.region.frame import Handle
-from sac.region.inputs import KeptInputs
+from sac.region.inputs import RegionInputs
 from sac.region.settings import NEVER, REPLAY, Settings
 from sac.tensors import storage_bytes
 
@@ -95,7 +95,7 @@ class _Profiled(InstalledForward):
         identity = FunctionFingerprint()
         identity.look_at(self.module)
         owners = tuple(identity.owners)
-        inputs = KeptInputs(args, kwargs)
+        inputs = RegionInputs(args, kwargs)
         path = self.block.path
         rows = _ProfileRows()
         recorder = _ProfilingRecorder(self._table, path, owners, _SETTINGS, rows)
@@ -165,7 +165,7 @@ class _ProfilingRecorder(ReplayRecorder):
         if handle.index in self._places:
             value, time, _ = self._places[handle.index]
             self._needs[handle.index] = Need(value, time)
-        elif not handle.borrowed and (known := self.tape.known(tensor)) is not None:
+        elif not handle.is_external and (known := self.tape.known(tensor)) is not None:
             self._needs[handle.index] = Need(known, len(self.tape.sites))
 
     def end(self, kept: list[Handle], missing: list[int]) -> None:

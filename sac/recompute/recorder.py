@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from sac.checksums import Sums, checksum, find_different
 from sac.ops.facts import FILLING, FILLING_PARTS
-from sac.outer_hooks import PackHooks, park, surrounding_hooks
+from sac.outer_hooks import PackHooks, active_hooks, pack_with_outer_hooks
 from sac.recompute.autocast import callers_autocast
 from sac.recompute.fallback import PythonRecomputeMode, SavedRoutingResult
 from sac.recompute.forward_state import Generators, StorageSnapshots, forget_freed, note_generator, snapshot_of
@@ -25,8 +25,8 @@ from sac.recompute.rerun import decide, default_generators, gathers, written_ten
 from sac.recompute.schedule import ReplaySchedule, TapeLayout, Wanted, schedule_replay
 from sac.recompute.table import CallSite, DecisionTable, ResolvedRule, run_op
 from sac.recompute.tape import SMALL_NUMEL, TENSOR_HOLE, Tape, as_reads, cast_of
-from sac.region.frame import Handle, Progress, compact_views
-from sac.region.inputs import KeptInputs
+from sac.region.frame import Handle, Progress, clone_small_views
+from sac.region.inputs import RegionInputs
 from sac.region.module_state import other_bytes
 from sac.region.rng import RngSnapshot, States, state_of, states_of
 from sac.region.settings import AUTO, Settings
@@ -372,7 +372,7 @@ class TapeRecorder:
         self._routing: list[tuple[CallSite, range]] = []  # calls of ops that may answer differently, and their results
         self._written_parameters: set[int] = set()  # addresses of parameters that the region itself writes to
         self._gathered: set[int] = set()  # after trouble: addresses of parameters, which FSDP may have filled in here
-        self._inputs: KeptInputs | None = None
+        self._inputs: RegionInputs | None = None
         self._wrote_inputs = False
         self._wrote_late = False
 
@@ -712,10 +712,10 @@ class ReplayRecorder(TapeRecorder):
             set()
         )  # roots of inputs and parameters, which the region or the model holds anyway
 
-    def begin(self, inputs: KeptInputs, leaves: list[Any]) -> None:
+    def begin(self, inputs: RegionInputs, leaves: list[Any]) -> None:
         """The region is about to run on ``inputs``, whose tensors are among ``leaves``."""
         self._inputs = inputs
-        self._in_order = surrounding_hooks() is not None
+        self._in_order = active_hooks() is not None
         self._keeps_persistent = self._settings.early_stop and not self._in_order
         self.tape.persistent_roots = self._persistent_roots if self._keeps_persistent else set()
         for kept in inputs.tensors:
@@ -763,7 +763,7 @@ class ReplayRecorder(TapeRecorder):
         if (root in self._persistent_roots and not is_written) or (is_parameter and is_written):
             # As it is: it is one of the ancestors that autograd holds anyway. So is a parameter that the region has
             # written to: if somebody writes to it once more, backward sees that as it would without us.
-            handle.kept = handle.borrowed = True
+            handle.is_kept = handle.is_external = True
             handle.version = version
             handle.value = handle.watched = tensor
             return
@@ -774,8 +774,8 @@ class ReplayRecorder(TapeRecorder):
     def _pack_external(self, tensor: Tensor, handle: Handle) -> None:
         """Autograd saves what no op of the region made: something that lives outside of it, or an unseen result."""
         handle.storage = storage_address(tensor)
-        handle.borrowed = isinstance(tensor, nn.Parameter) or self._is_buffer(tensor)
-        if handle.borrowed or not self.may_fall_back or tensor.numel() <= SMALL_NUMEL:
+        handle.is_external = isinstance(tensor, nn.Parameter) or self._is_buffer(tensor)
+        if handle.is_external or not self.may_fall_back or tensor.numel() <= SMALL_NUMEL:
             handle.keep(tensor)
             if type(tensor) is not nn.Parameter:
                 self.external_handles.add(handle.index)
@@ -800,7 +800,7 @@ class ReplayRecorder(TapeRecorder):
                 self.tape.fail("autograd saves a tensor that no op made")
             else:
                 handle.keep(tensor)
-                handle.borrowed = True
+                handle.is_external = True
                 self.external_handles.add(handle.index)
         self._maybe_external.clear()
 
@@ -808,7 +808,7 @@ class ReplayRecorder(TapeRecorder):
         """Python runs again, and finds tensors from outside itself: a buffer advances in it."""
         for handle in handles:
             if handle.index in self.external_handles:
-                handle.kept, handle.value, handle.watched = False, None, None
+                handle.is_kept, handle.value, handle.watched = False, None, None
         self.external_handles.clear()
 
     def close(self, kept: list[Handle], last_missing: int) -> bool:
@@ -849,7 +849,7 @@ class ReplayRecorder(TapeRecorder):
                 self.snapshots.pop(address, None)
             if self.may_run_again(kept, missing):
                 self.forget_external(kept)
-                kept[:] = [handle for handle in kept if handle.kept]
+                kept[:] = [handle for handle in kept if handle.is_kept]
         self._routed = [
             SavedRoutingResult(
                 site,
@@ -873,11 +873,11 @@ class ReplayRecorder(TapeRecorder):
             self.tape, self.wanted(handles), early_stop=self._settings.early_stop, whole=self.schedule
         )
 
-    def park(self, hooks: PackHooks) -> None:
+    def pack_with_outer_hooks(self, hooks: PackHooks) -> None:
         """Hand the held values to the saved-tensor hooks around the region."""
         kept: dict[int, Any] = self.tape.kept
         for value, tensor in kept.items():
-            kept[value] = park(tensor, hooks)
+            kept[value] = pack_with_outer_hooks(tensor, hooks)
 
     def recompute_mode(self, inputs: list[tuple[int, Tensor]], progress: Progress) -> AbstractContextManager[Any]:
         """Return the context in which the region's Python runs again, where the tape cannot be replayed."""
@@ -983,10 +983,10 @@ class ReplayRecorder(TapeRecorder):
         """Hold only what replay starts from, and count it."""
         tape, layout = self.tape, self.layout
         held = {value: tape.kept[value] for value in self.schedule.kept} if self.schedule is not None else {}
-        loose = [handle for handle in kept if not handle.borrowed]
+        loose = [handle for handle in kept if not handle.is_external]
         if loose:
             addresses = {storage_address(part) for tensor in held.values() for part in tensor_parts(tensor)}
-            compact_views([handle for handle in loose if handle.storage not in addresses])
+            clone_small_views([handle for handle in loose if handle.storage not in addresses])
         sizes = [storage_bytes(tensor) for tensor in tape.kept.values()]
         if layout is not None and layout.figures is not None and not loose and layout.sizes == sizes:
             self.figures = layout.figures

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from sac.errors import SacWarning
-from sac.outer_hooks import surrounding_hooks
+from sac.outer_hooks import active_hooks
 from sac.policy.model import PlannedRegion, Policy
 from sac.recompute.announce import log_decisions
 from sac.recompute.op_rows import OpTraceRecorder, OpTraceRow, RegionStats, check_planned_signature
@@ -27,7 +27,7 @@ from sac.region.compiled_graphs import count_compiled
 from sac.region.fingerprint import PLAIN, FunctionFingerprint, weak_identity
 from sac.region.forward_ad import OnTangents, dual_level_is_on, refuse_reentrant, refuse_transforms
 from sac.region.frame import Frame
-from sac.region.inputs import KeptInputs
+from sac.region.inputs import RegionInputs
 from sac.region.module_state import UnseenWriteError, has_uninitialized
 from sac.region.reentrant import ReentrantFrame
 from sac.region.settings import ALWAYS, FIRST, NEVER, REPLAY, RERUN, Settings, as_torch_says
@@ -138,7 +138,7 @@ class Region:
                 if self.group.table.matches_modules:
                     return function(*args, **kwargs)  # the result that is kept of a module has no tangents
                 function, (args, kwargs) = on_tangents, primals
-        inputs = KeptInputs(args, kwargs)
+        inputs = RegionInputs(args, kwargs)
         if inputs.owners:
             owners += inputs.owners
         signature = None
@@ -146,11 +146,11 @@ class Region:
             inputs.signature = None
         if function_key is not None and inputs.signature is not None:
             signature = (function_key, settings.freeze_buffers, settings.use_reentrant, inputs.signature)
-        if self.group.table.saves_everything and signature in self._needs_no_mode and surrounding_hooks() is None:
+        if self.group.table.saves_everything and signature in self._needs_no_mode and active_hooks() is None:
             self.stats.calls += 1
             return function(*args, **kwargs)
-        if settings.keeping is not None:
-            inputs.store(settings.keeping, args, kwargs, self.path)
+        if settings.input_storing is not None:
+            inputs.store(settings.input_storing, args, kwargs, self.path)
         leaves = partial(inputs.leaves_of, args, kwargs)
         frame, recorder = self._frame(function, owners, settings, signature, inputs, leaves)
         try:
@@ -158,15 +158,15 @@ class Region:
         except UnseenWriteError:
             self._always_record()
             raise
-        if (recorder is None or not recorder.sees_ops) and frame.surroundings.bindings.were_written:
+        if (recorder is None or not recorder.sees_ops) and frame.ambient.module_state.were_written:
             self._always_record()
         if frame.kept_whole is not None:
             self._always_record()
             warnings.warn(str(frame.kept_whole), SacWarning, stacklevel=2)
         if isinstance(recorder, (RerunRecorder, ReplayRecorder)):
             check_planned_signature(self.group.planned, recorder.op_trace, self.path)  # before inputs are released
-        if settings.keeping is not None:
-            inputs.finish(settings.keeping, args, kwargs, output)
+        if settings.input_storing is not None:
+            inputs.finish(settings.input_storing, args, kwargs, output)
         if isinstance(recorder, (RerunRecorder, ReplayRecorder)):
             self._take_evidence(recorder, frame, signature)
         elif isinstance(recorder, ModuleRecorder):
@@ -181,7 +181,7 @@ class Region:
         owners: tuple[nn.Module, ...],
         settings: Settings,
         signature: Any,
-        inputs: KeptInputs,
+        inputs: RegionInputs,
         leaves: Callable[[], list[Any]],
     ) -> tuple[Frame | ReentrantFrame, _AnyRecorder | None]:
         """Return what runs one call, and the recorder that it needs, if any; see Note [Evidence]."""
@@ -205,7 +205,7 @@ class Region:
         owners: tuple[nn.Module, ...],
         settings: Settings,
         signature: Any,
-        inputs: KeptInputs,
+        inputs: RegionInputs,
         leaves: Callable[[], list[Any]],
     ) -> tuple[ReplayFrame, ReplayRecorder]:
         verifies = settings.verify == ALWAYS or (settings.verify == FIRST and signature not in self._verified)
@@ -224,7 +224,7 @@ class Region:
         """Whether a call that needs a recorder is recomputed by replay."""
         table = self.group.table
         if (
-            (self.group.not_replayable and surrounding_hooks() is None)  # see Note [Replay]
+            (self.group.not_replayable and active_hooks() is None)  # see Note [Replay]
             or table.matches_modules
             or settings.engine == RERUN
             or settings.use_reentrant
@@ -233,7 +233,7 @@ class Region:
             return False
         if settings.engine == REPLAY:
             return True
-        return bool(table.rules) and not table.saves_everything and surrounding_hooks() is None  # see Note [Auto]
+        return bool(table.rules) and not table.saves_everything and active_hooks() is None  # see Note [Auto]
 
     def _new_trace(self) -> OpTraceRecorder | None:
         return OpTraceRecorder() if self.group.lists_ops and not self.group.op_trace else None
@@ -263,7 +263,7 @@ class Region:
         self._needs_recorder = True
 
     def _recorder(
-        self, owners: tuple[nn.Module, ...], settings: Settings, signature: Any, inputs: KeptInputs, *, sees_ops: bool
+        self, owners: tuple[nn.Module, ...], settings: Settings, signature: Any, inputs: RegionInputs, *, sees_ops: bool
     ) -> RerunRecorder | ModuleRecorder:
         table = self.group.table
         modules, not_recomputed = None, frozenset[int]()
@@ -300,7 +300,7 @@ class Region:
             log_decisions(self.path, self.group.op_trace)
         everything = self.group.table.saves_everything
         if not everything and (
-            recorder.needs_mode or frame.surroundings.bindings.were_written or needs_recorder(frame.owners)
+            recorder.needs_mode or frame.ambient.module_state.were_written or needs_recorder(frame.owners)
         ):
             self._needs_recorder = True
         is_proof = not (self._needs_recorder or recorder.reads_values or frame.moved_host_rng)

@@ -20,7 +20,7 @@ from sac.recompute.table import CallSite
 from sac.recompute.tape import ALIAS, CAST, PART, TENSOR_HOLE, WRAP, Tape, from_reads
 from sac.region.eager import never_compiled
 from sac.region.frame import Frame, Handle
-from sac.region.inputs import KeptInputs
+from sac.region.inputs import RegionInputs
 from sac.region.rng import state_of
 from sac.tensors import (
     copy_of,
@@ -283,10 +283,10 @@ class ReplayFrame(Frame):
         self._given_up = given_up
         self._rebuilt: Any = None
 
-    def _begin(self, inputs: KeptInputs) -> None:
+    def _begin(self, inputs: RegionInputs) -> None:
         super()._begin(inputs)
-        self.recorder.tape.external_tensors = self.surroundings.reachable.tensors | inputs.tensors_in_objects()
-        self.recorder.random_states.begin(self.surroundings.rng)
+        self.recorder.tape.external_tensors = self.ambient.reachable.tensors | inputs.tensors_in_objects()
+        self.recorder.random_states.begin(self.ambient.rng)
 
     def _pack(self, tensor: Tensor) -> Handle:
         handle = Handle(len(self._handles))
@@ -297,22 +297,22 @@ class ReplayFrame(Frame):
     def _hold(self, alive: list[Handle]) -> list[Handle]:
         recorder = self.recorder
         recorder.hold_external()
-        kept = [handle for handle in alive if handle.kept]
-        missing = [handle.index for handle in alive if not handle.kept]
+        kept = [handle for handle in alive if handle.is_kept]
+        missing = [handle.index for handle in alive if not handle.is_kept]
         needed = recorder.may_run_again(kept, missing)
-        self.surroundings.close(self.path, needed=needed)
+        self.ambient.close(self.path, needed=needed)
         recorder.end(kept, missing)
         if recorder.tape.not_replayable:
             self._give_up(recorder.tape.not_replayable)
         self._hold_inputs(kept, needed=needed)
         if self.hooks is not None:
             recorder.needs_mode = recorder.needs_mode or bool(kept or recorder.tape.kept)  # so that they are again
-            recorder.park(self.hooks)
+            recorder.pack_with_outer_hooks(self.hooks)
         return kept
 
     @never_compiled
     def _unpack(self, handle: Handle) -> Tensor:
-        if not handle.kept and handle.index in self.recorder.modified_after_save:
+        if not handle.is_kept and handle.index in self.recorder.modified_after_save:
             version = self.recorder.modified_after_save[handle.index]
             raise RegionError(
                 self._problem(
@@ -360,8 +360,8 @@ class ReplayFrame(Frame):
 
     def _replay(self, waiting: dict[int, Handle]) -> None:
         recorder = self.recorder
-        bindings = self.surroundings.bindings
-        before = bindings.copies()
+        module_state = self.ambient.module_state
+        before = module_state.copies()
         if before is None:
             raise CannotReplay("a buffer's data is elsewhere now")
         before = {
@@ -375,7 +375,7 @@ class ReplayFrame(Frame):
             schedule = recorder.schedule_of(sorted(asked))
         if self.settings.checks_metadata:
             read = frozenset(id(recorder.tape.leaves[value].tensor()) for value in schedule.leaves)
-            if (problem := bindings.changed_parameter(self.path, read)) is not None:
+            if (problem := module_state.changed_parameter(self.path, read)) is not None:
                 raise RegionError(problem)
         filled: list[int] = []
 
@@ -389,7 +389,7 @@ class ReplayFrame(Frame):
         recorder.tape.needs_attention = recorder.tape.needs_attention or recorder.paused
         try:
             self._rebuilt = rebuilt = self._rebuild()
-            with self.surroundings.process_flags():
+            with self.ambient.process_flags():
                 run_schedule(schedule, recorder.tape, dict(rebuilt[2]), before, fill)
         except ExternalChangeError as change:
             problem = self._problem(

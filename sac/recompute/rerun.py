@@ -13,7 +13,7 @@ from torch import nn
 from sac.checksums import Sums, find_different, same, sums_of
 from sac.errors import Problem, RegionError
 from sac.ops.flops import flops_of
-from sac.outer_hooks import PackHooks, Parked, fetch, park, surrounding_hooks
+from sac.outer_hooks import OuterPacked, PackHooks, active_hooks, fetch, pack_with_outer_hooks
 from sac.recompute.forward_state import PreForwardState, StorageSnapshots, forget_freed, note_generator, snapshot_of
 from sac.recompute.module_tracker import RegionMode
 from sac.recompute.op_rows import NO_RULE, OpTraceRecorder, SavedFigures
@@ -21,8 +21,8 @@ from sac.recompute.parameter_only import NOT_PARAMETERS, is_large
 from sac.recompute.table import CallSite, DecisionTable, ResolvedRule, run_op, site_name
 from sac.recompute.value_ids import Description, ValueIds
 from sac.recompute.whole_modules import SavedModuleCall, SavedModules, SavingPass, ServingPass
-from sac.region.frame import OTHER_PATH, OTHER_VALUE, OTHER_WRITE, Handle, NoEarlyStop, Progress, compact_views
-from sac.region.inputs import KeptInputs
+from sac.region.frame import OTHER_PATH, OTHER_VALUE, OTHER_WRITE, Handle, NoEarlyStop, Progress, clone_small_views
+from sac.region.inputs import RegionInputs
 from sac.region.module_state import UnseenWriteError
 from sac.region.rng import default_generator, state_of, states_of
 from sac.tensors import (
@@ -147,7 +147,7 @@ class RerunState:
         self.packs = 0
         # Per tensor that autograd saved: label (None: not to be compared), foreign, maker.
         self.packed: list[tuple[int | None, bool, CallSite | None]] = []
-        self.inputs: KeptInputs | None = None
+        self.inputs: RegionInputs | None = None
         self.inputs_written = False
         # Inputs and parameters are kept as they are, but not through hooks around the region: those may belong to an
         # outer checkpoint, which counts, and has to see the same with and without a recorder.
@@ -163,7 +163,7 @@ class RerunState:
         self.kept_places: set[int] | None = None  # inside torch.utils.checkpoint: which packed tensors are ours
         self.held_addresses: frozenset[int] = frozenset()
         self._packed_since_op: list[Handle] = []
-        self._is_parked = False
+        self._is_packed_outside = False
 
     # Forward
 
@@ -215,14 +215,14 @@ class RerunState:
         )
         if self.table.saves_everything:
             handle.keep(tensor)
-            handle.borrowed = value_ids.source(tensor) != "op"
+            handle.is_external = value_ids.source(tensor) != "op"
             return
         self._packed_since_op.append(handle)
         if address in self.by_storage and self._look_at_version(tensor, address):
             handle.keep(tensor)
         elif self.keeps_persistent and value_ids.is_persistent_id(value_id):
             handle.keep(tensor)
-            handle.borrowed = True
+            handle.is_external = True
 
     def _pack_other(self, tensor: torch.Tensor, handle: Handle) -> None:
         """Do what ``pack`` does, for a subclass of tensor: it may have several storages."""
@@ -231,14 +231,14 @@ class RerunState:
         self.packed.append((value_id, value_id in self.value_ids.external, self.value_ids.producers.get(value_id)))
         if self.table.saves_everything:
             handle.keep(tensor)
-            handle.borrowed = all(self.value_ids.is_persistent(part) for part in parts)
+            handle.is_external = all(self.value_ids.is_persistent(part) for part in parts)
             return
         self._packed_since_op.append(handle)
         if all(storage_address(part) in self.by_storage for part in parts):
             handle.keep(tensor)
         elif self.keeps_persistent and all(self.value_ids.is_persistent(part) for part in parts):
             handle.keep(tensor)
-            handle.borrowed = True
+            handle.is_external = True
 
     def before_write(self, site: CallSite, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """An op is about to write to some of its arguments: copy or image what lies there, if it is wanted as it is."""
@@ -316,7 +316,7 @@ class RerunState:
         addresses = addresses_of(alive)
         if self.modules is not None:
             self.modules.close(last_missing)
-        compact_views([handle for handle in kept if not handle.borrowed and handle.storage not in addresses])
+        clone_small_views([handle for handle in kept if not handle.is_external and handle.storage not in addresses])
         for value in self.saved:
             if id(value) not in held:
                 self._release(value, in_handles)
@@ -363,22 +363,22 @@ class RerunState:
 
         To hand that out would be to write twice.
         """
-        if self._is_parked:
+        if self._is_packed_outside:
             return  # hooks on saved tensors were given them as they were
         values = [value for value in self.saved if value.sums and not value.overwritten]
         different = find_different([(value.sums, sums_of(value.outputs)) for value in values])
         for place in different:
             values[place].overwritten = True
 
-    def park(self, hooks: PackHooks) -> None:
+    def pack_with_outer_hooks(self, hooks: PackHooks) -> None:
         """Hand the held values to the saved-tensor hooks around the region."""
         self.look_for_overwritten()
-        self._is_parked = True
+        self._is_packed_outside = True
         self.held_addresses = frozenset()  # what comes back from the hooks is nobody else's to write to
         for value in self.saved:
-            value.outputs = map_tensors(value.outputs, lambda tensor: park(tensor, hooks))
+            value.outputs = map_tensors(value.outputs, lambda tensor: pack_with_outer_hooks(tensor, hooks))
         if self.modules is not None:
-            self.modules.park(hooks)
+            self.modules.pack_with_outer_hooks(hooks)
 
     # Recomputation
 
@@ -636,7 +636,7 @@ class ForwardMode(RegionMode):
             for number, part in enumerate(tensor_parts(kept.held)):
                 value_ids.name_output(part, hash((value_id, "written", position, number)), False)
         for number, kept in enumerate(call.result.kept):
-            kept.places = value_ids.name_new(kept.held, hash((value_id, number)))
+            kept.indices = value_ids.name_new(kept.held, hash((value_id, number)))
         if self.op_trace is not None:
             kept_bytes = sum({**call.inside, **call.result_sizes()}.values())
             self.op_trace.add_module(
@@ -779,11 +779,11 @@ class RecomputeMode(RegionMode):
         self.value_ids.name_output(out, value.signature, value.external)
         return out
 
-    def _fetch(self, kept: torch.Tensor | Parked) -> None:
-        if isinstance(kept, Parked) and kept.is_recomputed:
+    def _fetch(self, kept: torch.Tensor | OuterPacked) -> None:
+        if isinstance(kept, OuterPacked) and kept.is_recomputed:
             self._fetched[id(kept)] = kept.fetch()
 
-    def _at_hand(self, kept: torch.Tensor | Parked) -> torch.Tensor | Parked:
+    def _at_hand(self, kept: torch.Tensor | OuterPacked) -> torch.Tensor | OuterPacked:
         return self._fetched.pop(id(kept), kept)
 
     def _find(self, site: CallSite, signature: int, args: Any, kwargs: Any) -> SavedValue | None:
@@ -850,11 +850,11 @@ class RecomputeMode(RegionMode):
                 raise RegionError(unmatched_problem(self.state.path, value, rivals))
 
 
-def _copied(kept: torch.Tensor | Parked) -> torch.Tensor:
+def _copied(kept: torch.Tensor | OuterPacked) -> torch.Tensor:
     return fetch(kept).clone()
 
 
-def _fresh(kept: torch.Tensor | Parked) -> torch.Tensor:
+def _fresh(kept: torch.Tensor | OuterPacked) -> torch.Tensor:
     return fetch(kept).detach()
 
 
@@ -945,7 +945,7 @@ class RerunRecorder:
         self._recompute: RecomputeMode | None = None
         self._reached = -1
 
-    def begin(self, inputs: KeptInputs) -> None:
+    def begin(self, inputs: RegionInputs) -> None:
         """The region is about to run on ``inputs``."""
         self.state.inputs = inputs
         if self.state.modules is not None:
@@ -954,7 +954,7 @@ class RerunRecorder:
         # the collectives among them have to meet those of other ranks. To the end: what is kept asks for no
         # recomputation, and every rank has to run one.
         has_rules = bool(self.state.table.rules)
-        self.state.keeps_persistent = has_rules and self.early_stop and surrounding_hooks() is None
+        self.state.keeps_persistent = has_rules and self.early_stop and active_hooks() is None
         for kept in inputs.tensors:
             if isinstance(kept.data, torch.Tensor):
                 self.state.value_ids.name_input(kept.data, kept.position, lasts=kept.stored is None)
@@ -978,9 +978,9 @@ class RerunRecorder:
         self.needs_mode, self.reads_values = self.state.needs_mode, self.state.reads_values
         return free
 
-    def park(self, hooks: PackHooks) -> None:
+    def pack_with_outer_hooks(self, hooks: PackHooks) -> None:
         """See ``RerunState.park``."""
-        self.state.park(hooks)
+        self.state.pack_with_outer_hooks(hooks)
 
     def recompute_mode(self, inputs: list[tuple[int, torch.Tensor]], progress: Progress) -> RecomputeMode:
         """Return the mode that serves."""
@@ -1012,7 +1012,7 @@ def figures_of(state: RerunState, kept: Iterable[Handle]) -> SavedFigures:
     for call in calls:
         sizes.update({address: (size, call.rule.index) for address, size in call.result_sizes().items()})
     for handle in kept:
-        if not handle.borrowed and isinstance(handle.value, torch.Tensor):
+        if not handle.is_external and isinstance(handle.value, torch.Tensor):
             rule = state.rule_of.get(handle.storage, of_no_op)
             for address, size in storage_sizes(handle.value).items():
                 sizes.setdefault(address, (size, rule))

@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
 from sac.errors import Problem, RegionError
-from sac.outer_hooks import PackHooks, Parked, fetch, park, surrounding_hooks
+from sac.outer_hooks import OuterPacked, PackHooks, active_hooks, fetch, pack_with_outer_hooks
 from sac.region.fingerprint import PLAIN, attributes_of
 from sac.region.frame import Handle
 from sac.region.inputs import Alias, copied
@@ -62,17 +62,17 @@ class SavedLeaf:
     gradient, a parameter as a rule, and stays itself.
     """
 
-    __slots__ = ("_layout", "_needs_grad", "_version", "_watch", "copied", "data", "is_borrowed", "places")
+    __slots__ = ("_layout", "_needs_grad", "_version", "_watch", "copied", "data", "indices", "is_external")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.is_borrowed = tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
+        self.is_external = tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
         self._needs_grad = tensor.requires_grad
-        self.data: torch.Tensor | Parked | None = tensor if self.is_borrowed else detached(tensor)
+        self.data: torch.Tensor | OuterPacked | None = tensor if self.is_external else detached(tensor)
         self._watch: torch.Tensor | None = self.data
         self._version = version_of(tensor)
         self._layout: torch.Tensor | None = None  # without data: how it lay in memory, where it is held otherwise
         self.copied = False  # the region writes to it: it is held, and given out, as a copy
-        self.places: list[tuple[int, int]] = []
+        self.indices: list[tuple[int, int]] = []
 
     @property
     def held(self) -> torch.Tensor:
@@ -87,7 +87,7 @@ class SavedLeaf:
 
     def copy(self, storages: dict[int, torch.UntypedStorage]) -> None:
         """Hold a copy from here on; ``storages`` holds the copies made so far."""
-        if isinstance(self.data, torch.Tensor) and not self.is_borrowed and not self.copied:
+        if isinstance(self.data, torch.Tensor) and not self.is_external and not self.copied:
             self.data, self._watch, self.copied = copied(self.data, storages), None, True
 
     def compact(self) -> None:
@@ -97,11 +97,11 @@ class SavedLeaf:
             self._watch = version_watch(self.data) if self._watch is not None else None
             self.data = self.data.clone(memory_format=torch.preserve_format)
 
-    def park(self, hooks: PackHooks) -> None:
+    def pack_with_outer_hooks(self, hooks: PackHooks) -> None:
         """Hand the data to the saved-tensor hooks around the region."""
-        if isinstance(self.data, torch.Tensor) and not self.is_borrowed:
+        if isinstance(self.data, torch.Tensor) and not self.is_external:
             self._watch = version_watch(self.data) if self._watch is not None else None
-            self.data = park(self.data, hooks)
+            self.data = pack_with_outer_hooks(self.data, hooks)
 
     def drop(self) -> None:
         """Hold nothing any more."""
@@ -120,7 +120,7 @@ class SavedLeaf:
 
     def _tensor(self, serving: Serving) -> torch.Tensor:
         data = self._value(serving)
-        if self.is_borrowed:
+        if self.is_external:
             return data
         if self._layout is not None and not _lies_as(data, self._layout):
             data = laid_out(data, self._layout)  # kernels choose their order of sums by it
@@ -428,7 +428,7 @@ def counted(sizes: dict[int, int], module: nn.Module, inputs: Collection[int]) -
 
     Left out is what lives without it too: the module's parameters and buffers, and the storages at ``inputs``.
     """
-    theirs = surrounding_hooks()
+    theirs = active_hooks()
     left_out = set(inputs)
     for tensor in (*module.parameters(), *module.buffers()):
         left_out.update(storage_sizes(tensor))

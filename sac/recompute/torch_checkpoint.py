@@ -19,12 +19,12 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from sac.errors import Problem, RegionError
-from sac.outer_hooks import PackHooks, surrounding_hooks
+from sac.outer_hooks import PackHooks, active_hooks
 from sac.recompute.compile import TracedPolicy
 from sac.recompute.rerun import ForwardMode, RecomputeMode, RerunState
 from sac.recompute.table import DecisionTable
 from sac.recompute.whole_modules import ModuleEvidence, SavedModules
-from sac.region.ambient import Surroundings
+from sac.region.ambient import AmbientState
 from sac.region.eager import kept_out_of_graphs
 from sac.region.fingerprint import PLAIN
 from sac.region.frame import ALL, Handle, NoEarlyStop
@@ -63,7 +63,7 @@ class CheckpointForwardMode(ForwardMode):
 
     def __enter__(self) -> CheckpointForwardMode:
         self._ambient.note()
-        theirs = surrounding_hooks()
+        theirs = active_hooks()
         self._watch = _Watch(self.state, theirs) if theirs is not None else None
         self._hooks = None
         if self._watch is not None:
@@ -91,8 +91,8 @@ class CheckpointForwardMode(ForwardMode):
             outer = hooks_below_top() if watch is not None else None
             if outer is not None:
                 for handle in kept:
-                    handle.park(outer)
-                self.state.park(outer)
+                    handle.pack_with_outer_hooks(outer)
+                self.state.pack_with_outer_hooks(outer)
 
 
 _FIRST = "run the model once under torch.no_grad() before training"
@@ -106,7 +106,7 @@ class _Ambient:
     def __init__(self, module: nn.Module | None, *, in_graph: bool) -> None:
         self._module = module
         self._in_graph = in_graph
-        self._surroundings: Surroundings | None = None
+        self._surroundings: AmbientState | None = None
         self._entered: list[ExitStack] = []  # a region can be recomputed inside its own recomputation
 
     def note(self) -> None:
@@ -115,7 +115,7 @@ class _Ambient:
             found = "a lazy module would make its parameters in this checkpointed call, and its recomputation would not"
             raise RegionError(Problem("sac.context_fn", found, fix=_FIRST))
         # In a graph torch leaves random states to the compiler, which a backend that runs the graph as it is is not.
-        self._surroundings = Surroundings(
+        self._surroundings = AmbientState(
             (), owners_of(self._module), _SETTINGS, _objects_torch_was_given(), beside_torch=not self._in_graph
         )
 
@@ -127,10 +127,10 @@ class _Ambient:
     def __enter__(self) -> None:
         with ExitStack() as stack:
             if self._surroundings is not None:
-                bindings = self._surroundings.bindings
-                if not self._in_graph and (problem := bindings.changed_parameter("")) is not None:
+                module_state = self._surroundings.module_state
+                if not self._in_graph and (problem := module_state.changed_parameter("")) is not None:
                     raise RegionError(replace(problem, fix=_STEP_LATER))
-                stack.callback(bindings.note_parameters)
+                stack.callback(module_state.note_parameters)
                 self._surroundings.enter_on(stack)
             self._entered.append(stack.pop_all())
 
@@ -140,12 +140,12 @@ class _Ambient:
 
 def hooks_below_top() -> PackHooks | None:
     """Return the saved-tensor hooks below the innermost ones, which here are those of torch's checkpoint."""
-    top = surrounding_hooks()
+    top = active_hooks()
     if top is None:
         return None
     pop_hooks()
     try:
-        return surrounding_hooks()
+        return active_hooks()
     finally:
         push_hooks(*top)
 
@@ -178,7 +178,7 @@ class _Watch:
     def pack(self, tensor: torch.Tensor) -> Any:
         handle = Handle(self.state.packs, tensor)
         self.state.pack(tensor, handle)
-        if not handle.kept:
+        if not handle.is_kept:
             self.passed_on.append(handle.index)
             return self.theirs[0](tensor)
         self.places.add(handle.index)
@@ -209,7 +209,7 @@ class CheckpointRecomputeMode(RecomputeMode):
 
     def __enter__(self) -> CheckpointRecomputeMode:
         self._ambient.__enter__()
-        theirs = surrounding_hooks()
+        theirs = active_hooks()
         self._late = self._hooks = None
         if theirs is not None and self.state.kept_places is not None:
             self.progress = self._late = _LatePacking(self.state, theirs[0])

@@ -13,7 +13,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from sac.errors import Problem, RegionError
-from sac.outer_hooks import PackHooks, Parked, hooks_off, mode_off, surrounding_packs
+from sac.outer_hooks import OuterPacked, PackHooks, active_packs, without_hooks, without_mode
 from sac.policy.model import ALTERNATE
 from sac.recompute import module_tracker as scope
 from sac.recompute.module_tracker import TrackedForward
@@ -29,7 +29,7 @@ from sac.recompute.saved_results import (
 )
 from sac.recompute.table import DecisionTable, ResolvedRule, paths_up
 from sac.region.frame import Handle, Progress
-from sac.region.inputs import KeptInputs
+from sac.region.inputs import RegionInputs
 from sac.region.settings import Settings
 from sac.tensors import copy_of, detached, overwrite, plain_address, storage_sizes, version_of
 from sac.torch_private import tree_leaves
@@ -97,7 +97,7 @@ class SavedModuleCall:
     def result_sizes(self) -> dict[int, int]:
         """Return the bytes of each storage that is kept of its result, by its address."""
         kept = self.result.kept if self.result is not None else []
-        tensors = [one.data for one in kept if isinstance(one.data, torch.Tensor) and not one.is_borrowed]
+        tensors = [one.data for one in kept if isinstance(one.data, torch.Tensor) and not one.is_external]
         return {address: size for tensor in tensors for address, size in storage_sizes(tensor).items()}
 
     def drop(self) -> None:
@@ -123,7 +123,7 @@ class SavedModules:
         self._hooks: list[Any] = []  # in forward: on the nodes of results
         self._owners: dict[int, SavedModuleCall] = {}  # in forward: address of a storage that is kept -> by which call
 
-    def begin(self, inputs: KeptInputs) -> None:
+    def begin(self, inputs: RegionInputs) -> None:
         """The region is about to run on ``inputs``."""
         if self.is_watched:
             held = [kept.data for kept in inputs.tensors if isinstance(kept.data, torch.Tensor) and kept.stored is None]
@@ -192,13 +192,13 @@ class SavedModules:
         Called before a recomputation makes anything of its own active: the ops and modules of the outer region are not
         those of this one.
         """
-        parked = [(kept, kept.data) for kept, _ in self.held() if isinstance(kept.data, Parked)]
+        parked = [(kept, kept.data) for kept, _ in self.held() if isinstance(kept.data, OuterPacked)]
         return {id(kept): data.fetch() for kept, data in parked if data.is_recomputed}
 
-    def park(self, hooks: PackHooks) -> None:
+    def pack_with_outer_hooks(self, hooks: PackHooks) -> None:
         """Hand what is held to the saved-tensor hooks around the region."""
         for kept, _ in self.held():
-            kept.park(hooks)
+            kept.pack_with_outer_hooks(hooks)
 
     def drop(self) -> None:
         """Let everything go."""
@@ -253,7 +253,7 @@ class SavingPass:
         self.modules = modules
         self.count_packs = count_packs
         self.watcher = watcher
-        self._packs = surrounding_packs(hooks)
+        self._packs = active_packs(hooks)
         self._counts: defaultdict[str, int] = defaultdict(int)
         self._turns: defaultdict[int, int] = defaultdict(int)
         self._generators = generators_at(modules.settings)
@@ -289,7 +289,7 @@ class SavingPass:
         before = versions_of(given)
         passed = self.watcher.passed_generators() if self.watcher is not None else []
         states = ModuleStates((*forward.module.modules(),), [*self._generators, *passed], modules.settings)
-        with hooks_off(self._packs):
+        with without_hooks(self._packs):
             out = self._run(call, forward, args, kwargs)
         states.close()
         call.states = states
@@ -298,7 +298,7 @@ class SavingPass:
             self.watcher.returned(call, forward, out)
         if modules.is_watched:
             modules.watch_gradients(call, out)
-        with mode_off(self.watcher):  # a copy that is made of a result is not an op of the region
+        with without_mode(self.watcher):  # a copy that is made of a result is not an op of the region
             modules.add(call)
         return out
 
@@ -308,7 +308,7 @@ class SavingPass:
         if self.watcher is None:
             return forward.run_unheard(args, kwargs)
         if not self.modules.is_watched:
-            with mode_off(self.watcher):
+            with without_mode(self.watcher):
                 return forward.run_unheard(args, kwargs)
         with self.watcher.watches(call), counted(call.inside, forward.module, self.modules.inputs):
             return forward.run_unheard(args, kwargs)
@@ -348,7 +348,7 @@ class ServingPass:
             return self._run_again(forward, args, kwargs)
         if call.result.serves(given):
             call.states.put_back()
-            with mode_off(self._mode):
+            with without_mode(self._mode):
                 return call.result.build(Serving(given, self._name_again, self._fetched))
         if call.result.was_changed:
             self.modules.evidence.copies.add(call_key)
@@ -362,7 +362,7 @@ class ServingPass:
 
     def _name_again(self, kept: SavedLeaf, tensor: torch.Tensor) -> None:
         if self._labels is not None:
-            self._labels.name_input_again(tensor, kept.places)
+            self._labels.name_input_again(tensor, kept.indices)
 
     def _run_again(self, forward: TrackedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the module, unseen by the region; its buffers do not advance.
@@ -373,7 +373,7 @@ class ServingPass:
         storages = {one: one.untyped_storage() for one in buffers if plain_address(one) is not None}
         large = [one for one in buffers if one.nbytes > _SMALL_BUFFER]
         versions = [version_of(one) for one in large]
-        with mode_off(self._mode), saved_tensors_hooks(detached, _same):
+        with without_mode(self._mode), saved_tensors_hooks(detached, _same):
             # Of each: batch norms write to theirs unseen by version counters.
             before = {one: copy_of(storage) for one, storage in storages.items()}
             out = forward.run_unheard(args, kwargs)
@@ -412,7 +412,7 @@ class ModuleRecorder:
         self.not_recomputed = not_recomputed
         self._packs = 0
 
-    def begin(self, inputs: KeptInputs) -> None:
+    def begin(self, inputs: RegionInputs) -> None:
         """The region is about to run on ``inputs``."""
         self.modules.begin(inputs)
 
@@ -429,9 +429,9 @@ class ModuleRecorder:
         self.modules.close(last_missing)
         return not self.modules.calls
 
-    def park(self, hooks: PackHooks) -> None:
+    def pack_with_outer_hooks(self, hooks: PackHooks) -> None:
         """See ``SavedModules.park``."""
-        self.modules.park(hooks)
+        self.modules.pack_with_outer_hooks(hooks)
 
     def recompute_mode(self, inputs: list[tuple[int, torch.Tensor]], progress: Progress) -> AbstractContextManager[Any]:
         """Return the context in which saved modules are not run."""

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from sac.region.module_state import Bindings, UnseenWriteError
+from sac.region.module_state import ModuleState, UnseenWriteError
 from sac.region.python_state import ReachableState
 from sac.region.rng import HostRandomState, RngSnapshot
 from sac.region.settings import Settings, StateProvider
@@ -314,7 +314,7 @@ _changes: list[_Change] = []
 _lock = threading.Lock()
 
 
-class ProcessFlags:
+class BackendFlags:
     """The flags as they were in the forward; see Note [Flags of the process]."""
 
     __slots__ = ("_forward",)
@@ -377,15 +377,15 @@ class ProvidedState:
 # what counts or traces the ops of a step sees all of them.
 
 
-class Surroundings:
+class AmbientState:
     """What was there at the start of one region call: random states, Python state, buffers, flags and modes.
 
     ``function``: what the region runs, beside the modules that own it. ``held``: tensors that objects among its
     arguments hold. ``recorded``: whether a recorder sees the ops of
-    the forward. ``apart``: see ``Bindings``. ``beside_torch``: torch's checkpoint puts torch's random states back.
+    the forward. ``apart``: see ``ModuleState``. ``beside_torch``: torch's checkpoint puts torch's random states back.
     """
 
-    __slots__ = ("_recorded", "autocast", "bindings", "flags", "host_rng", "modes", "provided", "reachable", "rng")
+    __slots__ = ("_recorded", "autocast", "flags", "host_rng", "modes", "module_state", "provided", "reachable", "rng")
 
     def __init__(
         self,
@@ -407,14 +407,14 @@ class Surroundings:
             self.rng = RngSnapshot(tensors, settings, reachable.generators)
         if settings.preserve_rng_state:
             self.host_rng = HostRandomState(reachable.others)
-        self.bindings = Bindings(
+        self.module_state = ModuleState(
             owners,
             (*reachable.tensors.values(), *held),
             freeze_buffers=settings.freeze_buffers,
             recorded=recorded,
             not_recomputed=not_recomputed,
         )
-        self.flags = ProcessFlags()
+        self.flags = BackendFlags()
         self.autocast = AutocastState(tensors)
         self.modes = FunctionModes()
         keep_graphs_in_order_of_making()
@@ -425,8 +425,8 @@ class Surroundings:
         Raises ``UnseenWriteError``, which names the region as ``where``, if one may come and the forward wrote to a
         parameter or a large buffer without a recorder.
         """
-        self.bindings.close()
-        if needed and not self._recorded and (problem := self.bindings.unseen_write(where)) is not None:
+        self.module_state.close()
+        if needed and not self._recorded and (problem := self.module_state.unseen_write(where)) is not None:
             raise UnseenWriteError(problem)
 
     def enter_on(self, stack: ExitStack) -> None:
@@ -441,7 +441,7 @@ class Surroundings:
         if self.provided is not None:
             self.provided.enter_on(stack)
         self.reachable.enter_on(stack)
-        self.bindings.enter_on(stack)
+        self.module_state.enter_on(stack)
         self.flags.enter_on(stack)
         self.autocast.enter_on(stack)
         self.modes.enter_on(stack)
@@ -456,4 +456,4 @@ class Surroundings:
         """No recomputation will come: hold nothing that is of any size."""
         self.rng = self.host_rng = self.provided = None
         self.reachable.drop()
-        self.bindings.drop()
+        self.module_state.drop()

@@ -18,11 +18,11 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from sac.errors import Problem, RegionError
-from sac.outer_hooks import PackHooks, Parked, fetch, park, surrounding_hooks
-from sac.region.ambient import Surroundings, subclasses_on
+from sac.outer_hooks import OuterPacked, PackHooks, active_hooks, fetch, pack_with_outer_hooks
+from sac.region.ambient import AmbientState, subclasses_on
 from sac.region.eager import never_compiled
 from sac.region.forward_ad import outside_transforms
-from sac.region.inputs import KeptInputs
+from sac.region.inputs import RegionInputs
 from sac.region.module_state import UnseenWriteError
 from sac.region.settings import PLAIN, Settings
 from sac.tensors import describe, detached, metadata, shares_storage, storage_bytes, version_of
@@ -55,10 +55,10 @@ class Handle:
     shape: torch.Size | None = None
     dtype: torch.dtype | None = None
     device: torch.device | None = None
-    kept = False
+    is_kept = False
     storage = 0  # address of the tensor's storage object, where a recorder wants to know it
-    borrowed = False  # the kept value lives elsewhere too: an input, a parameter
-    value: torch.Tensor | Parked | None = None
+    is_external = False  # the kept value lives elsewhere too: an input, a parameter
+    value: torch.Tensor | OuterPacked | None = None
     watched: torch.Tensor | None = None  # shares the value's version counter
     version = 0
     task = -2  # the graph task that last unpacked it (-1 is autograd's "none")
@@ -75,13 +75,13 @@ class Handle:
         # Autograd hands over the graph's own tensor, where it saves an op's input; its version counter is shared. A
         # leaf is held itself, as autograd holds it: DeepSpeed's ZeRO-3 takes the data of a weight away and gathers it
         # again, and an alias would hold the whole weight.
-        self.kept, self.version = True, version_of(tensor)
+        self.is_kept, self.version = True, version_of(tensor)
         self.value = self.watched = tensor if tensor.is_leaf else detached(tensor)
 
-    def park(self, hooks: PackHooks) -> None:
+    def pack_with_outer_hooks(self, hooks: PackHooks) -> None:
         """Hand the held tensor to the saved-tensor hooks around the region."""
         if isinstance(self.value, torch.Tensor):
-            self.value, self.watched = park(self.value, hooks), None
+            self.value, self.watched = pack_with_outer_hooks(self.value, hooks), None
 
     def kept_value(self, path: str) -> torch.Tensor:
         """Return the held tensor; raises ``RegionError`` if it has been written to since, as autograd would."""
@@ -182,7 +182,7 @@ Progress = RecomputeProgress | NoEarlyStop
 # -- Kept views that are small against what they would pin
 
 
-def compact_views(handles: list[Handle]) -> None:
+def clone_small_views(handles: list[Handle]) -> None:
     """Replace views that are small against their storage by copies, so that they do not pin it."""
     groups: dict[int, list[Handle]] = defaultdict(list)
     for handle in handles:
@@ -263,7 +263,7 @@ class Recorder(Protocol):
     def close(self, handles: list[Handle], last_missing: int) -> bool:
         """The forward is over; return whether the region can be recomputed without this recorder."""
 
-    def park(self, hooks: PackHooks) -> None:
+    def pack_with_outer_hooks(self, hooks: PackHooks) -> None:
         """Hand what is held to the saved-tensor hooks around the region."""
 
     def recompute_mode(self, inputs: list[tuple[int, torch.Tensor]], progress: Progress) -> AbstractContextManager[Any]:
@@ -306,22 +306,22 @@ class RegionCall(ABC):
         self._dropped = False
 
     @abstractmethod
-    def run(self, inputs: KeptInputs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, inputs: RegionInputs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the region's forward and keep what its backward needs; returns the function's result.
 
         ``inputs`` are made of the same ``args`` and ``kwargs``.
         """
 
-    def _begin(self, inputs: KeptInputs) -> None:
+    def _begin(self, inputs: RegionInputs) -> None:
         """Take note of all that the forward is about to see."""
-        self.hooks = surrounding_hooks()
+        self.hooks = active_hooks()
         self.inputs = inputs
         tensors = [kept.data for kept in inputs.tensors if isinstance(kept.data, torch.Tensor)]
         recorded = self.recorder is not None and self.recorder.sees_ops
         not_recomputed = self.recorder.not_recomputed if self.recorder is not None else frozenset()
         function = None if _is_of_module(self.function) else self.function
         held = inputs.tensors_in_objects()
-        self.surroundings = Surroundings(
+        self.ambient = AmbientState(
             tensors,
             self.owners,
             self.settings,
@@ -339,20 +339,20 @@ class RegionCall(ABC):
 
     def _keep(self, kept: list[Handle], last_missing: int) -> None:
         """The forward is over: hold what a recomputation up to ``last_missing`` takes, nothing if it is -1."""
-        if self.is_evidence and self.surroundings.host_rng is not None:
-            self.moved_host_rng = self.surroundings.host_rng.has_moved()
-        self.surroundings.close(self.path, needed=last_missing >= 0)
+        if self.is_evidence and self.ambient.host_rng is not None:
+            self.moved_host_rng = self.ambient.host_rng.has_moved()
+        self.ambient.close(self.path, needed=last_missing >= 0)
         idle = self.recorder is not None and self.recorder.close(kept, last_missing)
         if idle and not (self.compares and self.settings.checks_metadata):
             self.recorder = None
         self._hold_inputs(kept, needed=last_missing >= 0)
         if self.hooks is not None and self.recorder is not None:
-            self.recorder.park(self.hooks)
+            self.recorder.pack_with_outer_hooks(self.hooks)
 
     def _hold_inputs(self, kept: list[Handle], *, needed: bool) -> None:
         """Hold the inputs until backward, or nothing at all if no recomputation will come: autograd holds ``kept``."""
         if not needed:
-            held = [one.value for one in kept if one.borrowed and isinstance(one.value, torch.Tensor)]
+            held = [one.value for one in kept if one.is_external and isinstance(one.value, torch.Tensor)]
             self.input_bytes = self.inputs.bytes_among(held), 0
             self._drop()
             return
@@ -363,7 +363,7 @@ class RegionCall(ABC):
         """Hold nothing any more that could run the region again."""
         self._dropped = True
         self.inputs.drop()
-        self.surroundings.drop()
+        self.ambient.drop()
         if self.recorder is not None:
             self.recorder.drop()
 
@@ -374,13 +374,13 @@ class RegionCall(ABC):
 
         Raises ``RegionError`` if a parameter of the region was changed since.
         """
-        bindings = self.surroundings.bindings
-        if self.settings.checks_metadata and (problem := bindings.changed_parameter(self.path)) is not None:
+        module_state = self.ambient.module_state
+        if self.settings.checks_metadata and (problem := module_state.changed_parameter(self.path)) is not None:
             raise RegionError(problem)
-        if self.settings.checks_metadata and (problem := bindings.changed_tensor(self.path)) is not None:
+        if self.settings.checks_metadata and (problem := module_state.changed_tensor(self.path)) is not None:
             raise RegionError(problem)
-        stack.callback(bindings.note_parameters)
-        self.surroundings.enter_on(stack)
+        stack.callback(module_state.note_parameters)
+        self.ambient.enter_on(stack)
         stack.enter_context(torch.enable_grad())
         if self.recorder is not None:
             stack.enter_context(self.recorder.recompute_mode(inputs, progress))
@@ -440,7 +440,7 @@ class Frame(RegionCall):
 
     compares = True
 
-    def run(self, inputs: KeptInputs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, inputs: RegionInputs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See ``RegionCall.run``."""
         self._handles: list[weakref.ref[Handle]] = []
         self._forward_over = False
@@ -476,12 +476,12 @@ class Frame(RegionCall):
             kept = self._keep_whole(alive, packed)
         if self.hooks is not None:
             for handle in kept:
-                handle.park(self.hooks)
+                handle.pack_with_outer_hooks(self.hooks)
 
     def _hold(self, alive: list[Handle]) -> list[Handle]:
         """Hold what backward will need for these handles; return those that keep a value of their own."""
-        kept = [handle for handle in alive if handle.kept]
-        last_missing = max((handle.index for handle in alive if not handle.kept), default=-1)
+        kept = [handle for handle in alive if handle.is_kept]
+        last_missing = max((handle.index for handle in alive if not handle.is_kept), default=-1)
         if last_missing >= 0 and not self.settings.early_stop:
             last_missing = ALL  # recomputation reaches what comes later too
         self._keep(kept, last_missing)
@@ -490,7 +490,7 @@ class Frame(RegionCall):
     def _keep_whole(self, alive: list[Handle], packed: list[tuple[torch.Tensor, int]]) -> list[Handle]:
         """Hold what autograd has saved, as it would itself: this call cannot be recomputed."""
         for handle in alive:
-            if not handle.kept:
+            if not handle.is_kept:
                 tensor, version = packed[handle.index]
                 handle.keep(tensor)
                 handle.version = version
@@ -506,7 +506,7 @@ class Frame(RegionCall):
 
     def _value_of(self, handle: Handle) -> torch.Tensor:
         """Return the tensor that autograd has saved as ``handle``, recomputed if need be."""
-        if handle.kept:
+        if handle.is_kept:
             return handle.kept_value(self.path)
         task = current_graph_task_id()
         retains = task == -1 or graph_is_retained()
@@ -541,7 +541,7 @@ class Frame(RegionCall):
     @staticmethod
     def _waits(handle: Handle, task: int) -> bool:
         """Return whether backward may still ask for this handle's value in graph task ``task``."""
-        return not handle.kept and handle.value is None and (handle.task != task or task == -1)
+        return not handle.is_kept and handle.value is None and (handle.task != task or task == -1)
 
     def _recompute(self, wanted: Handle, task: int, *, last: bool) -> None:
         if self._dropped:

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from sac.errors import Problem, RegionError
-from sac.outer_hooks import PackHooks, Parked, fetch, park
+from sac.outer_hooks import OuterPacked, PackHooks, fetch, pack_with_outer_hooks
 from sac.region.fingerprint import PLAIN, FunctionFingerprint, tensor_signature
 from sac.region.module_state import UnseenWriteError, other_bytes, spare_copy
 from sac.region.python_state import attributes_in, holds_state
-from sac.stores.prefetch import Call
-from sac.stores.store import Keeping, Stored, check_releasable, is_worth_it
+from sac.stores.prefetch import GatherNode
+from sac.stores.store import InputStoring, StoredInput, check_releasable, is_worth_it
 from sac.tensors import copy_of, describe, placed_on, shares_storage, storage_sizes, version_of, version_watch
 from sac.torch_private import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
 
@@ -40,7 +40,7 @@ class Alias(torch.autograd.Function):
         return grads[0]
 
 
-class KeptTensor:
+class SavedInput:
     """One tensor input: the data, whether it needs a gradient, and its version when the forward had ended.
 
     ``data`` is the caller's, or a copy if the region writes to it, or what hooks around the region made of it. Where a
@@ -54,10 +54,10 @@ class KeptTensor:
         self.position = position
         self.needs_grad = tensor.requires_grad
         self.alias: torch.Tensor | None = tensor.detach() if tensor.requires_grad else tensor
-        self.data: torch.Tensor | Parked | None = self.alias
+        self.data: torch.Tensor | OuterPacked | None = self.alias
         self.version = version_of(tensor)
         self.written = False
-        self.stored: Stored | None = None
+        self.stored: StoredInput | None = None
         self.spare = None if self.needs_grad else spare_copy(tensor)
 
     @property
@@ -74,7 +74,7 @@ class KeptTensor:
         self.data, self.alias, self.written = copied(self.data, storages), None, True
         self.spare = None
 
-    def check_writes(self, others: Sequence[KeptTensor], path: str) -> None:
+    def check_writes(self, others: Sequence[SavedInput], path: str) -> None:
         """Raise if the region has written to this input unseen and there is no sound copy; ``others``: its other ones.
 
         A copy to the host is made while the region runs: the write may have come first. And what is written through one
@@ -102,19 +102,19 @@ class KeptTensor:
             self.alias = self.data = None
             self.stored.close(hooks)
         elif hooks is not None and isinstance(self.data, torch.Tensor):
-            self.data = park(self.data, hooks)
+            self.data = pack_with_outer_hooks(self.data, hooks)
             self.alias = version_watch(self.alias) if self.alias is not None else None  # what holds data is the hooks'
 
     def rebuild(
         self,
         storages: dict[int, torch.UntypedStorage],
-        fetched: dict[Stored, torch.Tensor],
+        fetched: dict[StoredInput, torch.Tensor],
         path: str,
         start: Start | None,
     ) -> torch.Tensor:
         """Return the input for one recomputation; ``storages`` holds the copies made for it so far."""
         data = fetched[self.stored] if self.stored is not None else self._checked(path)
-        if self.written and (self.stored is None or not self.stored.placed.fresh):
+        if self.written and (self.stored is None or not self.stored.tensor.fresh):
             data = copied(data, storages)  # the recomputation will write to it too, and may not be the last
         if not self.needs_grad:
             return data.detach() if data.requires_grad else data  # the caller may have asked for a gradient since
@@ -170,7 +170,7 @@ SHARED_STATES = "shared_kv_states"  # the argument by which layers hand keys and
 _SHARED = (torch.Tensor, nn.Module, type, str, bytes, int, float)
 
 
-class KeptObject:
+class SavedObject:
     """An object among the arguments of a region, as it was when the forward began; see Note [Objects as arguments].
 
     ``tensors``: those that it holds.
@@ -235,7 +235,7 @@ def _copied(one: Any, copies: dict[int, Any], tensors: dict[int, torch.Tensor]) 
 # -- The inputs of a region, kept from forward to backward so that the region can be run again
 
 
-class KeptInputs:
+class RegionInputs:
     """Arguments of one region call in any structure; tensors are kept without their graph.
 
     ``kind`` says what sort of inputs these are (Note [Which function is it]): equal for equal uses, None where no other
@@ -261,21 +261,21 @@ class KeptInputs:
                 signature = self._look_at(args, kwargs)
                 break
         self.signature: tuple[Any, ...] | None = tuple(signature) if signature else None
-        self._call: Call | None = None
-        known: dict[int, KeptTensor] = {}
-        objects: dict[int, KeptObject] = {}
+        self._call: GatherNode | None = None
+        known: dict[int, SavedInput] = {}
+        objects: dict[int, SavedObject] = {}
         kept_leaves = [*leaves]
         for position, leaf in enumerate(leaves):
             plain = type(leaf) is torch.Tensor  # asked first: whether it is a Parameter is a question that costs
             if plain or (isinstance(leaf, torch.Tensor) and not isinstance(leaf, torch.nn.Parameter)):
                 kept = known.get(id(leaf))
                 if kept is None:
-                    known[id(leaf)] = kept = KeptTensor(leaf, position)
+                    known[id(leaf)] = kept = SavedInput(leaf, position)
                 elif self.signature is not None:  # the function may ask whether two of its arguments are one
                     self.signature += ((position, kept.position),)
                 kept_leaves[position] = kept
             elif self._spec is not None and is_kept_object(leaf):
-                kept_leaves[position] = objects[id(leaf)] = objects.get(id(leaf)) or KeptObject(leaf)
+                kept_leaves[position] = objects[id(leaf)] = objects.get(id(leaf)) or SavedObject(leaf)
         self.tensors = list(known.values())
         self._objects = list(objects.values())
         self._leaves: list[Any] | None = kept_leaves
@@ -290,27 +290,27 @@ class KeptInputs:
         self.owners = tuple(identity.owners)
         return identity.parts if identity.is_known else []
 
-    def store(self, keeping: Keeping, args: tuple[Any, ...], kwargs: dict[str, Any], path: str) -> None:
+    def store(self, input_storing: InputStoring, args: tuple[Any, ...], kwargs: dict[str, Any], path: str) -> None:
         """Before the forward: copy the chosen inputs to where they are to lie. ``args`` and ``kwargs`` as before.
 
         ``path`` names the region.
         """
         assert self._leaves is not None, "stored after they were dropped"
         leaves = self.leaves_of(args, kwargs)
-        self._call = call = Call()
-        for position in keeping.choose(leaves):
+        self._call = call = GatherNode()
+        for position in input_storing.choose(leaves):
             kept = self._leaves[position]
             if kept.stored is None:
                 name = partial(argument_name, args, kwargs, position)
-                if keeping.release:
+                if input_storing.release:
                     check_releasable(leaves[position], leaves, name)
-                kept.stored = Stored(leaves[position], keeping.placement, call, (path, position), name)
+                kept.stored = StoredInput(leaves[position], input_storing.store, call, (path, position), name)
 
     def leaves_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """Return the leaves of the call, each at its position. ``args`` and ``kwargs`` as before."""
         return [*args, *kwargs.values()] if self._spec is None else tree_leaves((args, kwargs))
 
-    def finish(self, keeping: Keeping, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def finish(self, input_storing: InputStoring, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """After ``close``, if ``store`` was called: mark what the region returned, and release what is to be.
 
         See Note [Prefetched gathers] and Note [Released inputs].
@@ -320,7 +320,7 @@ class KeptInputs:
         results = tree_leaves(output)
         if self._call is not None:
             self._call.mark(results)
-        if keeping.release:
+        if input_storing.release:
             leaves = self.leaves_of(args, kwargs)
             returned = {id(result) for result in results}
             for kept in self.tensors:
@@ -345,7 +345,7 @@ class KeptInputs:
             if not kept.written and isinstance(kept.data, torch.Tensor) and address in storage_sizes(kept.data)
         ]
         if len(inside) == 1 and inside[0].stored is not None:
-            inside[0].stored.placed.settle()
+            inside[0].stored.tensor.settle()
             inside[0].written = True
             return
         storages: dict[int, torch.UntypedStorage] = {}
@@ -367,12 +367,12 @@ class KeptInputs:
         again = {kept: kept.rebuild(storages, fetched, path, start) for kept in self.tensors}
         objects = {kept: kept.rebuild() for kept in self._objects}
         leaves = [
-            again[leaf] if isinstance(leaf, KeptTensor) else objects[leaf] if isinstance(leaf, KeptObject) else leaf
+            again[leaf] if isinstance(leaf, SavedInput) else objects[leaf] if isinstance(leaf, SavedObject) else leaf
             for leaf in self._leaves
         ]
         args, kwargs = self.unflatten(leaves)
         for stored in fetched:
-            stored.placed.prefetch()
+            stored.tensor.prefetch()
         return args, kwargs, [(kept.position, again[kept]) for kept in self.tensors]
 
     def unflatten(self, leaves: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -54,7 +54,7 @@ class UnseenWriteError(RegionError):
     """A region wrote to a buffer or an input unseen: it cannot be recomputed from what was there before."""
 
 
-class Bindings:
+class ModuleState:
     """What the names of parameters and buffers of a region's modules meant when its forward began; which were training.
 
     Parameters of wrapper subclasses are left alone: FSDP exchanges its sharded ones between forward and backward.
@@ -129,14 +129,14 @@ class Bindings:
     @property
     def were_written(self) -> bool:
         """Whether the forward wrote to buffers or parameters in place; after ``close``."""
-        return bool(self._written) or any(one.was_written and not one.is_apart for one in self._watched)
+        return bool(self._written) or any(one.was_written and not one.is_not_recomputed for one in self._watched)
 
     def unseen_write(self, where: str) -> Problem | None:
         """Return the problem that the forward wrote to something of which there is no copy, if it did.
 
         After ``close``. ``where`` names the region.
         """
-        lost = next((one.tensor for one in self._watched if one.is_lost and not one.is_apart), None)
+        lost = next((one.tensor for one in self._watched if one.is_lost and not one.is_not_recomputed), None)
         if lost is None:
             lost = next(iter(self._written or ()), None)
         return None if lost is None else self._unseen(lost, where)
@@ -229,8 +229,8 @@ class _Watched:
         "_storage",
         "_version",
         "copy",
-        "is_apart",
         "is_lost",
+        "is_not_recomputed",
         "is_reported",
         "tensor",
         "was_written",
@@ -238,7 +238,7 @@ class _Watched:
 
     def __init__(self, tensor: torch.Tensor, most: int, is_apart: bool) -> None:
         self.tensor = tensor
-        self.is_apart = is_apart
+        self.is_not_recomputed = is_apart
         self._version = version_of(tensor)
         self._storage = storage = tensor.untyped_storage()
         self._geometry = tensor.storage_offset(), tensor.shape, tensor.stride()

@@ -231,11 +231,11 @@ class ReachableState:
     """
 
     __slots__ = (
+        "_holders",
         "_left",
         "_left_modules",
         "_modules",
         "_own",
-        "_places",
         "_seen",
         "_waiting",
         "generators",
@@ -247,7 +247,7 @@ class ReachableState:
         self.tensors: dict[int, torch.Tensor] = {}
         self.generators: list[torch.Generator] = []
         self.others: list[Any] = []
-        self._places: list[_Place] = []
+        self._holders: list[_Holder] = []
         self._seen: set[int] = set()
         self._waiting: list[Any] = []
         self._left = _MOST
@@ -272,29 +272,29 @@ class ReachableState:
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to put back."""
-        return not self._places
+        return not self._holders
 
     def enter_on(self, stack: ExitStack) -> None:
         """Put everything back as it was, and as it is now when ``stack`` is left."""
-        for place in self._places:
-            now = place.now()
-            stack.callback(place.put, now)  # whether it differs now or not: the recomputation may change it
-            if place.differs(now):
-                place.put(place.before())
+        for holder in self._holders:
+            now = holder.now()
+            stack.callback(holder.put, now)  # whether it differs now or not: the recomputation may change it
+            if holder.differs(now):
+                holder.put(holder.before())
 
     def keep_changes(self) -> None:
         """Hold from now on what has changed since this was made, as it is now."""
-        self._places = [place.again() for place in self._places if place.differs(place.now())]
+        self._holders = [holder.again() for holder in self._holders if holder.differs(holder.now())]
         self.tensors, self.generators, self.others = {}, [], []
 
     def put_back(self) -> None:
         """Let all that is held be as it was noted, for good."""
-        for place in self._places:
-            place.put(place.before())
+        for holder in self._holders:
+            holder.put(holder.before())
 
     def drop(self) -> None:
         """Hold nothing any more."""
-        self._places, self.tensors, self.generators, self.others = [], {}, [], []
+        self._holders, self.tensors, self.generators, self.others = [], {}, [], []
 
     # Noting
 
@@ -302,20 +302,20 @@ class ReachableState:
         held = module.__dict__
         children = held.get("_modules")
         if children:
-            self._add(_DictPlace(children))
+            self._add(_DictHolder(children))
         if len(held) <= _STANDARD_COUNT or not _is_open(type(module)):
             return
         # The standard entries come first, except where something was set before nn.Module.__init__ ran.
         if next(iter(held)) != "training":
-            self._add(_DictPlace(held, _STANDARD))
+            self._add(_DictHolder(held, _STANDARD))
             own = [*held.items()]
         else:
             own = [*islice(held.items(), _STANDARD_COUNT, None)]
             if held.get("_is_fsdp_managed_module"):
                 own = [(name, value) for name, value in own if not _is_of_flat_parameter(value)]
-                self._add(_ManagedAttributesPlace(held, own))
+                self._add(_ManagedAttributesHolder(held, own))
             else:
-                self._add(_OwnAttributesPlace(held, own))
+                self._add(_OwnAttributesHolder(held, own))
         for name, value in own:
             if type(value) not in PLAIN:
                 if name == "forward" and is_library(type(getattr(value, "__self__", None)).__module__):
@@ -326,22 +326,22 @@ class ReachableState:
         for base in kind.__mro__:
             if _is_users(base) and id(base) not in self._seen:
                 self._seen.add(id(base))
-                self._note_names(_ClassPlace(base))
+                self._note_names(_ClassHolder(base))
         self._note_globals(_globals_by_class(kind))
 
     def _note_globals(self, found: tuple[Globals, ...]) -> None:
         for reference, names in found:
             if (function := reference()) is not None:
-                self._note_names(_EntriesPlace(function.__globals__, names))
+                self._note_names(_EntriesHolder(function.__globals__, names))
 
-    def _note_names(self, place: _NamesPlace) -> None:
-        self._add(place)
-        for value in place.now().values():
+    def _note_names(self, holder: _NamesHolder) -> None:
+        self._add(holder)
+        for value in holder.now().values():
             if type(value) not in PLAIN and not isinstance(value, _OF_CLASSES):
                 self._reach(value)
 
-    def _add(self, place: _Place) -> None:
-        self._places.append(place)
+    def _add(self, holder: _Holder) -> None:
+        self._holders.append(holder)
 
     def _reach(self, value: Any) -> None:
         """Note ``value`` if it is a tensor or a generator, and put it on the list if it holds something."""
@@ -381,24 +381,24 @@ class ReachableState:
             self._seen.add(id(one))
             self._note_module(one)
             self._note_class(type(one))
-            self._add(_EntriesPlace(one.__dict__, ("training",)))
+            self._add(_EntriesHolder(one.__dict__, ("training",)))
             if type(one._buffers) is dict:
-                self._add(_DictPlace(one._buffers))
+                self._add(_DictHolder(one._buffers))
                 self._reach_all(one._buffers.values())
 
     def _look_into(self, value: Any) -> None:
         kind = type(value)
         if isinstance(value, dict):
             if len(value) <= _LONGEST:
-                self._add(_DictPlace(value))
+                self._add(_DictHolder(value))
                 self._reach_all(_entries(value).values())
         elif isinstance(value, (list, deque)):
             if len(value) <= _LONGEST:
-                self._add(_SequencePlace(value))
+                self._add(_SequenceHolder(value))
                 self._reach_all(value)
         elif isinstance(value, set):
             if len(value) <= _LONGEST:
-                self._add(_SetPlace(value))
+                self._add(_SetHolder(value))
             return
         elif isinstance(value, (tuple, frozenset)):
             if len(value) <= _LONGEST:
@@ -411,7 +411,7 @@ class ReachableState:
             return
         elif isinstance(value, (bytearray, array)) or _is_numpy_array(value):
             if memoryview(value).nbytes <= _LONGEST:
-                self._add(_BytesPlace(value))
+                self._add(_BytesHolder(value))
             return
         if _is_open(kind):
             self._note_attributes(value)
@@ -424,31 +424,31 @@ class ReachableState:
             self._reach(value.__self__)
         elif not is_library(value.__module__):
             for cell in value.__closure__ or ():
-                place = _CellPlace(cell)
-                self._add(place)
-                self._reach(place.held)
+                holder = _CellHolder(cell)
+                self._add(holder)
+                self._reach(holder.held)
             self._reach_all((*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()))
             if _has_attributes(value):
-                self._add(_DictPlace(value.__dict__))
+                self._add(_DictHolder(value.__dict__))
                 self._reach_all(value.__dict__.values())
 
     def _note_attributes(self, value: Any) -> None:
         held = _dict_of(value)
         if type(held) is dict and held:
-            self._add(_DictPlace(held))
+            self._add(_DictHolder(held))
             self._reach_all(held.values())
         slots = slots_of(type(value))
         if slots:
-            place = _SlotsPlace(value, slots)
-            self._add(place)
-            self._reach_all(place.now().values())
+            holder = _SlotsHolder(value, slots)
+            self._add(holder)
+            self._reach_all(holder.now().values())
 
     def _reach_all(self, values: Iterable[Any]) -> None:
         for value in tuple(values):
             self._reach(value)
 
 
-class _Place:
+class _Holder:
     """Something that holds other things: what it held, and how to put that back."""
 
     __slots__ = ()
@@ -469,12 +469,12 @@ class _Place:
         """Let just ``wanted`` be held."""
         raise NotImplementedError
 
-    def again(self) -> _Place:
+    def again(self) -> _Holder:
         """Return a note of what the same place holds now."""
         raise NotImplementedError
 
 
-class _DictPlace(_Place):
+class _DictHolder(_Holder):
     """A dictionary, but for the entries ``apart``."""
 
     __slots__ = ("_apart", "_held", "_target")
@@ -517,11 +517,11 @@ class _DictPlace(_Place):
         for key, value in kept.items():
             kind.__setitem__(target, key, value)
 
-    def again(self) -> _DictPlace:
-        return _DictPlace(self._target, self._apart)
+    def again(self) -> _DictHolder:
+        return _DictHolder(self._target, self._apart)
 
 
-class _OwnAttributesPlace(_DictPlace):
+class _OwnAttributesHolder(_DictHolder):
     """The entries of a module's dict after the standard ones."""
 
     __slots__ = ()
@@ -543,11 +543,11 @@ class _OwnAttributesPlace(_DictPlace):
             del target[name]
         target.update(wanted)
 
-    def again(self) -> _OwnAttributesPlace:
-        return _OwnAttributesPlace(self._target, [*self.now().items()])
+    def again(self) -> _OwnAttributesHolder:
+        return _OwnAttributesHolder(self._target, [*self.now().items()])
 
 
-class _ManagedAttributesPlace(_OwnAttributesPlace):
+class _ManagedAttributesHolder(_OwnAttributesHolder):
     """The same of a module in a unit of FullyShardedDataParallel, which keeps parameters there while it has them whole.
 
     Those are views of its flat parameter. It makes them, and takes them away, whenever it gathers or lets go.
@@ -558,11 +558,11 @@ class _ManagedAttributesPlace(_OwnAttributesPlace):
     def now(self) -> dict[str, Any]:
         return {name: value for name, value in super().now().items() if not _is_of_flat_parameter(value)}
 
-    def again(self) -> _ManagedAttributesPlace:
-        return _ManagedAttributesPlace(self._target, [*self.now().items()])
+    def again(self) -> _ManagedAttributesHolder:
+        return _ManagedAttributesHolder(self._target, [*self.now().items()])
 
 
-class _SequencePlace(_Place):
+class _SequenceHolder(_Holder):
     """A list or a deque."""
 
     __slots__ = ("_held", "_target")
@@ -591,11 +591,11 @@ class _SequencePlace(_Place):
             deque.clear(target)
             deque.extend(target, wanted)
 
-    def again(self) -> _SequencePlace:
-        return _SequencePlace(self._target)
+    def again(self) -> _SequenceHolder:
+        return _SequenceHolder(self._target)
 
 
-class _SetPlace(_Place):
+class _SetHolder(_Holder):
     __slots__ = ("_held", "_target")
 
     def __init__(self, target: set[Any]) -> None:
@@ -615,11 +615,11 @@ class _SetPlace(_Place):
         set.clear(self._target)
         set.update(self._target, wanted)
 
-    def again(self) -> _SetPlace:
-        return _SetPlace(self._target)
+    def again(self) -> _SetHolder:
+        return _SetHolder(self._target)
 
 
-class _BytesPlace(_Place):
+class _BytesHolder(_Holder):
     """A short array of numbers: of Python's, or of NumPy's."""
 
     __slots__ = ("_held", "_target")
@@ -648,11 +648,11 @@ class _BytesPlace(_Place):
         else:
             target[...] = type(target)(target.shape, target.dtype, wanted)
 
-    def again(self) -> _BytesPlace:
-        return _BytesPlace(self._target)
+    def again(self) -> _BytesHolder:
+        return _BytesHolder(self._target)
 
 
-class _CellPlace(_Place):
+class _CellHolder(_Holder):
     """A cell of a closure."""
 
     __slots__ = ("_cell", "held")
@@ -679,11 +679,11 @@ class _CellPlace(_Place):
         else:
             self._cell.cell_contents = wanted
 
-    def again(self) -> _CellPlace:
-        return _CellPlace(self._cell)
+    def again(self) -> _CellHolder:
+        return _CellHolder(self._cell)
 
 
-class _NamesPlace(_Place):
+class _NamesHolder(_Holder):
     """What is held under names, of which some may be unset."""
 
     __slots__ = ("_held", "_target")
@@ -718,7 +718,7 @@ class _NamesPlace(_Place):
                 self._set(name, value)
 
 
-class _SlotsPlace(_NamesPlace):
+class _SlotsHolder(_NamesHolder):
     """The attributes of an object that lie in ``__slots__``."""
 
     __slots__ = ("_slots",)
@@ -742,11 +742,11 @@ class _SlotsPlace(_NamesPlace):
     def _delete(self, name: str) -> None:
         self._slots[name].__delete__(self._target)
 
-    def again(self) -> _SlotsPlace:
-        return _SlotsPlace(self._target, self._slots)
+    def again(self) -> _SlotsHolder:
+        return _SlotsHolder(self._target, self._slots)
 
 
-class _ClassPlace(_NamesPlace):
+class _ClassHolder(_NamesHolder):
     """The attributes of a class."""
 
     __slots__ = ()
@@ -760,11 +760,11 @@ class _ClassPlace(_NamesPlace):
     def _delete(self, name: str) -> None:
         type.__delattr__(self._target, name)
 
-    def again(self) -> _ClassPlace:
-        return _ClassPlace(self._target)
+    def again(self) -> _ClassHolder:
+        return _ClassHolder(self._target)
 
 
-class _EntriesPlace(_NamesPlace):
+class _EntriesHolder(_NamesHolder):
     """Some of the entries of a dictionary: of the globals of a file, for one."""
 
     __slots__ = ("_names",)
@@ -783,8 +783,8 @@ class _EntriesPlace(_NamesPlace):
     def _delete(self, name: str) -> None:
         del self._target[name]
 
-    def again(self) -> _EntriesPlace:
-        return _EntriesPlace(self._target, self._names)
+    def again(self) -> _EntriesHolder:
+        return _EntriesHolder(self._target, self._names)
 
 
 def _may_hold(function: types.FunctionType) -> bool:

@@ -16,7 +16,7 @@ from sac.region.ambient import subclasses_on
 from sac.region.eager import never_compiled
 from sac.region.fingerprint import PLAIN, attributes_of
 from sac.region.frame import ALL, RETAIN, NoEarlyStop, RegionCall
-from sac.region.inputs import KeptInputs
+from sac.region.inputs import RegionInputs
 from sac.region.writes import check_writes, give_history
 from sac.tensors import describe, detached, metadata
 from sac.torch_private import graph_is_retained, is_for_every_leaf, tree_flatten, tree_unflatten
@@ -44,7 +44,7 @@ class Results:
     positions of the arguments that the function wrote to.
     """
 
-    __slots__ = ("_given", "_leaves", "_outputs", "_spec", "_tensors", "_views", "places", "problem")
+    __slots__ = ("_given", "_leaves", "_outputs", "_spec", "_tensors", "_views", "indices", "problem")
 
     def __init__(
         self, result: Any, given: list[Any], passed: list[Any] | None = None, written: Collection[int] = ()
@@ -55,7 +55,7 @@ class Results:
         own = {id(one): place for place, one in enumerate(used)}
         parents = written if passed is None else [at for at, one in enumerate(used) if isinstance(one, torch.Tensor)]
         roots = {id(_root(used[position])): position for position in parents} if parents else {}
-        self.places: list[int] = []  # for each output of the node, where it stands among the leaves
+        self.indices: list[int] = []  # for each output of the node, where it stands among the leaves
         self.problem: tuple[str, str] | None = None  # what is wrong with the result, and how to mend it
         self._tensors: list[torch.Tensor] = []
         self._outputs: list[tuple[int, int]] = []  # place of a leaf, and which of the outputs it is
@@ -78,7 +78,7 @@ class Results:
                 self._outputs.append((place, index))
                 if index == len(self._tensors):
                     self._tensors.append(leaf)
-                    self.places.append(place)
+                    self.indices.append(place)
 
     def aliases(self) -> list[torch.Tensor]:
         """Return what the node is to return for its ``places``."""
@@ -227,7 +227,7 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 class ReentrantFrame(RegionCall):
     """The frame of ``use_reentrant=True``; see Note [The reentrant walk]."""
 
-    def run(self, inputs: KeptInputs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, inputs: RegionInputs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See ``RegionCall.run``."""
         self._begin(inputs)
         given = inputs.leaves_of(args, kwargs)
@@ -248,9 +248,9 @@ class ReentrantFrame(RegionCall):
         written = self._written(given)
         results = Results(result, given, passed, written)
         self._check_left(inputs.leaves_of(args, kwargs), passed or given, results.problem)
-        self._keep([], ALL if results.places or written else -1)
+        self._keep([], ALL if results.indices or written else -1)
         changed = self._get_history(written, given, passed) if written else []
-        if results.places or changed:
+        if results.indices or changed:
             return self._attached(results, changed, given)
         self._drop()
         return results.value(()) if passed or written else result
@@ -265,12 +265,12 @@ class ReentrantFrame(RegionCall):
 
     def _attached(self, results: Results, changed: list[int], given: list[Any]) -> Any:
         """Put the node into the graph; return the result with its outputs."""
-        self._places, self._changed = results.places, changed
+        self._places, self._changed = results.indices, changed
         self._sources = [kept.position for kept in self.inputs.tensors if kept.needs_grad]
         outputs = results.aliases() + [detached(given[position]) for position in changed]
         sources = [given[position] for position in self._sources] or [torch.empty(0, requires_grad=True)]
         outputs = _Reentrant.apply(self, outputs, *sources)  # type: ignore[no-untyped-call]
-        for position, output in zip(changed, outputs[len(results.places) :], strict=True):
+        for position, output in zip(changed, outputs[len(results.indices) :], strict=True):
             give_history(given[position], output)
         return results.value(outputs)
 

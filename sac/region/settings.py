@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 import torch.utils.checkpoint
 
-from sac.stores.store import Keeping
+from sac.stores.store import InputStoring
 from sac.torch_private import chosen_early_stop
 
 AUTO, RERUN, REPLAY = ENGINES = ("auto", "rerun", "replay")
@@ -39,7 +39,7 @@ class Settings:
     ``sac.recompute.replay``.
     """
 
-    keeping: Keeping | None = None
+    input_storing: InputStoring | None = None
     trackers: tuple[Callable[[], Any], ...] = ()
     generators: tuple[torch.Generator, ...] = ()
     providers: tuple[StateProvider, ...] = ()
@@ -55,13 +55,13 @@ class Settings:
     def needs_frame(self) -> bool:
         """Whether only our frames can do what is asked; the other settings concern what no compiled graph does."""
         asked = (self.trackers, self.generators, self.providers)
-        return self.keeping is not None or self.use_reentrant or any(asked)
+        return self.input_storing is not None or self.use_reentrant or any(asked)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Settings:
         # The copy of a model uses copies of the generators and providers that its modules hold, and the others as ever.
         return replace(
             self,
-            keeping=copy.deepcopy(self.keeping, memo),
+            input_storing=copy.deepcopy(self.input_storing, memo),
             generators=(*self.generators, *copy.deepcopy(self.generators, memo)),
             providers=(*self.providers, *copy.deepcopy(self.providers, memo)),
         )

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from sac.errors import Problem, RegionError
-from sac.outer_hooks import PackHooks, Parked, fetch, park, surrounding_hooks
-from sac.stores.host import Copies, CopiesByDevice, Host, PlacedOnHost, streams_of
-from sac.stores.store import Here, Placed, PlacedHere
+from sac.outer_hooks import OuterPacked, PackHooks, active_hooks, fetch, pack_with_outer_hooks
+from sac.stores.host import Copies, CopiesByDevice, OnHost, StoredOnHost, streams_of
+from sac.stores.store import OnDevice, StoredOnDevice, StoredTensor
 
 # -- Equal slots of one piece of memory, and who holds which
 
@@ -81,17 +81,17 @@ class Slots:
             self._used[index] = self._streams.current_stream(self.device).record_event()
 
 
-class PlacedInSlot:
+class StoredInSlot:
     """A flat tensor in a slot, and the right to that slot; see Note [Slots]."""
 
-    __slots__ = ("_index", "_inner", "_parked", "_slots", "_ticket")
+    __slots__ = ("_index", "_inner", "_packed", "_slots", "_ticket")
     fresh = True
 
     def __init__(self, slots: Slots, ticket: int, flat: torch.Tensor) -> None:
         self._slots = slots
         self._ticket = ticket
-        self._parked: torch.Tensor | Parked | None = None
-        self._inner: PlacedHere | PlacedOnHost
+        self._packed: torch.Tensor | OuterPacked | None = None
+        self._inner: StoredOnDevice | StoredOnHost
         self._index = index = slots.free.popleft()
         slots.held[ticket] = index
         with slots.lock:
@@ -99,15 +99,15 @@ class PlacedInSlot:
             memory = slots.view(index)
             if slots.copies is None:
                 slots.begin_use(index)
-                self._inner = PlacedHere(memory.copy_(flat))
+                self._inner = StoredOnDevice(memory.copy_(flat))
                 slots.end_use(index)
             else:
-                self._inner = PlacedOnHost(slots.copies, flat, memory)
+                self._inner = StoredOnHost(slots.copies, flat, memory)
 
     def fetch(self) -> torch.Tensor:
         """Return a copy of what lies in the slot; raises ``RegionError`` if another region has it now."""
-        if self._parked is not None:
-            return fetch(self._parked).clone()
+        if self._packed is not None:
+            return fetch(self._packed).clone()
         slots = self._slots
         with slots.lock:
             if slots.written[self._index] != self._ticket:
@@ -123,9 +123,9 @@ class PlacedInSlot:
         """See that copying into the slot is done before the source is written to or freed."""
         self._inner.settle()
 
-    def park(self, hooks: PackHooks) -> None:
+    def pack_with_outer_hooks(self, hooks: PackHooks) -> None:
         """Hand a copy to the hooks, and give the slot back."""
-        self._parked = park(self.fetch(), hooks)
+        self._packed = pack_with_outer_hooks(self.fetch(), hooks)
         self._let_go()
 
     def prefetch(self) -> None:
@@ -133,7 +133,7 @@ class PlacedInSlot:
 
     def drop(self) -> None:
         """Give the slot back."""
-        self._parked = None
+        self._packed = None
         self._let_go()
 
     def _let_go(self) -> None:
@@ -177,7 +177,7 @@ class ContiguousBuffer:
     def __init__(self, num_checkpoints: int, *, on_host: bool = False) -> None:
         self.num_checkpoints = num_checkpoints
         self.on_host = on_host
-        self._under_hooks = Host() if on_host else Here()
+        self._under_hooks = OnHost() if on_host else OnDevice()
         self._copies = CopiesByDevice()
         self._slots: Slots | None = None
         self._tickets = itertools.count()
@@ -190,16 +190,16 @@ class ContiguousBuffer:
         """Any tensor will do."""
         return True
 
-    def put(self, flat: torch.Tensor, name: Callable[[], str]) -> Placed:
+    def put(self, flat: torch.Tensor, name: Callable[[], str]) -> StoredTensor:
         """Copy ``flat`` into a free slot.
 
         Raises ``RegionError`` when no slot is free, or when ``flat`` is not of the slots' size, dtype and device while
         some of them are taken.
         """
-        if surrounding_hooks() is not None:
+        if active_hooks() is not None:
             return self._under_hooks.put(flat, name)
         with self._lock:
-            return PlacedInSlot(self._slots_for(flat, name), next(self._tickets), flat)
+            return StoredInSlot(self._slots_for(flat, name), next(self._tickets), flat)
 
     def describe(self) -> str:
         """Say where inputs are kept."""

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 import torch
 
-from sac.outer_hooks import PackHooks, Parked, fetch, park
-from sac.stores.store import Here, Placed
+from sac.outer_hooks import OuterPacked, PackHooks, fetch, pack_with_outer_hooks
+from sac.stores.store import OnDevice, StoredTensor
 
 # -- Copies between a device and host memory: on a stream of their own, ordered with the caller's by events
 
@@ -149,7 +149,7 @@ class CopiesByDevice:
 # -- Kept inputs in host memory
 
 
-class Host:
+class OnHost:
     """Keeps a copy in host memory: pinned, and copied on a stream of its own, where the device has streams.
 
     An input that lies in host memory already is copied there; its copy counts as one on the input's device.
@@ -158,26 +158,26 @@ class Host:
     def __init__(self) -> None:
         self._copies = CopiesByDevice()
 
-    def __reduce__(self) -> tuple[type[Host], tuple[()]]:
-        return Host, ()  # streams belong to this process
+    def __reduce__(self) -> tuple[type[OnHost], tuple[()]]:
+        return OnHost, ()  # streams belong to this process
 
     def accepts(self, tensor: torch.Tensor) -> bool:
         """Any tensor will do."""
         return True
 
-    def put(self, flat: torch.Tensor, name: Callable[[], str]) -> Placed:
+    def put(self, flat: torch.Tensor, name: Callable[[], str]) -> StoredTensor:
         """Start to copy ``flat`` to the host; it must not be written to or freed before ``settle``."""
         copies = self._copies.of(flat.device)
         if copies is None:
-            return Here().put(flat, name)
-        return PlacedOnHost(copies, flat, copies.host_memory(flat.numel(), flat.dtype))
+            return OnDevice().put(flat, name)
+        return StoredOnHost(copies, flat, copies.host_memory(flat.numel(), flat.dtype))
 
     def describe(self) -> str:
         """Say where inputs are kept."""
         return "in host memory"
 
 
-class PlacedOnHost:
+class StoredOnHost:
     """A copy of ``flat`` in host memory; see Note [Copies on a side stream]."""
 
     __slots__ = ("_copies", "_copying", "_device", "_host", "_source")
@@ -186,7 +186,7 @@ class PlacedOnHost:
     def __init__(self, copies: Copies, flat: torch.Tensor, host: torch.Tensor) -> None:
         self._copies = copies
         self._device = flat.device
-        self._host: torch.Tensor | Parked | None = host
+        self._host: torch.Tensor | OuterPacked | None = host
         # As it lies: torch applies lazy bits and strides after or around a copy, which then is no longer one.
         self._source: torch.Tensor | None = flat.resolve_conj().resolve_neg().contiguous()
         self._copying: Copying = copies.start(self._source, host)
@@ -205,11 +205,11 @@ class PlacedOnHost:
             self._copying.order()
             self._source = None
 
-    def park(self, hooks: PackHooks) -> None:
+    def pack_with_outer_hooks(self, hooks: PackHooks) -> None:
         """Hand the copy in host memory to the hooks, which may read it at once: wait until it is whole."""
         if isinstance(self._host, torch.Tensor):
             self._copying.finish()
-            self._host = park(self._host, hooks)
+            self._host = pack_with_outer_hooks(self._host, hooks)
 
     def prefetch(self) -> None:
         """Nothing."""

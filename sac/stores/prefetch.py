@@ -71,14 +71,14 @@ class Gatherable(Protocol):
         """Let a gather that nobody has fetched go."""
 
 
-class Call:
+class GatherNode:
     """One region call and the calls before it; see Note [Prefetched gathers]."""
 
     __slots__ = ("__weakref__", "_before", "_shares")
 
     def __init__(self) -> None:
         self._shares: list[weakref.ref[Gatherable]] = []
-        self._before: list[tuple[Any, list[weakref.ref[Call]]]] = []  # node of an input -> calls found from there
+        self._before: list[tuple[Any, list[weakref.ref[GatherNode]]]] = []  # node of an input -> calls found from there
 
     def add(self, share: Gatherable, tensor: torch.Tensor) -> None:
         """Take in the share of one input; ``tensor`` is that input."""
@@ -103,7 +103,7 @@ class Call:
         task = current_graph_task_id()
         if task == NO_TASK or will_execute_node is None:
             return
-        waiting: deque[Call] = deque([self])
+        waiting: deque[GatherNode] = deque([self])
         seen = {id(self)}
         while waiting and count > 0:
             for call in waiting.popleft()._needed_before():
@@ -113,7 +113,7 @@ class Call:
                     count -= 1
                     call._start(task)
 
-    def _needed_before(self) -> list[Call]:
+    def _needed_before(self) -> list[GatherNode]:
         assert will_execute_node is not None
         needed = (reference() for node, found in self._before if will_execute_node(node) for reference in found)
         return [call for call in needed if call is not None]
@@ -132,9 +132,9 @@ def _let_go(reference: weakref.ref[Gatherable], task: int) -> None:
         share.let_go()
 
 
-def _marks_from(node: Any) -> list[weakref.ref[Call]]:
+def _marks_from(node: Any) -> list[weakref.ref[GatherNode]]:
     """Return the marks nearest to ``node`` in its graph."""
-    found: list[weakref.ref[Call]] = []
+    found: list[weakref.ref[GatherNode]] = []
     seen, waiting = {node}, deque([node])
     while waiting:
         node = waiting.popleft()

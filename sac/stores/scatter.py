@@ -14,8 +14,8 @@ import torch.distributed as dist
 from sac.errors import ConfigError, Problem, RegionError
 from sac.outer_hooks import PackHooks
 from sac.policy.syntax import shown
-from sac.stores.prefetch import Call, Gather
-from sac.stores.store import Here, Origin, Placed, Placement, is_dtensor
+from sac.stores.prefetch import Gather, GatherNode
+from sac.stores.store import ArgumentInfo, InputStore, OnDevice, StoredTensor, is_dtensor
 from sac.torch_private import NO_TASK, current_graph_task_id, named_process_group
 
 # -- The group over which inputs are scattered: what a user gives as one, and which DTensors are replicated over it
@@ -123,7 +123,7 @@ def is_replicated(tensor: torch.Tensor, group: Any) -> bool:
     if not is_dtensor(tensor):
         return True
     mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
-    divided = [dimension for dimension, placement in enumerate(placements) if not placement.is_replicate()]
+    divided = [dimension for dimension, store in enumerate(placements) if not store.is_replicate()]
     if not divided:
         return True
     places = set()
@@ -148,9 +148,9 @@ _FACTOR = 0x5851F42D4C957F2D  # of Knuth's MMIX generator
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
-def check_same_on_all_ranks(flat: torch.Tensor, origin: Origin, group: Any) -> None:
+def check_replicated(flat: torch.Tensor, argument: ArgumentInfo, group: Any) -> None:
     """Raise ``RegionError`` on every rank of ``group`` if shape, strides, dtype or bits differ between its ranks."""
-    layout = origin.layout
+    layout = argument.layout
     described = repr((tuple(layout.shape), layout.stride, layout.conjugate, layout.negative, str(flat.dtype)))
     digest = hashlib.blake2b(described.encode(), digest_size=7).digest()
     total = bit_checksum(flat)
@@ -164,7 +164,7 @@ def check_same_on_all_ranks(flat: torch.Tensor, origin: Origin, group: Any) -> N
     what = "shape, strides or dtype" if smallest[0] != largest[0] else "values"
     raise RegionError(
         Problem(
-            origin.name(),
+            argument.name(),
             f"its {what} are not the same on all {group.size()} ranks of the group that it is to be scattered over "
             "(is it split between them, as in sequence parallelism?)",
             fix="scatter what all ranks have whole: choose by `keep`, or keep the inputs of this region whole",
@@ -205,7 +205,7 @@ Place = tuple[Any, str, int]  # process group, path of the region, position of t
 COMPARED_CALLS = 256
 
 
-class Seen(Protocol):
+class VerifiedOnce(Protocol):
     """The places whose tensors need not be compared any more."""
 
     def __contains__(self, place: Place, /) -> bool:
@@ -222,15 +222,15 @@ class FirstCalls:
         self._counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
     def __contains__(self, place: Place) -> bool:
-        """See ``Seen``."""
+        """See ``VerifiedOnce``."""
         return self._counts.get(place[0], 0) >= COMPARED_CALLS
 
     def add(self, place: Place) -> None:
-        """See ``Seen``."""
+        """See ``VerifiedOnce``."""
         self._counts[place[0]] = self._counts.get(place[0], 0) + 1
 
 
-Verify = bool | Seen
+Verify = bool | VerifiedOnce
 
 
 class Scattered:
@@ -240,7 +240,7 @@ class Scattered:
     (Note [Compared once]). ``prefetch``: of how many regions ahead the gathers are started.
     """
 
-    def __init__(self, group: Any, inner: Placement, *, verify: Verify = False, prefetch: int = 0) -> None:
+    def __init__(self, group: Any, inner: InputStore, *, verify: Verify = False, prefetch: int = 0) -> None:
         self.group = group
         self.inner = inner
         self.verify = verify
@@ -249,7 +249,7 @@ class Scattered:
         self.rank: int = group.rank()
 
     @classmethod
-    def over(cls, group: Any, inner: Placement, *, verify: Verify, prefetch: int) -> Placement | None:
+    def over(cls, group: Any, inner: InputStore, *, verify: Verify, prefetch: int) -> InputStore | None:
         """Return the placement over ``group``, its shares kept by ``inner``; None for a group of one rank.
 
         ``group`` is a process group or a mesh of one dimension in which ``group_problem`` finds nothing wrong.
@@ -272,34 +272,34 @@ class Scattered:
         possible = reaches(self.group, tensor.device) and is_replicated(tensor, self.group)
         return possible and self.inner.accepts(tensor)
 
-    def put(self, flat: torch.Tensor, origin: Origin) -> Placed:
+    def put(self, flat: torch.Tensor, argument: ArgumentInfo) -> StoredTensor:
         """Keep this rank's share of ``flat``, which all ranks of the group have.
 
         Raises ``RegionError`` on all ranks if it is verified and they have not.
         """
-        self._compare(flat, origin)
+        self._compare(flat, argument)
         elements = -(-flat.numel() // self.size)
         share = flat[self.rank * elements : (self.rank + 1) * elements]
         if share.numel() < elements:
             padded = flat.new_zeros(elements)
             padded[: share.numel()] = share
             share = padded
-        return PlacedShare(self, self.inner.put(share, origin), flat.numel(), origin)
+        return StoredShare(self, self.inner.put(share, argument), flat.numel(), argument)
 
-    def _compare(self, flat: torch.Tensor, origin: Origin) -> None:
+    def _compare(self, flat: torch.Tensor, argument: ArgumentInfo) -> None:
         """Raise if the ranks do not have the same, where that is to be looked at."""
         if isinstance(self.verify, bool):
             if self.verify:
-                check_same_on_all_ranks(flat, origin, self.group)
+                check_replicated(flat, argument, self.group)
             return
-        place = (self.group, *origin.place)
+        place = (self.group, *argument.position)
         if place not in self.verify:
-            check_same_on_all_ranks(flat, origin, self.group)
+            check_replicated(flat, argument, self.group)
             self.verify.add(place)
 
     def describe(self) -> str:
         """Say where inputs are kept."""
-        inner = "" if isinstance(self.inner, Here) else f", each share {self.inner.describe()}"
+        inner = "" if isinstance(self.inner, OnDevice) else f", each share {self.inner.describe()}"
         return f"scattered over {self.size} ranks{inner}"
 
 
@@ -307,11 +307,11 @@ def _anew(verify: Verify) -> Verify:
     return verify if isinstance(verify, bool) else set()
 
 
-def _unpickled(reference: str | None, inner: Placement, verify: Verify, prefetch: int) -> Scattered:
+def _unpickled(reference: str | None, inner: InputStore, verify: Verify, prefetch: int) -> Scattered:
     return Scattered(named_group(reference), inner, verify=verify, prefetch=prefetch)
 
 
-class PlacedShare:
+class StoredShare:
     """This rank's share of a flat tensor; see Note [Shares]."""
 
     __slots__ = (
@@ -321,24 +321,24 @@ class PlacedShare:
         "_gather",
         "_group",
         "_inner",
-        "_parked",
+        "_packed",
         "_prefetch",
         "fetched_in",
     )
     fresh = True
 
-    def __init__(self, scattered: Scattered, inner: Placed, elements: int, origin: Origin) -> None:
+    def __init__(self, scattered: Scattered, inner: StoredTensor, elements: int, argument: ArgumentInfo) -> None:
         self._group = scattered.group
-        self._inner: Placed | None = inner
+        self._inner: StoredTensor | None = inner
         self._elements = elements
         self._gather: Gather | None = None
-        self._parked = False
+        self._packed = False
         self._prefetch = scattered.prefetch
-        self._call: Call | None = None
+        self._call: GatherNode | None = None
         self.fetched_in = NO_TASK
         if self._prefetch:
-            self._call = origin.call
-            self._call.add(self, origin.tensor)
+            self._call = argument.call
+            self._call.add(self, argument.tensor)
 
     def fetch(self) -> torch.Tensor:
         """Return the whole, gathered anew or by a gather that was started before."""
@@ -352,7 +352,7 @@ class PlacedShare:
 
         A share that hooks around the region hold may have to be computed first, by a region around this one.
         """
-        if self._inner is None or self._parked or self._gather is not None:
+        if self._inner is None or self._packed or self._gather is not None:
             return False
         self._gather = Gather(self._inner.fetch(), self._group)
         return True
@@ -368,11 +368,11 @@ class PlacedShare:
         if self._inner is not None:
             self._inner.settle()
 
-    def park(self, hooks: PackHooks) -> None:
+    def pack_with_outer_hooks(self, hooks: PackHooks) -> None:
         """Hand the share to the hooks."""
         if self._inner is not None:
-            self._parked = True
-            self._inner.park(hooks)
+            self._packed = True
+            self._inner.pack_with_outer_hooks(hooks)
 
     def prefetch(self) -> None:
         """Start the gathers of the regions that backward comes to next."""

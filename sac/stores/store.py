@@ -14,8 +14,8 @@ import torch
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from sac.errors import Problem, RegionError
-from sac.outer_hooks import PackHooks, Parked, fetch, park
-from sac.stores.prefetch import Call
+from sac.outer_hooks import OuterPacked, PackHooks, fetch, pack_with_outer_hooks
+from sac.stores.prefetch import GatherNode
 from sac.tensors import shares_storage, version_of
 from sac.torch_private import neg_view, set_version_counters, storage_use_count
 
@@ -162,7 +162,7 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
 # Note [Released inputs]
 #
 # Megatron and TransformerEngine free a region's input by giving the caller's tensor another `.data`: this rank's share.
-# Here that is on request only, and guarded:
+# OnDevice that is on request only, and guarded:
 #
 #  - It is done when the forward is over and a recomputation will come, and not to a tensor that the region has written
 #    to or returns.
@@ -264,18 +264,18 @@ def _set_version(tensor: torch.Tensor, version: int) -> None:
 # Note [Kept inputs]
 #
 # A region's inputs wait for its recomputation. By default the region holds on to the caller's data and checks that
-# nobody wrote to it. With a `Keeping` it copies the chosen inputs before the forward, so that the caller may free or
-# overwrite them: tensor -> flat, in the order of its storage (`Layout`) -> one or more placements, the outermost first:
+# nobody wrote to it. With an `InputStoring` it copies the chosen inputs before the forward, so that the caller may free
+# or overwrite them: tensor -> flat, in the order of its storage (`Layout`) -> one or more stores, the outermost first:
 #
 #   scattered      this rank's share of a tensor that every rank of a group holds (`scatter.Scattered`)
 #   contiguous     a slot of one preallocated buffer (`contiguous.ContiguousBuffer`)
-#   host           a copy in host memory (`host.Host`)
+#   host           a copy in host memory (`host.OnHost`)
 #
-# Each placement's `put` gives a `Placed`, whose `fetch` gives the flat tensor back; recomputation lays it out as it
+# Each store's `put` gives a `StoredTensor`, whose `fetch` gives the flat tensor back; recomputation lays it out as it
 # was. A chosen input is never held in another way too: not by handles, not by the recorder.
 
 
-class Placed(Protocol):
+class StoredTensor(Protocol):
     """One flat tensor between forward and backward.
 
     ``fresh``: whether each ``fetch`` returns memory of its own, which may be written to.
@@ -291,7 +291,7 @@ class Placed(Protocol):
     def settle(self) -> None:
         """What the data was copied from is about to be written to or freed: see that copying is done by then."""
 
-    def park(self, hooks: PackHooks) -> None:
+    def pack_with_outer_hooks(self, hooks: PackHooks) -> None:
         """Hand what is held to the saved-tensor hooks around the region."""
 
     def prefetch(self) -> None:
@@ -310,7 +310,7 @@ class Placed(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class ArgumentInfo:
     """Which argument a flat tensor is made of, for as long as it is being put somewhere; called, it tells its name.
 
     ``layout`` is that of ``tensor``, the argument; ``call`` is the region call, the same for all its inputs. ``place``:
@@ -319,8 +319,8 @@ class Origin:
 
     tensor: torch.Tensor
     layout: Layout
-    call: Call
-    place: tuple[str, int]
+    call: GatherNode
+    position: tuple[str, int]
     name: Callable[[], str]
 
     def __call__(self) -> str:
@@ -328,43 +328,43 @@ class Origin:
         return self.name()
 
 
-class Placement(Protocol):
+class InputStore(Protocol):
     """A way to keep flat tensors."""
 
     def accepts(self, tensor: torch.Tensor) -> bool:
         """Return whether this input can be kept so at all; if not, it is kept whole."""
 
-    def put(self, flat: torch.Tensor, name: Origin, /) -> Placed:
+    def put(self, flat: torch.Tensor, name: ArgumentInfo, /) -> StoredTensor:
         """Copy ``flat`` to where it is kept; ``name`` is called for the argument's name, and not held."""
 
     def describe(self) -> str:
         """Say where inputs are kept, for reports: ``in host memory``."""
 
 
-class Here:
+class OnDevice:
     """Keeps a copy on the device where the tensor is."""
 
     def accepts(self, tensor: torch.Tensor) -> bool:
         """Any tensor will do."""
         return True
 
-    def put(self, flat: torch.Tensor, name: Callable[[], str]) -> Placed:
+    def put(self, flat: torch.Tensor, name: Callable[[], str]) -> StoredTensor:
         """Copy ``flat``."""
-        return PlacedHere(flat.clone())
+        return StoredOnDevice(flat.clone())
 
     def describe(self) -> str:
         """Say where inputs are kept."""
         return "on the device"
 
 
-class PlacedHere:
+class StoredOnDevice:
     """A flat tensor on the device it came from."""
 
     __slots__ = ("_kept",)
     fresh = False
 
     def __init__(self, flat: torch.Tensor) -> None:
-        self._kept: torch.Tensor | Parked | None = flat
+        self._kept: torch.Tensor | OuterPacked | None = flat
 
     def fetch(self) -> torch.Tensor:
         """Return the tensor itself."""
@@ -374,10 +374,10 @@ class PlacedHere:
     def settle(self) -> None:
         """The copy is ordered before whatever comes next on the stream."""
 
-    def park(self, hooks: PackHooks) -> None:
+    def pack_with_outer_hooks(self, hooks: PackHooks) -> None:
         """Hand the copy to the hooks."""
         if isinstance(self._kept, torch.Tensor):
-            self._kept = park(self._kept, hooks)
+            self._kept = pack_with_outer_hooks(self._kept, hooks)
 
     def prefetch(self) -> None:
         """It is here."""
@@ -398,7 +398,7 @@ class PlacedHere:
 
 
 @dataclass(frozen=True, slots=True)
-class Keeping:
+class InputStoring:
     """Which inputs of a region are kept by ``placement``; the others are kept whole.
 
     ``which``: ``first`` (the first floating-point tensor), ``all`` (every floating-point tensor), or a predicate of the
@@ -406,7 +406,7 @@ class Keeping:
     tensor is given what this rank keeps in place of its data, until backward.
     """
 
-    placement: Placement
+    store: InputStore
     which: str | Callable[[int, torch.Tensor], bool] = "first"
     release: bool = False
 
@@ -422,36 +422,36 @@ class Keeping:
         else:
             chosen = [(position, leaf) for position, leaf in tensors if leaf.is_floating_point() or leaf.is_complex()]
             chosen = chosen[:1] if self.which == "first" else chosen
-        return [position for position, leaf in chosen if Layout.fits(leaf) and self.placement.accepts(leaf)]
+        return [position for position, leaf in chosen if Layout.fits(leaf) and self.store.accepts(leaf)]
 
 
-class Stored:
+class StoredInput:
     """One kept input: how it is laid out, and where it lies."""
 
-    __slots__ = ("__weakref__", "_released", "layout", "placed")
+    __slots__ = ("__weakref__", "_released", "layout", "tensor")
 
     def __init__(
         self,
         tensor: torch.Tensor,
-        placement: Placement,
-        call: Call,
+        store: InputStore,
+        call: GatherNode,
         place: tuple[str, int],
         name: Callable[[], str],
     ) -> None:
         self._released: Released | None = None
         with torch.no_grad():
             self.layout, flat = Layout.of(tensor.detach())
-            self.placed = placement.put(flat, Origin(tensor, self.layout, call, place, name))
+            self.tensor = store.put(flat, ArgumentInfo(tensor, self.layout, call, place, name))
 
     def close(self, hooks: PackHooks | None) -> None:
         """The forward is over."""
-        self.placed.settle()
+        self.tensor.settle()
         if hooks is not None:
-            self.placed.park(hooks)
+            self.tensor.pack_with_outer_hooks(hooks)
 
     def release(self, tensor: torch.Tensor) -> None:
         """Leave the caller's ``tensor`` nothing but what is kept of it on the device, until it is fetched."""
-        self._released = Released(tensor, self.placed.local, partial(_fetch_released, weakref.ref(self)))
+        self._released = Released(tensor, self.tensor.local, partial(_fetch_released, weakref.ref(self)))
 
     @property
     def is_released(self) -> bool:
@@ -461,10 +461,10 @@ class Stored:
     def fetch(self, path: str) -> torch.Tensor:
         """Return the input, laid out as it was; ``path`` names the region in messages."""
         with torch.no_grad():
-            flat = self.placed.fetch()
+            flat = self.tensor.fetch()
             data = self.layout.restore(flat)
             if self._released is not None:
-                own = data if self.placed.fresh else self.layout.restore(flat.clone())
+                own = data if self.tensor.fresh else self.layout.restore(flat.clone())
                 released, self._released = self._released, None
                 released.give_back(own, path)
             return data
@@ -474,15 +474,15 @@ class Stored:
         if self._released is not None:
             self._released.forget()
             self._released = None
-        self.placed.drop()
+        self.tensor.drop()
 
     def bytes(self) -> tuple[int, int]:
         """Return the bytes held on the device and on the host."""
-        local = self.placed.local
-        return 0 if local is None else local.numel() * local.element_size(), self.placed.host_bytes
+        local = self.tensor.local
+        return 0 if local is None else local.numel() * local.element_size(), self.tensor.host_bytes
 
 
-def _fetch_released(reference: weakref.ref[Stored], grad: torch.Tensor) -> None:
+def _fetch_released(reference: weakref.ref[StoredInput], grad: torch.Tensor) -> None:
     """A hook on a released tensor: ``grad`` is about to be accumulated into it, or passed on."""
     stored = reference()
     if stored is not None and stored.is_released:

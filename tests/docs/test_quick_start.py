@@ -6,6 +6,7 @@ import pytest
 
 from tests.docs.pages import fenced, sections
 from tests.docs.quick_start import PAGE, SECTIONS, run_section, skip_without
+from tests.support.machine import vectorised_inductor
 from tests.support.ranks import run_ranks
 
 ON = "activation checkpointing: selective,"
@@ -16,7 +17,10 @@ def test_every_section_is_run() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # of the stacks themselves
-@pytest.mark.parametrize("heading", SECTIONS)
+@pytest.mark.parametrize(
+    "heading",
+    [pytest.param(one, marks=vectorised_inductor if one == "torch.compile" else ()) for one in SECTIONS],
+)
 def test_section(heading: str) -> None:
     _, packages, takes_ranks = SECTIONS[heading]
     skip_without(*packages)

@@ -23,6 +23,7 @@ import sac
 from sac.errors import SacWarning
 from sac.memory_timeline import mark, measure_memory
 from tests.support.blocks import FULL, policy, save, selective
+from tests.support.machine import vectorised_inductor
 from tests.support.pairs import in_pairs
 from tests.support.training import assert_same, train
 
@@ -254,6 +255,7 @@ def test_memory_of_a_compiled_function_is_not_held_for_backward(mode: str) -> No
         assert torchs_after < plain_after / 3  # so that this test can fail
 
 
+@vectorised_inductor
 @pytest.mark.slow
 def test_flex_attention_by_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     """A smoke test: on the CPU it has no backward, so its arguments need no gradients here."""

@@ -261,9 +261,9 @@ def test_every_key_reaches_the_regions() -> None:
     }
     parsed = parse_config(value)
     settings = settings_of(parsed.full, parsed.options, "here")
-    assert settings.keeping is not None
-    assert settings.keeping.placement is parsed.full.buffer
-    assert (settings.keeping.which, settings.keeping.release) == ("all", True)
+    assert settings.input_storing is not None
+    assert settings.input_storing.store is parsed.full.buffer
+    assert (settings.input_storing.which, settings.input_storing.release) == ("all", True)
     assert (settings.providers, settings.generators) == ((COUNTER,), (generator,))
     flags = (settings.preserve_rng_state, settings.early_stop, settings.checks_metadata, settings.freeze_buffers)
     assert flags == (False, False, False, False)

@@ -342,14 +342,14 @@ def kept_elements(arguments: dict[str, Any]) -> list[int]:
     """How many elements a region keeps of arguments of 9, 4 and 1: of the last none is kept elsewhere, if so marked."""
     checkpointing.configure(Mpu(), partition_activations=True, **arguments)
     kept = []
-    keeping = checkpointing._process.settings.keeping
-    put = keeping.placement.inner.put
+    keeping = checkpointing._process.settings.input_storing
+    put = keeping.store.inner.put
 
     def counting(share: Tensor, origin: Any) -> Any:
         kept.append(share.numel())
         return put(share, origin)
 
-    keeping.placement.inner.put = counting
+    keeping.store.inner.put = counting
     marked = torch.ones(1)
     marked.no_checkpointing = True
     x = torch.randn(9, requires_grad=True)

@@ -167,7 +167,7 @@ def test_offload_to_cpu_keeps_inputs_in_host_memory() -> None:
     wrap = functools.partial(ours.checkpoint_wrapper, offload_to_cpu=True)
     ours.apply_activation_checkpointing(mine, wrap, is_layer)
     assert all(map(torch.equal, train(mine), train(model())))
-    assert [installed.applied.settings.keeping is not None for installed in regions_of(mine)] == [True] * 3
+    assert [installed.applied.settings.input_storing is not None for installed in regions_of(mine)] == [True] * 3
 
 
 @pytest.mark.parametrize("at_once", [True, False])
@@ -180,7 +180,7 @@ def test_offload_wrapper_around_a_region_keeps_its_inputs_in_host_memory(at_once
         for layer in mine.layers:
             assert ours.offload_wrapper(layer) is layer
     assert all(map(torch.equal, train(mine), train(model())))
-    assert [installed.applied.settings.keeping is not None for installed in regions_of(mine)] == [True] * 3
+    assert [installed.applied.settings.input_storing is not None for installed in regions_of(mine)] == [True] * 3
 
 
 def test_offload_wrapper_twice() -> None:

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 import sac
-from sac.outer_hooks import surrounding_hooks
+from sac.outer_hooks import active_hooks
 from tests.promises.test_05_backward_often import (
     gradient_penalty,
     inputs_then_weights,
@@ -157,11 +157,11 @@ def test_an_error_in_a_saved_module_leaves_hooks_and_modes_as_they_were() -> Non
             sound = model.blocks[0].part.body
             model.blocks[0].part.body = fails
             with saved_tensors_hooks(lambda t: t, lambda t: t):
-                hooks = surrounding_hooks()
+                hooks = active_hooks()
                 with pytest.raises(ArithmeticError):
                     model(square()[0].requires_grad_())
-                assert surrounding_hooks() == hooks
-            assert surrounding_hooks() is None
+                assert active_hooks() == hooks
+            assert active_hooks() is None
             assert _get_current_dispatch_mode_stack() == []
             model.blocks[0].part.body = sound
             assert_same(train(plain, make_input=square), train(model, make_input=square))
@@ -375,7 +375,7 @@ def test_an_object_whose_tensors_cannot_be_exchanged() -> None:
         "    fix: return tuples, lists, dicts, dataclasses or what is registered as a pytree, or save the ops in the "
         "module by rules with `ops`"
     )
-    assert surrounding_hooks() is None
+    assert active_hooks() is None
 
 
 @pytest.mark.parametrize(

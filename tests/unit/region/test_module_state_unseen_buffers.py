@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import sac
 from sac.errors import SacWarning
 from sac.full import FullConfig
-from sac.region.module_state import Bindings, owners_of
+from sac.region.module_state import ModuleState, owners_of
 from tests.support.blocks import Stack
 from tests.support.stateful import ON_EACH_WAY, WAYS, Scaled, Way, as_it_is, by_function, stack, stepped
 from tests.support.training import assert_same
@@ -158,7 +158,7 @@ def seen_ops() -> Iterator[list[str]]:
 def test_bookkeeping_of_buffers_is_seen_by_no_mode() -> None:
     module = Scaled()
     with seen_ops() as ops:
-        bindings = Bindings(owners_of(module))
+        bindings = ModuleState(owners_of(module))
         with torch.no_grad():
             ops.clear()
             module.counted += 1

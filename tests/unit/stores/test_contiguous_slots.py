@@ -183,7 +183,7 @@ def test_hooks_around_get_a_copy_when_they_come_late():
     buffer = ContiguousBuffer(1)
     placed = buffer.put(numbers(1.0), name)
     given = []
-    placed.park((lambda tensor: given.append(tensor) or tensor, lambda packed: packed))
+    placed.pack_with_outer_hooks((lambda tensor: given.append(tensor) or tensor, lambda packed: packed))
     other = buffer.put(numbers(2.0), name)
     assert torch.equal(given[0], numbers(1.0))
     placed.fetch().add_(1)  # what is fetched may be written to

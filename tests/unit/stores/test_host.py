@@ -11,7 +11,7 @@ from torch import Tensor
 
 import sac
 from sac.full import FullConfig
-from sac.stores.host import Host
+from sac.stores.host import OnHost
 from tests.support.blocks import llama_stack, policy, save, selective
 from tests.support.cases import WIDTH, hidden, layer, loss_of
 from tests.support.simulated_streams import simulated_streams
@@ -27,7 +27,7 @@ def name() -> str:
 
 def test_copy_of_an_input_on_the_cpu_is_a_plain_one():
     x = torch.randn(4)
-    placed = Host().put(x, name)
+    placed = OnHost().put(x, name)
     assert (placed.local.nbytes, placed.host_bytes) == (16, 0)
     assert placed.local.data_ptr() != x.data_ptr()
     assert torch.equal(placed.fetch(), x)
@@ -36,7 +36,7 @@ def test_copy_of_an_input_on_the_cpu_is_a_plain_one():
 def test_copy_of_an_input_on_a_device_is_on_the_host(monkeypatch):
     with simulated_streams(monkeypatch) as simulation:
         x = torch.randn(4)
-        placed = Host().put(x, name)
+        placed = OnHost().put(x, name)
         assert placed.local is None
         assert placed.host_bytes == 16
         assert [memory.home for memory in simulation.memory.values()] == ["main", "host"]
@@ -48,13 +48,13 @@ def test_copy_of_an_input_on_a_device_is_on_the_host(monkeypatch):
 
 
 def test_description():
-    assert Host().describe() == "in host memory"
+    assert OnHost().describe() == "in host memory"
 
 
 def test_host_of_a_model_goes_with_it():
     for way in (copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))):
         x = torch.randn(4)
-        assert torch.equal(way(Host()).put(x, name).fetch(), x)
+        assert torch.equal(way(OnHost()).put(x, name).fetch(), x)
 
 
 # On a GPU

@@ -15,7 +15,7 @@ from sac.errors import RegionError
 from sac.full import FullConfig
 from sac.stores import host as host_copies
 from sac.stores.contiguous import ContiguousBuffer, Slots
-from sac.stores.host import Host, PlacedOnHost
+from sac.stores.host import OnHost, StoredOnHost
 from sac.tensors import detached
 from tests.support.cases import CASES, WIDTH, Run, hidden, layer, loss_of, written_after, written_inside
 from tests.support.pairs import in_pairs
@@ -107,7 +107,7 @@ WAITS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
         "aten.copy_.default on side 1 does not come after main",
     ),
     "the end of the forward waits for the copy": (
-        lambda patch: patch.setattr(PlacedOnHost, "settle", unordered),
+        lambda patch: patch.setattr(StoredOnHost, "settle", unordered),
         "aten.fill_.Scalar on main does not come after side 1",
     ),
     "recomputation waits for the copy back": (
@@ -133,14 +133,14 @@ def test_write_inside_waits_for_the_copy(monkeypatch):
         written_inside(as_region("host", False))
         order = simulation.log[: simulation.log.index("main waits") + 1]
         assert order == ["side 1 waits for main", "side 1 copies", "side 1 records", "main waits"]
-        monkeypatch.setattr(PlacedOnHost, "settle", unordered)
+        monkeypatch.setattr(StoredOnHost, "settle", unordered)
         written_inside(as_region("host", False))
     assert any(found.startswith("aten.mul_.Tensor on main does not come after side 2") for found in simulation.races)
 
 
 def test_source_lives_until_the_copy_is_ordered(simulation: Simulation):
     x = torch.randn(4)
-    placed = Host().put(x, lambda: "x")
+    placed = OnHost().put(x, lambda: "x")
     del x
     assert simulation.races == []
     placed.settle()
@@ -164,7 +164,7 @@ def test_buffer_that_goes_while_another_stream_reads_it(simulation: Simulation):
 def test_source_that_dies_before_is_found(monkeypatch):
     with simulated_streams(monkeypatch) as simulation:
         x = torch.randn(4)
-        placed = Host().put(x, lambda: "x")
+        placed = OnHost().put(x, lambda: "x")
         placed._source = None
         del x
         simulation.free_dead()
@@ -177,7 +177,7 @@ def test_source_that_dies_before_is_found(monkeypatch):
 def test_region_entered_and_left_on_another_stream(simulation: Simulation):
     other = simulation.stream_named("other")
     x = torch.randn(4)
-    placed = Host().put(x, lambda: "x")
+    placed = OnHost().put(x, lambda: "x")
     with simulation.stream(other):
         placed.settle()
         x.record_stream(other)
@@ -190,7 +190,7 @@ def test_region_entered_and_left_on_another_stream(simulation: Simulation):
 
 def test_backward_on_another_stream(simulation: Simulation):
     other = simulation.stream_named("other")
-    for store in (Host(), ContiguousBuffer(2), ContiguousBuffer(2, on_host=True)):
+    for store in (OnHost(), ContiguousBuffer(2), ContiguousBuffer(2, on_host=True)):
         x = torch.randn(4)
         placed = store.put(x, lambda: "x")
         placed.settle()
@@ -238,7 +238,7 @@ def test_slots_on_the_host_are_ordered_by_their_one_stream(simulation: Simulatio
 
 
 def test_dropped_in_flight(simulation: Simulation):
-    for store in (Host(), ContiguousBuffer(1, on_host=True)):
+    for store in (OnHost(), ContiguousBuffer(1, on_host=True)):
         for _ in range(2):
             store.put(torch.randn(4), lambda: "x").drop()
         placed = store.put(torch.full((4,), 2.0), lambda: "x")

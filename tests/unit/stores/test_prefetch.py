@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sac.stores import prefetch as gathering
-from sac.stores.scatter import PlacedShare
+from sac.stores.scatter import StoredShare
 from tests.support.ranks import run_ranks
 from tests.support.recording import Recorder, without_collector
 from tests.support.runs import Noted
@@ -52,7 +52,7 @@ def spied() -> Iterator[list[str]]:
 
 
 def shares_alive() -> int:
-    return sum(isinstance(one, PlacedShare) for one in gc.get_objects())
+    return sum(isinstance(one, StoredShare) for one in gc.get_objects())
 
 
 class Layers(nn.Module):

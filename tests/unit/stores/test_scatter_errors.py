@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import sac
 from sac.errors import ConfigError, RegionError, SacError
 from sac.stores.contiguous import ContiguousBuffer
-from sac.stores.host import Host
+from sac.stores.host import OnHost
 from sac.stores.scatter import Scattered, bit_checksum
-from sac.stores.store import Here, Keeping
+from sac.stores.store import InputStoring, OnDevice
 from tests.support.ranks import run_ranks
 from tests.support.scattering import mlp, scattered
 
@@ -147,13 +147,13 @@ def test_checksums_do_not_depend_on_how_they_are_cut(monkeypatch):
 def copies() -> tuple[list[tuple[Any, ...]], list[list[Tensor]]]:
     """What copies of placements are, and the gradients of copies of a model, those of the model itself first."""
     found = []
-    inner = {"here": Here(), "host": Host(), "slots": ContiguousBuffer(3)}
+    inner = {"here": OnDevice(), "host": OnHost(), "slots": ContiguousBuffer(3)}
     ours = dist.new_group([0, 1])
     for group in (dist.group.WORLD, ours):
         for one in inner.values():
-            keeping = Keeping(Scattered(group, one, verify=True, prefetch=2), "all", release=True)
+            keeping = InputStoring(Scattered(group, one, verify=True, prefetch=2), "all", release=True)
             for again in (copy.deepcopy(keeping), pickle.loads(pickle.dumps(keeping))):
-                kept = again.placement
+                kept = again.store
                 same = kept.group is group and type(kept.inner) is type(one)
                 found.append((same, again.which, again.release, kept.verify, kept.prefetch))
     torch.manual_seed(0)  # the same weights on every rank
@@ -175,7 +175,7 @@ def test_copies_and_pickles_are_over_the_same_group():
 
 def pickled() -> tuple[bytes, bytes, str]:
     own = dist.new_group([0, 1])
-    over_all, over_some = (pickle.dumps(Scattered(group, Here())) for group in (dist.group.WORLD, own))
+    over_all, over_some = (pickle.dumps(Scattered(group, OnDevice())) for group in (dist.group.WORLD, own))
     return over_all, over_some, own.group_name
 
 

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 import sac
 from sac.config import CallOptions, settings_of
 from sac.full import FullConfig
-from sac.stores.scatter import PlacedShare
+from sac.stores.scatter import StoredShare
 from sac.stores.store import Layout
 from tests.support.blocks import Stack
 from tests.support.ranks import run_ranks
@@ -78,8 +78,8 @@ def group_of_one() -> list[Any]:
     for store in ("scattered", "scattered+host", "scattered+contiguous"):
         count = 4 if "contiguous" in store else None
         options = CallOptions(tp_group=own)
-        keeping = settings_of(FullConfig(store=store, num_checkpoints=count), options, "here").keeping
-        stores.append(None if keeping is None else type(keeping.placement).__name__)
+        keeping = settings_of(FullConfig(store=store, num_checkpoints=count), options, "here").input_storing
+        stores.append(None if keeping is None else type(keeping.store).__name__)
     return [differences(plain_chain, scattered(own)), stores]
 
 
@@ -154,7 +154,7 @@ def distributed_tensors(placements: list[Any]) -> tuple[list[str], int]:
         h = (x * 2).t() if placements[0] == Replicate() else x * 2
         result = run(lambda h: torch.tanh(h.view(4, 6) @ weight if h.shape == (4, 6) else weight @ h), h)
         if run is not plainly:
-            kept.append(sum(isinstance(one, PlacedShare) for one in gc.get_objects()))
+            kept.append(sum(isinstance(one, StoredShare) for one in gc.get_objects()))
         result.full_tensor().square().sum().backward()
         return {"input": x.grad.full_tensor(), "weight": weight.grad.full_tensor(), "result": result.full_tensor()}
 
@@ -272,10 +272,10 @@ def test_models_that_torch_makes_parallel(kind, more):
 
 
 def on_a_device_of_no_backend() -> list[int]:
-    before = len([one for one in gc.get_objects() if isinstance(one, PlacedShare)])
+    before = len([one for one in gc.get_objects() if isinstance(one, StoredShare)])
     x = torch.ones(3, 5, device="meta", requires_grad=True)
     out = scattered(keep="all")(torch.sin, x)
-    alive = len([one for one in gc.get_objects() if isinstance(one, PlacedShare)])
+    alive = len([one for one in gc.get_objects() if isinstance(one, StoredShare)])
     out.sum().backward()
     return [alive - before, x.grad.numel()]
 

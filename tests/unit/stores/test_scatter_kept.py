@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import sac
-from sac.stores.scatter import PlacedShare
+from sac.stores.scatter import StoredShare
 from tests.support.blocks import LlamaLikeBlock, Stack, alternate, policy, save
 from tests.support.ranks import run_ranks
 from tests.support.recording import Recorder, without_collector
@@ -104,7 +104,7 @@ def dropped_without_backward() -> tuple[int, bool]:
         with recorder:
             out = chain_of_regions(model, run)[1]
             del out
-        return bytes_left(recorder), any(isinstance(one, PlacedShare) for one in gc.get_objects())
+        return bytes_left(recorder), any(isinstance(one, StoredShare) for one in gc.get_objects())
 
 
 def test_a_dropped_graph_leaves_nothing():

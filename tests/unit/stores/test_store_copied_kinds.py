@@ -55,7 +55,7 @@ DTYPES = [
 def test_every_dtype_comes_back(dtype, store):
     memory = torch.randint(0, 2, (6 * dtype.itemsize,), dtype=torch.uint8)
     flat = memory.view(dtype)
-    keeping = FullConfig(**store).buffer or sac.config.Host()
+    keeping = FullConfig(**store).buffer or sac.config.OnHost()
     placed = keeping.put(flat, lambda: "x")
     assert (placed.fetch().dtype, placed.fetch().shape) == (dtype, flat.shape)
     assert torch.equal(placed.fetch().view(torch.uint8), memory)
