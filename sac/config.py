@@ -18,7 +18,7 @@ from sac.errors import ConfigError, PolicyError, Problem, SacError, listing, nea
 from sac.policy.load import load_policy, looks_like_path, shipped_policies
 from sac.policy.model import Chunks, Decision, Layers, Policy
 from sac.policy.patterns import PathPattern
-from sac.policy.read import read_layer_plan, read_patterns
+from sac.policy.read import read_layer_spec, read_patterns
 from sac.policy.syntax import Findings, node_from_value, shown
 from sac.recompute.table import ResolvedPolicy, resolve_policy
 from sac.region.settings import ALWAYS, AUTO, ENGINES, PLAIN, VERIFY, Settings, StateProvider
@@ -568,7 +568,7 @@ def _read_blocks(value: Any) -> tuple[PathPattern, ...]:
 
 def _read_layers(value: Any) -> Layers | Chunks:
     findings = Findings()
-    layers = read_layer_plan(node_from_value(value, f"{WHERE}.layers", findings), "layers", findings)
+    layers = read_layer_spec(node_from_value(value, f"{WHERE}.layers", findings), "layers", findings)
     if layers is None or len(findings):
         raise ConfigError(findings.problems())
     return layers

@@ -41,9 +41,9 @@ class DecisionRow:
 def decisions_of(model: nn.Module) -> tuple[DecisionRow, ...]:
     """Return the decisions of each region kind that has run on ``model``, in the order of the forward."""
     rows = []
-    for kind, regions in regions_by_kind(model):
+    for group, regions in regions_by_group(model):
         label = group_label([region.path for region in regions])
-        for row in kind.op_trace:
+        for row in group.op_trace:
             rows.append(
                 DecisionRow(
                     label, row.module, row.op, row.call, row.rule, row.decision, row.bytes, row.flops, row.reason
@@ -52,7 +52,7 @@ def decisions_of(model: nn.Module) -> tuple[DecisionRow, ...]:
     return tuple(rows)
 
 
-def regions_by_kind(model: nn.Module) -> list[tuple[RegionGroup, list[Region]]]:
+def regions_by_group(model: nn.Module) -> list[tuple[RegionGroup, list[Region]]]:
     """Return the region kinds on a model, each with its regions, in module order."""
     groups: dict[int, tuple[RegionGroup, list[Region]]] = {}
     for region in (forward.region for forward in regions_of(model)):
@@ -224,15 +224,15 @@ def report(model: nn.Module) -> Report:
     if not forwards:
         return Report("none", "", (), (), (), ())
     applied = forwards[0].applied
-    kinds = tuple(_kind_report(kind, regions) for kind, regions in _alike(model))
-    hit = {use.rule for kind in kinds for use in kind.rules if use.hits}
-    hit |= {rule for kind in kinds if kind.traced is not None for rule in kind.traced.rules}
+    kinds = tuple(_kind_report(group, regions) for group, regions in _alike(model))
+    hit = {use.rule for group in kinds for use in group.rules if use.hits}
+    hit |= {rule for group in kinds if group.traced is not None for rule in group.traced.rules}
     rules = {resolved.rule.id for forward in forwards for resolved in forward.region.group.table.rules}
     return Report(
         applied.mode,
         "; ".join(dict.fromkeys(filter(None, (_kept_inputs(one.applied.settings.input_storing) for one in forwards)))),
         kinds,
-        tuple(sorted(rules - hit)) if any(kind.calls or kind.traced for kind in kinds) else (),
+        tuple(sorted(rules - hit)) if any(group.calls or group.traced for group in kinds) else (),
         applied.left_alone,
         applied.notes,
     )
@@ -251,15 +251,15 @@ def _kept_inputs(keeping: InputStoring | None) -> str:
 
 def _alike(model: nn.Module) -> Iterable[tuple[RegionGroup, list[Region]]]:
     """Yield the region kinds of a model, each split into regions whose last calls kept the same."""
-    for kind, regions in regions_by_kind(model):
+    for group, regions in regions_by_group(model):
         groups: dict[tuple[object, ...], list[Region]] = {}
         for region in regions:
             groups.setdefault(region.stats.figures(), []).append(region)
         for alike in groups.values():
-            yield kind, alike
+            yield group, alike
 
 
-def _kind_report(kind: RegionGroup, regions: Sequence[Region]) -> KindReport:
+def _kind_report(group: RegionGroup, regions: Sequence[Region]) -> KindReport:
     stats = regions[-1].stats
     return KindReport(
         regions=group_label(region.path for region in regions),
@@ -269,38 +269,38 @@ def _kind_report(kind: RegionGroup, regions: Sequence[Region]) -> KindReport:
         input_bytes=stats.input_bytes,
         input_host_bytes=stats.input_host_bytes,
         dead_bytes=stats.dead_bytes,
-        rules=tuple(_rule_uses(kind, regions)),
-        unmatched=tuple(_unmatched(kind)),
-        traced=_traced(kind),
-        left_in_eager=kind.table.left_in_eager,
+        rules=tuple(_rule_uses(group, regions)),
+        unmatched=tuple(_unmatched(group)),
+        traced=_traced(group),
+        left_in_eager=group.table.left_in_eager,
         compiled_graphs=stats.compiled_graphs,
         engine=stats.engine,
-        no_replay=kind.not_replayable,
+        no_replay=group.not_replayable,
     )
 
 
-def _traced(kind: RegionGroup) -> TracedReport | None:
-    calls = kind.table.traced
+def _traced(group: RegionGroup) -> TracedReport | None:
+    calls = group.table.traced
     if calls is None:
         return None
-    hits = {one.rule.id: calls.hits[one.index] for one in kind.table.rules if one.index in calls.hits}
+    hits = {one.rule.id: calls.hits[one.index] for one in group.table.rules if one.index in calls.hits}
     return TracedReport(calls.saved, calls.recomputed, hits)
 
 
-def _rule_uses(kind: RegionGroup, regions: Sequence[Region]) -> Iterable[RuleUse]:
+def _rule_uses(group: RegionGroup, regions: Sequence[Region]) -> Iterable[RuleUse]:
     stats = regions[-1].stats
-    for resolved in kind.table.rules:
+    for resolved in group.table.rules:
         yield RuleUse(resolved.rule.id, stats.hits.get(resolved.index, 0), stats.by_rule.get(resolved.index, 0))
     if NO_RULE in stats.by_rule:
-        name = "default" if kind.table.default.value == "save" else "must-save"
-        hits = sum(row.decision == "save" and not row.rule for row in kind.op_trace)
+        name = "default" if group.table.default.value == "save" else "must-save"
+        hits = sum(row.decision == "save" and not row.rule for row in group.op_trace)
         yield RuleUse(name, hits, stats.by_rule[NO_RULE])
 
 
-def _unmatched(kind: RegionGroup) -> Iterable[UnmatchedOp]:
+def _unmatched(group: RegionGroup) -> Iterable[UnmatchedOp]:
     """Yield the dearest ops that the default recomputes: by FLOPs, then by bytes."""
     sums: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
-    for row in kind.op_trace:
+    for row in group.op_trace:
         if row.reason == "default" and row.decision == "recompute":
             for place, amount in enumerate((1, row.bytes, row.flops)):
                 sums[row.op][place] += amount

@@ -108,7 +108,7 @@ def composed(name: str, planner: Planner, count: int) -> Composed:
     random = Random(0)
     differences = []
     for _ in range(count):
-        choice = tuple(random.randrange(len(planner.choices[kind])) for kind in planner.kinds)
+        choice = tuple(random.randrange(len(planner.choices[kind])) for kind in planner.groups)
         if choice in planner.records:
             continue
         before = planner.point("composed", choice).peak

@@ -40,7 +40,7 @@ from pareto_models import Pair, pairs_of
 from pareto_partitioner import BUDGETS, Partition, partitions
 from pareto_time import CASES, timed
 
-from sac.planner.pareto import KeepSet, pareto
+from sac.planner.pareto import SaveOption, pareto
 from sac.tools.render import print_rows
 from tests.unit.planner.truth import MODELS
 
@@ -54,10 +54,10 @@ class Block:
     """What was found of the 70B block with one kind of rotary positions."""
 
     rope: str
-    front: list[KeepSet]
+    front: list[SaveOption]
     baselines: list[Any]
     anchors: list[Met]
-    partitions: list[tuple[Partition, KeepSet]] = field(default_factory=list)
+    partitions: list[tuple[Partition, SaveOption]] = field(default_factory=list)
     skipped: str = ""
 
 
@@ -80,7 +80,7 @@ class Report:
         return found
 
 
-def within(front: Sequence[KeepSet], size: int) -> KeepSet:
+def within(front: Sequence[SaveOption], size: int) -> SaveOption:
     """The fastest keep-set of so many bytes."""
     return [one for one in front if one.bytes <= size][-1]
 

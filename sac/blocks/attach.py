@@ -22,16 +22,16 @@ from sac.blocks.find import (
 )
 from sac.blocks.install import (
     Applied,
-    HitWatch,
     InstalledForward,
+    UnmatchedRules,
     idle_problems,
     install,
     ours_on,
     regions_of,
     take_off,
 )
-from sac.blocks.kv_cache import kv_free_submodules, own_checkpointing, shares_kv, takes_shared_kv, turn_off_cache
-from sac.blocks.other_checkpointing import cover_switches
+from sac.blocks.kv_cache import kv_free_submodules, shares_kv, takes_shared_kv, turn_off_cache
+from sac.blocks.other_checkpointing import enable_guards, existing_checkpointing
 from sac.blocks.paths import parts_of, walk
 from sac.config import Config, family_policy, parse_config, settings_of, usable_policy
 from sac.errors import ConfigError, ModelError, PolicyError, Problem, SacWarning
@@ -77,7 +77,7 @@ def apply(
     options = replace(config.options, tp_group=tp_group, get_rng_state_tracker=get_rng_state_tracker)
     settings = settings_of(config.full, options, "sac.apply", compared=set())
     settings = replace(settings, engine=config.engine, verify=config.verify)
-    refuse_own_checkpointing(model)
+    refuse_existing_checkpointing(model)
     policy = FULL if config.mode == "full" else (config.policy or family_policy(model))
     resolved = usable_policy(policy)
     blocks, notes, stage = _choose_blocks(model, config, policy)
@@ -91,16 +91,16 @@ def apply(
     _check_static(resolved, blocks, strict=config.strict, stage=stage)
     notes += _unplanned(policy, blocks)
     chains = find_chains(model, blocks, config.layers) if isinstance(config.layers, Chunks) else ()
-    pairs = [] if chains else kinds_of(resolved, blocks, config.mode)
+    pairs = [] if chains else groups_of(resolved, blocks, config.mode)
     rules = rules_here(policy.rules, blocks) if stage else policy.rules
-    watch = HitWatch((block.path for block, _ in pairs), rules, strict=config.strict)
+    watch = UnmatchedRules((block.path for block, _ in pairs), rules, strict=config.strict)
     applied = Applied(config.mode, (), watch, tuple(block.path for block in left_alone), notes, settings)
     for note in notes:  # now: a warning may be made an error, and the model is to be as it was then
         warnings.warn(note, SacWarning, stacklevel=2)
     applied.restores = turn_off_cache(model)
     install(pairs, applied)
     install_chunks(chains, resolved.table(()), applied)
-    cover_switches(model)
+    enable_guards(model)
     return model
 
 
@@ -126,9 +126,9 @@ def _refuse_second(model: nn.Module) -> None:
     raise ModelError(Problem(present[0][0], found, fix=fix))
 
 
-def refuse_own_checkpointing(model: nn.Module) -> None:
+def refuse_existing_checkpointing(model: nn.Module) -> None:
     """Raise ``ModelError`` if the model does checkpointing by itself."""
-    own = own_checkpointing(model)
+    own = existing_checkpointing(model)
     if own:
         raise ModelError(
             Problem(
@@ -245,13 +245,13 @@ def _place(rule: Rule, blocks: Sequence[Block]) -> tuple[str, str]:
     return "module", f'module "{rule.module.text}"{f" in its {within}" if within else ""}, which'
 
 
-def kinds_of(resolved: ResolvedPolicy, blocks: Sequence[Block], mode: str) -> list[tuple[Block, RegionGroup]]:
+def groups_of(resolved: ResolvedPolicy, blocks: Sequence[Block], mode: str) -> list[tuple[Block, RegionGroup]]:
     """Return each block with its kind.
 
     Blocks of one structure in one stack share one, under the same rules and the same entry of the plan if there is one.
     """
     plan = resolved.policy.plan
-    kinds: dict[tuple[object, ...], RegionGroup] = {}
+    groups: dict[tuple[object, ...], RegionGroup] = {}
     pairs = []
     for block in blocks:
         place = block.path, block.layer, block.stack_size
@@ -260,7 +260,7 @@ def kinds_of(resolved: ResolvedPolicy, blocks: Sequence[Block], mode: str) -> li
         part = block.path.removeprefix(block.stack).lstrip(".").partition(".")[2]
         structure = tuple((path, type(module)) for path, module in parts_of(block.module))
         key = (rules, planned, block.stack, part, structure)
-        pairs.append((block, kinds.setdefault(key, RegionGroup(resolved.table(rules), mode, planned))))
+        pairs.append((block, groups.setdefault(key, RegionGroup(resolved.table(rules), mode, planned))))
     return pairs
 
 
@@ -296,8 +296,8 @@ def put_regions(model: nn.Module, groups: Sequence[Chosen]) -> None:
         for block in of_group:
             take_off(block.module)  # what told a region around it which of its modules runs: the region here will tell
         mode = "full" if group.policy is FULL else "selective"
-        watch = HitWatch((), (), strict=False)
-        install(kinds_of(rules, of_group, mode), Applied(mode, restores, watch, settings=group.settings))
+        watch = UnmatchedRules((), (), strict=False)
+        install(groups_of(rules, of_group, mode), Applied(mode, restores, watch, settings=group.settings))
 
 
 def refuse_regions(blocks: Iterable[Block]) -> None:
@@ -310,7 +310,7 @@ def refuse_regions(blocks: Iterable[Block]) -> None:
             if not forward.regions:
                 found = "offload_wrapper is on this module: make it a region before, not after"
             problems.append(Problem(block.path, found, fix="call sac.remove(model) first"))
-        refuse_own_checkpointing(block.module)
+        refuse_existing_checkpointing(block.module)
     if problems:
         raise ModelError(problems)
 

@@ -80,13 +80,13 @@ def _places(node: Node, layers: set[int]) -> list[int]:
 
 def _no_chain(path: str, nodes: dict[str, Node]) -> Problem:
     module = nodes[path].module
-    kind, owner = type(module).__name__, type(nodes[path.rpartition(".")[0]].module).__name__
+    group, owner = type(module).__name__, type(nodes[path.rpartition(".")[0]].module).__name__
     if is_callable(module):
-        reason = f"{kind} has a forward of its own, not that of nn.Sequential"
+        reason = f"{group} has a forward of its own, not that of nn.Sequential"
     else:
         reason = f"{owner} calls them one by one" if path else "they are called one by one"
     return Problem(
-        where=f"{path} ({kind})" if path else f"the model ({kind})",
+        where=f"{path} ({group})" if path else f"the model ({group})",
         found=f"its layers cannot be put together in chunks: {reason}",
         expected="an nn.Sequential, or a subclass that leaves forward alone",
         fix="choose single layers ({every: k}, {fraction: f}, {first: n}), build them as an nn.Sequential, or call "
@@ -103,7 +103,7 @@ class ChunkedForward(InstalledForward):
         self.size = len(chain.module._modules)
         self.chunks = chain.chunks
         self._regions = tuple(
-            Region(kind, _region_path(chain, chunk)) for chunk, kind in zip(chain.chunks, kinds, strict=True)
+            Region(group, _region_path(chain, chunk)) for chunk, group in zip(chain.chunks, kinds, strict=True)
         )
 
     @property

@@ -15,7 +15,7 @@ from torch import nn
 
 from sac.blocks.find import Block
 from sac.blocks.kv_cache import Restore
-from sac.blocks.other_checkpointing import refuse_callers, refuse_flags, uncover_switches
+from sac.blocks.other_checkpointing import disable_guards, refuse_callers, refuse_flags
 from sac.blocks.paths import parts_of
 from sac.errors import ModelError, Problem, RegionError, SacWarning, listing
 from sac.policy.load import is_shipped, shipped_policies
@@ -32,7 +32,7 @@ from sac.region.settings import PLAIN, Settings
 COMPILED = "compiled"  # the save-set of compiled graphs as a whole
 
 
-class HitWatch:
+class UnmatchedRules:
     """Adds up the hits of each region's first call; when all regions have run, reports rules without any.
 
     ``strict``: that is an error. Otherwise it is a warning, also if no rule at all has a hit: rules may match in later
@@ -82,8 +82,8 @@ def idle_problems(idle: Sequence[Rule], problems: Mapping[str, Problem], *, any_
     Rules of a shipped policy are ours to know, not the user's. If no rule at all matches (not ``any_hit``), that is one
     problem, of the choice of policy.
     """
-    found = [problems[rule.id] for rule in idle if not is_shipped(rule.mark)]
-    names = dict.fromkeys(rule.origin for rule in idle if is_shipped(rule.mark)) if not any_hit else ()
+    found = [problems[rule.id] for rule in idle if not is_shipped(rule.location)]
+    names = dict.fromkeys(rule.origin for rule in idle if is_shipped(rule.location)) if not any_hit else ()
     fix = "`sac trace` lists the ops there are; choose another policy, or write one for this model"
     legal = listing(shipped_policies())
     return found + [
@@ -124,7 +124,7 @@ class Applied:
 
     mode: str
     restores: tuple[Restore, ...]
-    watch: HitWatch
+    unmatched: UnmatchedRules
     left_alone: tuple[str, ...] = ()  # paths of frozen blocks
     notes: tuple[str, ...] = ()
     settings: Settings = PLAIN
@@ -160,9 +160,9 @@ class InstalledForward(ABC):
 class RegionForward(InstalledForward):
     """Runs a module as one region."""
 
-    def __init__(self, block: Block, kind: RegionGroup, applied: Applied) -> None:
+    def __init__(self, block: Block, group: RegionGroup, applied: Applied) -> None:
         super().__init__(block.module, applied)
-        self.region = Region(kind, block.path)
+        self.region = Region(group, block.path)
 
     @property
     def regions(self) -> tuple[Region, ...]:
@@ -180,7 +180,7 @@ class RegionForward(InstalledForward):
         return self._run(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        region, module, watch = self.region, self.module, self.applied.watch
+        region, module, watch = self.region, self.module, self.applied.unmatched
         refuse_flags(module, region.path)  # see Note [Both on]
         if not region.stats.calls:
             refuse_callers(module, region.path)
@@ -199,8 +199,8 @@ def ours_on(module: nn.Module) -> InstalledForward | TrackedForward | None:
 def install(pairs: Sequence[tuple[Block, RegionGroup]], applied: Applied) -> None:
     """Put a region on each block; the caller has checked that none is there yet."""
     track_modules([block.module for block, _ in pairs])
-    for block, kind in pairs:
-        set_forward(block.module, RegionForward(block, kind, applied))
+    for block, group in pairs:
+        set_forward(block.module, RegionForward(block, group, applied))
 
 
 def track_modules(blocks: Sequence[nn.Module]) -> None:
@@ -259,7 +259,7 @@ def remove(model: nn.Module) -> nn.Module:
                 fix="take that off first, then call sac.remove",
             )
         )
-    uncover_switches(model)
+    disable_guards(model)
     for module, _ in owned:
         take_off(module)
     applied = {id(forward.applied): forward.applied for _, forward in owned if isinstance(forward, InstalledForward)}

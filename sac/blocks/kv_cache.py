@@ -25,20 +25,9 @@ from typing import Any
 from torch import nn
 
 from sac.blocks.find import Block, part_of, substantial_children
-from sac.blocks.other_checkpointing import own_checkpointing
 from sac.blocks.paths import Node, root_node
 from sac.errors import ModelError, Problem
 from sac.region.inputs import SHARED_STATES
-
-__all__ = [
-    "Restore",
-    "cache_configs",
-    "kv_free_submodules",
-    "own_checkpointing",
-    "shares_kv",
-    "takes_shared_kv",
-    "turn_off_cache",
-]
 
 SHARED_LAYERS = "num_kv_shared_layers"  # on a config: how many layers read another's keys and values
 SHARING_MODES = "kv_sharing_modes"  # on a config: per layer None, "store", or a word that begins with "reuse"

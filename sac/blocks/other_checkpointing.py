@@ -18,7 +18,7 @@ from sac.torch_private import COMPOSABLE_PREFIX, WRAPPED_MODULE
 FLAGS = ("gradient_checkpointing", "grad_checkpointing")
 
 
-def own_checkpointing(model: nn.Module) -> str:
+def existing_checkpointing(model: nn.Module) -> str:
     """Return what of the model's own checkpointing is on and how it is turned off, or ``""`` when none is.
 
     Knows Hugging Face's and timm's flags, torch's ``checkpoint_wrapper`` and composable ``checkpoint``, and Megatron's
@@ -157,7 +157,7 @@ class Switch:
         )
 
 
-def switches_on(module: nn.Module) -> Iterator[Switch]:
+def guarded_switches(module: nn.Module) -> Iterator[Switch]:
     """Yield what sac has put on ``module`` itself in the place of its switches."""
     for value in list(module.__dict__.values()):
         owner = getattr(value, "__self__", None) if isinstance(value, MethodType) else None
@@ -165,19 +165,19 @@ def switches_on(module: nn.Module) -> Iterator[Switch]:
             yield owner
 
 
-def cover_switches(model: nn.Module) -> None:
+def enable_guards(model: nn.Module) -> None:
     """Cover each switch of the model and of the models in it; what covers one already stays."""
     for module in model.modules():
-        covered = {switch.name for switch in switches_on(module)}
+        covered = {switch.name for switch in guarded_switches(module)}
         for name in ENABLING:
             if name not in covered and callable(getattr(type(module), name, None)):
                 Switch(module, name).put_on()
 
 
-def uncover_switches(model: nn.Module) -> None:
+def disable_guards(model: nn.Module) -> None:
     """Undo ``cover_switches``."""
     for module in model.modules():
-        for switch in list(switches_on(module)):
+        for switch in list(guarded_switches(module)):
             switch.take_off()
 
 

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
 from sac.blocks.attach import Chosen, blocks_at, put_regions, refuse_regions
-from sac.blocks.install import Applied, HitWatch, InstalledForward, RegionForward, ours_on, remove, set_forward
+from sac.blocks.install import Applied, InstalledForward, RegionForward, UnmatchedRules, ours_on, remove, set_forward
 from sac.blocks.stacks import is_callable
 from sac.checkpointing import checkpoint
 from sac.config import DEFAULT_CONFIG, CallOptions, FullConfig, settings_of
@@ -94,7 +94,7 @@ def offload_wrapper(module: nn.Module) -> nn.Module:
     if not is_callable(module):
         found = "it is not called itself, so that nothing is saved in its forward"
         raise ModelError(Problem(name, found, fix="call offload_wrapper on each of its children"))
-    set_forward(module, OffloadedForward(module, Applied("offload", (), HitWatch((), (), strict=False))))
+    set_forward(module, OffloadedForward(module, Applied("offload", (), UnmatchedRules((), (), strict=False))))
     return module
 
 

@@ -22,9 +22,9 @@ from typing import Any
 from torch import nn
 from transformers import TrainerCallback
 
-from sac.blocks.attach import apply, refuse_own_checkpointing
+from sac.blocks.attach import apply, refuse_existing_checkpointing
 from sac.blocks.install import regions_of, remove
-from sac.blocks.other_checkpointing import Switch, uncover_switches
+from sac.blocks.other_checkpointing import Switch, disable_guards
 from sac.config import parse_config
 from sac.errors import ConfigError, ModelError, Problem
 from sac.reporting import report
@@ -96,8 +96,8 @@ def take_over(model: nn.Module, value: Any = "selective") -> nn.Module:
     if _is_on(model):
         before = "sac.apply has been called on this model before"
         raise ModelError(Problem(where, before, fix="call sac.remove(model) first, or leave take_over out"))
-    refuse_own_checkpointing(model)
-    uncover_switches(model)
+    refuse_existing_checkpointing(model)
+    disable_guards(model)
     kinds = dict.fromkeys(_ENABLE, _Enable) | dict.fromkeys(_DISABLE, _Disable)
     switches = [
         kind(module, name, model, value)

@@ -75,13 +75,13 @@ def fit_efficiencies(measured: Sequence[tuple[Entry, float]], device: Device) ->
     """
     logarithms: dict[str, list[float]] = {}
     for entry, seconds in measured:
-        kind = op_class(entry)
+        op_kind = op_class(entry)
         moving = moving_s(entry, device)
-        ideal = moving if kind == MEMORY else computing_s(entry, device)
-        is_bound = kind == MEMORY or (kind in (MATMUL, *ATTENTIONS) and ideal > moving)
+        ideal = moving if op_kind == MEMORY else computing_s(entry, device)
+        is_bound = op_kind == MEMORY or (op_kind in (MATMUL, *ATTENTIONS) and ideal > moving)
         if is_bound and min(ideal, seconds) > device.launch_s:
-            logarithms.setdefault(kind, []).append(log(ideal / (seconds - device.launch_s)))
-    return {kind: exp(fmean(found)) for kind, found in logarithms.items()}
+            logarithms.setdefault(op_kind, []).append(log(ideal / (seconds - device.launch_s)))
+    return {op_kind: exp(fmean(found)) for op_kind, found in logarithms.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from sac.planner.pareto import KeepSet
+from sac.planner.pareto import SaveOption
 from sac.planner.profile import RegionProfile
-from sac.policy.model import Calls, Decision, Layers, Plan, PlannedRegion, Policy, Rule
+from sac.policy.model import Calls, Decision, Layers, PlannedRegion, PlanSection, Policy, Rule
 from sac.policy.patterns import PathPattern
 
 NONE = "none"  # no checkpointing: autograd keeps what it keeps
@@ -22,7 +22,7 @@ class Choice:
     """
 
     label: str
-    keep: KeepSet | None
+    keep: SaveOption | None
     bytes: int = 0
     seconds: float = 0.0
     flops: int = 0
@@ -31,7 +31,7 @@ class Choice:
 def policy_for(
     profiles: Sequence[RegionProfile],
     choices: Sequence[Sequence[Choice]],
-    kinds: Sequence[int],
+    groups: Sequence[int],
     paths: Sequence[str],
     chosen: Sequence[int],
     name: str,
@@ -41,20 +41,20 @@ def policy_for(
     """Return the policy that gives the region at each position what is chosen for it."""
     stacks = {profile.stack for profile in profiles}
     rules: list[Rule] = []
-    for kind, profile in enumerate(profiles):
+    for group, profile in enumerate(profiles):
         place = (stack_pattern(profile),) if len(stacks) > 1 else ()
         layer = dict(zip(profile.paths, profile.layers, strict=True))
         used: dict[int, list[int]] = {}
-        for path, of, one in zip(paths, kinds, chosen, strict=True):
-            if of == kind:
+        for path, of, one in zip(paths, groups, chosen, strict=True):
+            if of == group:
                 used.setdefault(one, []).append(layer[path])
         for number, (one, layers) in enumerate(sorted(used.items(), key=lambda pair: min(pair[1]))):
-            word = letters(kind) if len(profiles) > 1 else ""
-            rules += rules_for(profile, choices[kind][one], layers, f"{word}{number + 1}", place)
+            word = letters(group) if len(profiles) > 1 else ""
+            rules += rules_for(profile, choices[group][one], layers, f"{word}{number + 1}", place)
     regions = tuple(
         PlannedRegion((stack_pattern(profile),), layers_of(profile.layers), profile.signature) for profile in profiles
     )
-    return Policy(name, tuple(rules), plan=Plan(made_for, regions) if made_for else None)
+    return Policy(name, tuple(rules), plan=PlanSection(made_for, regions) if made_for else None)
 
 
 def layers_of(numbers: Iterable[int]) -> Layers:

@@ -76,9 +76,11 @@ def unpriced_ops(profile: RegionProfile) -> tuple[str, ...]:
 
 
 def _may_multiply(entry: Entry) -> bool:
-    kind = op_class(entry)
+    op_kind = op_class(entry)
     namespace = entry.op.partition(".")[0]
-    return kind in (MATMUL, *ATTENTIONS) or (kind == MEMORY and namespace not in {"aten", "prims", *INFRASTRUCTURE})
+    return op_kind in (MATMUL, *ATTENTIONS) or (
+        op_kind == MEMORY and namespace not in {"aten", "prims", *INFRASTRUCTURE}
+    )
 
 
 @cache
@@ -242,12 +244,12 @@ def entry_times(profile: RegionProfile, device: Device, calibration: Calibration
 
 def roofline(entry: Entry, device: Device, efficiencies: Mapping[str, float]) -> float:
     """Return the time of one run of ``entry``, in seconds, by its FLOPs and bytes and the efficiency of each class."""
-    kind = op_class(entry)
-    if kind == FREE:
+    op_kind = op_class(entry)
+    if op_kind == FREE:
         return 0.0
-    if kind == COLLECTIVE:
+    if op_kind == COLLECTIVE:
         return entry.moved_bytes / (device.link_bytes_per_s * efficiencies[COLLECTIVE]) + device.launch_s
-    computing = computing_s(entry, device) / efficiencies[kind]
+    computing = computing_s(entry, device) / efficiencies[op_kind]
     return max(computing, moving_s(entry, device) / efficiencies[MEMORY]) + device.launch_s
 
 

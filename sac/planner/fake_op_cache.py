@@ -72,7 +72,7 @@ class _Several:
     container: type
 
 
-class QuickFakes:
+class FakeOpCache:
     """Runs ops on fake tensors; see Note [Quick fakes]."""
 
     def __init__(self) -> None:

@@ -29,7 +29,7 @@ MOST_OPEN = 10_000  # partial assignments that are followed at once
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class MemoryConstraint:
     """A moment of the step: ``base`` bytes, those that positions before ``upto`` hold, and those of ``upto`` itself.
 
     ``own``: bytes per choice of position ``upto``; None if that position has no part in it.
@@ -54,7 +54,11 @@ class Search:
     """See Note [The search for an assignment]."""
 
     def __init__(
-        self, rows: Sequence[Row], held: Sequence[Sequence[int]], seconds: Sequence[Sequence[float]], budget: int
+        self,
+        constraints: Sequence[MemoryConstraint],
+        held: Sequence[Sequence[int]],
+        seconds: Sequence[Sequence[float]],
+        budget: int,
     ) -> None:
         np = self._np = import_extra("numpy", "tools")
         count = len(held)
@@ -64,11 +68,11 @@ class Search:
         self._room: list[Any] = []  # per position and choice: the most bytes that may be left behind before it
         for position in range(count + 1):
             room = np.full(len(held[position]) if position < count else 1, np.iinfo(np.int64).max)
-            for row in rows:
-                if row.upto == position:
-                    room = np.minimum(room, budget - row.base - np.array(row.own or (0,), dtype=np.int64))
+            for constraint in constraints:
+                if constraint.upto == position:
+                    room = np.minimum(room, budget - constraint.base - np.array(constraint.own or (0,), dtype=np.int64))
             self._room.append(room)
-        self._bound_by_relaxation(rows, budget)
+        self._bound_by_relaxation(constraints, budget)
 
     def best(self) -> tuple[int, ...]:
         """Return the best choice of each position."""
@@ -79,26 +83,30 @@ class Search:
         assert found is not None, "the budget can be met"
         return found[1]
 
-    def _bound_by_relaxation(self, rows: Sequence[Row], budget: int) -> None:
+    def _bound_by_relaxation(self, constraints: Sequence[MemoryConstraint], budget: int) -> None:
         """Work out ``slope`` and ``rest``: what follows position p takes at least ``rest[p] + slope[p] * left``."""
         np = self._np
-        prices = self._prices(rows, budget)
+        prices = self._prices(constraints, budget)
         count = len(self._held)
         self._slope, self._rest = np.zeros(count + 1), np.zeros(count + 1)
         slope = rest = 0.0
         for position in range(count, -1, -1):
-            here = [(price, row) for price, row in zip(prices, rows, strict=True) if row.upto == position]
+            here = [
+                (price, constraint)
+                for price, constraint in zip(prices, constraints, strict=True)
+                if constraint.upto == position
+            ]
             if position < count:
                 cost = self._ticks[position] + slope * self._held[position]
-                for price, row in here:
-                    if row.own is not None:
-                        cost = cost + price * np.array(row.own, dtype=float)
+                for price, constraint in here:
+                    if constraint.own is not None:
+                        cost = cost + price * np.array(constraint.own, dtype=float)
                 rest += float(cost.min())
             slope += sum(price for price, _ in here)
-            rest += sum(price * (row.base - budget) for price, row in here)
+            rest += sum(price * (constraint.base - budget) for price, constraint in here)
             self._slope[position], self._rest[position] = slope, rest
 
-    def _prices(self, rows: Sequence[Row], budget: int) -> Any:
+    def _prices(self, constraints: Sequence[MemoryConstraint], budget: int) -> Any:
         """Return the price of a byte, in ticks, in each row: the dual of the relaxation that may mix choices."""
         np = self._np
         optimize, sparse = import_extra("scipy.optimize", "tools"), import_extra("scipy.sparse", "tools")
@@ -108,28 +116,30 @@ class Search:
         # Variables: the share of each choice, then what is left behind before each position.
         equal = sparse.lil_array((2 * count + 1, total + count + 1))
         equal[2 * count, total] = 1
-        upper = sparse.lil_array((len(rows), total + count + 1))
+        upper = sparse.lil_array((len(constraints), total + count + 1))
         for position, sizes in enumerate(self._held):
             choices = slice(int(starts[position]), int(starts[position + 1]))
             equal[position, choices] = 1
             equal[count + position, choices] = sizes / scale
             equal[count + position, total + position] = 1
             equal[count + position, total + position + 1] = -1
-        for number, row in enumerate(rows):
-            upper[number, total + row.upto] = 1
-            if row.own is not None:
-                upper[number, int(starts[row.upto]) : int(starts[row.upto + 1])] = np.array(row.own) / scale
+        for number, constraint in enumerate(constraints):
+            upper[number, total + constraint.upto] = 1
+            if constraint.own is not None:
+                upper[number, int(starts[constraint.upto]) : int(starts[constraint.upto + 1])] = (
+                    np.array(constraint.own) / scale
+                )
         cost = np.concatenate([*self._ticks, np.zeros(count + 1)]) / TICKS
         solved = optimize.linprog(
             cost,
             A_ub=upper.tocsr(),
-            b_ub=np.array([(budget - row.base) / scale for row in rows]),
+            b_ub=np.array([(budget - constraint.base) / scale for constraint in constraints]),
             A_eq=equal.tocsr(),
             b_eq=np.array([1.0] * count + [0.0] * (count + 1)),
             method="highs",
         )
         if solved.ineqlin is None or solved.x is None:
-            return np.zeros(len(rows))  # bounds from below all the same
+            return np.zeros(len(constraints))  # bounds from below all the same
         return np.maximum(0.0, -solved.ineqlin.marginals) * TICKS / scale
 
     def _pass(self, limit: float, most: int) -> tuple[int, tuple[int, ...]] | None:
@@ -171,26 +181,34 @@ class Search:
 class BudgetTooSmallError(PlanError):
     """No choice keeps every row within the budget: ``least`` bytes do, and ``row`` is the number of that row."""
 
-    def __init__(self, budget: int, least: int, row: int) -> None:
-        super().__init__(Problem("budget", f"{budget} bytes", f"at least {least} bytes (row {row})"))
-        self.budget, self.least, self.row = budget, least, row
+    def __init__(self, budget: int, least: int, constraint: int) -> None:
+        super().__init__(Problem("budget", f"{budget} bytes", f"at least {least} bytes (row {constraint})"))
+        self.budget, self.least, self.constraint = budget, least, constraint
 
     def __reduce__(self) -> Any:
-        return type(self), (self.budget, self.least, self.row)
+        return type(self), (self.budget, self.least, self.constraint)
 
 
-def peak(rows: Sequence[Row], held: Sequence[Sequence[int]], choice: Sequence[int]) -> tuple[int, int]:
+def peak(
+    constraints: Sequence[MemoryConstraint], held: Sequence[Sequence[int]], choice: Sequence[int]
+) -> tuple[int, int]:
     """Return the most bytes that are live at a time, and the number of the first row that has so many."""
     before = [0]
     for position, picked in enumerate(choice):
         before.append(before[-1] + held[position][picked])
-    live = [row.base + before[row.upto] + (row.own[choice[row.upto]] if row.own else 0) for row in rows]
+    live = [
+        constraint.base + before[constraint.upto] + (constraint.own[choice[constraint.upto]] if constraint.own else 0)
+        for constraint in constraints
+    ]
     most = max(live)
     return most, live.index(most)
 
 
 def assign(
-    rows: Sequence[Row], held: Sequence[Sequence[int]], seconds: Sequence[Sequence[float]], budget: int
+    constraints: Sequence[MemoryConstraint],
+    held: Sequence[Sequence[int]],
+    seconds: Sequence[Sequence[float]],
+    budget: int,
 ) -> tuple[int, ...]:
     """Return the choice of each position, with the least total seconds of all that keep every row within ``budget``.
 
@@ -198,34 +216,34 @@ def assign(
     larger budget is never slower (but see the Note). Where positions are alike, those that hold more come later if the
     rows allow it. Needs scipy. Raises ``BudgetTooSmallError``. See Note [The search for an assignment].
     """
-    least, row = peak(rows, held, _smallest(rows, held))
+    least, constraint = peak(constraints, held, _smallest(constraints, held))
     if least > budget:
-        raise BudgetTooSmallError(budget, least, row)
-    return _ordered(Search(rows, held, seconds, budget).best(), rows, held, seconds, budget)
+        raise BudgetTooSmallError(budget, least, constraint)
+    return _ordered(Search(constraints, held, seconds, budget).best(), constraints, held, seconds, budget)
 
 
 def assign_alike(
-    rows: Sequence[Row],
+    constraints: Sequence[MemoryConstraint],
     held: Sequence[Sequence[int]],
     seconds: Sequence[Sequence[float]],
     budget: int,
-    kinds: Sequence[int],
+    groups: Sequence[int],
 ) -> tuple[int, ...]:
     """Return what `assign` does, with one choice for all positions of a kind. ``kinds``: that of each position.
 
     Positions of a kind have equally many choices. All combinations are tried. Raises ``BudgetTooSmallError``.
     """
-    order = sorted(set(kinds))
-    counts = [len(held[kinds.index(kind)]) for kind in order]
+    order = sorted(set(groups))
+    counts = [len(held[groups.index(group)]) for group in order]
     least: tuple[int, int] | None = None
     best: tuple[float, tuple[int, ...]] | None = None
     for combination in product(*map(range, counts)):
         by_kind = dict(zip(order, combination, strict=True))
-        choice = tuple(by_kind[kind] for kind in kinds)
+        choice = tuple(by_kind[group] for group in groups)
         time = math.fsum(times[picked] for times, picked in zip(seconds, choice, strict=True))
         if best is not None and time >= best[0]:
             continue
-        most = peak(rows, held, choice)
+        most = peak(constraints, held, choice)
         least = most if least is None else min(least, most)
         if most[0] <= budget:
             best = time, choice
@@ -234,11 +252,11 @@ def assign_alike(
     return best[1]
 
 
-def _smallest(rows: Sequence[Row], held: Sequence[Sequence[int]]) -> tuple[int, ...]:
+def _smallest(constraints: Sequence[MemoryConstraint], held: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """Return the choice with the lowest peak. Whether a budget can be met is seen by leaving as little as possible."""
-    low, high = 0, peak(rows, held, [0] * len(held))[0]
+    low, high = 0, peak(constraints, held, [0] * len(held))[0]
     found = (0,) * len(held)
-    tops = _tops(rows, held)
+    tops = _tops(constraints, held)
     while low < high:
         middle = (low + high) // 2
         choice = _least_left(tops, held, middle)
@@ -249,16 +267,18 @@ def _smallest(rows: Sequence[Row], held: Sequence[Sequence[int]]) -> tuple[int, 
     return found
 
 
-def _tops(rows: Sequence[Row], held: Sequence[Sequence[int]]) -> list[tuple[float, tuple[float, ...]]]:
+def _tops(
+    constraints: Sequence[MemoryConstraint], held: Sequence[Sequence[int]]
+) -> list[tuple[float, tuple[float, ...]]]:
     """Return of each position, and of the end, the highest row whatever is chosen there, and the highest per choice.
 
     Both without what is left behind before; minus infinity where there is no row.
     """
     tops = []
     for position in range(len(held) + 1):
-        here = [row for row in rows if row.upto == position]
-        of_choice = [(row.base, row.own) for row in here if row.own is not None]
-        whatever = max((row.base for row in here if row.own is None), default=-math.inf)
+        here = [constraint for constraint in constraints if constraint.upto == position]
+        of_choice = [(constraint.base, constraint.own) for constraint in here if constraint.own is not None]
+        whatever = max((constraint.base for constraint in here if constraint.own is None), default=-math.inf)
         count = len(held[position]) if position < len(held) else 0
         tops.append(
             (whatever, tuple(max((b + own[c] for b, own in of_choice), default=-math.inf) for c in range(count)))
@@ -290,7 +310,7 @@ def _least_left(
 
 def _ordered(
     choice: tuple[int, ...],
-    rows: Sequence[Row],
+    constraints: Sequence[MemoryConstraint],
     held: Sequence[Sequence[int]],
     seconds: Sequence[Sequence[float]],
     budget: int,
@@ -304,4 +324,4 @@ def _ordered(
         picks = sorted((choice[position] for position in positions), key=lambda picked: (sizes[picked], picked))
         for position, picked in zip(positions, picks, strict=True):
             ordered[position] = picked
-    return tuple(ordered) if peak(rows, held, ordered)[0] <= budget else choice
+    return tuple(ordered) if peak(constraints, held, ordered)[0] <= budget else choice

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from sac.errors import PlanError, Problem
 from sac.memory_timeline import mark, measure_memory
 from sac.ops.names import op_name
-from sac.planner.fake_op_cache import QuickFakes
+from sac.planner.fake_op_cache import FakeOpCache
 from sac.recompute.module_tracker import BareMode
 from sac.tensors import STORAGE_WATCHERS, storage_address, tensor_parts, tensors_of
 from sac.torch_private import SAVED_TENSOR_PREFIX, FakeTensor, current_graph_task_id, tree_map_only
@@ -25,7 +25,7 @@ from sac.torch_private import SAVED_TENSOR_PREFIX, FakeTensor, current_graph_tas
 
 _log = logging.getLogger(__name__)
 
-# Note [Scratch]
+# Note [KernelWorkspace]
 #
 # The memory that a kernel takes and gives back is known to nobody but itself. On the CPU the op is run, once per op and
 # sizes, on zeros, and the profiler says how far the memory went up meanwhile. That is asked for after the step, for the
@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 _PACKS_BYTES = "aten::mkldnn_rnn_layer"
 
 
-class Scratch:
+class KernelWorkspace:
     """Notes at what level of live bytes ops run, and tells how high each part of a step went with their scratch."""
 
     def __init__(self) -> None:
@@ -121,7 +121,7 @@ def _zeros(meta: _Meta) -> Tensor:
 # A storage counts from the end of the op that made it to its end, each with its own bytes, rounded up to the
 # allocator's block where there is one. Arguments that are written to and results that lie in known storages are not
 # new; one that is resized, as those of FSDP2 are, counts with its new size. What a kernel takes and gives back while it
-# runs is no tensor of any op; `Scratch` knows of it.
+# runs is no tensor of any op; `KernelWorkspace` knows of it.
 # On the CPU two more things count that no dispatcher sees made: the states of random generators, and numbers. Of
 # `x * 0.5` autograd saves the number as a tensor of eight bytes.
 
@@ -136,8 +136,8 @@ class Ledger(BareMode):
     def __init__(
         self,
         block_bytes: int = 1,
-        scratch: Scratch | None = None,
-        fakes: QuickFakes | None = None,
+        scratch: KernelWorkspace | None = None,
+        fakes: FakeOpCache | None = None,
         *,
         on_host: bool = True,
     ) -> None:
@@ -145,9 +145,9 @@ class Ledger(BareMode):
         self.live = 0
         self.peak = 0  # since it was last set
         self._block = block_bytes
-        self.scratch = scratch
+        self.workspace = scratch
         self._numbers = _Numbers(self) if on_host else None
-        self._fakes = fakes or QuickFakes()
+        self._fakes = fakes or FakeOpCache()
         self._storages: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._zeros = 0  # address of the storage that the last op has filled with zeros
 
@@ -240,8 +240,8 @@ class Ledger(BareMode):
         else:
             for tensor in tensors_of(out):
                 self.note(tensor)
-        if self.scratch is not None:
-            self.scratch.saw(func, args, kwargs or {}, before)
+        if self.workspace is not None:
+            self.workspace.saw(func, args, kwargs or {}, before)
         if torch.Tag.nondeterministic_seeded in func.tags and _would_draw(func, args, kwargs or {}, out):
             torch.empty(1).uniform_()  # without data nothing is drawn; what looks at generators is to see that it was
         return out

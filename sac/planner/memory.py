@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 
 from sac.errors import PlanError, Problem
-from sac.planner.layers import Row, peak
+from sac.planner.layers import MemoryConstraint, peak
 from sac.planner.step import BETWEEN, FORWARD, StepRecord
 
 # Note [The peak of a step]
@@ -43,7 +43,7 @@ class Moment:
 class StepModel:
     """See Note [The peak of a step]. ``kinds``: of the region at each position."""
 
-    kinds: tuple[int, ...]
+    groups: tuple[int, ...]
     bytes: Sequence[Sequence[int]]  # what each choice of each kind holds beyond its first, as priced by its profile
     paths: tuple[str, ...] = ()
     static: int = 0
@@ -63,36 +63,36 @@ class StepModel:
         Raises ``PlanError`` if not the same blocks were called as before.
         """
         self._refuse_other_calls(record)
-        forwards = {window.position: window for window in record.windows if window.part == FORWARD}
+        forwards = {phase.position: phase for phase in record.phases if phase.part == FORWARD}
         for place, choice in enumerate(choices):
-            key = self.kinds[place], choice
+            key = self.groups[place], choice
             count = forwards[place].after - forwards[place].before
             self.held[key] = max(count, self.held.get(key, 0))
             if place + 1 in forwards:
                 self.gaps.setdefault(place, {})[choice] = forwards[place + 1].before - forwards[place].after
         for place, gaps in self.gaps.items():
             for choice, count in gaps.items():
-                key = self.kinds[place], choice
+                key = self.groups[place], choice
                 self.late[key] = min(count - max(gaps.values()), self.late.get(key, 0))
-        held = [self._held(kind, choice) for kind, choice in zip(self.kinds, choices, strict=True)]
+        held = [self._held(group, choice) for group, choice in zip(self.groups, choices, strict=True)]
         self.rest = max(self.rest, record.kept - record.static - sum(held))
         moments: list[Moment] = []
         bases: list[int] = []
         in_backward = False
-        for window in record.windows:
-            place = window.position
-            in_backward = in_backward or (window.part == BETWEEN and place == len(held) and bool(moments))
+        for phase in record.phases:
+            place = phase.position
+            in_backward = in_backward or (phase.part == BETWEEN and place == len(held) and bool(moments))
             before = sum(held[:place])
-            if window.part == BETWEEN:
+            if phase.part == BETWEEN:
                 moments.append(Moment(BETWEEN, place, "", in_backward))
-                bases.append(window.peak - before)
+                bases.append(phase.peak - before)
                 continue
-            own = window.peak - window.before + (held[place] if in_backward else 0)
-            self.own[self.kinds[place], choices[place], in_backward] = max(
-                own, self.own.get((self.kinds[place], choices[place], in_backward), 0)
+            own = phase.peak - phase.before + (held[place] if in_backward else 0)
+            self.own[self.groups[place], choices[place], in_backward] = max(
+                own, self.own.get((self.groups[place], choices[place], in_backward), 0)
             )
-            moments.append(Moment(window.part, place, record.paths[place], in_backward))
-            bases.append(window.before - before - (held[place] if in_backward else 0))
+            moments.append(Moment(phase.part, place, record.paths[place], in_backward))
+            bases.append(phase.before - before - (held[place] if in_backward else 0))
         if self.moments == moments:
             bases = [max(pair) for pair in zip(bases, self.bases, strict=True)]
         self.moments, self.bases = moments, bases
@@ -108,47 +108,47 @@ class StepModel:
 
     def peak(self, choices: Sequence[int]) -> tuple[int, int]:
         """Return the predicted peak under ``choices``, one per position, and the number of the row where it is."""
-        held = [self.held_by(kind) for kind in self.kinds]
-        high, row = peak(self.rows(), held, choices)
+        held = [self.held_by(group) for group in self.groups]
+        high, constraint = peak(self.constraints(), held, choices)
         others = self.rest + sum(held[place][one] for place, one in enumerate(choices))
-        return high + (self.in_flight - 1) * others, row
+        return high + (self.in_flight - 1) * others, constraint
 
     def peak_of(self, record: StepRecord) -> int:
         """Return the peak of a step that was run, with all that is beside it."""
         return record.peak + self.extra + (self.in_flight - 1) * (record.kept - record.static)
 
-    def is_measured(self, kind: int, choice: int) -> bool:
+    def is_measured(self, group: int, choice: int) -> bool:
         """Whether a step has been run with this choice."""
-        return (kind, choice) in self.held
+        return (group, choice) in self.held
 
-    def held_by(self, kind: int) -> tuple[int, ...]:
+    def held_by(self, group: int) -> tuple[int, ...]:
         """Return what a region of this kind leaves behind, per choice; as priced where it was not measured."""
-        return tuple(self._held(kind, choice) for choice in range(len(self.bytes[kind])))
+        return tuple(self._held(group, choice) for choice in range(len(self.bytes[group])))
 
-    def _held(self, kind: int, choice: int) -> int:
-        if (kind, choice) in self.held:
-            return self.held[kind, choice] + self.late.get((kind, choice), 0)
-        beyond = [count - self.bytes[kind][one] for (of, one), count in self.held.items() if of == kind]
-        return min(beyond, default=0) + self.bytes[kind][choice]
+    def _held(self, group: int, choice: int) -> int:
+        if (group, choice) in self.held:
+            return self.held[group, choice] + self.late.get((group, choice), 0)
+        beyond = [count - self.bytes[group][one] for (of, one), count in self.held.items() if of == group]
+        return min(beyond, default=0) + self.bytes[group][choice]
 
-    def _own(self, kind: int, choice: int, in_backward: bool) -> int:
-        if (kind, choice, in_backward) in self.own:
-            return self.own[kind, choice, in_backward]
-        known = (own for (of, _, back), own in self.own.items() if of == kind and back == in_backward)
+    def _own(self, group: int, choice: int, in_backward: bool) -> int:
+        if (group, choice, in_backward) in self.own:
+            return self.own[group, choice, in_backward]
+        known = (own for (of, _, back), own in self.own.items() if of == group and back == in_backward)
         return min(known, default=0)
 
-    def rows(self) -> tuple[Row, ...]:
+    def constraints(self) -> tuple[MemoryConstraint, ...]:
         """Return the rows of the formula, in the order of the step."""
         own = {
-            (kind, back): tuple(self._own(kind, choice, back) for choice in range(len(self.bytes[kind])))
-            for kind in {*self.kinds}
+            (group, back): tuple(self._own(group, choice, back) for choice in range(len(self.bytes[group])))
+            for group in {*self.groups}
             for back in (False, True)
         }
         return tuple(
-            Row(
+            MemoryConstraint(
                 base + self.extra,
                 moment.position,
-                None if moment.part == BETWEEN else own[self.kinds[moment.position], moment.in_backward],
+                None if moment.part == BETWEEN else own[self.groups[moment.position], moment.in_backward],
             )
             for moment, base in zip(self.moments, self.bases, strict=True)
         )

@@ -34,7 +34,7 @@ NOTHING = -1  # stands for a maker that cannot run instead, or for a storage tha
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
+class Requirement:
     """See Note [Demands]. An entry or ``ALWAYS``, an entry or ``NOTHING``, a root or ``NOTHING``."""
 
     reader: int
@@ -54,7 +54,7 @@ def recomputed(profile: RegionProfile, saved: Collection[int], engine: Engine) -
     return Recompute(tuple(entry.number for entry in running), tuple(held), sum(storages.values()))
 
 
-def demands_of(profile: RegionProfile, engine: Engine) -> frozenset[Demand]:
+def requirements_of(profile: RegionProfile, engine: Engine) -> frozenset[Requirement]:
     """Return the demands of a region. Storages that are held in any case, or of no bytes, are left out of it."""
     ever = recomputed(profile, (), engine).entries
     rows = _of_replay(profile, ever) if engine == "replay" else _of_rerun(profile, ever)
@@ -67,28 +67,28 @@ def _last(profile: RegionProfile) -> int:
     return max((need.time for need in profile.needs), default=0)
 
 
-def _of_value(profile: RegionProfile, reader: int, value: int) -> Iterator[Demand]:
+def _of_value(profile: RegionProfile, reader: int, value: int) -> Iterator[Requirement]:
     """Yield what the reading of ``value`` asks of its maker."""
     if value not in profile.maker:
         return
     maker, root = profile.entries[profile.maker[value]], profile.roots[value]
     if maker.must_save:
-        yield Demand(reader, NOTHING, root)
+        yield Requirement(reader, NOTHING, root)
     else:
-        yield Demand(reader, maker.number, root if maker.savable else NOTHING)
+        yield Requirement(reader, maker.number, root if maker.savable else NOTHING)
 
 
-def _of_replay(profile: RegionProfile, ever: Collection[int]) -> Iterator[Demand]:
+def _of_replay(profile: RegionProfile, ever: Collection[int]) -> Iterator[Requirement]:
     writers: dict[int, list[int]] = {}
     for entry in profile.entries:
         for root in entry.writes:
             writers.setdefault(root, []).append(entry.number)
 
-    def read(reader: int, value: int, time: int) -> Iterator[Demand]:
+    def read(reader: int, value: int, time: int) -> Iterator[Requirement]:
         yield from _of_value(profile, reader, value)
         for writer in writers.get(profile.roots[value], ()):
             if writer < time:
-                yield Demand(reader, writer, NOTHING)
+                yield Requirement(reader, writer, NOTHING)
 
     for need in profile.needs:
         yield from read(ALWAYS, need.value, need.time)
@@ -97,29 +97,29 @@ def _of_replay(profile: RegionProfile, ever: Collection[int]) -> Iterator[Demand
         for value in entry.reads:
             yield from read(number, value, number)
         for earlier in entry.after:
-            yield Demand(number, earlier, NOTHING)
+            yield Requirement(number, earlier, NOTHING)
     for entry in profile.entries[: _last(profile)]:
         if entry.is_collective and not (entry.makes and (entry.must_save or entry.savable)):
             yield from _of_collective(profile, entry)
 
 
-def _of_collective(profile: RegionProfile, entry: Entry) -> Iterator[Demand]:
+def _of_collective(profile: RegionProfile, entry: Entry) -> Iterator[Requirement]:
     """Yield when a collective that cannot be saved runs: always, or if one of those that it waits for does."""
     sources = [profile.entries[profile.maker[value]] if value in profile.maker else None for value in entry.reads]
     if not entry.is_view or any(one is None or not (one.savable or one.must_save) for one in sources):
-        yield Demand(ALWAYS, entry.number, NOTHING)
+        yield Requirement(ALWAYS, entry.number, NOTHING)
         return
     for source in sources:
         if source is not None and not source.must_save:
-            yield Demand(source.number, entry.number, NOTHING)
+            yield Requirement(source.number, entry.number, NOTHING)
 
 
-def _of_rerun(profile: RegionProfile, ever: Collection[int]) -> Iterator[Demand]:
+def _of_rerun(profile: RegionProfile, ever: Collection[int]) -> Iterator[Requirement]:
     for need in profile.needs:
         yield from _of_value(profile, ALWAYS, need.value)
     for number in ever:
         if not profile.entries[number].savable:
-            yield Demand(ALWAYS, number, NOTHING)
+            yield Requirement(ALWAYS, number, NOTHING)
         for value in profile.entries[number].reads:
             yield from _of_value(profile, number, value)
 
@@ -128,16 +128,16 @@ def _of_rerun(profile: RegionProfile, ever: Collection[int]) -> Iterator[Demand]
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
+class Propagated:
     """What is decided and the demands that are still open: entries that run or are spared, roots that are held."""
 
-    open: frozenset[Demand]
+    open: frozenset[Requirement]
     runs: frozenset[int]
     spared: frozenset[int]
     held: frozenset[int]
 
 
-def settle(rows: Collection[Demand], runs: Iterable[int] = (), spared: Iterable[int] = ()) -> Settled | None:
+def propagate(rows: Collection[Requirement], runs: Iterable[int] = (), spared: Iterable[int] = ()) -> Propagated | None:
     """Return what follows if the entries ``runs`` run again and ``spared`` do not; None if that cannot be.
 
     See Note [Demands]: an entry that nothing asks for does not run.
@@ -152,7 +152,7 @@ def settle(rows: Collection[Demand], runs: Iterable[int] = (), spared: Iterable[
             if maker in on or row.root in held or reader in off or (reader != ALWAYS and reader not in makers):
                 continue
             if maker != NOTHING and (reader != ALWAYS or row.root != NOTHING):
-                left.add(Demand(reader, maker, row.root))
+                left.add(Requirement(reader, maker, row.root))
             elif maker != NOTHING:
                 on.add(maker)
             elif row.root == NOTHING:
@@ -162,13 +162,15 @@ def settle(rows: Collection[Demand], runs: Iterable[int] = (), spared: Iterable[
             elif reader == ALWAYS:
                 held.add(row.root)
             else:
-                left.add(Demand(reader, NOTHING, row.root))
+                left.add(Requirement(reader, NOTHING, row.root))
         if left == rows:
-            return Settled(frozenset(left), frozenset(on), frozenset(off), frozenset(held))
+            return Propagated(frozenset(left), frozenset(on), frozenset(off), frozenset(held))
         rows = left
 
 
-def folded(rows: Collection[Demand], seconds: dict[int, float], savable: Collection[int]) -> frozenset[Demand]:
+def folded(
+    rows: Collection[Requirement], seconds: dict[int, float], savable: Collection[int]
+) -> frozenset[Requirement]:
     """Fold each entry that cannot be saved, and runs for one reader only, into that reader, with its ``seconds``.
 
     Changes ``seconds``, which is per entry that is not decided.
@@ -182,16 +184,16 @@ def folded(rows: Collection[Demand], seconds: dict[int, float], savable: Collect
     return frozenset(row for row in rows if row.maker != row.reader and not _follows(row, rows))
 
 
-def _renamed(row: Demand, old: int, new: int) -> Demand:
+def _renamed(row: Requirement, old: int, new: int) -> Requirement:
     return replace(row, reader=new if row.reader == old else row.reader, maker=new if row.maker == old else row.maker)
 
 
-def _follows(row: Demand, rows: Collection[Demand]) -> bool:
+def _follows(row: Requirement, rows: Collection[Requirement]) -> bool:
     """Whether another row asks for the same in any case."""
     return row.reader != ALWAYS and replace(row, reader=ALWAYS) in rows
 
 
-def joined(rows: Collection[Demand], size: dict[int, int]) -> frozenset[Demand]:
+def joined(rows: Collection[Requirement], size: dict[int, int]) -> frozenset[Requirement]:
     """Let the first of several storages that are asked for alike stand for all, and add their bytes to its ``size``."""
     askers: dict[int, set[tuple[int, int]]] = {}
     for row in rows:
@@ -207,9 +209,9 @@ def joined(rows: Collection[Demand], size: dict[int, int]) -> frozenset[Demand]:
     return frozenset(row for row in rows if row.root not in gone)
 
 
-def parts(rows: Collection[Demand]) -> list[frozenset[Demand]]:
+def parts(rows: Collection[Requirement]) -> list[frozenset[Requirement]]:
     """Split rows into parts that share neither an entry nor a storage: each can be decided for itself."""
-    groups: list[tuple[set[tuple[str, int]], set[Demand]]] = []
+    groups: list[tuple[set[tuple[str, int]], set[Requirement]]] = []
     for row in sorted(rows, key=lambda row: (row.maker, row.root, row.reader)):
         names = {("entry", number) for number in (row.reader, row.maker) if number >= 0}
         names |= {("root", row.root)} if row.root != NOTHING else set()
@@ -240,7 +242,7 @@ TICKS = 2**50  # the seconds of all entries, in the integers that are compared
 
 
 @dataclass(frozen=True, slots=True)
-class KeepSet:
+class SaveOption:
     """Entries to save, beside those that must be; the bytes that are held then, and the seconds that run again."""
 
     saved: frozenset[int]
@@ -248,13 +250,13 @@ class KeepSet:
     seconds: float
 
 
-def priced(profile: RegionProfile, times: Sequence[float], saved: Collection[int], engine: Engine) -> KeepSet:
+def priced(profile: RegionProfile, times: Sequence[float], saved: Collection[int], engine: Engine) -> SaveOption:
     """Return what it costs to save the entries ``saved``. ``times``: seconds per entry."""
     cost = recomputed(profile, saved, engine)
-    return KeepSet(frozenset(saved), cost.bytes, math.fsum(times[number] for number in cost.entries))
+    return SaveOption(frozenset(saved), cost.bytes, math.fsum(times[number] for number in cost.entries))
 
 
-def pareto(profile: RegionProfile, times: Sequence[float], engine: Engine = "replay") -> tuple[KeepSet, ...]:
+def pareto(profile: RegionProfile, times: Sequence[float], engine: Engine = "replay") -> tuple[SaveOption, ...]:
     """Return the keep-sets of which no other holds fewer bytes in no more time, or takes less time in no more bytes.
 
     Bytes ascend and seconds descend, with one keep-set for each pair. Of keep-sets that cost the same, one that saves
@@ -263,14 +265,14 @@ def pareto(profile: RegionProfile, times: Sequence[float], engine: Engine = "rep
     """
     candidates = {entry.number for entry in profile.candidates}
     size = {profile.roots[value]: profile.bytes[value] for value in profile.maker}
-    start = settle(demands_of(profile, engine))
+    start = propagate(requirements_of(profile, engine))
     assert start is not None, "all that runs without saving is a choice"
     undecided = {row.maker for row in start.open} - {NOTHING}
     seconds = {number: times[number] for number in undecided}
     rows = joined(folded(start.open, seconds, candidates), size)
     ever = recomputed(profile, (), engine).entries
     savable = frozenset(candidates.intersection(ever) - start.runs)
-    found: list[KeepSet] = []
+    found: list[SaveOption] = []
     for running in _Search(size, seconds).front(rows).running:
         one = _tidied(profile, times, savable - running, engine)
         if not found or one.seconds < found[-1].seconds:  # ticks may tell apart what seconds do not
@@ -278,7 +280,7 @@ def pareto(profile: RegionProfile, times: Sequence[float], engine: Engine = "rep
     return tuple(found)
 
 
-def _tidied(profile: RegionProfile, times: Sequence[float], saved: frozenset[int], engine: Engine) -> KeepSet:
+def _tidied(profile: RegionProfile, times: Sequence[float], saved: frozenset[int], engine: Engine) -> SaveOption:
     """Price ``saved`` without the entries that hold nothing, if that costs no more."""
     held = {profile.maker[value] for value in recomputed(profile, saved, engine).held}
     best = priced(profile, times, saved, engine)
@@ -306,29 +308,29 @@ class _Search:
     def __init__(self, size: dict[int, int], seconds: dict[int, float]) -> None:
         self._np: Any = import_extra("numpy", "tools")
         self._size = size
-        self._known: dict[frozenset[Demand], _Front] = {}
+        self._known: dict[frozenset[Requirement], _Front] = {}
         whole = math.fsum(seconds.values()) or 1.0
         self._ticks = {number: round(time / whole * TICKS) for number, time in seconds.items()}
 
-    def front(self, rows: frozenset[Demand]) -> _Front:
+    def front(self, rows: frozenset[Requirement]) -> _Front:
         """Return the best choices for ``rows``, which may fall apart."""
         fronts = [self._decided(part) for part in parts(rows)]
-        total = self._point(Settled(frozenset(), frozenset(), frozenset(), frozenset()))
+        total = self._point(Propagated(frozenset(), frozenset(), frozenset(), frozenset()))
         for one in fronts:
             total = self._sum(total, one)
         return total
 
-    def _decided(self, rows: frozenset[Demand]) -> _Front:
+    def _decided(self, rows: frozenset[Requirement]) -> _Front:
         """Decide the last entry both ways: few others are asked for by it and by earlier ones."""
         if rows in self._known:
             return self._known[rows]
         number = max(max(row.reader, row.maker) for row in rows)
-        ways = [settle(rows, spared=(number,)), settle(rows, runs=(number,))]
+        ways = [propagate(rows, spared=(number,)), propagate(rows, runs=(number,))]
         fronts = [self._sum(self._point(way), self.front(way.open)) for way in ways if way is not None]
         self._known[rows] = self._union(fronts)
         return self._known[rows]
 
-    def _point(self, way: Settled) -> _Front:
+    def _point(self, way: Propagated) -> _Front:
         array = self._np.array
         return _Front(
             bytes=array([sum(self._size[root] for root in way.held)]),

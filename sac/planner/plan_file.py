@@ -34,7 +34,7 @@ class Plan:
     static: int
     extra: int
     engine: str = "auto"
-    kinds: tuple[int, ...] = ()  # of each position
+    groups: tuple[int, ...] = ()  # of each position
     paths: tuple[str, ...] = ()  # of the region at each position
     times: tuple[tuple[float, ...], ...] = ()  # seconds of each entry of each profile
     baselines: tuple[Point, ...] = ()
@@ -66,11 +66,11 @@ def make_plan(
         + (f", with {planner.step.extra} bytes of optimizer state" if planner.step.extra else "")
     )
     policy = policy_for(
-        planner.profiles, planner.choices, planner.kinds, planner.step.paths, chosen, name, made_for=made_for
+        planner.profiles, planner.choices, planner.groups, planner.step.paths, chosen, name, made_for=made_for
     )
     return Plan(
         policy, point, allowed, min(least.peak, point.peak), most.peak, planner.profiles, planner.choices,
-        planner.device, planner.step.static, planner.step.extra, planner.engine, planner.kinds, planner.step.paths,
+        planner.device, planner.step.static, planner.step.extra, planner.engine, planner.groups, planner.step.paths,
         planner.times, notes=tuple(notes),
     )  # fmt: skip
 
@@ -100,17 +100,17 @@ def _steps(planner: Planner, *, same_layers: bool) -> list[Point]:
     alike = [
         choice
         for choice in planner.records
-        if not same_layers or len({*zip(planner.kinds, choice, strict=True)}) == len({*planner.kinds})
+        if not same_layers or len({*zip(planner.groups, choice, strict=True)}) == len({*planner.groups})
     ]
     return [planner.point("least", choice) for choice in alike]
 
 
 def _too_small(planner: Planner, budget: int, least: Point) -> PlanError:
     """Return the error for a budget that nothing fits into: the least that does, and what holds it up."""
-    _, row = planner.step.peak(least.choice)
-    moment = planner.step.moments[row]
+    _, constraint = planner.step.peak(least.choice)
+    moment = planner.step.moments[constraint]
     static = planner.step.static + planner.step.extra
-    where = _where(moment, len(planner.kinds))
+    where = _where(moment, len(planner.groups))
     found = f"{bytes_text(budget)} is below the least peak of this model and these inputs, {bytes_text(least.peak)}"
     why = (
         f"{bytes_text(static)} are parameters, buffers, inputs and optimizer state; the peak is {where}"

@@ -79,11 +79,11 @@ def lowered(work: Callable[[Progress], T], device: Device, progress: Progress | 
     its.close()
     try:
         while True:
-            kind, found = mine.recv()
-            if kind == "progress":
+            message, found = mine.recv()
+            if message == "progress":
                 if progress is not None:
                     progress(*found)
-            elif kind == "result":
+            elif message == "result":
                 return found  # type: ignore[no-any-return]
             else:
                 error, told = found

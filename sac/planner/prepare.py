@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sac.blocks.attach import refuse_own_checkpointing
+from sac.blocks.attach import refuse_existing_checkpointing
 from sac.blocks.find import drop_frozen, find_blocks
 from sac.blocks.install import ours_on
 from sac.blocks.kv_cache import turn_off_cache
@@ -18,11 +18,11 @@ from sac.planner.budget import optimizer_bytes
 from sac.planner.choices import NONE, Choice
 from sac.planner.cost import Calibration, entry_times
 from sac.planner.devices import Device, device_at_hand, device_named
-from sac.planner.fake_op_cache import QuickFakes
+from sac.planner.fake_op_cache import FakeOpCache
 from sac.planner.fakes import Inputs, call, fake_copy, fake_inputs, fake_mode, real_copy
-from sac.planner.live_bytes import Ledger, Scratch
+from sac.planner.live_bytes import KernelWorkspace, Ledger
 from sac.planner.memory import StepModel
-from sac.planner.pareto import Engine, KeepSet, pareto, recomputed
+from sac.planner.pareto import Engine, SaveOption, pareto, recomputed
 from sac.planner.profile import RegionProfile
 from sac.planner.search import Planner, Progress, quiet
 from sac.planner.sharding import shard_again
@@ -60,7 +60,9 @@ def prepare(
     figures = figures_of(model, device)
     told = progress or (lambda done, total, label: None)
     on_cpu = figures.name == "cpu"
-    ledger = partial(Ledger, 1 if on_cpu else _CUDA_BLOCK, Scratch() if on_cpu else None, QuickFakes(), on_host=on_cpu)
+    ledger = partial(
+        Ledger, 1 if on_cpu else _CUDA_BLOCK, KernelWorkspace() if on_cpu else None, FakeOpCache(), on_host=on_cpu
+    )
     told(0, 4, "copying the model")
     mode = fake_mode()
     copied = real_copy(model) if real else fake_copy(model, mode)
@@ -86,12 +88,12 @@ def prepare(
         raise ModelError(Problem(type(model).__name__, found))
     shard_again(copied)
     told(2, 4, "choosing what to keep")
-    of_path = {path: kind for kind, profile in enumerate(profiles) for path in profile.paths}
+    of_path = {path: group for group, profile in enumerate(profiles) for path in profile.paths}
     times = tuple(entry_times(profile, figures, calibration) for profile in profiles)
     run_by = pricing_engine(engine)
     choices = tuple(_choices(profile, of_kind, run_by) for profile, of_kind in zip(profiles, times, strict=True))
     step = StepModel(
-        kinds=tuple(of_path[path] for path in order),
+        groups=tuple(of_path[path] for path in order),
         bytes=[[choice.bytes for choice in of_kind] for of_kind in choices],
         paths=tuple(order),
         extra=extra,
@@ -124,7 +126,7 @@ def pricing_engine(engine: str) -> Engine:
     return "rerun" if engine == RERUN else "replay"
 
 
-def choice_of(profile: RegionProfile, keep: KeepSet, label: str, run_by: Engine) -> Choice:
+def choice_of(profile: RegionProfile, keep: SaveOption, label: str, run_by: Engine) -> Choice:
     """Return the choice of saving the entries of ``keep`` in regions of a kind."""
     flops = sum(profile.entries[number].flops for number in recomputed(profile, keep.saved, run_by).entries)
     return Choice(label, keep, keep.bytes, keep.seconds, flops)
@@ -145,7 +147,7 @@ def refuse_unfit(model: nn.Module) -> None:
         raise ModelError(Problem("model", f"a {type(model).__name__} is no torch.nn.Module"))
     if any(ours_on(module) is not None for module in model.modules()):
         raise ModelError(Problem(type(model).__name__, "sac is on this model", fix="call sac.remove(model) first"))
-    refuse_own_checkpointing(model)
+    refuse_existing_checkpointing(model)
 
 
 def figures_of(model: nn.Module, device: str | torch.device | None) -> Device:

@@ -75,9 +75,9 @@ class Planner:
     records: dict[tuple[int, ...], StepRecord] = field(default_factory=dict)
 
     @property
-    def kinds(self) -> tuple[int, ...]:
+    def groups(self) -> tuple[int, ...]:
         """The kind of each position."""
-        return self.step.kinds
+        return self.step.groups
 
     @property
     def repeats(self) -> bool:
@@ -88,11 +88,11 @@ class Planner:
         """Run a step with this choice per position, and learn from it."""
         if choice in self.records:
             return self.records[choice]
-        policy = policy_for(self.profiles, self.choices, self.kinds, self.step.paths, choice, "planned")
+        policy = policy_for(self.profiles, self.choices, self.groups, self.step.paths, choice, "planned")
         plain = {
             path
-            for path, kind, one in zip(self.step.paths, self.kinds, choice, strict=True)
-            if self.choices[kind][one].keep is None
+            for path, group, one in zip(self.step.paths, self.groups, choice, strict=True)
+            if self.choices[group][one].keep is None
         }
         with quiet():
             apply(self.model, {"mode": "selective", "policy": policy, "engine": self.engine, "verify": NEVER})
@@ -118,21 +118,21 @@ class Planner:
 
         Where a kind has few of many layers that takes too many steps: the rest is estimated, and checked if it is used.
         """
-        each = {kind: 1 if self.repeats else self.kinds.count(kind) for kind in {*self.kinds}}
-        rounds = max(2, *(-(-len(self.choices[kind]) // count) for kind, count in each.items()))
-        rounds = min(rounds, max(2, _MOST_MEASURED // len(self.kinds)))
+        each = {group: 1 if self.repeats else self.groups.count(group) for group in {*self.groups}}
+        rounds = max(2, *(-(-len(self.choices[group]) // count) for group, count in each.items()))
+        rounds = min(rounds, max(2, _MOST_MEASURED // len(self.groups)))
         for one in range(rounds):
             self.progress(one, rounds + 1, "running steps")
             if self.repeats:
-                self.run(tuple(_spread(one, rounds, len(self.choices[kind])) for kind in self.kinds))
+                self.run(tuple(_spread(one, rounds, len(self.choices[group])) for group in self.groups))
                 continue
-            taken = [one * self.kinds.count(kind) for kind in range(len(self.choices))]
+            taken = [one * self.groups.count(group) for group in range(len(self.choices))]
             found = []
-            for kind in self.kinds:
+            for group in self.groups:
                 # No checkpointing is the second: what the first region is given is held by the model itself.
-                count = len(self.choices[kind])
-                found.append((taken[kind] - 2) % count if taken[kind] % count else count - 2)
-                taken[kind] += 1
+                count = len(self.choices[group])
+                found.append((taken[group] - 2) % count if taken[group] % count else count - 2)
+                taken[group] += 1
             self.run(tuple(found))
 
     def assign(self, budget: int, *, same_layers: bool = False) -> tuple[int, ...]:
@@ -149,7 +149,7 @@ class Planner:
                 low = max(low, min(error.least, high))
                 middle, choice = low, self._assign(error.least, same_layers=same_layers)
                 if found is None and self.step.peak(choice)[0] > budget:
-                    raise BudgetTooSmallError(budget, self.step.peak(choice)[0], error.row) from None
+                    raise BudgetTooSmallError(budget, self.step.peak(choice)[0], error.constraint) from None
             if self.step.peak(choice)[0] <= budget:
                 low, found = middle, choice
             else:
@@ -161,20 +161,20 @@ class Planner:
         return found
 
     def _assign(self, budget: int, *, same_layers: bool) -> tuple[int, ...]:
-        held = [self.step.held_by(kind) for kind in self.kinds]
-        seconds = [tuple(choice.seconds for choice in self.choices[kind]) for kind in self.kinds]
+        held = [self.step.held_by(group) for group in self.groups]
+        seconds = [tuple(choice.seconds for choice in self.choices[group]) for group in self.groups]
         if same_layers or self.repeats:
-            return assign_alike(self.step.rows(), held, seconds, budget, self.kinds)
-        return assign(self.step.rows(), held, seconds, budget)
+            return assign_alike(self.step.constraints(), held, seconds, budget, self.groups)
+        return assign(self.step.constraints(), held, seconds, budget)
 
     def point(self, label: str, choice: tuple[int, ...]) -> Point:
         """Return what a choice costs; by a step with it if one was run, else as predicted."""
         record = self.records.get(choice)
-        picked = [self.choices[kind][one] for kind, one in zip(self.kinds, choice, strict=True)]
+        picked = [self.choices[group][one] for group, one in zip(self.groups, choice, strict=True)]
         return Point(
             label,
             choice,
-            kept=sum(self.step.held_by(kind)[one] for kind, one in zip(self.kinds, choice, strict=True)),
+            kept=sum(self.step.held_by(group)[one] for group, one in zip(self.groups, choice, strict=True)),
             peak=self.step.peak_of(record) if record is not None else self.step.peak(choice)[0],
             flops=sum(one.flops for one in picked),
             seconds=sum(one.seconds for one in picked),
@@ -191,11 +191,11 @@ class Planner:
     @property
     def without_checkpointing(self) -> tuple[int, ...]:
         """The choice that is no region at all, everywhere: the last of each kind."""
-        return self.everywhere(lambda kind: len(self.choices[kind]) - 1)
+        return self.everywhere(lambda group: len(self.choices[group]) - 1)
 
     def everywhere(self, pick: Callable[[int], int]) -> tuple[int, ...]:
         """Return the choice that gives each region what ``pick`` returns for its kind."""
-        return tuple(pick(kind) for kind in self.kinds)
+        return tuple(pick(group) for group in self.groups)
 
 
 def _spread(one: int, rounds: int, count: int) -> int:

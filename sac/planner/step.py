@@ -21,7 +21,7 @@ FORWARD, BACKWARD, BETWEEN = "forward", "backward", "between"
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class StepPhase:
     """A part of a step: the forward or the backward of the region at ``position``, or what lies between two of them.
 
     Positions count the calls of regions in forward order; of what lies between, ``position`` counts the regions whose
@@ -44,7 +44,7 @@ class StepRecord:
     """
 
     paths: tuple[str, ...]
-    windows: tuple[Window, ...]
+    phases: tuple[StepPhase, ...]
     static: int
     kept: int
     peak: int
@@ -68,7 +68,7 @@ def scalar_loss(output: Any, loss_fn: Callable[[Any], Tensor] | None) -> Tensor:
     raise PlanError(Problem("loss", f"{found} {what}", "a scalar tensor that needs a gradient", fix=fix))
 
 
-class _Marks:
+class _PhaseMarks:
     """Cuts a step into windows; told by hooks where regions begin and end."""
 
     def __init__(self, ledger: Ledger) -> None:
@@ -78,10 +78,10 @@ class _Marks:
     def begin(self) -> None:
         """A step begins."""
         ledger = self.ledger
-        if ledger.scratch is not None:
-            ledger.scratch.cut()
+        if ledger.workspace is not None:
+            ledger.workspace.cut()
         self.paths: list[str] = []
-        self.windows: list[Window] = []
+        self.phases: list[StepPhase] = []
         self.levels: list[dict[Hashable, int]] = []  # of each window, for its scratch
         self._part, self._position = BETWEEN, 0
         self._before = ledger.live
@@ -90,9 +90,9 @@ class _Marks:
     def cut(self, part: str, position: int) -> None:
         """What was going on is over; now comes ``part``."""
         ledger = self.ledger
-        self.windows.append(Window(self._part, self._position, self._before, ledger.peak, ledger.live))
-        if ledger.scratch is not None:
-            self.levels.append(ledger.scratch.cut())
+        self.phases.append(StepPhase(self._part, self._position, self._before, ledger.peak, ledger.live))
+        if ledger.workspace is not None:
+            self.levels.append(ledger.workspace.cut())
         self._part, self._position, self._before = part, position, ledger.live
         ledger.peak = ledger.live
 
@@ -166,7 +166,7 @@ def run_step(
             if isinstance(tensor, Tensor):
                 ledger.note(tensor)
         static = ledger.live
-        marks = _Marks(ledger)
+        marks = _PhaseMarks(ledger)
         state = torch.get_rng_state()
         stack.callback(torch.set_rng_state, state)
         for path, module in regions:
@@ -192,11 +192,11 @@ def run_step(
             if not accumulates:
                 model.zero_grad(set_to_none=True)
         model.zero_grad(set_to_none=True)
-    if ledger.scratch is not None:
-        scratch = ledger.scratch
-        marks.windows = [
+    if ledger.workspace is not None:
+        scratch = ledger.workspace
+        marks.phases = [
             replace(window, peak=max(window.peak, scratch.peak(levels)))
-            for window, levels in zip(marks.windows, marks.levels, strict=True)
+            for window, levels in zip(marks.phases, marks.levels, strict=True)
         ]
-    peak = max(window.peak for window in marks.windows)
-    return StepRecord(tuple(marks.paths), tuple(marks.windows), static, kept, peak)
+    peak = max(window.peak for window in marks.phases)
+    return StepRecord(tuple(marks.paths), tuple(marks.phases), static, kept, peak)

@@ -50,7 +50,7 @@ def baselines(planner: Planner) -> tuple[Point, ...]:
     """
     by_label = {label: _usual(planner, label) for label in (ATTENTION_ALTERNATE, ATTENTION_MATMULS)}
     layers = {path: layer for one in planner.profiles for path, layer in zip(one.paths, one.layers, strict=True)}
-    none, full = planner.without_checkpointing, planner.everywhere(lambda kind: 0)
+    none, full = planner.without_checkpointing, planner.everywhere(lambda group: 0)
     second = tuple(both[layers[path] % 2] for path, *both in zip(planner.step.paths, full, none, strict=True))
     return (
         planner.point(NONE, none),
@@ -80,7 +80,7 @@ def curve(planner: Planner, made: Plan, *, same_layers: bool = False) -> tuple[P
 
 def forward_seconds(made: Plan) -> float:
     """Return the predicted time of one forward of all blocks that were planned."""
-    return math.fsum(math.fsum(made.times[kind]) for kind in made.kinds)
+    return math.fsum(math.fsum(made.times[group]) for group in made.groups)
 
 
 def _usual(planner: Planner, label: str) -> Point:
@@ -94,7 +94,7 @@ def _usual(planner: Planner, label: str) -> Point:
     step = copy.deepcopy(planner.step)  # what is learnt here is nothing to the plan
     step.bytes = sizes
     beside = replace(planner, choices=tuple(choices), step=step, records={})
-    last = beside.everywhere(lambda kind: len(beside.choices[kind]) - 1)
+    last = beside.everywhere(lambda group: len(beside.choices[group]) - 1)
     beside.run(last)
     return beside.point(label, last)
 
@@ -119,7 +119,7 @@ _WIDTH = 100
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
-def written(made: Plan, about: Mapping[str, str] = _NOTHING) -> str:
+def write_policy(made: Plan, about: Mapping[str, str] = _NOTHING) -> str:
     """Return the policy of a plan as YAML with comments, which loads to an equal policy.
 
     ``about``: what else the header says, such as the model, its inputs and the command, by what it is called.
@@ -160,17 +160,17 @@ def _header(made: Plan, about: Mapping[str, str]) -> Iterator[str]:
     yield f"recomputed: {point.flops / 1e9:.4g} GFLOP in {seconds_text(point.seconds)} per step (predicted{share})"
     for note in made.notes:
         yield f"note: {note}"
-    for kind, profile in enumerate(made.profiles):
-        for one, layers in _used(made, kind).items():
-            yield f"{_place(profile, layers)}: {_what(made.choices[kind][one])}"
+    for group, profile in enumerate(made.profiles):
+        for one, layers in _used(made, group).items():
+            yield f"{_place(profile, layers)}: {_what(made.choices[group][one])}"
 
 
-def _used(made: Plan, kind: int) -> dict[int, list[int]]:
+def _used(made: Plan, group: int) -> dict[int, list[int]]:
     """Return the layers of a kind by what was chosen for them, in the order of the layers."""
-    layer = dict(zip(made.profiles[kind].paths, made.profiles[kind].layers, strict=True))
+    layer = dict(zip(made.profiles[group].paths, made.profiles[group].layers, strict=True))
     used: dict[int, list[int]] = {}
-    for path, of, one in zip(made.paths, made.kinds, made.point.choice, strict=True):
-        if of == kind:
+    for path, of, one in zip(made.paths, made.groups, made.point.choice, strict=True):
+        if of == group:
             used.setdefault(one, []).append(layer[path])
     return used
 
@@ -191,26 +191,26 @@ def _what(choice: Choice) -> str:
 
 
 def _of_rule(made: Plan, rule: Rule) -> str:
-    kind, one = _meant(made, rule)
-    profile, choice = made.profiles[kind], made.choices[kind][one]
+    group, one = _meant(made, rule)
+    profile, choice = made.profiles[group], made.choices[group][one]
     if choice.keep is None:
         return "no checkpointing in these layers: autograd keeps what it keeps, and nothing runs again"
     run_by = pricing_engine(made.engine)
     mine = {number for number in choice.keep.saved if _names(rule, profile, number)}
     held = {profile.roots[value]: profile.bytes[value] for value in recomputed(profile, choice.keep.saved, run_by).held
             if profile.maker[value] in mine}  # fmt: skip
-    less = priced(profile, made.times[kind], choice.keep.saved - mine, run_by)
+    less = priced(profile, made.times[group], choice.keep.saved - mine, run_by)
     spared = seconds_text(less.seconds - choice.seconds)
     return f"{bytes_text(sum(held.values()))} per layer; without it {spared} more run again"
 
 
 def _meant(made: Plan, rule: Rule) -> tuple[int, int]:
     """Return the kind that a rule speaks of, and what was chosen for its first such region."""
-    for path, kind, one in zip(made.paths, made.kinds, made.point.choice, strict=True):
-        profile = made.profiles[kind]
+    for path, group, one in zip(made.paths, made.groups, made.point.choice, strict=True):
+        profile = made.profiles[group]
         layer = profile.layers[profile.paths.index(path)]
         if rule.matches_region(path, layer, profile.stack_size):
-            return kind, one
+            return group, one
     raise AssertionError(f"rule {rule.id} speaks of no region of the plan")
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import yaml
 
-from sac.policy.model import Calls, Dim, Layers, Plan, PlannedRegion, Policy, Rule
+from sac.policy.model import Calls, Dim, Layers, PlannedRegion, PlanSection, Policy, Rule
 from sac.policy.patterns import PathPattern
 from sac.policy.read import SCHEMA
-from sac.policy.syntax import plain_kind
+from sac.policy.syntax import plain_type
 
 
 def dump_policy(policy: Policy) -> str:
@@ -41,14 +41,14 @@ class _Dumper(yaml.SafeDumper):
         return True
 
     def write_text(self, text: str) -> yaml.ScalarNode:
-        style = "'" if plain_kind(text) != "text" else None
+        style = "'" if plain_type(text) != "text" else None
         return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
 _Dumper.add_representer(str, _Dumper.write_text)
 
 
-def _plan(plan: Plan) -> dict[str, object]:
+def _plan(plan: PlanSection) -> dict[str, object]:
     return {"made_for": plan.made_for, "regions": [_planned_region(one) for one in plan.regions]}
 
 

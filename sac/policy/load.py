@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from sac.errors import PolicyError, Problem, listing, nearest
 from sac.policy.dump import dump_policy
-from sac.policy.model import Mark, Policy, Rule
+from sac.policy.model import Policy, Rule, SourceLocation
 from sac.policy.read import SCHEMA, Written, read_policy
 from sac.policy.syntax import Findings, compose_yaml, node_from_value, shown
 
@@ -47,8 +47,8 @@ def fold(line: Sequence[Written]) -> Policy:
         for name, ops in policy.sets.items():
             sets[name] = tuple(dict.fromkeys((*sets.get(name, ()), *ops)))
     default, blocks, layers = (_first_that_sets(key, policies) for key in ("default", "blocks", "layers"))
-    marks = [policy.key_marks for policy in policies]
-    inherited = {key: mark for one in reversed(marks) for key, mark in one.items() if key in _INHERITED}
+    locations = [policy.key_locations for policy in policies]
+    inherited = {key: location for one in reversed(locations) for key, location in one.items() if key in _INHERITED}
     return replace(
         child,
         rules=_fold_rules(policies),
@@ -56,9 +56,11 @@ def fold(line: Sequence[Written]) -> Policy:
         blocks=blocks.blocks,
         layers=layers.layers,
         sets=sets,
-        set_marks={name: mark for policy in reversed(policies) for name, mark in policy.set_marks.items()},
+        set_locations={
+            name: location for policy in reversed(policies) for name, location in policy.set_locations.items()
+        },
         extends=tuple(policy.name for policy in policies[1:]),
-        key_marks=inherited | dict(child.key_marks),
+        key_locations=inherited | dict(child.key_locations),
     )
 
 
@@ -66,7 +68,7 @@ _INHERITED = ("default", "regions", "blocks", "layers", "sets")
 
 
 def _first_that_sets(key: str, policies: Sequence[Policy]) -> Policy:
-    return next((policy for policy in policies if key in policy.key_marks), policies[0])
+    return next((policy for policy in policies if key in policy.key_locations), policies[0])
 
 
 def _fold_rules(policies: Sequence[Policy]) -> tuple[Rule, ...]:
@@ -75,7 +77,7 @@ def _fold_rules(policies: Sequence[Policy]) -> tuple[Rule, ...]:
         same = taken.get(rule.id)
         if same is None:
             taken[rule.id] = rule
-        elif not ("id" in same.key_marks and "id" in rule.key_marks):
+        elif not ("id" in same.key_locations and "id" in rule.key_locations):
             # Ids that sac made up clash only when two files have one name: that hides nothing.
             free = next(f"{rule.id}.{n}" for n in range(2, len(taken) + 3) if f"{rule.id}.{n}" not in taken)
             taken[free] = replace(rule, id=free)
@@ -100,15 +102,15 @@ def shipped_policies() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in shipped_directory().glob("*.yaml")))
 
 
-def is_shipped(mark: Mark) -> bool:
+def is_shipped(location: SourceLocation) -> bool:
     """Return whether what stands at ``mark`` was written by us and not by the user."""
-    return Path(mark.file).parent == shipped_directory()
+    return Path(location.file).parent == shipped_directory()
 
 
 def shipped_policy_path(name: str) -> Path:
     """Return the file of a shipped policy; raises ``PolicyError`` for an unknown name. Case and ``-``/``_`` are one."""
     findings = Findings()
-    path = _find_shipped(name, Mark("policy"), findings)
+    path = _find_shipped(name, SourceLocation("policy"), findings)
     if path is None:
         raise PolicyError(findings.problems())
     return path
@@ -119,32 +121,32 @@ def looks_like_path(text: str) -> bool:
     return text.lower().endswith(_ENDINGS) or any(sep in text for sep in (os.sep, os.altsep) if sep)
 
 
-def find_file(text: str, base: Path, mark: Mark, findings: Findings) -> Path | None:
+def find_file(text: str, base: Path, location: SourceLocation, findings: Findings) -> Path | None:
     """Return the file that ``text`` names: a shipped policy, or a path (relative ones start at ``base``)."""
     if not looks_like_path(text):
-        return _find_shipped(text, mark, findings)
+        return _find_shipped(text, location, findings)
     try:
         path = base / os.path.expanduser(text)
         path.stat()  # not exists(): what else it passes over differs between versions of Python
     except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a NUL in the name
         near = nearest(Path(text).stem, shipped_policies())
         fix = f'the shipped policy is written "{near}", without a path' if near else "check the path"
-        findings.add(mark, f'there is no file "{shown(text)}"', nearest=near, fix=fix)
+        findings.add(location, f'there is no file "{shown(text)}"', nearest=near, fix=fix)
         return None
     except OSError as error:
-        findings.add(mark, f'the file "{shown(text)}" cannot be reached: {error.strerror}', fix="check the path")
+        findings.add(location, f'the file "{shown(text)}" cannot be reached: {error.strerror}', fix="check the path")
         return None
     return path
 
 
-def _find_shipped(name: str, mark: Mark, findings: Findings) -> Path | None:
+def _find_shipped(name: str, location: SourceLocation, findings: Findings) -> Path | None:
     names = shipped_policies()
     word = name.strip().lower().replace("-", "_")
     if word in names:
         return shipped_directory() / f"{word}.yaml"
     fix = 'to name a file, give a path that ends in .yaml or has a "/" in it'
     found = f'no shipped policy is called "{shown(name)}"'
-    findings.add(mark, found, expected=listing(names), nearest=nearest(word, names), fix=fix)
+    findings.add(location, found, expected=listing(names), nearest=nearest(word, names), fix=fix)
     return None
 
 
@@ -189,8 +191,8 @@ def _top_file(source: object, where: str) -> Path:
     if not isinstance(source, str) or not source.strip():
         expected = f"a path, a mapping, a Policy, or one of {listing(shipped_policies())}"
         found = "an empty name" if isinstance(source, str) else f"a value of type {type(source).__name__}"
-        findings.stop(Mark(where), f"a policy is meant, this is {found}", expected=expected)
-    path = find_file(source, Path(), Mark(where), findings)
+        findings.stop(SourceLocation(where), f"a policy is meant, this is {found}", expected=expected)
+    path = find_file(source, Path(), SourceLocation(where), findings)
     if path is None:
         raise PolicyError(findings.problems())
     return path
@@ -226,20 +228,22 @@ class _Lineage:
     def _with_parents(
         self, written: Written, base: Path, trail: tuple[Path, ...], findings: Findings
     ) -> tuple[Written, ...]:
-        files = [self._parent(name, mark, base, trail, findings) for name, mark in written.parents]
+        files = [self._parent(name, location, base, trail, findings) for name, location in written.parents]
         self.problems.extend(findings.problems())
         return join_lines(written, [self.of_file(path, trail) for path in files if path is not None])
 
-    def _parent(self, name: str, mark: Mark, base: Path, trail: tuple[Path, ...], findings: Findings) -> Path | None:
-        path = find_file(name, base, mark, findings)
+    def _parent(
+        self, name: str, location: SourceLocation, base: Path, trail: tuple[Path, ...], findings: Findings
+    ) -> Path | None:
+        path = find_file(name, base, location, findings)
         if path is None:
             return None
         same = [place for place, earlier in enumerate(trail) if earlier.resolve() == path.resolve()]
         if same:
             chain = " -> ".join(str(one) for one in (*trail[same[0] :], path))
-            findings.add(mark, f"extends goes in a circle: {chain}", fix="remove one of these `extends`")
+            findings.add(location, f"extends goes in a circle: {chain}", fix="remove one of these `extends`")
         elif len(trail) >= MAX_LINEAGE:
-            findings.add(mark, f"extends goes more than {MAX_LINEAGE} files deep", fix="join some of the files")
+            findings.add(location, f"extends goes more than {MAX_LINEAGE} files deep", fix="join some of the files")
         else:
             return path
         return None
@@ -248,33 +252,33 @@ class _Lineage:
 def _read_file(path: Path, findings: Findings) -> Written:
     root = compose_yaml(_read_text(path, findings), str(path), findings)
     if root is None:
-        findings.stop(Mark(str(path)), "the file is empty", fix=f'start with "schema: {SCHEMA}" and "rules:"')
+        findings.stop(SourceLocation(str(path)), "the file is empty", fix=f'start with "schema: {SCHEMA}" and "rules:"')
     return read_policy(root, path.stem, str(path), findings, needs_schema=True)
 
 
 def _read_text(path: Path, findings: Findings) -> str:
     """Return the text of a file; never reads more than the bound, whatever the file says its size is."""
-    mark = Mark(str(path))
+    location = SourceLocation(str(path))
     if path.is_dir():
-        findings.stop(mark, "this is a directory, not a policy file", fix="name a file in it")
+        findings.stop(location, "this is a directory, not a policy file", fix="name a file in it")
     if not path.is_file():
-        findings.stop(mark, "this is not a regular file", fix="copy it into a file")
+        findings.stop(location, "this is not a regular file", fix="copy it into a file")
     try:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
     except OSError as error:
-        findings.stop(mark, f"the file cannot be read: {error.strerror}", fix="check its permissions")
+        findings.stop(location, f"the file cannot be read: {error.strerror}", fix="check its permissions")
     if len(data) > MAX_BYTES:
-        findings.stop(mark, "the file is longer than 1 MiB", fix="name a policy file; they have a few kB")
+        findings.stop(location, "the file is longer than 1 MiB", fix="name a policy file; they have a few kB")
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        findings.stop(mark, "this is UTF-16 text", fix="save it as UTF-8")
+        findings.stop(location, "this is UTF-16 text", fix="save it as UTF-8")
     if b"\0" in data:
-        findings.stop(mark, f"this is a binary file: byte {data.index(0)} is NUL", fix="name a YAML text file")
+        findings.stop(location, f"this is a binary file: byte {data.index(0)} is NUL", fix="name a YAML text file")
     data = data.removeprefix(codecs.BOM_UTF8)
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         line_start = data.rfind(b"\n", 0, error.start) + 1
         column = len(data[line_start : error.start].decode("utf-8")) + 1
-        place = Mark(str(path), data.count(b"\n", 0, error.start) + 1, column)
+        place = SourceLocation(str(path), data.count(b"\n", 0, error.start) + 1, column)
         findings.stop(place, f"the byte 0x{data[error.start]:02x} is not UTF-8", fix="save the file as UTF-8")

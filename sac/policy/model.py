@@ -25,7 +25,7 @@ ALTERNATE = "alternate"  # a rule's fourth `do`: save its 1st, 3rd, 5th … matc
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class SourceLocation:
     """Where something was written; ``line`` and ``column`` count from 1, and are 0 for a value that has no file."""
 
     file: str
@@ -160,9 +160,9 @@ class Rule:
     min_bytes: int = 0
     optional: bool = False
     blocks: tuple[PathPattern, ...] = ()  # paths of regions, from the model down
-    mark: Mark = field(default=Mark("<policy>"), compare=False)
-    key_marks: Mapping[str, Mark] = field(default_factory=dict, compare=False, hash=False)
-    op_marks: tuple[Mark, ...] = field(default=(), compare=False, hash=False)  # one per entry of ops
+    location: SourceLocation = field(default=SourceLocation("<policy>"), compare=False)
+    key_locations: Mapping[str, SourceLocation] = field(default_factory=dict, compare=False, hash=False)
+    op_locations: tuple[SourceLocation, ...] = field(default=(), compare=False, hash=False)  # one per entry of ops
     origin: str = field(default="", compare=False)  # the policy that wrote it, which `extends` may have brought in
 
     @property
@@ -191,7 +191,7 @@ class Rule:
 
     def where(self, key: str = "") -> str:
         """Return the place of the rule, or of one of its keys, for a message."""
-        return str(self.key_marks.get(key, self.mark))
+        return str(self.key_locations.get(key, self.location))
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +201,7 @@ class PlannedRegion:
     blocks: tuple[PathPattern, ...]
     layers: Layers | None
     signature: str  # sixteen hex digits
-    mark: Mark = field(default=Mark("<policy>"), compare=False)
+    location: SourceLocation = field(default=SourceLocation("<policy>"), compare=False)
 
     def matches_region(self, path: str, layer: int, stack_size: int) -> bool:
         """Return whether the region at ``path``, which is ``layer`` of ``stack_size``, is meant."""
@@ -209,7 +209,7 @@ class PlannedRegion:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class PlanSection:
     """What a computed policy was computed for."""
 
     made_for: str  # model, inputs, device, budget, for people
@@ -235,14 +235,14 @@ class Policy:
     default: Decision = Decision.RECOMPUTE
     models: tuple[str, ...] = ()  # model_type or class-name globs
     sets: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
-    set_marks: Mapping[str, Mark] = field(default_factory=dict, compare=False, hash=False)
+    set_locations: Mapping[str, SourceLocation] = field(default_factory=dict, compare=False, hash=False)
     blocks: tuple[PathPattern, ...] = ()  # empty: the blocks are found
     layers: Layers = Layers()
-    plan: Plan | None = None
+    plan: PlanSection | None = None
     extends: tuple[str, ...] = field(default=(), compare=False)  # parents' names, nearest first; `rules` has theirs
     source: str = field(default="<policy>", compare=False)
-    key_marks: Mapping[str, Mark] = field(default_factory=dict, compare=False, hash=False)
+    key_locations: Mapping[str, SourceLocation] = field(default_factory=dict, compare=False, hash=False)
 
     def where(self, key: str = "") -> str:
         """Return the place of the policy, or of one of its top-level keys, for a message."""
-        return str(self.key_marks.get(key, Mark(self.source)))
+        return str(self.key_locations.get(key, SourceLocation(self.source)))

@@ -9,7 +9,19 @@ from decimal import Decimal
 from fnmatch import fnmatchcase
 
 from sac.errors import listing, nearest
-from sac.policy.model import ALTERNATE, Calls, Chunks, Decision, Dim, Layers, Mark, Plan, PlannedRegion, Policy, Rule
+from sac.policy.model import (
+    ALTERNATE,
+    Calls,
+    Chunks,
+    Decision,
+    Dim,
+    Layers,
+    PlannedRegion,
+    PlanSection,
+    Policy,
+    Rule,
+    SourceLocation,
+)
 from sac.policy.patterns import PathPattern
 from sac.policy.syntax import Findings, ListNode, MapNode, Node, Scalar, describe, shown
 
@@ -61,7 +73,7 @@ def read_entries(node: Node, what: str, legal: Sequence[str], findings: Findings
     """Return the values of a mapping by key; keys that are not in ``legal`` are findings."""
     if not isinstance(node, MapNode):
         fix = 'write it as "key: value" pairs'
-        findings.add(node.mark, f"{what} is {describe(node)}", expected=f"a mapping of {listing(legal)}", fix=fix)
+        findings.add(node.location, f"{what} is {describe(node)}", expected=f"a mapping of {listing(legal)}", fix=fix)
         return {}
     known: dict[str, Node] = {}
     for key, value in node.entries:
@@ -71,7 +83,7 @@ def read_entries(node: Node, what: str, legal: Sequence[str], findings: Findings
             else:
                 found, near = f'unknown key "{shown(key.text)}" in {what}', nearest(key.text, legal)
                 fix = f'write "{near}"' if near else "remove it"
-                findings.add(key.mark, found, expected=listing(legal), nearest=near, fix=fix)
+                findings.add(key.location, found, expected=listing(legal), nearest=near, fix=fix)
     return known
 
 
@@ -88,7 +100,7 @@ def lacks(key: str, node: MapNode, legal: Sequence[str]) -> bool:
 def read_named(node: Node, what: str, findings: Findings) -> list[tuple[Scalar, Node]]:
     """Return the entries of a mapping whose keys the user chooses."""
     if not isinstance(node, MapNode):
-        findings.add(node.mark, f"{what} is {describe(node)}", expected="a mapping of names")
+        findings.add(node.location, f"{what} is {describe(node)}", expected="a mapping of names")
         return []
     return [(key, value) for key, value in node.entries if _is_name(key, what, findings)]
 
@@ -96,30 +108,30 @@ def read_named(node: Node, what: str, findings: Findings) -> list[tuple[Scalar, 
 def _is_name(key: Scalar, what: str, findings: Findings) -> bool:
     if key.text == "<<":
         fix = "write the keys out, or put the shared rules into a policy of their own and use `extends`"
-        findings.add(key.mark, 'merge keys ("<<") are not supported', fix=fix)
+        findings.add(key.location, 'merge keys ("<<") are not supported', fix=fix)
         return False
     if key.kind == "text" and key.text.isprintable() and key.text.strip():
         return True
-    findings.add(key.mark, f"a key of {what} is {describe(key)}", expected="text", fix="quote it if text is meant")
+    findings.add(key.location, f"a key of {what} is {describe(key)}", expected="text", fix="quote it if text is meant")
     return False
 
 
 def read_text(node: Node, what: str, findings: Findings, *, empty_is_legal: bool = False) -> str | None:
     """Return a text, letter by letter as written (``1.10`` stays ``1.10``)."""
     if not isinstance(node, Scalar) or node.kind in ("null", "other"):
-        findings.add(node.mark, f"{what} is {describe(node)}", expected="text")
+        findings.add(node.location, f"{what} is {describe(node)}", expected="text")
     elif node.kind == "bool":
-        findings.add(node.mark, f"{what} is the boolean {node.text}", expected="text", fix=f'write "{node.text}"')
-    elif node.kind == "float" and not node.mark.line:
+        findings.add(node.location, f"{what} is the boolean {node.text}", expected="text", fix=f'write "{node.text}"')
+    elif node.kind == "float" and not node.location.line:
         # A float of Python no longer says how it was written: 1.10 came as 1.1.
         findings.add(
-            node.mark, f"{what} is the number {node.text}", expected="text", fix="quote it where it is written"
+            node.location, f"{what} is the number {node.text}", expected="text", fix="quote it where it is written"
         )
     elif not node.text and not empty_is_legal:
-        findings.add(node.mark, f"{what} is an empty text", expected="text")
+        findings.add(node.location, f"{what} is an empty text", expected="text")
     elif not node.text.isprintable() or node.text.strip() != node.text:
         fix = "remove what cannot be seen"
-        findings.add(node.mark, f"{what} has a line break, an outer space or a control character in it", fix=fix)
+        findings.add(node.location, f"{what} has a line break, an outer space or a control character in it", fix=fix)
     else:
         return node.text
     return None
@@ -127,45 +139,45 @@ def read_text(node: Node, what: str, findings: Findings, *, empty_is_legal: bool
 
 def read_texts(
     node: Node, what: str, findings: Findings, *, empty_is_legal: bool = False
-) -> tuple[tuple[str, Mark], ...]:
+) -> tuple[tuple[str, SourceLocation], ...]:
     """Return one text or a list of them, each with its mark."""
     if isinstance(node, MapNode):
-        findings.add(node.mark, f"{what} is {describe(node)}", expected="text, or a list of at least one")
+        findings.add(node.location, f"{what} is {describe(node)}", expected="text, or a list of at least one")
         return ()
     nodes = node.items if isinstance(node, ListNode) else (node,)
     if not nodes:
         findings.add(
-            node.mark,
+            node.location,
             f"{what} is an empty list",
             expected="text, or a list of at least one",
             fix="remove it, or name one",
         )
-    texts = ((read_text(item, what, findings, empty_is_legal=empty_is_legal), item.mark) for item in nodes)
-    return tuple((text, mark) for text, mark in texts if text is not None)
+    texts = ((read_text(item, what, findings, empty_is_legal=empty_is_legal), item.location) for item in nodes)
+    return tuple((text, location) for text, location in texts if text is not None)
 
 
-def read_names(node: Node, what: str, findings: Findings) -> tuple[tuple[str, Mark], ...]:
+def read_names(node: Node, what: str, findings: Findings) -> tuple[tuple[str, SourceLocation], ...]:
     """Return one name or a list of them; a name has no spaces or commas in it."""
     names = read_texts(node, what, findings)
-    for name, mark in names:
+    for name, location in names:
         if "," in name or any(character.isspace() for character in name):
             found = f'{what} has the name "{shown(name)}" with a space or comma in it'
-            findings.add(mark, found, fix="write several names as a list: [first, second]")
+            findings.add(location, found, fix="write several names as a list: [first, second]")
     return names
 
 
 def read_word(node: Node, what: str, legal: Sequence[str], findings: Findings) -> str | None:
     """Return one of the ``legal`` words; case does not matter."""
     if not isinstance(node, Scalar) or node.kind in ("null", "other"):
-        findings.add(node.mark, f"{what} is {describe(node)}", expected=listing(legal))
+        findings.add(node.location, f"{what} is {describe(node)}", expected=listing(legal))
         return None
     word = next((word for word in legal if word.lower() == node.text.strip().lower()), None)
     if word is None:
         near = nearest(node.text, legal)
         fix = f'write "{near}"' if near else ""
-        if node.kind == "bool" and not node.mark.line:
+        if node.kind == "bool" and not node.location.line:
             fix = "quote the word that is meant: YAML 1.1 reads on, off, yes and no as booleans"
-        findings.add(node.mark, f"{what} is {describe(node)}", expected=listing(legal), nearest=near, fix=fix)
+        findings.add(node.location, f"{what} is {describe(node)}", expected=listing(legal), nearest=near, fix=fix)
     return word
 
 
@@ -177,7 +189,7 @@ def read_bool(node: Node, what: str, findings: Findings) -> bool | None:
     meant |= {"no": "false", "off": "false", "false": "false", "0": "false"}
     word = meant.get(node.text.lower(), "") if isinstance(node, Scalar) else ""
     fix = f"write {word}, without quotes" if word else ""
-    findings.add(node.mark, f"{what} is {describe(node)}", expected="true, false", fix=fix)
+    findings.add(node.location, f"{what} is {describe(node)}", expected="true, false", fix=fix)
     return None
 
 
@@ -195,7 +207,7 @@ def read_whole(node: Node, what: str, findings: Findings, *, least: int) -> int 
             fix = f"write {digits.lstrip('0') or '0'}; a leading zero means base 8 to some readers"
         elif node.kind == "text" and _whole(node.text) is not None:
             fix = "remove the quotes"
-    findings.add(node.mark, f"{what} is {describe(node)}", expected=expected, fix=fix)
+    findings.add(node.location, f"{what} is {describe(node)}", expected=expected, fix=fix)
     return None
 
 
@@ -204,7 +216,7 @@ def read_fraction(node: Node, what: str, findings: Findings) -> float | None:
     if isinstance(node, Scalar) and node.kind in ("int", "float") and is_fraction(node.text):
         return float(node.text)
     fix = "remove the quotes" if isinstance(node, Scalar) and node.kind == "text" and is_fraction(node.text) else ""
-    findings.add(node.mark, f"{what} is {describe(node)}", expected="a number above 0, at most 1", fix=fix)
+    findings.add(node.location, f"{what} is {describe(node)}", expected="a number above 0, at most 1", fix=fix)
     return None
 
 
@@ -231,12 +243,12 @@ def _whole(text: str) -> int | None:
 def read_bytes(node: Node, what: str, findings: Findings) -> int | None:
     """Return a number of bytes, written as a number or as text with a unit."""
     if not isinstance(node, Scalar) or node.kind not in ("int", "float", "text"):
-        findings.add(node.mark, f"{what} is {describe(node)}", expected=LEGAL_BYTES)
+        findings.add(node.location, f"{what} is {describe(node)}", expected=LEGAL_BYTES)
         return None
     try:
         return parse_bytes(node.text)
     except ValueError as error:
-        findings.add(node.mark, f"{what} is {describe(node)}: {error}", expected=LEGAL_BYTES)
+        findings.add(node.location, f"{what} is {describe(node)}: {error}", expected=LEGAL_BYTES)
     return None
 
 
@@ -268,7 +280,7 @@ def read_pattern(node: Node, what: str, findings: Findings) -> PathPattern | Non
     try:
         return PathPattern.any_of(pattern.text for pattern in patterns)
     except ValueError as error:
-        findings.add(node.mark, f"{what} is not a pattern: {error}", fix="write fewer patterns")
+        findings.add(node.location, f"{what} is not a pattern: {error}", fix="write fewer patterns")
         return None
 
 
@@ -276,15 +288,15 @@ def read_patterns(node: Node, what: str, findings: Findings) -> tuple[PathPatter
     """Return the patterns of one text or a list of texts."""
     if isinstance(node, MapNode):
         fix = 'quote it: unquoted braces are a mapping; patterns are written as in "{q_proj,k_proj}"'
-        findings.add(node.mark, f"{what} is {describe(node)}", expected="a pattern, or a list of them", fix=fix)
+        findings.add(node.location, f"{what} is {describe(node)}", expected="a pattern, or a list of them", fix=fix)
         return ()
     patterns = []
-    for text, mark in read_texts(node, what, findings, empty_is_legal=True):
+    for text, location in read_texts(node, what, findings, empty_is_legal=True):
         try:
             patterns.append(PathPattern.parse(text))
         except ValueError as error:
             expected = 'a dotted module path, such as "self_attn.{q,k}_proj" or "mlp.**"'
-            findings.add(mark, f'{what} is "{shown(text)}": {error}', expected=expected)
+            findings.add(location, f'{what} is "{shown(text)}": {error}', expected=expected)
     return tuple(patterns)
 
 
@@ -293,22 +305,22 @@ def read_layers(node: Node, what: str, findings: Findings) -> Layers | None:
 
     Chunks, which a config value can ask for, are a finding: a policy speaks of one layer at a time.
     """
-    plan = _read_plan(node, what, LEGAL_LAYERS, findings)
+    plan = _read_layer_spec(node, what, LEGAL_LAYERS, findings)
     if isinstance(plan, Chunks):
         fix = "write it in the config value, under `layers`, with `mode: full`"
         found = f"{what} asks for chunks of layers, which no policy can"
-        findings.add(node.mark, found, expected=LEGAL_LAYERS, fix=fix)
+        findings.add(node.location, found, expected=LEGAL_LAYERS, fix=fix)
         return None
     return plan
 
 
-def read_layer_plan(node: Node, what: str, findings: Findings) -> Layers | Chunks | None:
+def read_layer_spec(node: Node, what: str, findings: Findings) -> Layers | Chunks | None:
     """Return what ``read_layers`` does, or chunks: ``sqrt``, ``{uniform: n}``. Chunks of one layer are all layers."""
-    plan = _read_plan(node, what, LEGAL_PLANS, findings)
+    plan = _read_layer_spec(node, what, LEGAL_PLANS, findings)
     return Layers() if plan == Chunks(1) else plan
 
 
-def _read_plan(node: Node, what: str, legal: str, findings: Findings) -> Layers | Chunks | None:
+def _read_layer_spec(node: Node, what: str, legal: str, findings: Findings) -> Layers | Chunks | None:
     if isinstance(node, ListNode):
         return _read_ranges(node, what, legal, findings)
     if isinstance(node, MapNode):
@@ -319,7 +331,7 @@ def _read_plan(node: Node, what: str, legal: str, findings: Findings) -> Layers 
     if word == "sqrt":
         return Chunks()
     near = nearest(word, ["all", "sqrt"]) if word and legal == LEGAL_PLANS else nearest(word, ["all"])
-    findings.add(node.mark, f"{what} is {describe(node)}", expected=legal, nearest=near, fix=_layers_fix(node))
+    findings.add(node.location, f"{what} is {describe(node)}", expected=legal, nearest=near, fix=_layers_fix(node))
     return None
 
 
@@ -336,7 +348,7 @@ def _layers_fix(node: Scalar) -> str:
         return ""
     fix = f"write [{node.text}] for that layer alone, {{first: {node.text}}} for the first ones"
     high, low = divmod(int(node.text[:18]), 60)
-    if high and not node.mark.line:  # PyYAML made this number before we saw it
+    if high and not node.location.line:  # PyYAML made this number before we saw it
         fix += (
             f'; if {high}:{low} was written, YAML 1.1 reads it as {node.text}: ranges are written as ["{high}-{low}"]'
         )
@@ -346,7 +358,9 @@ def _layers_fix(node: Scalar) -> str:
 def _read_counted_layers(node: MapNode, what: str, legal: str, findings: Findings) -> Layers | Chunks | None:
     names = [key.text for key, _ in node.entries]
     if "sqrt" in names and legal == LEGAL_PLANS:
-        findings.add(node.mark, f'{what} has the key "sqrt"', expected=legal, fix="write the word alone: layers: sqrt")
+        findings.add(
+            node.location, f'{what} has the key "sqrt"', expected=legal, fix="write the word alone: layers: sqrt"
+        )
         return None
     forms = (*LAYER_FORMS, "uniform") if legal == LEGAL_PLANS or "uniform" in names else LAYER_FORMS
     entries = read_entries(node, what, forms, findings)
@@ -371,13 +385,13 @@ def _is_one_form(node: MapNode, entries: dict[str, Node], what: str, legal: str,
         return True
     if len(entries) == len(node.entries):  # otherwise an unknown key has been told, and is likely the form
         found = " and ".join(entries) or "nothing in it"
-        findings.add(node.mark, f"{what} has {found}", expected=legal, fix="choose one of the forms")
+        findings.add(node.location, f"{what} has {found}", expected=legal, fix="choose one of the forms")
     return False
 
 
 def _read_ranges(node: ListNode, what: str, legal: str, findings: Findings) -> Layers | None:
     if not node.items:
-        findings.add(node.mark, f"{what} is an empty list", expected=legal, fix="remove it, or name a layer")
+        findings.add(node.location, f"{what} is an empty list", expected=legal, fix="remove it, or name a layer")
         return None
     ranges = []
     for item in node.items:
@@ -391,7 +405,7 @@ def _read_ranges(node: ListNode, what: str, legal: str, findings: Findings) -> L
         elif between := _RANGE_LOOKALIKE.fullmatch(text):
             fix = f'ranges are written as "{between[1]}-{between[2]}"'
         expected = 'a layer such as 12, or a range such as "0-7" (both ends are meant)'
-        findings.add(item.mark, f"an entry of {what} is {describe(item)}", expected=expected, fix=fix)
+        findings.add(item.location, f"an entry of {what} is {describe(item)}", expected=expected, fix=fix)
     return Layers(ranges=tuple(ranges))
 
 
@@ -400,7 +414,7 @@ def read_call(node: Node, what: str, findings: Findings) -> Calls | None:
     if not isinstance(node, MapNode):
         text = node.text if isinstance(node, Scalar) and node.kind == "int" else ""
         fix = f"write {{index: {text}}}" if text else ""
-        findings.add(node.mark, f"{what} is {describe(node)}", expected=LEGAL_CALL, fix=fix)
+        findings.add(node.location, f"{what} is {describe(node)}", expected=LEGAL_CALL, fix=fix)
         return None
     entries = read_entries(node, what, ("index", "every", "offset"), findings)
     if not _is_one_form(node, entries, what, LEGAL_CALL, findings):
@@ -415,7 +429,7 @@ def read_call(node: Node, what: str, findings: Findings) -> Calls | None:
 def _read_indices(node: Node, what: str, findings: Findings) -> Calls | None:
     nodes = node.items if isinstance(node, ListNode) else (node,)
     if not nodes:
-        findings.add(node.mark, f"{what} is an empty list", expected=LEGAL_CALL, fix="remove it, or name a call")
+        findings.add(node.location, f"{what} is an empty list", expected=LEGAL_CALL, fix="remove it, or name a call")
     indices = (read_whole(item, what, findings, least=0) for item in nodes)
     return Calls(index=frozenset(index for index in indices if index is not None))
 
@@ -423,7 +437,7 @@ def _read_indices(node: Node, what: str, findings: Findings) -> Calls | None:
 def read_shape(node: Node, what: str, findings: Findings) -> tuple[Dim, ...] | None:
     """Return the dimensions of a shape pattern."""
     if not isinstance(node, ListNode) or not node.items:
-        findings.add(node.mark, f"{what} is {describe(node)}", expected=LEGAL_SHAPE)
+        findings.add(node.location, f"{what} is {describe(node)}", expected=LEGAL_SHAPE)
         return None
     dims = (_read_dim(item, what, findings, is_first=not place) for place, item in enumerate(node.items))
     return tuple(dim for dim in dims if dim is not None)
@@ -440,20 +454,22 @@ def _read_dim(node: Node, what: str, findings: Findings, *, is_first: bool) -> D
         return Dim(found[1] or "==", int(found[2]))
     expected = '_ for any size, a size such as 128, or "!=", ">=", "<=", ">", "<" and a size'
     fix = '"..." may stand in front only' if text == "..." else 'write _ for "any"' if text in ("*", "-1") else ""
-    findings.add(node.mark, f"an entry of {what} is {describe(node)}", expected=expected, fix=fix)
+    findings.add(node.location, f"an entry of {what} is {describe(node)}", expected=expected, fix=fix)
     return None
 
 
 def read_dtypes(node: Node, what: str, findings: Findings) -> tuple[str, ...]:
     """Return dtype names as torch prints them, without ``torch.``; its short names (``half``) are legal too."""
     names = []
-    for text, mark in read_texts(node, what, findings):
+    for text, location in read_texts(node, what, findings):
         word = text.lower().removeprefix("torch.")
         name = _DTYPE_ALIASES.get(word, word)
         if name in DTYPES:
             names.append(name)
         else:
-            findings.add(mark, f'{what} is "{shown(text)}"', expected=listing(DTYPES), nearest=nearest(word, DTYPES))
+            findings.add(
+                location, f'{what} is "{shown(text)}"', expected=listing(DTYPES), nearest=nearest(word, DTYPES)
+            )
     return tuple(dict.fromkeys(names))
 
 
@@ -470,7 +486,7 @@ def read_rules(node: Node | None, policy_name: str, findings: Findings) -> tuple
         return ()
     if not isinstance(node, ListNode):
         fix = 'start each rule with "- "' if isinstance(node, MapNode) else "write [] for no rules"
-        findings.add(node.mark, f"rules is {describe(node)}", expected="a list of rules", fix=fix)
+        findings.add(node.location, f"rules is {describe(node)}", expected="a list of rules", fix=fix)
         return ()
     rules, sound = [], []
     for number, item in enumerate(node.items, start=1):
@@ -491,7 +507,7 @@ def _read_rule(node: Node, fallback_id: str, origin: str, findings: Findings) ->
         return None
     do = read_word(entries["do"], "do", DO_WORDS, findings) if "do" in entries else None
     if lacks("do", node, RULE_KEYS):
-        findings.add(node.mark, "this rule says nothing to do", expected=", ".join(DO_WORDS), fix='add "do: save"')
+        findings.add(node.location, "this rule says nothing to do", expected=", ".join(DO_WORDS), fix='add "do: save"')
     if lacks("ops", node, RULE_KEYS):
         _check_speaks_of_module(node, entries, findings)
     names = read_names(entries["ops"], "ops", findings) if "ops" in entries else ()
@@ -507,9 +523,9 @@ def _read_rule(node: Node, fallback_id: str, origin: str, findings: Findings) ->
         dtype=read_dtypes(entries["dtype"], "dtype", findings) if "dtype" in entries else (),
         min_bytes=(read_bytes(entries["min_bytes"], "min_bytes", findings) if "min_bytes" in entries else None) or 0,
         optional=bool(read_bool(entries["optional"], "optional", findings)) if "optional" in entries else False,
-        mark=node.mark,
-        key_marks={key: value.mark for key, value in entries.items()},
-        op_marks=tuple(mark for _, mark in names),
+        location=node.location,
+        key_locations={key: value.location for key, value in entries.items()},
+        op_locations=tuple(location for _, location in names),
         origin=origin,
     )
 
@@ -518,21 +534,21 @@ def _check_speaks_of_module(node: MapNode, entries: dict[str, Node], findings: F
     """A rule without ops speaks of a module as a whole: it needs the module, and has no one op to measure."""
     if lacks("module", node, RULE_KEYS):
         fix = 'add ops, such as "ops: matmul"; "*" means every op that can be saved'
-        findings.add(node.mark, "this rule has neither ops nor module", expected="ops, module, or both", fix=fix)
+        findings.add(node.location, "this rule has neither ops nor module", expected="ops, module, or both", fix=fix)
         return
     for key in _ABOUT_ONE_OP:
         if key in entries:
             found = f"{key} speaks of one op's output, but this rule has no ops"
-            findings.add(entries[key].mark, found, fix=f'remove {key}, or add ops, such as "ops: matmul"')
+            findings.add(entries[key].location, found, fix=f'remove {key}, or add ops, such as "ops: matmul"')
 
 
 def _find_double_ids(rules: Sequence[Rule], findings: Findings) -> None:
     first: dict[str, Rule] = {}
     for rule in rules:
         if rule.id in first:
-            mark = rule.key_marks.get("id", rule.mark)
+            location = rule.key_locations.get("id", rule.location)
             found = f'the id "{rule.id}" is given twice; the first is at {first[rule.id].where("id")}'
-            findings.add(mark, found, fix="give each rule its own id")
+            findings.add(location, found, fix="give each rule its own id")
         first.setdefault(rule.id, rule)
 
 
@@ -545,7 +561,7 @@ def _find_shadowed(rules: Sequence[Rule], findings: Findings) -> None:
                     f'the rule "{later.id}" can never fire: "{earlier.id}" at {earlier.where()} matches all it matches'
                 )
                 fix = f'put "{later.id}" before "{earlier.id}", or remove it'
-                findings.add(later.mark, found, fix=fix)
+                findings.add(later.location, found, fix=fix)
                 break
 
 
@@ -588,7 +604,7 @@ PLANNED_KEYS = ("blocks", "layers", "signature")
 _SIGNATURE = re.compile(r"[0-9a-f]{16}")
 
 
-def read_plan(node: Node, findings: Findings) -> Plan | None:
+def read_plan(node: Node, findings: Findings) -> PlanSection | None:
     """Return what a policy was computed for; every problem in it goes into ``findings``."""
     entries = read_entries(node, "plan", PLAN_KEYS, findings)
     if not isinstance(node, MapNode):
@@ -596,13 +612,13 @@ def read_plan(node: Node, findings: Findings) -> Plan | None:
     _require(PLAN_KEYS, node, "plan", PLAN_KEYS, findings)
     made_for = read_text(entries["made_for"], "plan.made_for", findings) if "made_for" in entries else None
     regions = _read_planned_regions(entries["regions"], findings) if "regions" in entries else ()
-    return Plan(made_for or "", regions)
+    return PlanSection(made_for or "", regions)
 
 
 def _read_planned_regions(node: Node, findings: Findings) -> tuple[PlannedRegion, ...]:
     if not isinstance(node, ListNode):
         fix = 'start each entry with "- "' if isinstance(node, MapNode) else "write [] for none"
-        findings.add(node.mark, f"plan.regions is {describe(node)}", expected="a list of regions", fix=fix)
+        findings.add(node.location, f"plan.regions is {describe(node)}", expected="a list of regions", fix=fix)
         return ()
     regions = (_read_region(item, findings) for item in node.items)
     return tuple(region for region in regions if region is not None)
@@ -618,7 +634,7 @@ def _read_region(node: Node, findings: Findings) -> PlannedRegion | None:
         blocks=read_patterns(entries["blocks"], "blocks", findings) if "blocks" in entries else (),
         layers=read_layers(entries["layers"], "layers", findings) if "layers" in entries else None,
         signature=_read_signature(entries["signature"], findings) if "signature" in entries else "",
-        mark=node.mark,
+        location=node.location,
     )
 
 
@@ -626,7 +642,7 @@ def _require(keys: Sequence[str], node: MapNode, what: str, legal: Sequence[str]
     for key in keys:
         if lacks(key, node, legal):
             fix = f"add {key}, or write the plan again with `sac plan`"
-            findings.add(node.mark, f"{what} has no {key}", expected=f"a mapping of {', '.join(legal)}", fix=fix)
+            findings.add(node.location, f"{what} has no {key}", expected=f"a mapping of {', '.join(legal)}", fix=fix)
 
 
 def _read_signature(node: Node, findings: Findings) -> str:
@@ -635,7 +651,7 @@ def _read_signature(node: Node, findings: Findings) -> str:
     if _SIGNATURE.fullmatch(text):
         return text
     fix = "copy it from what `sac plan` wrote, with quotes around it"
-    findings.add(node.mark, f"signature is {describe(node)}", expected="sixteen digits out of 0-9 and a-f", fix=fix)
+    findings.add(node.location, f"signature is {describe(node)}", expected="sixteen digits out of 0-9 and a-f", fix=fix)
     return ""
 
 
@@ -652,7 +668,7 @@ class Written:
     """What one file says by itself: its own rules and keys, and the parents it names, not yet looked up."""
 
     policy: Policy
-    parents: tuple[tuple[str, Mark], ...]
+    parents: tuple[tuple[str, SourceLocation], ...]
 
 
 def read_policy(node: Node, fallback_name: str, source: str, findings: Findings, *, needs_schema: bool) -> Written:
@@ -664,7 +680,7 @@ def read_policy(node: Node, fallback_name: str, source: str, findings: Findings,
     if not isinstance(node, MapNode):
         fix = f'start with "schema: {SCHEMA}"' if needs_schema else ""
         findings.stop(
-            node.mark, f"the policy is {describe(node)}", expected=f"a mapping of {', '.join(POLICY_KEYS)}", fix=fix
+            node.location, f"the policy is {describe(node)}", expected=f"a mapping of {', '.join(POLICY_KEYS)}", fix=fix
         )
     entries = read_entries(node, "a policy", POLICY_KEYS, findings)
     _check_top(node, entries, findings, needs_schema=needs_schema)
@@ -679,12 +695,12 @@ def read_policy(node: Node, fallback_name: str, source: str, findings: Findings,
         default=Decision(default) if default else Decision.RECOMPUTE,
         models=_texts(entries.get("models"), "models", findings),
         sets=sets,
-        set_marks=set_marks,
+        set_locations=set_marks,
         blocks=blocks,
         layers=layers,
         plan=read_plan(entries["plan"], findings) if "plan" in entries else None,
         source=source,
-        key_marks={key: value.mark for key, value in entries.items()} | region_marks,
+        key_locations={key: value.location for key, value in entries.items()} | region_marks,
     )
     return Written(policy, parents)
 
@@ -696,28 +712,36 @@ def _check_top(node: MapNode, entries: dict[str, Node], findings: Findings, *, n
     if "schema" in entries:
         read_word(entries["schema"], "schema", (SCHEMA,), findings)
     elif needs_schema and lacks("schema", node, POLICY_KEYS):
-        findings.add(node.mark, "the policy does not name its schema", expected=SCHEMA, fix=f'add "schema: {SCHEMA}"')
+        findings.add(
+            node.location, "the policy does not name its schema", expected=SCHEMA, fix=f'add "schema: {SCHEMA}"'
+        )
     if all(lacks(key, node, POLICY_KEYS) for key in ("rules", "extends", "default")):
         fix = 'add rules; "rules: []" means the default for every op'
-        findings.add(node.mark, "the policy has neither rules nor extends", expected="rules, extends, default", fix=fix)
+        findings.add(
+            node.location, "the policy has neither rules nor extends", expected="rules, extends, default", fix=fix
+        )
 
 
 def _texts(node: Node | None, what: str, findings: Findings) -> tuple[str, ...]:
     return tuple(text for text, _ in read_texts(node, what, findings)) if node is not None else ()
 
 
-def _read_regions(node: Node | None, findings: Findings) -> tuple[tuple[PathPattern, ...], Layers, dict[str, Mark]]:
+def _read_regions(
+    node: Node | None, findings: Findings
+) -> tuple[tuple[PathPattern, ...], Layers, dict[str, SourceLocation]]:
     entries = read_entries(node, "regions", REGION_KEYS, findings) if node is not None else {}
     blocks = read_patterns(entries["blocks"], "regions.blocks", findings) if "blocks" in entries else ()
     layers = read_layers(entries["layers"], "regions.layers", findings) if "layers" in entries else None
-    return blocks, layers or Layers(), {key: value.mark for key, value in entries.items()}
+    return blocks, layers or Layers(), {key: value.location for key, value in entries.items()}
 
 
-def _read_sets(node: Node | None, findings: Findings) -> tuple[dict[str, tuple[str, ...]], dict[str, Mark]]:
+def _read_sets(node: Node | None, findings: Findings) -> tuple[dict[str, tuple[str, ...]], dict[str, SourceLocation]]:
     named = read_named(node, "sets", findings) if node is not None else []
     for key, _ in named:
         if not _SET_NAME.fullmatch(key.text):
             expected = "a word of letters, digits, _ and -"  # anything else could not be told from an op or a glob
-            findings.add(key.mark, f"the name of a set is {describe(key)}", expected=expected)
+            findings.add(key.location, f"the name of a set is {describe(key)}", expected=expected)
     names = {key.text: read_names(value, f"sets.{key.text}", findings) for key, value in named}
-    return {key: tuple(name for name, _ in ops) for key, ops in names.items()}, {key.text: key.mark for key, _ in named}
+    return {key: tuple(name for name, _ in ops) for key, ops in names.items()}, {
+        key.text: key.location for key, _ in named
+    }

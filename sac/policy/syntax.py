@@ -12,7 +12,7 @@ import yaml
 from yaml.error import Mark as YamlMark
 
 from sac.errors import PolicyError, Problem
-from sac.policy.model import Mark
+from sac.policy.model import SourceLocation
 
 if TYPE_CHECKING:
     from yaml._yaml import Mark as CMark  # only its type: a PyYAML built without libyaml has no such module
@@ -36,7 +36,7 @@ class Scalar:
 
     text: str
     kind: ScalarKind
-    mark: Mark
+    location: SourceLocation
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class ListNode:
     """A list."""
 
     items: tuple[Node, ...]
-    mark: Mark
+    location: SourceLocation
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class MapNode:
     """A mapping, in the order written; keys are unique."""
 
     entries: tuple[tuple[Scalar, Node], ...]
-    mark: Mark
+    location: SourceLocation
 
 
 Node: TypeAlias = Scalar | ListNode | MapNode
@@ -62,18 +62,22 @@ class Findings:
     """Gathers the problems of one file, so that all of them are told at once."""
 
     def __init__(self) -> None:
-        self._found: list[tuple[Mark, Problem]] = []
+        self._found: list[tuple[SourceLocation, Problem]] = []
 
     def __len__(self) -> int:
         return len(self._found)
 
-    def add(self, mark: Mark, found: str, *, expected: str = "", nearest: str = "", fix: str = "") -> None:
+    def add(
+        self, location: SourceLocation, found: str, *, expected: str = "", nearest: str = "", fix: str = ""
+    ) -> None:
         """Note one problem at ``mark``."""
-        self._found.append((mark, Problem(str(mark), found, expected, nearest, fix)))
+        self._found.append((location, Problem(str(location), found, expected, nearest, fix)))
 
-    def stop(self, mark: Mark, found: str, *, expected: str = "", nearest: str = "", fix: str = "") -> NoReturn:
+    def stop(
+        self, location: SourceLocation, found: str, *, expected: str = "", nearest: str = "", fix: str = ""
+    ) -> NoReturn:
         """Note a problem behind which nothing can be read, and raise all that was found."""
-        self.add(mark, found, expected=expected, nearest=nearest, fix=fix)
+        self.add(location, found, expected=expected, nearest=nearest, fix=fix)
         raise PolicyError(self.problems())
 
     def problems(self) -> tuple[Problem, ...]:
@@ -81,7 +85,7 @@ class Findings:
         return tuple(problem for _, problem in sorted(self._found, key=lambda found: (found[0].line, found[0].column)))
 
 
-def plain_kind(text: str) -> ScalarKind:
+def plain_type(text: str) -> ScalarKind:
     """Return what an unquoted scalar is.
 
     These are the rules of YAML 1.2: ``on``, ``no`` and ``1:8`` are text, ``1e-3`` is a number. YAML 1.1, which PyYAML
@@ -128,41 +132,41 @@ class _Values:
         self.nodes_left = MAX_NODES
 
     def convert(self, value: object, path: str, depth_left: int) -> Node:
-        mark = Mark(path)
+        location = SourceLocation(path)
         self.nodes_left -= 1
         if self.nodes_left < 0:
-            self.findings.stop(mark, f"the mapping holds more than {MAX_NODES} values", fix="split the policy")
+            self.findings.stop(location, f"the mapping holds more than {MAX_NODES} values", fix="split the policy")
         if depth_left < 0:
-            self.findings.stop(mark, f"the mapping nests more than {MAX_DEPTH} deep", fix="a policy needs 5 levels")
+            self.findings.stop(location, f"the mapping nests more than {MAX_DEPTH} deep", fix="a policy needs 5 levels")
         if isinstance(value, Mapping):
-            return MapNode(self._entries(value, path, depth_left - 1), mark)
+            return MapNode(self._entries(value, path, depth_left - 1), location)
         if isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray)):
             items = enumerate(value)
-            return ListNode(tuple(self.convert(v, f"{path}[{i}]", depth_left - 1) for i, v in items), mark)
-        return _scalar_from_value(value, mark)
+            return ListNode(tuple(self.convert(v, f"{path}[{i}]", depth_left - 1) for i, v in items), location)
+        return _scalar_from_value(value, location)
 
     def _entries(self, value: Mapping[object, object], path: str, depth_left: int) -> tuple[tuple[Scalar, Node], ...]:
         entries = []
         for key, item in value.items():
             below = f"{path}.{shown(str(key))}"
-            entries.append((_scalar_from_value(key, Mark(below)), self.convert(item, below, depth_left)))
+            entries.append((_scalar_from_value(key, SourceLocation(below)), self.convert(item, below, depth_left)))
         return tuple(entries)
 
 
-def _scalar_from_value(value: object, mark: Mark) -> Scalar:
+def _scalar_from_value(value: object, location: SourceLocation) -> Scalar:
     if isinstance(value, Enum):
         value = value.value
     if value is None:
-        return Scalar("null", "null", mark)
+        return Scalar("null", "null", location)
     if isinstance(value, bool):
-        return Scalar(str(value).lower(), "bool", mark)
+        return Scalar(str(value).lower(), "bool", location)
     if isinstance(value, str):
-        return Scalar(str(value), "text", mark)
+        return Scalar(str(value), "text", location)
     if isinstance(value, int) and value.bit_length() <= 128:  # far longer ones cannot even be printed
-        return Scalar(str(int(value)), "int", mark)
+        return Scalar(str(int(value)), "int", location)
     if isinstance(value, float):
-        return Scalar(repr(float(value)), "float", mark)
-    return Scalar(f"value of type {type(value).__name__}", "other", mark)
+        return Scalar(repr(float(value)), "float", location)
+    return Scalar(f"value of type {type(value).__name__}", "other", location)
 
 
 # -- YAML text to nodes with marks: only plain data, bounded in size and depth, no key lost
@@ -188,7 +192,7 @@ class _Open:
     """A list or mapping whose end has not been read yet."""
 
     is_mapping: bool
-    mark: Mark
+    location: SourceLocation
     anchor: str | None
     first_node: int  # how many nodes had been counted before this one
     children: list[Node] = field(default_factory=list)
@@ -222,75 +226,77 @@ class _Composer:
             while loader.check_event():
                 yield loader.get_event()  # type: ignore[no-untyped-call]  # PyYAML's stubs leave it untyped
         except yaml.MarkedYAMLError as error:
-            mark = error.problem_mark or error.context_mark
+            location = error.problem_mark or error.context_mark
             found = ": ".join(part for part in (error.context, error.problem) if part)
-            fix = _syntax_fix(error, self.text[mark.index : mark.index + 1] if mark else "")
-            self.findings.stop(self._mark(mark), f"this is not YAML: {found}", fix=fix)
+            fix = _syntax_fix(error, self.text[location.index : location.index + 1] if location else "")
+            self.findings.stop(self._location(location), f"this is not YAML: {found}", fix=fix)
         except yaml.reader.ReaderError as error:
-            place = place_in(self.text, error.position, self.file)
+            place = location_in(self.text, error.position, self.file)
             self.findings.stop(place, f"the character {error.character:#06x} is not allowed in YAML", fix="remove it")
         except (ValueError, OverflowError):  # PyYAML lets these out for an escape such as "\Uffffffff"
-            place = self._mark(loader.get_mark() if loader else None)
+            place = self._location(loader.get_mark() if loader else None)
             found = "this is not YAML: an escape in quoted text stands for no character"
             self.findings.stop(place, found, fix="look for a wrong \\")
 
     def _start_document(self, event: yaml.DocumentStartEvent) -> None:
         self.documents += 1
         if self.documents > 1:
-            self.findings.stop(self._mark(event.start_mark), "a second document starts here", fix="one policy per file")
+            self.findings.stop(
+                self._location(event.start_mark), "a second document starts here", fix="one policy per file"
+            )
 
     def _start_node(self, event: _NodeEvent) -> None:
-        mark = self._mark(event.start_mark)
+        location = self._location(event.start_mark)
         if isinstance(event, yaml.AliasEvent):
-            node, size = self._aliased(event.anchor or "", mark)
-            self._count(size, mark)
+            node, size = self._aliased(event.anchor or "", location)
+            self._count(size, location)
             self._attach(node)
             return
-        self._count(1, mark)
+        self._count(1, location)
         if event.tag is not None:
             tag = event.tag.replace("tag:yaml.org,2002:", "!!", 1)
             fix = "remove it; a policy is plain words, numbers, lists and mappings"
-            self.findings.stop(mark, f"the tag {shown(tag)} is not allowed", fix=fix)
+            self.findings.stop(location, f"the tag {shown(tag)} is not allowed", fix=fix)
         if isinstance(event, yaml.ScalarEvent):
-            node = Scalar(event.value, plain_kind(event.value) if event.implicit[0] else "text", mark)
+            node = Scalar(event.value, plain_type(event.value) if event.implicit[0] else "text", location)
             self._close(node, event.anchor, self.nodes - 1)
             return
         if len(self.open) == MAX_DEPTH:
-            self.findings.stop(mark, f"this nests more than {MAX_DEPTH} deep", fix="a policy needs 5 levels")
-        self.open.append(_Open(isinstance(event, yaml.MappingStartEvent), mark, event.anchor, self.nodes - 1))
+            self.findings.stop(location, f"this nests more than {MAX_DEPTH} deep", fix="a policy needs 5 levels")
+        self.open.append(_Open(isinstance(event, yaml.MappingStartEvent), location, event.anchor, self.nodes - 1))
 
-    def _aliased(self, anchor: str, mark: Mark) -> tuple[Node, int]:
+    def _aliased(self, anchor: str, location: SourceLocation) -> tuple[Node, int]:
         if anchor in self.anchors:
             return self.anchors[anchor]
         if any(opened.anchor == anchor for opened in self.open):
-            self.findings.stop(mark, f"*{anchor} stands inside of what it refers to", fix="write it out")
-        self.findings.stop(mark, f"*{anchor} refers to no anchor", fix=_QUOTE_STAR)
+            self.findings.stop(location, f"*{anchor} stands inside of what it refers to", fix="write it out")
+        self.findings.stop(location, f"*{anchor} refers to no anchor", fix=_QUOTE_STAR)
 
-    def _count(self, size: int, mark: Mark) -> None:
+    def _count(self, size: int, location: SourceLocation) -> None:
         self.nodes += size
         if self.nodes > MAX_NODES:
             found = f"up to here the file holds more than {MAX_NODES} values, with every alias written out"
-            self.findings.stop(mark, found, fix="use fewer aliases, or split the policy with `extends`")
+            self.findings.stop(location, found, fix="use fewer aliases, or split the policy with `extends`")
 
     def _end_collection(self) -> None:
         done = self.open.pop()
         if not done.is_mapping:
-            self._close(ListNode(tuple(done.children), done.mark), done.anchor, done.first_node)
+            self._close(ListNode(tuple(done.children), done.location), done.anchor, done.first_node)
             return
         entries: dict[str, tuple[Scalar, Node]] = {}
         for key, value in zip(done.children[::2], done.children[1::2], strict=True):
             self._add_entry(entries, key, value)
-        self._close(MapNode(tuple(entries.values()), done.mark), done.anchor, done.first_node)
+        self._close(MapNode(tuple(entries.values()), done.location), done.anchor, done.first_node)
 
     def _add_entry(self, entries: dict[str, tuple[Scalar, Node]], key: Node, value: Node) -> None:
         if not isinstance(key, Scalar):
             self.findings.add(
-                key.mark, "a list or mapping stands where a key is meant", fix="quote it if text is meant"
+                key.location, "a list or mapping stands where a key is meant", fix="quote it if text is meant"
             )
         elif key.text in entries:
-            first = entries[key.text][0].mark
+            first = entries[key.text][0].location
             found = f'the key "{shown(key.text)}" is given twice; the first is at {first}'
-            self.findings.add(key.mark, found, fix="keep one of them")
+            self.findings.add(key.location, found, fix="keep one of them")
         else:
             entries[key.text] = (key, value)
 
@@ -305,8 +311,8 @@ class _Composer:
         else:
             self.root = node
 
-    def _mark(self, place: YamlMark | CMark | None) -> Mark:
-        return Mark(self.file, place.line + 1, place.column + 1) if place else Mark(self.file)
+    def _location(self, place: YamlMark | CMark | None) -> SourceLocation:
+        return SourceLocation(self.file, place.line + 1, place.column + 1) if place else SourceLocation(self.file)
 
 
 def _syntax_fix(error: yaml.MarkedYAMLError, character: str) -> str:
@@ -322,7 +328,7 @@ def _syntax_fix(error: yaml.MarkedYAMLError, character: str) -> str:
     return "check the indentation, the brackets, and that text with a sign in it is quoted"
 
 
-def place_in(text: str, offset: int, file: str) -> Mark:
+def location_in(text: str, offset: int, file: str) -> SourceLocation:
     """Return the mark of the character at ``offset`` of ``text``."""
     before = text[:offset]
-    return Mark(file, before.count("\n") + 1, offset - before.rfind("\n"))
+    return SourceLocation(file, before.count("\n") + 1, offset - before.rfind("\n"))

@@ -184,7 +184,7 @@ def check_planned_signature(planned: PlannedRegion | None, rows: OpTraceRecorder
         count = sum(row.bytes > 0 for row in rows.rows)
         raise RegionError(
             Problem(
-                str(planned.mark),
+                str(planned.location),
                 f"{path or 'the model'} runs {count} ops that are not those which the plan was made for "
                 f"(signature {found}, planned {planned.signature})",
                 fix="plan again for this model, torch version and device: `sac plan …`",

@@ -361,14 +361,14 @@ def resolve_policy(policy: Policy) -> ResolvedPolicy:
     registry = read_registry()
     resolve = cache(lambda ops, saves: resolve_ops(ops, policy.sets, for_saving=saves, registry=registry))
     for name, found in check_sets(policy.sets).items():
-        place = str(policy.set_marks.get(name, policy.where("sets")))
+        place = str(policy.set_locations.get(name, policy.where("sets")))
         problems.extend(_told(place, problem) for problem in found)
     for index, rule in enumerate(policy.rules):
         matcher: OpMatcher = resolve(rule.ops, rule.do != Decision.RECOMPUTE.value)
         rules.append(ResolvedRule(rule, matcher, index))
         for problem in matcher.problems:
-            marked = problem.index < len(rule.op_marks)
-            problems.append(_told(str(rule.op_marks[problem.index]) if marked else rule.where("ops"), problem))
+            marked = problem.index < len(rule.op_locations)
+            problems.append(_told(str(rule.op_locations[problem.index]) if marked else rule.where("ops"), problem))
         if matcher.missing:
             missing[rule.id] = matcher.missing
     if problems:

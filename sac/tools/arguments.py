@@ -14,7 +14,7 @@ from sac.extras import import_extra
 from sac.recompute.announce import check_trace_target
 from sac.tools.comparison import NONE, Training, check_device
 from sac.tools.models import Scale, check_spec
-from sac.tools.plan_table import Wish, check_wish
+from sac.tools.plan_table import PlanRequest, check_wish
 
 Check = Callable[[], object]
 
@@ -47,9 +47,9 @@ def check_compare(arguments: argparse.Namespace) -> None:
     _refuse([*_of_model(arguments), *checks, *_of_output(arguments)])
 
 
-def check_plan(arguments: argparse.Namespace, wish: Wish) -> None:
+def check_plan(arguments: argparse.Namespace, request: PlanRequest) -> None:
     """Raise ``ConfigError`` with all that is wrong with the arguments of `sac plan`."""
-    checks: list[Check] = [lambda: check_wish(wish, calibrates=arguments.calibrate)]
+    checks: list[Check] = [lambda: check_wish(request, calibrates=arguments.calibrate)]
     if arguments.out:
         checks.append(lambda: check_writable(arguments.out))
     elif arguments.calibrate:

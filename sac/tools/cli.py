@@ -70,15 +70,15 @@ def _compare(arguments: argparse.Namespace) -> int:
 def _plan(arguments: argparse.Namespace) -> int:
     from sac.tools.arguments import check_plan
     from sac.tools.pictures import save_plan_picture
-    from sac.tools.plan_table import Wish, plan_model, print_plan, save_policy
+    from sac.tools.plan_table import PlanRequest, plan_model, print_plan, save_policy
     from sac.tools.render import progress_bar
 
-    wish = Wish(**{field.name: getattr(arguments, field.name) for field in fields(Wish)})
-    check_plan(arguments, wish)
+    request = PlanRequest(**{field.name: getattr(arguments, field.name) for field in fields(PlanRequest)})
+    check_plan(arguments, request)
     if arguments.calibrate:
         return _calibrate(arguments)
     with progress_bar() as progress:
-        planned = plan_model(lambda build: _build(arguments, build), wish, arguments.typed, progress)
+        planned = plan_model(lambda build: _build(arguments, build), request, arguments.typed, progress)
     text = planned.policy_text()
     if arguments.out:
         save_policy(text, arguments.out)

@@ -25,7 +25,7 @@ from sac.planner.planning import needs_lowering, planned
 from sac.planner.prepare import prepare
 from sac.planner.search import Point, Progress
 from sac.planner.sharding import fake_ranks, fsdp_over
-from sac.planner.written import forward_seconds, seconds_text, with_alternatives, written
+from sac.planner.written import forward_seconds, seconds_text, with_alternatives, write_policy
 from sac.policy.read import bytes_text
 from sac.tools.comparison import inputs_on, loss_of
 from sac.tools.models import BuiltModel, Inputs
@@ -37,7 +37,7 @@ MARGIN = "10%"  # of a device's memory: the context, the allocator's rests, libr
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class PlanRequest:
     """What is asked of the planner, as it was written; ``budget`` None means the device's memory less ``margin``."""
 
     device: str = "cpu"
@@ -64,7 +64,7 @@ class Planned:
 
     def policy_text(self) -> str:
         """Return the policy file."""
-        return written(self.plan, {"model": self.model, "inputs": self.inputs, "made by": self.made_by})
+        return write_policy(self.plan, {"model": self.model, "inputs": self.inputs, "made by": self.made_by})
 
     def to_dict(self) -> dict[str, Any]:
         """Return all that is known of the plan, as JSON holds it."""
@@ -92,29 +92,29 @@ class Planned:
 
 
 def plan_model(
-    load: Callable[[Build | None], BuiltModel], wish: Wish, made_by: str, progress: Progress | None = None
+    load: Callable[[Build | None], BuiltModel], request: PlanRequest, made_by: str, progress: Progress | None = None
 ) -> Planned:
     """Return the plan for the model that ``load`` gives: with data if it is given None, else as `fake_build` does.
 
     Raises ``PlanError`` for a wish that cannot be met, and what ``prepare`` and ``make_plan`` raise.
     """
-    device = _figures(wish.device)
-    budget = _budget(wish, device)
-    calibration = None if wish.calibration is None else load_calibration(wish.calibration)
+    device = _figures(request.device)
+    budget = _budget(request, device)
+    calibration = None if request.calibration is None else load_calibration(request.calibration)
     mode = fake_mode()
-    built = load(None if wish.real else fake_build(mode))
+    built = load(None if request.real else fake_build(mode))
     model, inputs = built.model, built.inputs_of_step(0)
     shapes = inputs_text(inputs)
-    if not wish.real:
+    if not request.real:
         inputs = fake_inputs(inputs, mode)
-    elif wish.device.startswith("cuda"):
-        model, inputs = model.to(wish.device), inputs_on(wish.device, inputs)
+    elif request.device.startswith("cuda"):
+        model, inputs = model.to(request.device), inputs_on(request.device, inputs)
 
     def make(progress: Progress) -> Plan:
-        return _made(model, inputs, wish, budget, built.name, calibration, progress)
+        return _made(model, inputs, request, budget, built.name, calibration, progress)
 
-    made = planned(model, wish.device, make, progress, real=wish.real)
-    if wish.real and needs_lowering(model, device):
+    made = planned(model, request.device, make, progress, real=request.real)
+    if request.real and needs_lowering(model, device):
         note = (
             f"with data the ops are those that the CPU runs; those that {device.name} runs are planned without --real"
         )
@@ -125,7 +125,7 @@ def plan_model(
 def _made(
     model: nn.Module,
     inputs: Inputs,
-    wish: Wish,
+    request: PlanRequest,
     budget: str | int,
     title: str,
     calibration: Calibration | None,
@@ -133,28 +133,28 @@ def _made(
 ) -> Plan:
     with ExitStack() as stack:
         shard = None
-        if wish.fsdp is not None:
-            if wish.real:
+        if request.fsdp is not None:
+            if request.real:
                 found = "ranks that are not there can send no data"
                 raise PlanError(Problem("--fsdp", found, fix="leave --real out"))
-            stack.enter_context(fake_ranks(wish.fsdp))
-            shard = fsdp_over(wish.fsdp)
+            stack.enter_context(fake_ranks(request.fsdp))
+            shard = fsdp_over(request.fsdp)
         planner = prepare(
             model,
             inputs,  # type: ignore[arg-type]
             loss_fn=loss_of,
-            device=wish.device,
-            engine=wish.engine,
-            optimizer=wish.optimizer,
-            real=wish.real,
+            device=request.device,
+            engine=request.engine,
+            optimizer=request.optimizer,
+            real=request.real,
             calibration=calibration,
             parallelize=shard,
-            accumulates=wish.accumulate,
-            in_flight=wish.in_flight,
+            accumulates=request.accumulate,
+            in_flight=request.in_flight,
             progress=progress,
         )
-        made = make_plan(planner, budget, title=title, same_layers=wish.same_layers)
-        made = with_alternatives(planner, made, same_layers=wish.same_layers)
+        made = make_plan(planner, budget, title=title, same_layers=request.same_layers)
+        made = with_alternatives(planner, made, same_layers=request.same_layers)
     unpriced = dict.fromkeys(op for profile in planner.profiles for op in unpriced_ops(profile))
     if not unpriced:
         return made
@@ -183,20 +183,20 @@ def calibrate_model(built: BuiltModel, device: str) -> Calibration:
     return calibrate(block.module, args, kwargs)
 
 
-def check_wish(wish: Wish, *, calibrates: bool = False) -> None:
+def check_wish(request: PlanRequest, *, calibrates: bool = False) -> None:
     """Raise ``PlanError`` with all that is wrong with a wish, whatever the model is.
 
     ``calibrates``: ops are to be timed, and nothing is to be planned.
     """
-    checks: list[Callable[[], object]] = [lambda: _figures(wish.device)]
+    checks: list[Callable[[], object]] = [lambda: _figures(request.device)]
     if calibrates:
-        checks.append(lambda: _check_timed(wish.device))
+        checks.append(lambda: _check_timed(request.device))
     else:
-        checks.append(lambda: _check_budget(wish))
-        checks.append(lambda: optimizer_bytes(wish.optimizer, ()))
-        checks.append(lambda: _check_counts(wish))
-        if wish.calibration is not None:
-            path = wish.calibration
+        checks.append(lambda: _check_budget(request))
+        checks.append(lambda: optimizer_bytes(request.optimizer, ()))
+        checks.append(lambda: _check_counts(request))
+        if request.calibration is not None:
+            path = request.calibration
             checks.append(lambda: _check_calibration(path))
     problems: list[Problem] = []
     for check in checks:
@@ -208,12 +208,12 @@ def check_wish(wish: Wish, *, calibrates: bool = False) -> None:
         raise PlanError(problems)
 
 
-def _check_budget(wish: Wish) -> None:
-    if wish.budget is None:
-        _budget(wish, _figures(wish.device))
+def _check_budget(request: PlanRequest) -> None:
+    if request.budget is None:
+        _budget(request, _figures(request.device))
     else:
-        _budget(wish, device_named("cpu"))
-        read_budget(wish.budget)
+        _budget(request, device_named("cpu"))
+        read_budget(request.budget)
 
 
 def _check_calibration(path: str) -> None:
@@ -222,13 +222,13 @@ def _check_calibration(path: str) -> None:
         load_calibration(path)
 
 
-def _check_counts(wish: Wish) -> None:
+def _check_counts(request: PlanRequest) -> None:
     problems = []
-    if wish.in_flight < 1:
-        problems.append(Problem("in_flight", f"{wish.in_flight!r} micro-batches", "1, 2, 3, …"))
-    if wish.fsdp is not None and wish.fsdp < 2:
-        problems.append(Problem("ranks", f"{wish.fsdp!r} ranks to shard over", "2, 3, 4, …"))
-    if wish.fsdp is not None and wish.real:
+    if request.in_flight < 1:
+        problems.append(Problem("in_flight", f"{request.in_flight!r} micro-batches", "1, 2, 3, …"))
+    if request.fsdp is not None and request.fsdp < 2:
+        problems.append(Problem("ranks", f"{request.fsdp!r} ranks to shard over", "2, 3, 4, …"))
+    if request.fsdp is not None and request.real:
         problems.append(Problem("--fsdp", "ranks that are not there can send no data", fix="leave --real out"))
     if problems:
         raise PlanError(problems)
@@ -248,16 +248,16 @@ def _figures(name: str) -> Device:
     return device_at_hand(torch.device(name))
 
 
-def _budget(wish: Wish, device: Device) -> str | int:
-    if wish.budget is not None:
-        if wish.margin is not None:
+def _budget(request: PlanRequest, device: Device) -> str | int:
+    if request.budget is not None:
+        if request.margin is not None:
             found = "a margin is left free of a device's memory, and --budget says how much may be used"
             raise PlanError(Problem("--margin", found, fix="give one of them"))
-        return wish.budget
+        return request.budget
     if device.name == "cpu":
         found = "there is none, and how much memory a processor has is not known"
         raise PlanError(Problem("--budget", found, LEGAL_BUDGET))
-    return int(device.memory_bytes * (1 - _share(wish.margin or MARGIN)))
+    return int(device.memory_bytes * (1 - _share(request.margin or MARGIN)))
 
 
 def _share(text: str) -> float:

@@ -12,7 +12,7 @@ from torch import nn
 import sac
 from sac.blocks.install import regions_of
 from sac.errors import PolicyError, SacWarning
-from sac.reporting import regions_by_kind
+from sac.reporting import regions_by_group
 from tests.stacks.parallel_llama import Llama, Sizes, batch
 from tests.support.blocks import ENGINES, llama_stack, policy, save, selective, tokens
 from tests.support.model_zoo import tiny
@@ -61,7 +61,7 @@ def test_a_rule_holds_for_the_stack_that_it_names(engine: str, rule: dict[str, A
 
 
 def _saving(model: nn.Module) -> list[str]:
-    groups = regions_by_kind(model)
+    groups = regions_by_group(model)
     kinds = sac.report(model).to_dict()["kinds"]
     assert len(kinds) == len(groups)
     return [region.path for kind, (_, of) in zip(kinds, groups, strict=True) for region in of if kind["saved_bytes"]]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import sac
 from sac.errors import PolicyError, RegionError, SacError
 from sac.policy.load import is_shipped, shipped_directory, shipped_policies
-from sac.policy.model import Mark
+from sac.policy.model import SourceLocation
 
 CHOICE = (
     "no rule of it matches anything in this model\n"
@@ -78,10 +78,10 @@ def test_rules_that_the_user_adds_are_reported_and_those_that_they_extend_are_no
 
 @pytest.mark.parametrize("name", shipped_policies())
 def test_every_rule_of_a_shipped_policy_is_known_as_ours(name: str) -> None:
-    assert all(is_shipped(rule.mark) for rule in sac.load_policy(name).rules)
+    assert all(is_shipped(rule.location) for rule in sac.load_policy(name).rules)
 
 
 def test_a_file_elsewhere_and_a_value_are_the_users() -> None:
-    assert not is_shipped(Mark("policy.rules[0]"))
-    assert not is_shipped(Mark(str(shipped_directory().parent / "general.yaml"), 1, 1))
+    assert not is_shipped(SourceLocation("policy.rules[0]"))
+    assert not is_shipped(SourceLocation(str(shipped_directory().parent / "general.yaml"), 1, 1))
     assert issubclass(PolicyError, SacError)

@@ -13,8 +13,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from sac.blocks.find import find_blocks
 from sac.blocks.kv_cache import (
     cache_configs,
+    existing_checkpointing,
     kv_free_submodules,
-    own_checkpointing,
     shares_kv,
     takes_shared_kv,
     turn_off_cache,
@@ -203,25 +203,25 @@ def test_block_of_attention_alone_has_no_free_part() -> None:
 
 
 def test_nothing_is_told_when_nothing_is_on() -> None:
-    assert own_checkpointing(tiny("llama")[0]) == ""
-    assert own_checkpointing(plain("titan")[0]) == ""
+    assert existing_checkpointing(tiny("llama")[0]) == ""
+    assert existing_checkpointing(plain("titan")[0]) == ""
 
 
 def test_hugging_face_checkpointing_is_told() -> None:
     model, _ = tiny("llama")
     model.activation_checkpointing_enable()
-    assert own_checkpointing(model) == (
+    assert existing_checkpointing(model) == (
         "gradient_checkpointing is on in model (LlamaModel) and 2 more "
         "(turn it off with model.activation_checkpointing_disable())"
     )
     model.activation_checkpointing_disable()
-    assert own_checkpointing(model) == ""
+    assert existing_checkpointing(model) == ""
 
 
 def test_one_layer_is_enough() -> None:
     model, _ = tiny("bert")
     model.bert.encoder.layer[1].gradient_checkpointing = True
-    assert own_checkpointing(nn.Sequential(model.bert.encoder)) == (
+    assert existing_checkpointing(nn.Sequential(model.bert.encoder)) == (
         "gradient_checkpointing is on in 0.layer.1 (BertLayer) (set gradient_checkpointing=False)"
     )
 
@@ -229,7 +229,7 @@ def test_one_layer_is_enough() -> None:
 def test_timm_checkpointing_is_told() -> None:
     model, _ = plain("timm")
     model.grad_checkpointing = True
-    assert own_checkpointing(model) == (
+    assert existing_checkpointing(model) == (
         "grad_checkpointing is on in the model (TimmStyle) (turn it off with model.set_grad_checkpointing(False))"
     )
 
@@ -237,11 +237,11 @@ def test_timm_checkpointing_is_told() -> None:
 def test_checkpoint_wrapper_is_told_around_and_inside_a_block() -> None:
     model, _ = plain("titan")
     model.layers["1"] = checkpoint_wrapper(model.layers["1"])
-    assert own_checkpointing(model) == "checkpoint_wrapper is around layers.1 (Block) (build the model without it)"
+    assert existing_checkpointing(model) == "checkpoint_wrapper is around layers.1 (Block) (build the model without it)"
     model, _ = plain("titan")
     for layer in model.layers.values():
         layer.feed_forward = checkpoint_wrapper(layer.feed_forward)
-    assert own_checkpointing(model) == (
+    assert existing_checkpointing(model) == (
         "checkpoint_wrapper is around layers.0.feed_forward (SwiGLU) and 2 more (build the model without it)"
     )
 
@@ -249,7 +249,7 @@ def test_checkpoint_wrapper_is_told_around_and_inside_a_block() -> None:
 def test_offload_wrapper_is_no_checkpointing() -> None:
     model, _ = plain("titan")
     model.layers["1"] = offload_wrapper(model.layers["1"])
-    assert own_checkpointing(model) == ""
+    assert existing_checkpointing(model) == ""
 
 
 def test_composable_checkpoint_is_told() -> None:
@@ -257,7 +257,7 @@ def test_composable_checkpoint_is_told() -> None:
 
     model, _ = plain("titan")
     checkpoint(model.layers["2"])
-    assert own_checkpointing(model) == (
+    assert existing_checkpointing(model) == (
         "torch's composable checkpoint() is on layers.2 (Block) (build the model without it)"
     )
 
@@ -265,8 +265,8 @@ def test_composable_checkpoint_is_told() -> None:
 def test_megatron_recompute_is_told() -> None:
     model, _ = plain("titan")
     model.config = SimpleNamespace(recompute_granularity=None)
-    assert own_checkpointing(model) == ""
+    assert existing_checkpointing(model) == ""
     model.config.recompute_granularity = "selective"
-    assert own_checkpointing(model) == (
+    assert existing_checkpointing(model) == (
         "recompute_granularity='selective' is in the config of the model (TitanStyle) (set it to None)"
     )

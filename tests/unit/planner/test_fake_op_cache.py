@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_leaves
 
-from sac.planner.fake_op_cache import CAN_MAKE_FAKES, QuickFakes
+from sac.planner.fake_op_cache import CAN_MAKE_FAKES, FakeOpCache
 from sac.planner.fakes import fake_mode
 from sac.planner.live_bytes import Ledger
 from sac.recompute.module_tracker import BareMode
@@ -28,11 +28,11 @@ MODE = fake_mode()
 
 
 class Quick(BareMode):
-    """Every op by ``QuickFakes``."""
+    """Every op by ``FakeOpCache``."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.fakes = QuickFakes()
+        self.fakes = FakeOpCache()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.fakes.run(func, args, kwargs or {})
@@ -349,7 +349,7 @@ def test_data_that_decides_on_the_shape_is_still_asked_for(index: Tensor) -> Non
 
 
 def test_a_ledger_may_share_results_with_the_next() -> None:
-    fakes = QuickFakes()
+    fakes = FakeOpCache()
     x = MODE.from_tensor(torch.zeros(10))
     for _ in range(2):
         with Ledger(fakes=fakes) as ledger:

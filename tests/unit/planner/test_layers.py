@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sac.planner import layers as layer_search
-from sac.planner.layers import BudgetTooSmallError, Row, assign, assign_alike, peak
+from sac.planner.layers import BudgetTooSmallError, MemoryConstraint, assign, assign_alike, peak
 
 
 def random_case(random, positions, choices, kinds):
@@ -27,11 +27,11 @@ def random_case(random, positions, choices, kinds):
         )
     of = [random.randrange(kinds) for _ in range(count)]
     held, seconds = [tables[kind][0] for kind in of], [tables[kind][1] for kind in of]
-    rows = [Row(random.randint(0, 30), count)]
+    rows = [MemoryConstraint(random.randint(0, 30), count)]
     for position in range(count):
         for _ in range(random.randint(0, 2)):
             own = tuple(random.randint(0, 20) for _ in held[position]) if random.random() < 0.8 else None
-            rows.append(Row(random.randint(0, 60), position, own))
+            rows.append(MemoryConstraint(random.randint(0, 60), position, own))
     return rows, held, seconds, of
 
 
@@ -105,18 +105,18 @@ def test_more_budget_is_never_slower_and_never_exceeded(seed):
 
 
 def test_layers_that_hold_more_come_last():
-    rows, held, seconds = [Row(0, 4)], [(0, 10)] * 4, [(1.0, 0.0)] * 4
+    rows, held, seconds = [MemoryConstraint(0, 4)], [(0, 10)] * 4, [(1.0, 0.0)] * 4
     assert assign(rows, held, seconds, 20) == (0, 0, 1, 1)
 
 
 def test_layers_that_hold_more_come_first_where_only_that_fits():
     """The last layer's own choice would not fit beside what those before it hold."""
-    rows = [Row(0, 2), Row(0, 1, (0, 100))]
+    rows = [MemoryConstraint(0, 2), MemoryConstraint(0, 1, (0, 100))]
     assert assign(rows, [(0, 10)] * 2, [(1.0, 0.0)] * 2, 50) == (1, 0)
 
 
 def test_a_budget_that_is_too_small_names_the_least_and_the_row():
-    rows = [Row(5, 1), Row(70, 0, (0, 9))]
+    rows = [MemoryConstraint(5, 1), MemoryConstraint(70, 0, (0, 9))]
     with pytest.raises(BudgetTooSmallError) as error:
         assign(rows, [(0, 10)], [(1.0, 0.0)], 60)
     assert str(error.value) == "budget: 60 bytes\n    legal: at least 70 bytes (row 1)"
@@ -126,12 +126,12 @@ def test_a_budget_that_is_too_small_names_the_least_and_the_row():
 
 
 def test_the_least_budget_may_need_a_choice_that_holds_more():
-    rows = [Row(0, 1), Row(0, 0, (100, 0))]
+    rows = [MemoryConstraint(0, 1), MemoryConstraint(0, 0, (100, 0))]
     assert assign(rows, [(0, 10)], [(0.0, 1.0)], 10) == (1,)
 
 
 def test_the_peak_is_that_of_the_first_row_that_has_it():
-    rows = [Row(1, 0), Row(4, 1, (1, 6)), Row(3, 2), Row(0, 2)]
+    rows = [MemoryConstraint(1, 0), MemoryConstraint(4, 1, (1, 6)), MemoryConstraint(3, 2), MemoryConstraint(0, 2)]
     assert peak(rows, [(0, 4), (7, 3)], (1, 1)) == (14, 1)
     assert peak(rows, [(0, 4), (7, 3)], (1, 0)) == (14, 2)
 

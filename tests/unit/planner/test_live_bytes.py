@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from sac.memory_timeline import measure_memory
 from sac.planner.fakes import fake_mode
-from sac.planner.live_bytes import Ledger, Scratch
+from sac.planner.live_bytes import KernelWorkspace, Ledger
 from sac.tensors import STORAGE_WATCHERS, cloned
 
 
@@ -185,7 +185,7 @@ def test_the_gradient_of_an_index_takes_what_it_takes_without_a_mode() -> None:
         x[index].sum().backward()
         x.grad = None
 
-    with Ledger(scratch=Scratch()) as ledger:
+    with Ledger(workspace=KernelWorkspace()) as ledger:
         step()
     step()
     assert ledger.peak == measure_memory(step).peak_bytes
@@ -218,7 +218,7 @@ def test_results_are_those_without_a_ledger() -> None:
         [gradient] = torch.autograd.grad(z.square().sum(), x)
         return [y, z, gradient]
 
-    with Ledger(scratch=Scratch()):
+    with Ledger(workspace=KernelWorkspace()):
         watched = run()
     assert all(torch.equal(one, other) for one, other in zip(watched, run(), strict=True))
 
@@ -229,7 +229,7 @@ def stacks() -> tuple[Any, ...]:
 
 def test_nothing_watches_after_an_error() -> None:
     before = stacks()
-    ledger = Ledger(scratch=Scratch())
+    ledger = Ledger(workspace=KernelWorkspace())
     x = torch.zeros(3)
     with pytest.raises(RuntimeError, match="must match the size"), ledger:
         x + torch.zeros(4)

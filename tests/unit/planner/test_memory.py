@@ -152,7 +152,7 @@ def test_random_choices_of_layers_take_what_their_step_took(name: str) -> None:
     """Layers without checkpointing among the others: each keeps its number, also where other stacks have none left."""
     planner, random = planner_of(name), Random(1)
     model, inputs = model_named(name)
-    counts = [len(planner.choices[kind]) for kind in planner.kinds]
+    counts = [len(planner.choices[kind]) for kind in planner.groups]
     for number in range(4):
         choice = tuple(
             count - 1 if random.random() < 0.5 else random.randrange(count) if number else 0 for count in counts
@@ -162,7 +162,7 @@ def test_random_choices_of_layers_take_what_their_step_took(name: str) -> None:
 
 
 def policy_of(planner: Planner, choice: tuple[int, ...]) -> Any:
-    return policy_for(planner.profiles, planner.choices, planner.kinds, planner.step.paths, choice, "tried")
+    return policy_for(planner.profiles, planner.choices, planner.groups, planner.step.paths, choice, "tried")
 
 
 @pytest.mark.usefixtures("few_steps")
@@ -196,7 +196,7 @@ def test_composed_peaks_are_near_the_checked_ones(name: str) -> None:
     """The search goes by them; what it finds is run, so being off by a little costs time and breaks nothing."""
     planner, random = prepare(*model_named(name)), Random(2)
     for _ in range(4):
-        choice = tuple(random.randrange(len(planner.choices[kind])) for kind in planner.kinds)
+        choice = tuple(random.randrange(len(planner.choices[kind])) for kind in planner.groups)
         composed = planner.point("composed", choice).peak
         planner.run(choice)
         assert planner.point("checked", choice).peak == pytest.approx(composed, rel=0.05)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sac.planner.pareto import MOST_BEST, KeepSet, pareto, priced, recomputed
+from sac.planner.pareto import MOST_BEST, SaveOption, pareto, priced, recomputed
 from sac.planner.profile import Entry, Need, RegionProfile
 from tests.unit.planner.random_profiles import profiles, random_profile
 
@@ -87,9 +87,12 @@ def test_the_same_profile_gives_the_same_sets(case, engine):
 def test_what_only_feeds_a_saved_value_runs_again_under_rerun_alone():
     chain = region([op(0, (0,), (1,)), op(1, (1,), (2,)), op(2, (2,), (3,))], [Need(2, 3)], size=8)
     times = [1.0, 2.0, 4.0]
-    assert pareto(chain, times, "replay") == (KeepSet(frozenset(), 0, 3.0), KeepSet(frozenset({1}), 8, 0.0))
+    assert pareto(chain, times, "replay") == (SaveOption(frozenset(), 0, 3.0), SaveOption(frozenset({1}), 8, 0.0))
     # The last op is before the last need, so rerun runs it if it is not saved, though nothing reads what it makes.
-    assert pareto(chain, times, "rerun") == (KeepSet(frozenset({2}), 0, 3.0), KeepSet(frozenset({0, 1, 2}), 8, 0.0))
+    assert pareto(chain, times, "rerun") == (
+        SaveOption(frozenset({2}), 0, 3.0),
+        SaveOption(frozenset({0, 1, 2}), 8, 0.0),
+    )
 
 
 def test_of_two_alike_the_earlier_is_saved():
@@ -99,19 +102,19 @@ def test_of_two_alike_the_earlier_is_saved():
 
 def test_all_results_of_an_entry_are_held_if_backward_reads_them():
     pair = region([op(0, (0,), (1, 2))], [Need(1, 1), Need(2, 1)], size=8)
-    assert pareto(pair, [1.0]) == (KeepSet(frozenset(), 0, 1.0), KeepSet(frozenset({0}), 16, 0.0))
+    assert pareto(pair, [1.0]) == (SaveOption(frozenset(), 0, 1.0), SaveOption(frozenset({0}), 16, 0.0))
 
 
 def test_what_must_be_saved_is_paid_for_in_every_set():
     routed = region([op(0, (0,), (1,), must_save=True), op(1, (1,), (2,))], [Need(2, 2)], size=8)
     for engine in ("replay", "rerun"):
         found = pareto(routed, [1.0, 1.0], engine)
-        assert found == (KeepSet(frozenset(), 8, 1.0), KeepSet(frozenset({1}), 16, 0.0))
-        assert pareto(routed, [1.0, 0.0], engine) == (KeepSet(frozenset(), 8, 0.0),)
+        assert found == (SaveOption(frozenset(), 8, 1.0), SaveOption(frozenset({1}), 16, 0.0))
+        assert pareto(routed, [1.0, 0.0], engine) == (SaveOption(frozenset(), 8, 0.0),)
 
 
 def test_a_region_of_which_backward_reads_nothing_has_one_keep_set():
-    assert pareto(region([op(0, (0,), (1,))], [], size=8), [1.0]) == (KeepSet(frozenset(), 0, 0.0),)
+    assert pareto(region([op(0, (0,), (1,))], [], size=8), [1.0]) == (SaveOption(frozenset(), 0, 0.0),)
 
 
 def test_a_long_chain_of_wide_steps_is_searched_whole():

@@ -24,7 +24,7 @@ from sac.planner.fakes import call, fake_copy, fake_inputs, fake_mode
 from sac.planner.tracing import profile_regions
 from sac.policy.load import dump_policy, load_policy
 from sac.recompute.op_rows import signature
-from sac.reporting import regions_by_kind
+from sac.reporting import regions_by_group
 from tests.support.blocks import ENGINES, llama_stack, policy, save, selective, tokens
 from tests.support.compiling import Compiled
 from tests.support.model_zoo import tiny
@@ -38,7 +38,7 @@ FIX = "    fix: plan again for this model, torch version and device: `sac plan â
 
 def signatures(model: nn.Module) -> dict[str, str]:
     """The signature of each region's kind, by the region's path."""
-    return {region.path: signature(kind.op_trace) for kind, regions in regions_by_kind(model) for region in regions}
+    return {region.path: signature(kind.op_trace) for kind, regions in regions_by_group(model) for region in regions}
 
 
 def entry(blocks: str | list[str], of: str, **more: Any) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def own_signature() -> str:
 
 def ops(model: nn.Module) -> int:
     """How many ops with a result of their own the first region runs."""
-    kind, _ = regions_by_kind(model)[0]
+    kind, _ = regions_by_group(model)[0]
     return sum(row.bytes > 0 for row in kind.op_trace)
 
 

@@ -14,10 +14,10 @@ from sac.blocks.find import find_blocks
 from sac.planner.choices import Choice, policy_for
 from sac.planner.fakes import call, fake_copy, fake_inputs, fake_mode
 from sac.planner.live_bytes import Ledger
-from sac.planner.pareto import KeepSet, pareto, recomputed
+from sac.planner.pareto import SaveOption, pareto, recomputed
 from sac.planner.profile import RegionProfile
 from sac.planner.tracing import profile_regions
-from sac.reporting import regions_by_kind
+from sac.reporting import regions_by_group
 from tests.support.recording import Recorder
 from tests.unit.planner.truth import MODELS, model_named, put_on
 
@@ -32,13 +32,13 @@ def profiles_of(model: nn.Module, inputs: Any) -> tuple[Profiles, list[str]]:
         return profile_regions(find_blocks(copied), lambda: call(copied, given), order), order
 
 
-def random_keep(profile: RegionProfile, random: Random) -> KeepSet:
+def random_keep(profile: RegionProfile, random: Random) -> SaveOption:
     share = random.random()
     saved = frozenset(entry.number for entry in profile.candidates if random.random() < share)
-    return KeepSet(saved, profile.replayed(saved).bytes, 0.0)
+    return SaveOption(saved, profile.replayed(saved).bytes, 0.0)
 
 
-def policy_of(profiles: Profiles, order: list[str], keeps: list[KeepSet]) -> Any:
+def policy_of(profiles: Profiles, order: list[str], keeps: list[SaveOption]) -> Any:
     kinds = [next(kind for kind, profile in enumerate(profiles) if path in profile.paths) for path in order]
     choices = [(Choice("tried", keep, keep.bytes),) for keep in keeps]
     return policy_for(profiles, choices, kinds, order, [0] * len(order), "tried", made_for="a test")
@@ -46,16 +46,18 @@ def policy_of(profiles: Profiles, order: list[str], keeps: list[KeepSet]) -> Any
 
 def saved_bytes(model: nn.Module) -> dict[str, int]:
     """What each region's last call kept of what its ops made, as sac.report counts it."""
-    return {region.path: region.stats.saved_bytes for _, regions in regions_by_kind(model) for region in regions}
+    return {region.path: region.stats.saved_bytes for _, regions in regions_by_group(model) for region in regions}
 
 
-def assert_kept_as_said(model: nn.Module, inputs: Any, engine: Any, tried: Callable[[RegionProfile], KeepSet]) -> None:
+def assert_kept_as_said(
+    model: nn.Module, inputs: Any, engine: Any, tried: Callable[[RegionProfile], SaveOption]
+) -> None:
     profiles, order = profiles_of(model, inputs)
     keeps = [tried(profile) for profile in profiles]
     sac.apply(model, put_on(policy_of(profiles, order, keeps), engine))
     call(model, inputs)  # the graph is dropped at once: what was kept has been counted
     found = saved_bytes(model)
-    assert {region.stats.engine for _, regions in regions_by_kind(model) for region in regions} == {engine}
+    assert {region.stats.engine for _, regions in regions_by_group(model) for region in regions} == {engine}
     sac.remove(model)
     said = {
         path: recomputed(profile, keep.saved, engine).bytes
@@ -82,7 +84,7 @@ def test_the_best_keep_sets_keep_no_more_under_rerun_than_the_profile_says(name:
     """In the other one rerun also holds what only the op reads at which it ends. Steps, not profiles, decide a plan."""
     random, known = Random(5), {}
 
-    def one_of_the_best(profile: RegionProfile) -> KeepSet:
+    def one_of_the_best(profile: RegionProfile) -> SaveOption:
         if profile.name not in known:
             known[profile.name] = pareto(profile, [1.0] * len(profile.entries), "rerun")
         return random.choice(known[profile.name])

@@ -146,7 +146,7 @@ def test_accumulated_gradients_are_there_from_the_start():
     once, more = prepare(Model(), inputs()), prepare(Model(), inputs(), accumulates=True)
     assert more.step.static - once.step.static == static_of(Model())
     record = more.run(more.without_checkpointing)
-    assert max(window.peak for window in record.windows if window.part == "forward") > static_of(Model()) * 2
+    assert max(window.peak for window in record.phases if window.part == "forward") > static_of(Model()) * 2
 
 
 def test_a_stage_holds_each_micro_batch_in_flight():

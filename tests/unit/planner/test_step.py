@@ -59,7 +59,7 @@ def step_of(
 
 
 def parts_of(record: StepRecord) -> list[tuple[str, int]]:
-    return [(window.part, window.position) for window in record.windows]
+    return [(window.part, window.position) for window in record.phases]
 
 
 FORWARDS = [(BETWEEN, 0), (FORWARD, 0), (BETWEEN, 1), (FORWARD, 1), (BETWEEN, 2)]
@@ -79,20 +79,20 @@ def test_windows_of_a_step() -> None:
 
 def test_windows_join_and_hold_the_peak() -> None:
     record = step_of(Model(3))
-    for window, following in zip(record.windows, record.windows[1:], strict=False):
+    for window, following in zip(record.phases, record.phases[1:], strict=False):
         assert window.after == following.before
-    for window in record.windows:
+    for window in record.phases:
         assert window.peak >= max(window.before, window.after)
-    assert record.windows[0].before == record.static
-    assert record.peak == max(window.peak for window in record.windows)
-    middle = [(window.part, window.position) for window in record.windows].index((BETWEEN, 3)) + 1
-    assert record.kept == record.windows[middle].before
+    assert record.phases[0].before == record.static
+    assert record.peak == max(window.peak for window in record.phases)
+    middle = [(window.part, window.position) for window in record.phases].index((BETWEEN, 3)) + 1
+    assert record.kept == record.phases[middle].before
     assert record.static == 4 * (sum(p.numel() for p in Model(3).parameters()) + 4 * DIM)
 
 
 def test_a_region_leaves_behind_what_backward_needs_of_it() -> None:
     record = step_of(Model(2))
-    for window in record.windows:
+    for window in record.phases:
         if window.part == FORWARD:
             hidden, result = 4 * 4 * DIM * 4, 4 * DIM * 4  # what relu returns, which is kept, and what the block does
             assert window.after - window.before == hidden + result
@@ -120,7 +120,7 @@ def test_frozen_first_layers_have_no_backward() -> None:
     assert [position for part, position in parts_of(record) if part == FORWARD] == [0, 1, 2]
     backwards = [position for part, position in parts_of(record) if part == BACKWARD]
     assert backwards == [2, 1]
-    first = next(window for window in record.windows if (window.part, window.position) == (FORWARD, 0))
+    first = next(window for window in record.phases if (window.part, window.position) == (FORWARD, 0))
     assert first.after - first.before == 4 * DIM * 4  # its result only
 
 

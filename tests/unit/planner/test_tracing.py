@@ -18,7 +18,7 @@ from sac.planner.live_bytes import Ledger
 from sac.planner.profile import RegionProfile
 from sac.planner.tracing import CannotProfile, profile_regions
 from sac.recompute.op_rows import OpTraceRow
-from sac.reporting import regions_by_kind
+from sac.reporting import regions_by_group
 from tests.support.model_zoo import tiny
 from tests.unit.planner.truth import MODELS, model_named, put_on
 
@@ -66,7 +66,7 @@ def rows_of(model: nn.Module, inputs: Any) -> dict[str, dict[tuple[str, str, int
     call(model, inputs)
     found = {
         region.path: {(row.module, row.op, row.call): row for row in kind.op_trace}
-        for kind, regions in regions_by_kind(model)
+        for kind, regions in regions_by_group(model)
         for region in regions
     }
     sac.remove(model)

@@ -26,7 +26,7 @@ from sac.planner.written import (
     forward_seconds,
     seconds_text,
     with_alternatives,
-    written,
+    write_policy,
 )
 from sac.policy.load import load_policy
 from sac.policy.model import Policy, Rule
@@ -66,7 +66,7 @@ def read(text: str, folder: Path) -> Policy:
 @pytest.mark.parametrize("budget", ["0%", "40%", "100%"])
 def test_a_plan_loads_back_to_an_equal_policy(planner: Planner, budget: str, tmp_path: Path) -> None:
     one = make_plan(planner, budget)
-    assert read(written(one), tmp_path) == one.policy
+    assert read(write_policy(one), tmp_path) == one.policy
 
 
 @given(name=st.text(max_size=60), value=st.text(max_size=300), choice=st.data())
@@ -74,16 +74,16 @@ def test_a_plan_loads_back_to_an_equal_policy(planner: Planner, budget: str, tmp
 def test_no_choice_and_no_header_breaks_the_file(
     name: str, value: str, choice: st.DataObject, small: Planner, made: Plan, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    picked = tuple(choice.draw(st.integers(0, len(small.choices[kind]) - 1)) for kind in small.kinds)
+    picked = tuple(choice.draw(st.integers(0, len(small.choices[kind]) - 1)) for kind in small.groups)
     policy = policy_for(
-        small.profiles, small.choices, small.kinds, small.step.paths, picked, "planned", made_for="a test"
+        small.profiles, small.choices, small.groups, small.step.paths, picked, "planned", made_for="a test"
     )
     one = replace(made, policy=policy, point=small.point("plan", picked))
-    assert read(written(one, {name: value}), tmp_path_factory.mktemp("plan")) == policy
+    assert read(write_policy(one, {name: value}), tmp_path_factory.mktemp("plan")) == policy
 
 
 def test_the_whole_text_of_a_small_plan(made: Plan) -> None:
-    text = written(made, {"model": "a stack", "made by": "a test"})
+    text = write_policy(made, {"model": "a stack", "made by": "a test"})
     version, signature = torch.__version__, made.profiles[0].signature
     header, policy = text.split("schema: sac/v1\n")
     assert header.splitlines()[:7] == [
@@ -106,7 +106,7 @@ def test_the_whole_text_of_a_small_plan(made: Plan) -> None:
 
 
 def test_the_comment_of_a_rule_tells_the_bytes_and_the_time_that_it_spares(small: Planner, made: Plan) -> None:
-    lines = written(made).splitlines()
+    lines = write_policy(made).splitlines()
     for rule in made.policy.rules:
         [place] = [number for number, line in enumerate(lines) if line.endswith(f"id: {rule.id}")]
         comment = lines[place - 1]
@@ -135,18 +135,18 @@ def test_layers_that_save_nothing_are_in_the_header_though_they_have_no_rule(sma
     full = small.everywhere(lambda kind: 0)
     one = replace(made, policy=Policy("planned", plan=made.policy.plan), point=small.point("plan", full))
     again = seconds_text(small.choices[0][0].seconds)
-    assert f"# layers, layers 0-2: saves nothing; {again} run again per layer\n" in written(one)
-    assert yaml.safe_load(written(one))["rules"] == []
+    assert f"# layers, layers 0-2: saves nothing; {again} run again per layer\n" in write_policy(one)
+    assert yaml.safe_load(write_policy(one))["rules"] == []
 
 
 def test_notes_are_in_the_header(made: Plan) -> None:
-    assert "# note: one\n#   two\n" not in written(replace(made, notes=("one\ntwo",)))
-    assert "# note: one two\n" in written(replace(made, notes=("one\ntwo",)))
+    assert "# note: one\n#   two\n" not in write_policy(replace(made, notes=("one\ntwo",)))
+    assert "# note: one two\n" in write_policy(replace(made, notes=("one\ntwo",)))
 
 
 def test_gradients_under_the_file_are_those_without(made: Plan, tmp_path: Path) -> None:
     path = tmp_path / "policy.yaml"
-    path.write_text(written(made))
+    path.write_text(write_policy(made))
     gradients = []
     for value in ("none", {"mode": "selective", "policy": path}):
         torch.manual_seed(0)

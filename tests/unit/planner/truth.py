@@ -15,7 +15,7 @@ from sac.blocks.find import find_blocks
 from sac.blocks.kv_cache import turn_off_cache
 from sac.memory_timeline import mark, measure_memory
 from sac.planner.fakes import call, fake_copy, fake_inputs, fake_mode
-from sac.planner.live_bytes import Ledger, Scratch
+from sac.planner.live_bytes import KernelWorkspace, Ledger
 from sac.planner.step import run_step, scalar_loss
 from tests.support.model_zoo import tiny
 
@@ -93,7 +93,9 @@ def predicted(
     if config is not None:
         sac.apply(copied, config)
     blocks = [(block.path, block.module) for block in find_blocks(copied)]
-    record = run_step(copied, fake_inputs(inputs, mode), blocks, Ledger(scratch=Scratch()), loss_fn, warm_up=warm_up)
+    record = run_step(
+        copied, fake_inputs(inputs, mode), blocks, Ledger(workspace=KernelWorkspace()), loss_fn, warm_up=warm_up
+    )
     return Bytes(record.kept - record.static, record.peak - record.static)
 
 

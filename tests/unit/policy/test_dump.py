@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sac.policy.load import dump_policy, load_policy
-from sac.policy.model import Calls, Decision, Dim, Layers, Plan, PlannedRegion, Policy, Rule
+from sac.policy.model import Calls, Decision, Dim, Layers, PlannedRegion, PlanSection, Policy, Rule
 from sac.policy.patterns import PathPattern
 from sac.policy.read import DTYPES, takes_all_of
 
@@ -87,7 +87,7 @@ signatures = st.text("0123456789abcdef", min_size=16, max_size=16) | st.sampled_
 planned_regions = st.builds(
     PlannedRegion, st.lists(patterns, min_size=1, max_size=2).map(tuple), st.none() | layers, signatures
 )
-plans = st.builds(Plan, texts, st.lists(planned_regions, max_size=3).map(tuple))
+plans = st.builds(PlanSection, texts, st.lists(planned_regions, max_size=3).map(tuple))
 
 
 @st.composite

@@ -84,7 +84,7 @@ def test_sets_are_joined_and_models_are_not_inherited() -> None:
     child = load_policy("child.yaml")
     assert child.sets == {"attention": ("d", "b", "a"), "mine": ("c",)}
     assert child.models == ()
-    assert {name: str(mark) for name, mark in child.set_marks.items()} == {
+    assert {name: str(mark) for name, mark in child.set_locations.items()} == {
         "attention": "child.yaml:3:8",
         "mine": "parent.yaml:3:27",
     }

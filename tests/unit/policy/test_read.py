@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sac.policy.load import load_policy
-from sac.policy.model import Calls, Decision, Dim, Layers, Mark, Policy, Rule
+from sac.policy.model import Calls, Decision, Dim, Layers, Policy, Rule, SourceLocation
 from sac.policy.patterns import PathPattern
 from sac.policy.read import parse_bytes
 
@@ -63,11 +63,11 @@ def test_a_whole_policy_comes_as_values_with_marks(load: Load) -> None:
     assert policy.where("default") == "p.yaml:8:10"
     assert policy.where("blocks") == "p.yaml:6:11"
     assert policy.where("models") == "p.yaml:3:9"
-    assert policy.set_marks == {"attention": Mark("p.yaml", 4, 8)}
+    assert policy.set_locations == {"attention": SourceLocation("p.yaml", 4, 8)}
     small = policy.rules[1]
     assert small.where() == "p.yaml:13:5"
     assert small.where("module") == "p.yaml:15:13"
-    assert [str(mark) for mark in small.op_marks] == ["p.yaml:14:11", "p.yaml:14:19"]
+    assert [str(mark) for mark in small.op_locations] == ["p.yaml:14:11", "p.yaml:14:19"]
     assert small.origin == "llama"
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from sac.errors import PolicyError
 from sac.policy.load import load_policy
-from sac.policy.model import Layers, Mark, Plan, PlannedRegion
+from sac.policy.model import Layers, PlannedRegion, PlanSection, SourceLocation
 from sac.policy.patterns import PathPattern
 from tests.unit.policy.whole_text import assert_whole_text
 
@@ -152,9 +152,9 @@ def test_a_plan_comes_as_values_with_the_marks_of_its_entries(tmp_path: Path) ->
     path.write_text(p(f'blocks: ["a.*", b], layers: {{first: 2}}, signature: {SIGNATURE}'))
     plan = load_policy(path).plan
     blocks = (PathPattern.parse("a.*"), PathPattern.parse("b"))
-    assert plan == Plan("x", (PlannedRegion(blocks, Layers(first=2), SIGNATURE),))
+    assert plan == PlanSection("x", (PlannedRegion(blocks, Layers(first=2), SIGNATURE),))
     assert plan is not None
-    assert plan.regions[0].mark == Mark(str(path), 6, 7)
+    assert plan.regions[0].location == SourceLocation(str(path), 6, 7)
 
 
 @pytest.mark.parametrize("signature", ["1234567890123456", "0000000000000000", "0123456701234567", "123456789012e456"])
@@ -194,4 +194,4 @@ def test_a_plan_is_not_inherited(tmp_path: Path) -> None:
     (tmp_path / "child.yaml").write_text("schema: sac/v1\nextends: parent.yaml\n")
     child = load_policy(tmp_path / "child.yaml")
     assert child.plan is None
-    assert "plan" not in child.key_marks
+    assert "plan" not in child.key_locations

@@ -184,7 +184,7 @@ def test_a_submodule_is_put_into_training() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return body(x, self.training)
 
-    block = nn.Sequential(nn.FunctionFingerprint(), Noisy())
+    block = nn.Sequential(nn.Identity(), Noisy())
     block[1].eval()
 
     def flip() -> Callable[..., Tensor]:
@@ -215,7 +215,7 @@ def test_a_forward_is_put_on_the_instance() -> None:
 
 
 def test_a_hook_is_put_on_a_submodule() -> None:
-    block = nn.Sequential(nn.FunctionFingerprint())
+    block = nn.Sequential(nn.Identity())
 
     def flip() -> Callable[..., Tensor]:
         block[0].register_forward_hook(lambda module, args, out: body(out, True))
