@@ -1,6 +1,6 @@
 """Activation checkpointing for PyTorch training: per op, from a policy, with bit-identical gradients."""
 
-from sac.blocks.attach import apply
+from sac.blocks.applying import apply
 from sac.blocks.checkpoint_context import context_fn
 from sac.blocks.install import remove
 from sac.checkpointing import checkpoint

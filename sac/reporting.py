@@ -11,7 +11,7 @@ from torch import nn
 
 from sac.blocks.install import regions_of
 from sac.policy.read import bytes_text
-from sac.recompute.op_rows import NO_RULE
+from sac.recompute.op_trace import NO_RULE
 from sac.recompute.regions import Region, RegionGroup
 from sac.stores.store import InputStoring
 

@@ -29,7 +29,7 @@ class Mutation:
 _REACHABLE, _BINDINGS, _RNG = "region/python_state.py", "region/module_state.py", "region/rng.py"
 _FRAME, _KEPT_TENSOR, _HANDLES = "region/frame.py", "region/inputs.py", "region/frame.py"
 _PLAN, _RUN, _TAPE = "recompute/schedule.py", "recompute/replay.py", "recompute/tape.py"
-_MODES, _RECORD, _STATS = "recompute/rerun.py", "recompute/rerun.py", "recompute/op_rows.py"
+_MODES, _RECORD, _STATS = "recompute/rerun.py", "recompute/rerun.py", "recompute/op_trace.py"
 _RECORDER, _KIND, _TABLE = "recompute/recorder.py", "recompute/regions.py", "recompute/table.py"
 
 MUTATIONS = (

@@ -9,7 +9,7 @@ from sac.errors import PlanError
 from sac.planner.plan_file import make_plan
 from sac.planner.prepare import prepare
 from sac.planner.search import Planner, Point
-from sac.planner.written import baselines
+from sac.planner.write_policy import baselines
 from tests.unit.planner.truth import model_named
 
 EVERY = (3, 4)  # beside every second, which is among the planner's own baselines

@@ -21,7 +21,7 @@ from sac.errors import ModelError, Problem, RegionError, SacWarning, listing
 from sac.policy.load import is_shipped, shipped_policies
 from sac.policy.model import Rule
 from sac.recompute.module_tracker import TrackedForward
-from sac.recompute.op_rows import RegionStats
+from sac.recompute.op_trace import RegionStats
 from sac.recompute.regions import Region, RegionGroup, run_modules
 from sac.recompute.table import DecisionTable
 from sac.recompute.torch_checkpoint import run_in_eager, run_traced

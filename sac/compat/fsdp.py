@@ -23,7 +23,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
-from sac.blocks.attach import Chosen, blocks_at, put_regions, refuse_regions
+from sac.blocks.applying import Chosen, blocks_at, put_regions, refuse_regions
 from sac.blocks.install import Applied, InstalledForward, RegionForward, UnmatchedRules, ours_on, remove, set_forward
 from sac.blocks.stacks import is_callable
 from sac.checkpointing import checkpoint

@@ -22,7 +22,7 @@ from typing import Any
 from torch import nn
 from transformers import TrainerCallback
 
-from sac.blocks.attach import apply, refuse_existing_checkpointing
+from sac.blocks.applying import apply, refuse_existing_checkpointing
 from sac.blocks.install import regions_of, remove
 from sac.blocks.other_checkpointing import Switch, disable_guards
 from sac.config import parse_config

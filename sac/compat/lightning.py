@@ -23,7 +23,7 @@ except ImportError:  # the same under its old name
     from pytorch_lightning.callbacks import Callback  # type: ignore[assignment]
     from pytorch_lightning.utilities.model_helpers import is_overridden
 
-from sac.blocks.attach import apply
+from sac.blocks.applying import apply
 from sac.blocks.install import regions_of
 from sac.config import parse_config
 from sac.reporting import report

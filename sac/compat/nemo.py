@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import noop_context_fn
 
-from sac.blocks.attach import Chosen, put_regions
+from sac.blocks.applying import Chosen, put_regions
 from sac.blocks.checkpoint_context import context_fn
 from sac.blocks.install import InstalledForward, ours_on
 from sac.blocks.kv_cache import is_attention, shares_kv, turn_off_cache

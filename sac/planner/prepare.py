@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sac.blocks.attach import refuse_existing_checkpointing
+from sac.blocks.applying import refuse_existing_checkpointing
 from sac.blocks.find import drop_frozen, find_blocks
 from sac.blocks.install import ours_on
 from sac.blocks.kv_cache import turn_off_cache

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from sac.blocks.attach import apply
+from sac.blocks.applying import apply
 from sac.blocks.find import Block
 from sac.blocks.install import regions_of, remove, take_off
 from sac.blocks.paths import parts_of

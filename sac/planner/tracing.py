@@ -16,7 +16,7 @@ from sac.ops.names import op_name
 from sac.planner.cost import is_causal, moved_bytes
 from sac.planner.profile import Entry, Need, RegionProfile
 from sac.policy.model import Decision, Policy, Rule
-from sac.recompute.op_rows import OpTraceRecorder, signature
+from sac.recompute.op_trace import OpTraceRecorder, signature
 from sac.recompute.recorder import ReplayRecorder, new_tensors
 from sac.recompute.regions import Region
 from sac.recompute.replay import ReplayFrame

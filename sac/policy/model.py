@@ -196,7 +196,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class PlannedRegion:
-    """Regions that a plan was made for; ``signature``: of the ops they ran then, see ``sac.recompute.op_rows``."""
+    """Regions that a plan was made for; ``signature``: of the ops they ran then, see ``sac.recompute.op_trace``."""
 
     blocks: tuple[PathPattern, ...]
     layers: Layers | None

@@ -19,7 +19,7 @@ from sac.recompute.autocast import callers_autocast
 from sac.recompute.fallback import PythonRecomputeMode, SavedRoutingResult
 from sac.recompute.forward_state import Generators, StorageSnapshots, forget_freed, note_generator, snapshot_of
 from sac.recompute.module_tracker import RegionMode
-from sac.recompute.op_rows import NO_RULE, OpTraceRecorder, SavedFigures
+from sac.recompute.op_trace import NO_RULE, OpTraceRecorder, SavedFigures
 from sac.recompute.parameter_only import NOT_PARAMETERS, ParameterOnlyValues, is_large
 from sac.recompute.rerun import decide, default_generators, gathers, written_tensors
 from sac.recompute.schedule import ReplaySchedule, TapeLayout, Wanted, schedule_replay

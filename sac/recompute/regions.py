@@ -15,8 +15,7 @@ from torch import nn
 from sac.errors import SacWarning
 from sac.outer_hooks import active_hooks
 from sac.policy.model import PlannedRegion, Policy
-from sac.recompute.announce import log_decisions
-from sac.recompute.op_rows import OpTraceRecorder, OpTraceRow, RegionStats, check_planned_signature
+from sac.recompute.op_trace import OpTraceRecorder, OpTraceRow, RegionStats, check_planned_signature, log_decisions
 from sac.recompute.recorder import ReplayRecorder
 from sac.recompute.replay import CAN_REPLAY, ReplayFrame, warn_not_replayable
 from sac.recompute.rerun import RerunRecorder

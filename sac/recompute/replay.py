@@ -18,7 +18,7 @@ from sac.recompute.recorder import ReplayRecorder
 from sac.recompute.schedule import ReplaySchedule
 from sac.recompute.table import CallSite
 from sac.recompute.tape import ALIAS, CAST, PART, TENSOR_HOLE, WRAP, Tape, from_reads
-from sac.region.eager import never_compiled
+from sac.region.compiled_graphs import never_compiled
 from sac.region.frame import Frame, Handle
 from sac.region.inputs import RegionInputs
 from sac.region.rng import state_of

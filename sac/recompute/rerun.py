@@ -16,7 +16,7 @@ from sac.ops.flops import flops_of
 from sac.outer_hooks import OuterPacked, PackHooks, active_hooks, fetch, pack_with_outer_hooks
 from sac.recompute.forward_state import PreForwardState, StorageSnapshots, forget_freed, note_generator, snapshot_of
 from sac.recompute.module_tracker import RegionMode
-from sac.recompute.op_rows import NO_RULE, OpTraceRecorder, SavedFigures
+from sac.recompute.op_trace import NO_RULE, OpTraceRecorder, SavedFigures
 from sac.recompute.parameter_only import NOT_PARAMETERS, is_large
 from sac.recompute.table import CallSite, DecisionTable, ResolvedRule, run_op, site_name
 from sac.recompute.value_ids import Description, ValueIds

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sac.recompute.op_rows import SavedFigures
+from sac.recompute.op_trace import SavedFigures
 from sac.recompute.table import CallSite
 from sac.recompute.tape import Tape
 

@@ -35,7 +35,7 @@ from sac.tensors import copy_of, detached, overwrite, plain_address, storage_siz
 from sac.torch_private import tree_leaves
 
 if TYPE_CHECKING:
-    from sac.recompute.op_rows import SavedFigures
+    from sac.recompute.op_trace import SavedFigures
     from sac.recompute.value_ids import ValueIds
 
 

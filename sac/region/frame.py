@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from sac.errors import Problem, RegionError
 from sac.outer_hooks import OuterPacked, PackHooks, active_hooks, fetch, pack_with_outer_hooks
 from sac.region.ambient import AmbientState, subclasses_on
-from sac.region.eager import never_compiled
+from sac.region.compiled_graphs import never_compiled
 from sac.region.forward_ad import outside_transforms
 from sac.region.inputs import RegionInputs
 from sac.region.module_state import UnseenWriteError

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from sac.errors import RegionError
 from sac.region.ambient import subclasses_on
-from sac.region.eager import never_compiled
+from sac.region.compiled_graphs import never_compiled
 from sac.region.fingerprint import PLAIN, attributes_of
 from sac.region.frame import ALL, RETAIN, NoEarlyStop, RegionCall
 from sac.region.inputs import RegionInputs

@@ -11,7 +11,7 @@ from pathlib import Path
 from sac.config import parse_config, usable_policy
 from sac.errors import ConfigError, Problem, SacError, nearest
 from sac.extras import import_extra
-from sac.recompute.announce import check_trace_target
+from sac.recompute.op_trace import check_trace_target
 from sac.tools.comparison import NONE, Training, check_device
 from sac.tools.models import Scale, check_spec
 from sac.tools.plan_table import PlanRequest, check_wish

@@ -43,7 +43,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
 def _trace(arguments: argparse.Namespace) -> int:
     from sac.tools.arguments import check_trace
-    from sac.tools.trace_table import print_trace
+    from sac.tools.render import print_trace
 
     check_trace(arguments)
     return print_trace(_build(arguments), arguments.policy, device=arguments.device, as_json=arguments.json)

@@ -9,7 +9,7 @@ from sac.errors import ConfigError, Problem
 from sac.extras import import_extra
 from sac.planner.plan_file import Plan
 from sac.planner.search import Point
-from sac.planner.written import seconds_text
+from sac.planner.write_policy import seconds_text
 from sac.policy.read import bytes_text
 from sac.tools.comparison import Comparison, ModeResult
 

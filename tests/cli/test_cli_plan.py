@@ -15,7 +15,7 @@ from sac.planner.budget import LEGAL_BUDGET
 from sac.planner.cost import load_calibration
 from sac.planner.devices import DEVICES
 from sac.planner.fakes import fake_build, fake_mode
-from sac.planner.written import ATTENTION_ALTERNATE, ATTENTION_MATMULS, EVERY_SECOND_LAYER
+from sac.planner.write_policy import ATTENTION_ALTERNATE, ATTENTION_MATMULS, EVERY_SECOND_LAYER
 from sac.tools.cli import main
 from sac.tools.models import Scale, load_model
 from tests.unit.planner.plan_models import stack

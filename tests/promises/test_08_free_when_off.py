@@ -76,7 +76,7 @@ def test_no_grad_runs_a_function_as_it_is(off: Any, monkeypatch: pytest.MonkeyPa
     def made(*args: Any, **more: Any) -> None:
         raise AssertionError("a region was made")
 
-    monkeypatch.setattr("sac.region.inputs.KeptInputs.__init__", made)
+    monkeypatch.setattr("sac.region.inputs.RegionInputs.__init__", made)
     with off():
         assert not sac.checkpoint(torch.sin, torch.ones(2, requires_grad=True)).requires_grad
     with pytest.raises(AssertionError, match="a region was made"):

@@ -11,7 +11,7 @@ from torch import nn
 
 import sac
 from sac.errors import SacWarning
-from sac.recompute import compile as traced
+from sac.recompute import torch_checkpoint as traced
 from tests.stacks.test_compiled_inside import ATTENTION_AND_PRODUCTS
 from tests.support.blocks import FULL, alternate, llama_stack, policy, save, selective, tokens
 from tests.support.compiling import skip_if_results_are_not_told, train_compiled

@@ -14,7 +14,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx import GraphModule
 
-from sac.recompute import compile as traced
+from sac.recompute import torch_checkpoint as traced
 from tests.support.blocks import tokens
 from tests.support.training import built
 

@@ -22,7 +22,7 @@ from sac.planner.plan_file import make_plan
 from sac.planner.prepare import prepare
 from sac.planner.search import Planner
 from sac.policy.model import Policy
-from sac.recompute.op_rows import OpTraceRecorder
+from sac.recompute.op_trace import OpTraceRecorder
 from tests.support.model_zoo import tiny
 from tests.unit.planner.small_model import INPUTS, Block, Model, stops
 from tests.unit.planner.truth import MODELS, measured, model_named, put_on

@@ -19,7 +19,7 @@ from sac.planner.fakes import fake_build, fake_copy, fake_inputs, fake_mode
 from sac.planner.plan_file import Plan, make_plan
 from sac.planner.prepare import prepare
 from sac.planner.search import Planner
-from sac.planner.written import (
+from sac.planner.write_policy import (
     ATTENTION_MATMULS,
     baselines,
     curve,

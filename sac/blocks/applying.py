@@ -36,7 +36,7 @@ from sac.blocks.paths import parts_of, walk
 from sac.config import Config, family_policy, parse_config, settings_of, usable_policy
 from sac.errors import ConfigError, ModelError, PolicyError, Problem, SacWarning
 from sac.policy.model import Chunks, Policy, Rule
-from sac.recompute.announce import check_trace_target
+from sac.recompute.op_trace import check_trace_target
 from sac.recompute.regions import FULL, RegionGroup
 from sac.recompute.table import ResolvedPolicy
 from sac.region.settings import PLAIN, Settings
