@@ -15,6 +15,7 @@ import sac
 from sac.compat import output_discarding
 from sac.compat.output_discarding import discard, run_discardable
 from sac.errors import SacWarning
+from sac.region import compiled_graphs
 from sac.region.settings import PLAIN
 from tests.support.discarding_programs import (
     PROGRAMS,
@@ -176,7 +177,8 @@ def test_a_tensor_that_does_not_depend_on_the_output_changes_nothing_but_warns()
 
 
 def test_a_torch_that_shows_no_saved_tensors_keeps_the_output(monkeypatch):
-    monkeypatch.setattr(output_discarding, "SHOWS_SAVED_TENSORS", False)
+    for module in (compiled_graphs, output_discarding):
+        monkeypatch.setattr(module, "SHOWS_SAVED_TENSORS", False)
     x, norm, linear = norm_and_linear()
     out, lender, memory = normed(x, norm, linear)
     with pytest.warns(SacWarning, match="this version of torch does not show what its graph has saved"):
