@@ -24,7 +24,8 @@ def script() -> ModuleType:
 
 
 def test_lines_are_counted_by_what_is_on_them(script):
-    source = '"""Text\nof two lines."""\n\nx = 1  # why\n# because\n\n\ndef f():\n    """More."""\n    return """a\n    b"""\n'
+    code = 'x = 1  # why\n# because\n\n\ndef f():\n    """More."""\n    return """a\n    b"""\n'
+    source = '"""Text\nof two lines."""\n\n' + code
     found = script.lines_of(source)
     assert (found.code, found.docstrings, found.comments, found.blank) == (4, 3, 1, 3)
     assert found.total == len(source.splitlines())
