@@ -373,6 +373,7 @@ class ReplayFrame(Frame):
         asked = frozenset(waiting) - recorder.modified_after_save.keys()
         if schedule is None or schedule.handles != asked:
             schedule = recorder.schedule_of(sorted(asked))
+        self._check_unseen_writes(schedule)
         if self.settings.checks_metadata:
             read = frozenset(id(recorder.tape.leaves[value].tensor()) for value in schedule.leaves)
             if (problem := module_state.changed_parameter(self.path, read)) is not None:
@@ -408,6 +409,20 @@ class ReplayFrame(Frame):
         if recorder.checksums is not None:
             self._verify(waiting, filled)
         self._rebuilt = None
+
+    def _check_unseen_writes(self, schedule: ReplaySchedule) -> None:
+        """Raise ``CannotReplay`` if the forward wrote to a leaf unseen: before or after an op read it, nobody knows."""
+        unseen = self.ambient.module_state.written_unseen()
+        if not unseen:
+            return
+        tape = self.recorder.tape
+        for value in schedule.leaves:
+            leaf = tape.leaves[value]
+            if leaf.position >= 0 or tape.roots[value] in tape.writers:  # an op wrote to it, by way of `data`
+                continue
+            tensor = leaf.tensor()
+            if tensor is not None and storage_address(tensor) in unseen:
+                raise CannotReplay("the forward wrote to a tensor that an op reads in a way that no mode sees (NumPy)")
 
     def _rebuild(self) -> tuple[tuple[Any, ...], dict[str, Any], list[tuple[int, Tensor]]]:
         """Return the arguments; what replay was given may serve Python after it, for hooks may give it only once."""

@@ -165,6 +165,14 @@ class ModuleState:
                 warnings.warn(str(told), SacWarning, stacklevel=2)
         return None
 
+    def written_unseen(self) -> set[int]:
+        """Return the addresses of storages that the forward has written to, so far, without moving a version.
+
+        NumPy and ``data`` do that. At which op the data changed is not known.
+        """
+        running = self._written is None
+        return {one.address for one in self._watched if (one.was_written_unseen() if running else one.was_unseen)}
+
     def copies(self) -> dict[int, torch.UntypedStorage] | None:
         """Return what lay in tensors that somebody has written to since the forward, by the address of the storage.
 
@@ -233,6 +241,7 @@ class _Watched:
         "is_not_recomputed",
         "is_reported",
         "tensor",
+        "was_unseen",
         "was_written",
     )
 
@@ -243,17 +252,18 @@ class _Watched:
         self._storage = storage = tensor.untyped_storage()
         self._geometry = tensor.storage_offset(), tensor.shape, tensor.stride()
         self.copy = copy_of(storage) if storage.nbytes() <= most else None
-        self.was_written = self.is_lost = self.is_reported = False
+        self.was_written = self.was_unseen = self.is_lost = self.is_reported = False
 
     def close(self) -> None:
         """The forward is over."""
         version = version_of(self.tensor)
-        self.was_written = version != self._version or self.was_moved or self._was_written_unseen()
+        self.was_unseen = version == self._version and self.was_written_unseen()
+        self.was_written = version != self._version or self.was_moved or self.was_unseen
         self.is_lost = self.copy is None and version != self._version
         if not self.was_written and self.copy is not None and self.copy.nbytes() > _MOST_COPIED_BYTES_UNRECORDED:
             self.copy = None
 
-    def _was_written_unseen(self) -> bool:
+    def was_written_unseen(self) -> bool:
         """Whether a small tensor has been written to through NumPy or ``data``, which moves no version."""
         return self.copy is not None and type(self.tensor) is torch.Tensor and other_bytes(self.copy, self._storage)
 
@@ -271,7 +281,7 @@ class _Watched:
     @property
     def was_changed(self) -> bool:
         """Whether it was written to since it is watched, or given another storage (``buffer.data = ...``)."""
-        return version_of(self.tensor) != self._version or self.was_moved or self._was_written_unseen()
+        return version_of(self.tensor) != self._version or self.was_moved or self.was_written_unseen()
 
     @property
     def was_moved(self) -> bool:
