@@ -201,7 +201,7 @@ def sparse_in_place(block: FunctionBlock, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("function", "found"),
     [
-        (lies_elsewhere, "aten.set_.source_Tensor lets a tensor lie elsewhere"),
+        (lies_elsewhere, "aten.set_.source_Tensor moves a tensor to another storage"),
         (in_inference_mode, "aten.tanh.default reads a tensor of inference mode"),
         (sparse_in_place, "aten.mul_.Tensor writes to a tensor without strides"),
     ],
