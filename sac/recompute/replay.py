@@ -270,9 +270,7 @@ def _alias(tensor: Tensor, geometry: tuple[Any, ...]) -> Tensor:
 # warning.
 
 _CHANGED = "a tensor from outside the region was changed in place after the forward"
-_READ_AGAIN = (
-    "the region's Python runs again and reads the present data: gradients are right if it equals the forward's"
-)
+_READ_AGAIN = "the region's Python runs again and reads the present data: gradients are right if it equals forward's"
 
 
 class ReadAgain(CannotReplay):

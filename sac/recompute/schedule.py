@@ -24,8 +24,8 @@ from sac.recompute.tape import Tape
 # Without early stop, every entry whose results are not kept runs again, up to the end of the tape, as in a rerun of
 # Python. So ranks that ran different ops around a collective all reach it.
 #
-# Example. The policy saves `relu`; the region runs `down(dropout(relu(up(x))))` on the CPU. Autograd saves the dropout
-# mask and the result of the dropout, neither of which is kept. The tape and the walk, from the last entry to the first:
+# Example. The policy saves `relu`; the region runs `down(dropout(relu(up(x))))` on the CPU. Only two tensors
+# that autograd saves are not kept: the dropout mask and the result of the dropout. The walk, last entry first:
 #
 #   entry 8  mm          after the last save, not visited
 #   entry 7  t           feeds only entry 8: does not run

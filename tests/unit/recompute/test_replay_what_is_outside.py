@@ -181,7 +181,7 @@ def test_large_tensor_from_elsewhere_that_is_written_to_after_the_forward(engine
             out.sum().backward()
         assert [str(one.message) for one in said] == [
             f"{found}\n    the region's Python runs again and reads the present data: gradients are right if it "
-            "equals the forward's"
+            "equals forward's"
         ]
 
 
