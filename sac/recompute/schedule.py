@@ -165,7 +165,7 @@ class _Walk:
         first = tape.first_outputs[number]
         results = range(first, first + tape.output_counts.get(number, 1))
         if schedule.is_view and all(value in self._kept for value in tape.reads[number]):
-            return False  # the wait op of a kept result
+            return False  # the wait op of a result that is kept
         return not results or any(value not in self._kept for value in results)
 
     def _read(self, value: int, frees: list[int]) -> None:
