@@ -593,7 +593,7 @@ class Frame(RegionCall):
 
     def _surplus(self, index: int, tensor: torch.Tensor) -> Problem:
         return self._problem(
-            f"recomputation saves more tensors than forward did ({len(self._handles)}); the first one more is "
+            f"recomputation saves more tensors than forward did ({len(self._handles)}); the first extra one is "
             f"number {index}, {describe(tensor)}",
             OTHER_PATH,
         )

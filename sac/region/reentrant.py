@@ -381,7 +381,9 @@ class ReentrantFrame(RegionCall):
         """Return the recomputed result at ``place``; raise if it does not match that of forward, and thus ``grad``."""
         again = leaves[place] if place < len(leaves) else None
         if not isinstance(again, torch.Tensor):
-            raise RegionError(self._problem(f"result {place} was a tensor in forward and is none in recomputation"))
+            raise RegionError(
+                self._problem(f"result {place} was a tensor in forward and is not a tensor in recomputation")
+            )
         if self.settings.checks_metadata and metadata(again) != metadata(grad):
             forward, now = (f"{describe(one)} on {one.device}" for one in (grad, again))
             raise RegionError(self._problem(f"result {place} was {forward} in forward and is {now} in recomputation"))

@@ -39,7 +39,7 @@ def group_problem(group: Any, where: str) -> list[Problem]:
     if _is_mesh(group):
         return _mesh_problem(group, where)
     if not isinstance(group, dist.ProcessGroup):
-        return [Problem(where, f"{_described(group)} is no group", LEGAL)]
+        return [Problem(where, f"{_described(group)} is not a group", LEGAL)]
     return _process_group_problem(group, where)
 
 

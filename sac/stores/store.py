@@ -205,7 +205,9 @@ class Released:
         """Give ``data`` to the caller's tensor if it is still alive; raises ``RegionError`` if it was written to."""
         self.forget()
         if version_of(self._given) != self._version:
-            found = "its input was changed in place after it had been released, and what is kept of it with it"
+            found = (
+                "its input was changed in place after it had been released, which changed the data that is kept of it"
+            )
             fix = "do not write to a released tensor, or leave release_input off"
             raise RegionError(Problem(path or "region", found, fix=fix))
         tensor = self._caller()
@@ -240,13 +242,13 @@ def is_worth_it(tensor: torch.Tensor) -> bool:
 def check_releasable(tensor: torch.Tensor, leaves: Iterable[object], name: Callable[[], str]) -> None:
     """Raise ``RegionError`` if ``tensor``, one of the ``leaves`` of a call, could not be released after the call."""
     if is_released(tensor):
-        found = "the region that it was passed to before has released it: of its data a share is left"
+        found = "the region that it was passed to before has released it: only a share of its data is left"
         raise RegionError(Problem(name(), found, fix="leave release_input off where an input is used more than once"))
     others = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf is not tensor]
     if tensor._base is not None:
-        found = "it is a view, and to release it would not free the memory of its base"
+        found = "it is a view, and releasing it would not free the memory of its base"
     elif shares_storage(tensor, others):
-        found = "it shares its memory with another tensor of this call, and to release it would not free that"
+        found = "it shares its memory with another tensor of this call, and releasing it would not free that"
     elif tensor.is_inference():
         found = "it is an inference tensor, whose data cannot be exchanged"
     else:
