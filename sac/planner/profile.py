@@ -114,4 +114,4 @@ class RegionProfile:
         schedule = schedule_replay(tape, wanted)  # type: ignore[arg-type]
         held = sorted({*schedule.kept, *self.routed})
         storages = {self.roots[value]: self.bytes[value] for value in held}
-        return Recompute(tuple(step.number for step in plan.steps), tuple(held), sum(storages.values()))
+        return Recompute(tuple(step.number for step in schedule.steps), tuple(held), sum(storages.values()))

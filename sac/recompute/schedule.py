@@ -147,8 +147,8 @@ class _Walk:
         if self.unsaved is not None:
             return number in self.unsaved
         tape = self._tape
-        schedule = tape.sites[number]
-        if not self.to_the_end or not isinstance(schedule, CallSite) or schedule.is_view:
+        site = tape.sites[number]
+        if not self.to_the_end or not isinstance(site, CallSite) or site.is_view:
             return False
         first = tape.first_outputs[number]
         results = range(first, first + tape.output_counts.get(number, 1))
@@ -157,14 +157,14 @@ class _Walk:
     def _is_due(self, number: int) -> bool:
         """Return whether an entry is a collective that must run although no step reads its results."""
         tape = self._tape
-        schedule = tape.sites[number]
-        if not getattr(schedule, "is_collective", False):
+        site = tape.sites[number]
+        if not getattr(site, "is_collective", False):
             return False
         if not (self._steps or self._waiting):
             return False
         first = tape.first_outputs[number]
         results = range(first, first + tape.output_counts.get(number, 1))
-        if schedule.is_view and all(value in self._kept for value in tape.reads[number]):
+        if site.is_view and all(value in self._kept for value in tape.reads[number]):
             return False  # the wait op of a result that is kept
         return not results or any(value not in self._kept for value in results)
 
