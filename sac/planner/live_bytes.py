@@ -129,14 +129,14 @@ def _zeros(meta: _Meta) -> Tensor:
 class Ledger(BareMode):
     """Counts the bytes of storages while it is on; see Note [What the ledger counts].
 
-    ``block_bytes``: what the allocator rounds sizes up to. ``scratch`` hears of each op. ``on_host``: whether what lies
+    ``block_bytes``: what the allocator rounds sizes up to. ``workspace`` is told of each op. ``on_host``: whether what lies
     in the host's memory counts, such as states of generators.
     """
 
     def __init__(
         self,
         block_bytes: int = 1,
-        scratch: KernelWorkspace | None = None,
+        workspace: KernelWorkspace | None = None,
         fakes: FakeOpCache | None = None,
         *,
         on_host: bool = True,
@@ -145,7 +145,7 @@ class Ledger(BareMode):
         self.live = 0
         self.peak = 0  # since it was last set
         self._block = block_bytes
-        self.workspace = scratch
+        self.workspace = workspace
         self._numbers = _Numbers(self) if on_host else None
         self._fakes = fakes or FakeOpCache()
         self._storages: dict[int, tuple[weakref.ref[Any], int]] = {}

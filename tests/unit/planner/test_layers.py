@@ -120,9 +120,9 @@ def test_a_budget_that_is_too_small_names_the_least_and_the_row():
     with pytest.raises(BudgetTooSmallError) as error:
         assign(rows, [(0, 10)], [(1.0, 0.0)], 60)
     assert str(error.value) == "budget: 60 bytes\n    legal: at least 70 bytes (row 1)"
-    assert (error.value.budget, error.value.least, error.value.row) == (60, 70, 1)
+    assert (error.value.budget, error.value.least, error.value.constraint) == (60, 70, 1)
     again = pickle.loads(pickle.dumps(error.value))
-    assert (str(again), again.least, again.row) == (str(error.value), 70, 1)
+    assert (str(again), again.least, again.constraint) == (str(error.value), 70, 1)
 
 
 def test_the_least_budget_may_need_a_choice_that_holds_more():
