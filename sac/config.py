@@ -194,7 +194,7 @@ class FullConfig:
     """How regions keep their inputs until backward, and which state they restore for recomputation.
 
     ``keep``: the inputs that ``store`` applies to; all others are held whole. ``first``: the first floating-point
-    tensor among the leaves of ``(args, kwargs)``; ``all``: all floating-point tensors (or complex ones); or a predicate
+    tensor among the leaves of ``(args, kwargs)``; ``all``: all floating-point tensors; or a predicate
     ``(position, tensor) -> bool``.
 
     ``store``: where these inputs are kept.
