@@ -92,7 +92,7 @@ def _shown(value: Any, what: str) -> str:
 
 def _check_keep(value: Any) -> Finding | None:
     legal = f"{listing(KEEPS)}, or a predicate (position, tensor) -> bool"
-    return None if callable(value) else check_word(value, KEEPS, "no choice of inputs", legal)
+    return None if callable(value) else check_word(value, KEEPS, "not a choice of inputs", legal)
 
 
 def _check_store(value: Any) -> Finding | None:
@@ -104,8 +104,8 @@ def _check_store(value: Any) -> Finding | None:
         return None if alone else (f"{shown(repr(value))} does not go together", legal, "", "")
     joined = _joined_otherwise(value)
     if joined:
-        return _shown(value, "no store"), legal, "", f'write "{joined}"'
-    return check_word(value if wrong is None else wrong, STORES, "no store", legal)
+        return _shown(value, "not a store"), legal, "", f'write "{joined}"'
+    return check_word(value if wrong is None else wrong, STORES, "not a store", legal)
 
 
 def _joined_otherwise(value: Any) -> str:
@@ -117,11 +117,11 @@ def _joined_otherwise(value: Any) -> str:
 
 
 def _check_count(value: Any) -> Finding | None:
-    return None if value is None else _check_whole(value, 1, "no number of checkpoints")
+    return None if value is None else _check_whole(value, 1, "not a number of checkpoints")
 
 
 def _check_prefetch(value: Any) -> Finding | None:
-    return _check_whole(value, 0, "no number of regions")
+    return _check_whole(value, 0, "not a number of regions")
 
 
 def _check_whole(value: Any, least: int, what: str) -> Finding | None:
@@ -151,7 +151,7 @@ def _check_generators(value: Any) -> Finding | None:
 
 def _check_members(value: Any, kind: type, legal: str) -> Finding | None:
     if _is_one(value, kind):
-        return f"{shown(repr(value))} stands alone", legal, "", "write a comma behind it, in parentheses: (…,)"
+        return f"{shown(repr(value))} is not in a tuple", legal, "", "write a comma after it, in parentheses: (…,)"
     if isinstance(value, (list, tuple)) and all(_is_one(member, kind) for member in value):
         return None
     wrong = next((one for one in value if not _is_one(one, kind)), value) if isinstance(value, (list, tuple)) else value
@@ -163,7 +163,7 @@ def _is_one(value: Any, kind: type) -> bool:
 
 
 def _check_determinism(value: Any) -> Finding | None:
-    return check_word(value, CHECKS, "no check")
+    return check_word(value, CHECKS, "not a check")
 
 
 _CHECK_OF: dict[str, Callable[[Any], Finding | None]] = {
@@ -342,7 +342,7 @@ def settings_of(
     if not isinstance(config, FullConfig):
         fix = "write sac.full.FullConfig(…); for a keyword of the function's own, functools.partial(function, config=…)"
         raise ConfigError(
-            Problem(f"{where}.config", f"{shown(repr(config))} is no FullConfig", "a FullConfig", fix=fix)
+            Problem(f"{where}.config", f"{shown(repr(config))} is not a FullConfig", "a FullConfig", fix=fix)
         )
     problems = list(problems_in({key: getattr(options, key) for key in CALL_KEYS}, where))
     tracker = options.get_rng_state_tracker
@@ -388,7 +388,7 @@ FULL_KEYS = (*CALL_KEYS, *FULL_CONFIG_KEYS)
 KEYS = (*OWN_KEYS, *FULL_KEYS)
 ARGUMENTS = ("tp_group", "get_rng_state_tracker")  # of sac.apply: objects, which no config file can hold
 SCOPES = ("all", "language", "vision", "audio", "multimodal")
-NO_SCOPE = "no part of a model"
+NO_SCOPE = "not a part of a model"
 GRANULARITIES = ("block", "submodule")
 WHERE = "activation_checkpointing"
 WORDS = "none, full, selective, a shipped policy's name, a path to a YAML file, or a mapping"
@@ -505,7 +505,7 @@ def _parse_mapping(value: Mapping[Any, Any]) -> Config:
 
 
 def _misplaced(value: Mapping[Any, Any], mode: str, layers: Layers | Chunks | None) -> Iterator[Problem]:
-    """Yield the keys that are legal, and not in this mode or beside each other."""
+    """Yield the problems of legal keys that this mode does not allow, or that conflict with each other."""
     if "policy" in value and mode == "full":
         fix = "write `mode: selective`, or leave the policy out"
         yield _problem("policy", "mode full takes no policy", fix=fix)
@@ -544,7 +544,7 @@ def _problem(key: str, found: str, expected: str = "", near: str = "", fix: str 
 def _unknown_key(key: Any) -> Problem:
     if key in ARGUMENTS:
         fix = f"pass it as an argument: sac.apply(model, value, {key}=…)"
-        return Problem(WHERE, f"{key} is no key of a config value", fix=fix)
+        return Problem(WHERE, f"{key} is not a key of a config value", fix=fix)
     near = nearest(key, KEYS) if isinstance(key, str) else ""
     return Problem(WHERE, f"unknown key {shown(repr(key))}", expected=listing(KEYS), nearest=near)
 
@@ -554,11 +554,11 @@ def _read_policy(value: Any) -> Policy:
 
 
 def _read_engine(value: Any) -> str:
-    return _read_word("engine", value, ENGINES, "no engine")
+    return _read_word("engine", value, ENGINES, "not an engine")
 
 
 def _read_verify(value: Any) -> str:
-    return _read_word("verify", value, VERIFY, "no time to verify at")
+    return _read_word("verify", value, VERIFY, "not a time to verify at")
 
 
 def _read_word(key: str, value: Any, words: tuple[str, ...], what: str, legal: str = "") -> str:
@@ -594,7 +594,7 @@ def _read_scope(value: Any) -> str | tuple[str, ...]:
 
 
 def _read_granularity(value: Any) -> str:
-    return _read_word("granularity", value, GRANULARITIES, "no granularity")
+    return _read_word("granularity", value, GRANULARITIES, "not a granularity")
 
 
 def _read_strict(value: Any) -> bool:

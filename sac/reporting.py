@@ -313,14 +313,14 @@ def _kind_lines(kind: KindReport) -> list[str]:
     lines = list(_eager_lines(kind)) if kind.calls or not kind.has_run else []
     if kind.left_in_eager:
         lines.append(
-            f"{kind.regions}: {kind.left_in_eager} calls that torch.compile left in eager, with the same decisions, "
-            "and in no bytes here"
+            f"{kind.regions}: {kind.left_in_eager} calls that torch.compile left in eager, with the same decisions; "
+            "their bytes are not counted here"
         )
     if kind.traced is not None:
         told = kind.traced
-        lines.append(f"{kind.regions}: compiled; told to save {told.saved} calls and to recompute {told.recomputed}")
+        lines.append(f"{kind.regions}: compiled; decisions: save {told.saved} calls, recompute {told.recomputed}")
         lines += [f"  rule {rule}: {hits} calls" for rule, hits in told.rules.items()]
-        lines.append("  what of that is kept is the partitioner's choice, and in no bytes here")
+        lines.append("  the partitioner chooses what it keeps of these; their bytes are not counted here")
     return lines
 
 
@@ -333,7 +333,7 @@ def _eager_lines(kind: KindReport) -> Iterable[str]:
     for use in kind.rules:
         yield f"  rule {use.rule}: {use.hits} calls, {bytes_text(use.saved_bytes)} saved"
     if kind.dead_bytes:
-        yield f"  let go, since backward never reads it: {bytes_text(kind.dead_bytes)}"
+        yield f"  freed, since backward never reads it: {bytes_text(kind.dead_bytes)}"
     if kind.no_replay:
         yield f"  run again as Python, not replayed: {kind.no_replay}"
     if kind.compiled_graphs:

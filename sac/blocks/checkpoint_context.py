@@ -74,7 +74,7 @@ def _table_of(resolved: ResolvedPolicy, layer: int) -> DecisionTable:
 def _needs_model(rule: Rule) -> Problem:
     return Problem(
         rule.where("blocks"),
-        f'rule "{rule.id}" speaks of blocks, and sac.context_fn is not told where in the model a block is',
+        f'rule "{rule.id}" matches blocks, and sac.context_fn does not know where in the model a block is',
         fix="use sac.apply on the whole model",
     )
 

@@ -178,7 +178,7 @@ def find_blocks(
     an invalid scope or granularity.
     """
     if not isinstance(model, nn.Module):
-        raise ConfigError(Problem("model", f"{type(model).__name__} is no torch.nn.Module"))
+        raise ConfigError(Problem("model", f"{type(model).__name__} is not a torch.nn.Module"))
     towers = parse_scope(scope)
     grain = granularity.strip().lower() if isinstance(granularity, str) else ""
     if grain not in GRANULARITIES:

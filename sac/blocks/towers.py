@@ -101,7 +101,7 @@ def parse_scope(scope: str | Sequence[str]) -> frozenset[str]:
 def _illegal(word: object) -> Problem:
     return Problem(
         "scope",
-        f"{word!r} is no part of a model",
+        f"{word!r} is not a part of a model",
         expected=f"{listing(SCOPES)}, or a list of them",
         nearest=nearest(word, SCOPES) if isinstance(word, str) else "",
     )

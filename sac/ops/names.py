@@ -54,7 +54,7 @@ def unknown_name(index: int, text: str, registry: Registry, set_names: Sequence[
         text,
         f"no op {packet} is registered",
         nearest=nearest(packet, [known for known in registry.packets if known.startswith(f"{parts[0]}.")]),
-        fix="correct the name, or put it into a save-set under `sets:`, where an op that is not there is passed over",
+        fix="correct the name, or put it into a save-set under `sets:`, where a missing op is skipped",
     )
 
 
@@ -92,7 +92,7 @@ def _unknown_namespace(index: int, text: str, packet: str, registry: Registry) -
         f"no op of a namespace {namespace} is registered",
         nearest=f"{close}.{name}" if f"{close}.{name}" in registry.packets else "",
         fix="import the library that registers it before sac reads the policy, or put the name into a save-set under "
-        "`sets:`, where an op that is not there is passed over",
+        "`sets:`, where a missing op is skipped",
     )
 
 

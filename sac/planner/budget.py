@@ -55,8 +55,8 @@ def read_budget(value: Any) -> Budget:
             if count:
                 return Budget(count)
         except ValueError as error:
-            raise PlanError(Problem("budget", f'"{value}" is no budget: {error}', LEGAL_BUDGET)) from None
-    raise PlanError(Problem("budget", f"{value!r} is no budget", LEGAL_BUDGET))
+            raise PlanError(Problem("budget", f'"{value}" is not a budget: {error}', LEGAL_BUDGET)) from None
+    raise PlanError(Problem("budget", f"{value!r} is not a budget", LEGAL_BUDGET))
 
 
 def optimizer_bytes(optimizer: Any, parameters: Iterable[nn.Parameter]) -> int:
@@ -78,7 +78,7 @@ def optimizer_bytes(optimizer: Any, parameters: Iterable[nn.Parameter]) -> int:
             )
         return STATES[word] * sum(_elements(p) * p.element_size() for p in trained)
     if not isinstance(optimizer, torch.optim.Optimizer):
-        found = f"a {type(optimizer).__name__} is no optimizer"
+        found = f"a {type(optimizer).__name__} is not an optimizer"
         raise PlanError(Problem("optimizer", found, f"{listing([*STATES])}, or a torch.optim.Optimizer"))
     parts = Counter(
         (tuple(part.shape), part.dtype) for parameter in trained for part in tensor_parts(parameter.detach())

@@ -95,7 +95,7 @@ class _Blank:
     values: Tensor | None = field(compare=False)
 
     def fill(self) -> Tensor:
-        """Return a new tensor of the same layout, with numbers in [0, 1), which are legal probabilities and radicands."""
+        """Return a new tensor of the same layout; its numbers are in [0, 1), legal for probabilities and roots."""
         if self.values is not None:
             return self.values.clone()
         extent = 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))

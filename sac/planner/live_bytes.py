@@ -51,7 +51,7 @@ class KernelWorkspace:
         if func.is_view:
             return
         if func.name() == _PACKS_BYTES:
-            found = "how many bytes its kernel packs for backward is not known, so no peak can be told"
+            found = "how many bytes its kernel packs for backward is not known, so the peak cannot be computed"
             raise PlanError(Problem(op_name(func), found, fix="use mode: full, or a policy by hand"))
         metas = tree_map_only(Tensor, _meta, (args, kwargs))
         key = func, str(metas)
@@ -129,7 +129,7 @@ def _zeros(meta: _Meta) -> Tensor:
 class Ledger(BareMode):
     """Counts the bytes of storages while it is active; see Note [What the ledger counts].
 
-    ``block_bytes``: the block size to which the allocator rounds sizes up. ``workspace`` records each op. ``on_host``:
+    ``block_bytes``: the block size to which the allocator rounds sizes up. ``scratch`` records each op. ``on_host``:
     whether host memory counts, such as the states of generators.
     """
 
@@ -243,7 +243,7 @@ class Ledger(BareMode):
         if self.workspace is not None:
             self.workspace.saw(func, args, kwargs or {}, before)
         if torch.Tag.nondeterministic_seeded in func.tags and _would_draw(func, args, kwargs or {}, out):
-            torch.empty(1).uniform_()  # without data nothing is drawn; advance the generator so that observers of its state see a draw
+            torch.empty(1).uniform_()  # nothing is drawn without data; advance the generator's state visibly
         return out
 
 

@@ -144,7 +144,7 @@ def _choices(profile: RegionProfile, times: Sequence[float], run_by: Engine) -> 
 def refuse_unfit(model: nn.Module) -> None:
     """Raise ``ModelError`` for a model that sac is already on, or whose own checkpointing is on."""
     if not isinstance(model, nn.Module):
-        raise ModelError(Problem("model", f"a {type(model).__name__} is no torch.nn.Module"))
+        raise ModelError(Problem("model", f"a {type(model).__name__} is not a torch.nn.Module"))
     if any(ours_on(module) is not None for module in model.modules()):
         raise ModelError(Problem(type(model).__name__, "sac is on this model", fix="call sac.remove(model) first"))
     refuse_existing_checkpointing(model)

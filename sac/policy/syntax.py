@@ -235,7 +235,7 @@ class _Composer:
             self.findings.stop(place, f"the character {error.character:#06x} is not allowed in YAML", fix="remove it")
         except (ValueError, OverflowError):  # PyYAML raises these for an escape such as "\Uffffffff"
             place = self._location(loader.get_mark() if loader else None)
-            found = "this is not YAML: an escape in quoted text stands for no character"
+            found = "this is not YAML: an escape in quoted text does not encode a character"
             self.findings.stop(place, found, fix="look for a wrong \\")
 
     def _start_document(self, event: yaml.DocumentStartEvent) -> None:
@@ -269,7 +269,7 @@ class _Composer:
         if anchor in self.anchors:
             return self.anchors[anchor]
         if any(opened.anchor == anchor for opened in self.open):
-            self.findings.stop(location, f"*{anchor} stands inside of what it refers to", fix="write it out")
+            self.findings.stop(location, f"*{anchor} is inside of what it refers to", fix="write it out")
         self.findings.stop(location, f"*{anchor} refers to no anchor", fix=_QUOTE_STAR)
 
     def _count(self, size: int, location: SourceLocation) -> None:
@@ -290,9 +290,7 @@ class _Composer:
 
     def _add_entry(self, entries: dict[str, tuple[Scalar, Node]], key: Node, value: Node) -> None:
         if not isinstance(key, Scalar):
-            self.findings.add(
-                key.location, "a list or mapping stands where a key is meant", fix="quote it if text is meant"
-            )
+            self.findings.add(key.location, "a list or mapping is used as a key", fix="quote it if text is meant")
         elif key.text in entries:
             first = entries[key.text][0].location
             found = f'the key "{shown(key.text)}" is given twice; the first is at {first}'

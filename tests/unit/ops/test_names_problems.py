@@ -80,7 +80,7 @@ def test_an_unknown_namespace():
     assert only_problem("my_lib::flash") == (
         "p.yaml:3:9: no op of a namespace my_lib is registered\n"
         "    fix: import the library that registers it before sac reads the policy, or put the name into a save-set "
-        "under `sets:`, where an op that is not there is passed over"
+        "under `sets:`, where a missing op is skipped"
     )
 
 
@@ -89,7 +89,7 @@ def test_a_misspelled_namespace():
         "p.yaml:3:9: no op of a namespace atne is registered\n"
         "    did you mean: aten.mm\n"
         "    fix: import the library that registers it before sac reads the policy, or put the name into a save-set "
-        "under `sets:`, where an op that is not there is passed over"
+        "under `sets:`, where a missing op is skipped"
     )
 
 
