@@ -13,7 +13,7 @@ from sac.recompute.regions import FULL_TABLE, run_as_region
 from sac.recompute.torch_checkpoint import run_in_eager, run_traced
 from sac.region.settings import PLAIN, Settings
 
-_USUAL = astuple(DEFAULT_OPTIONS)[1:]  # all but use_reentrant; such calls go a short way, which a small region notices
+_USUAL = astuple(DEFAULT_OPTIONS)[1:]  # all but use_reentrant; calls with these take a fast path (for small regions)
 
 
 def checkpoint(
@@ -32,26 +32,26 @@ def checkpoint(
 ) -> Any:
     """Run ``function(*args, **kwargs)`` as a region that is recomputed as a whole in backward; return its result.
 
-    Arguments and results have any structure. Gradients are bit for bit those of the plain call, dropout included:
-    random states, autocast and the buffers of ``function`` (if it is a module) are as they were in forward.
-    Nondeterministic routing ops keep their results. Without grad mode it is the plain call. In a function that
-    ``torch.compile`` compiles the region is part of the graph; with any of the arguments below it runs in eager there.
+    Arguments and results may have any structure. Gradients are bit for bit those of the plain call, dropout included:
+    recomputation restores random states, autocast and the buffers of ``function`` (if it is a module) to their state in
+    forward. Nondeterministic routing ops keep their results. With grad mode off, this is the plain call. In a function
+    that ``torch.compile`` compiles, the region is part of the graph; with any of the arguments below it runs in eager.
 
-    ``use_reentrant``: recompute inside an autograd function whose backward calls backward again. Leave it off: only the
-    other mode stops early, and allows ``torch.autograd.grad`` and double backward. Only there is it known which results
-    need a gradient (here every floating-point one claims to), and has what ``function`` leaves elsewhere than in its
-    result a graph.
-    ``distribute_saved_activations``: keep the first floating-point input scattered over ``tp_group`` (a process group
-    or a mesh of one dimension, with this rank in it): each rank holds 1 / group size of it until backward.
-    ``get_rng_state_tracker``: returns a tracker of named RNG states (ours, Megatron's, TransformerEngine's,
-    DeepSpeed's), which is put back too. ``preserve_rng_state``: whether random states are put back at all.
-    ``early_stop``: end recomputation when all that backward needs is there; what torch's
-    ``set_checkpoint_early_stop`` says around the call takes precedence. ``determinism_check``: ``default`` compares
-    what recomputation saves with what forward saved, ``none`` does not.
-    ``config``: everything else.
+    ``use_reentrant``: recompute inside an autograd function whose backward calls backward again. Leave it off. Only the
+    non-reentrant mode stops early, and supports ``torch.autograd.grad`` and double backward. Only the non-reentrant
+    mode knows which results need a gradient (in reentrant mode every floating-point result requires grad), and keeps
+    the graph of tensors that ``function`` stores elsewhere than in its result.
+    ``distribute_saved_activations``: scatter the first floating-point input over ``tp_group`` (a process group or a
+    one-dimensional mesh that contains this rank): each rank holds 1 / group size of it until backward.
+    ``get_rng_state_tracker``: returns a tracker of named RNG states (ours, Megatron's, TransformerEngine's or
+    DeepSpeed's), whose states are restored too. ``preserve_rng_state``: whether to restore random states at all.
+    ``early_stop``: end recomputation as soon as it has all that backward needs. torch's
+    ``set_checkpoint_early_stop`` around the call takes precedence. ``determinism_check``: ``default`` compares shape,
+    dtype and device of the tensors that recomputation saves with those that forward saved; ``none`` does not.
+    ``config``: all other options.
 
-    Raises ``ConfigError`` at the call for options that cannot be carried out; ``RegionError`` in backward when the
-    function does not repeat itself, or when an input was changed in place after the forward.
+    Raises ``ConfigError`` at the call for options that cannot be carried out, and ``RegionError`` in backward if the
+    function does not repeat itself or an input was modified in place after the forward.
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
@@ -83,7 +83,7 @@ def _run(
 
 
 def run_with(settings: Settings, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run ``function(*args, **kwargs)`` as a region with settings made before; every keyword is the function's own."""
+    """Run ``function(*args, **kwargs)`` as a region with prepared settings; all keywords belong to the function."""
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     if torch.compiler.is_compiling():

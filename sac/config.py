@@ -1,4 +1,4 @@
-"""The config value of a training run: from what the user wrote to settings that have been checked."""
+"""Parse and validate the config value of a training run and turn it into settings."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from sac.stores.scatter import FirstCalls, Scattered, VerifiedOnce, group_proble
 from sac.stores.store import InputStore, InputStoring, OnDevice
 from sac.torch_private import HAS_STACKS
 
-# -- What is wrong with a value of one key of the full-recompute path, wherever it was written
+# -- Checks of single keys of the full-recompute path
 
 STORES = ("whole", "scattered", "host", "contiguous")
 KEEPS = ("first", "all")
@@ -42,17 +42,17 @@ _FLAG_WORDS |= {"no": "false", "off": "false", "false": "false", "0": "false"}
 
 
 def word_of(value: Any) -> str:
-    """Return how a word is compared: case, hyphens and spaces around it do not matter; ``""`` for what is no text."""
+    """Return ``value`` as it is compared: stripped, in lower case, ``-`` as ``_``; ``""`` if it is not a string."""
     return value.strip().lower().replace("-", "_") if isinstance(value, str) else ""
 
 
 def stores_in(written: Any) -> tuple[str, ...]:
-    """Return the words of a ``store`` as they stand there; none for what is no text."""
+    """Return the words of a ``store`` value in the order written; an empty tuple if it is not a string."""
     return tuple(word_of(word) for word in written.split("+")) if isinstance(written, str) else ()
 
 
 def check_flag(value: Any, besides: str = "") -> Finding | None:
-    """Return what is wrong with a value that is to be true or false, or the word ``besides``."""
+    """Return the problem with a value that must be true, false or the word ``besides``; None if it is valid."""
     if isinstance(value, bool) or (besides and word_of(value) == besides):
         return None
     meant = _FLAG_WORDS.get(word_of(str(value)), "")
@@ -62,9 +62,9 @@ def check_flag(value: Any, besides: str = "") -> Finding | None:
 
 
 def check_word(value: Any, words: tuple[str, ...], what: str, legal: str = "") -> Finding | None:
-    """Return what is wrong with a value that is to be one of ``words``.
+    """Return the problem with a value that must be one of ``words``; None if it is valid.
 
-    ``what`` says what it is not; ``legal`` is what the message lists, ``words`` if it is empty.
+    ``what`` completes the message "<value> is ..."; ``legal`` is the list in the message, by default ``words``.
     """
     word = word_of(value)
     if word in words:
@@ -74,9 +74,9 @@ def check_word(value: Any, words: tuple[str, ...], what: str, legal: str = "") -
 
 
 def problems_in(given: Mapping[str, Any], where: str) -> Iterator[Problem]:
-    """Yield what is wrong with the values in ``given`` by key, each by itself; other keys are passed over.
+    """Yield the problems of the values in ``given``, each checked by itself; unknown keys are ignored.
 
-    ``where`` stands before the key in messages.
+    ``where`` is the prefix of the key in messages.
     """
     for key, value in given.items():
         check = _CHECK_OF.get(key)
@@ -92,7 +92,7 @@ def _shown(value: Any, what: str) -> str:
 
 def _check_keep(value: Any) -> Finding | None:
     legal = f"{listing(KEEPS)}, or a predicate (position, tensor) -> bool"
-    return None if callable(value) else check_word(value, KEEPS, "no choice of inputs", legal)
+    return None if callable(value) else check_word(value, KEEPS, "not a choice of inputs", legal)
 
 
 def _check_store(value: Any) -> Finding | None:
@@ -104,12 +104,12 @@ def _check_store(value: Any) -> Finding | None:
         return None if alone else (f"{shown(repr(value))} does not go together", legal, "", "")
     joined = _joined_otherwise(value)
     if joined:
-        return _shown(value, "no store"), legal, "", f'write "{joined}"'
-    return check_word(value if wrong is None else wrong, STORES, "no store", legal)
+        return _shown(value, "not a store"), legal, "", f'write "{joined}"'
+    return check_word(value if wrong is None else wrong, STORES, "not a store", legal)
 
 
 def _joined_otherwise(value: Any) -> str:
-    """Return stores that are joined in another way than by ``+`` (a list, commas, spaces) as they are to be joined."""
+    """Return stores that are written as a list or with another separator, joined by ``+``; ``""`` if not stores."""
     parts = re.split(r"[\s,+&|/]+", value.strip()) if isinstance(value, str) else value
     if not isinstance(parts, (list, tuple)) or not parts or any(word_of(part) not in STORES for part in parts):
         return ""
@@ -117,11 +117,11 @@ def _joined_otherwise(value: Any) -> str:
 
 
 def _check_count(value: Any) -> Finding | None:
-    return None if value is None else _check_whole(value, 1, "no number of checkpoints")
+    return None if value is None else _check_whole(value, 1, "not a number of checkpoints")
 
 
 def _check_prefetch(value: Any) -> Finding | None:
-    return _check_whole(value, 0, "no number of regions")
+    return _check_whole(value, 0, "not a number of regions")
 
 
 def _check_whole(value: Any, least: int, what: str) -> Finding | None:
@@ -133,7 +133,7 @@ def _check_whole(value: Any, least: int, what: str) -> Finding | None:
 
 
 def _number_in(value: Any) -> int | None:
-    """Return the whole number that a text or a float holds."""
+    """Return the whole number that a string or a float represents, or None."""
     try:
         number = float(value) if isinstance(value, (str, float)) else math.nan
     except ValueError:
@@ -151,7 +151,7 @@ def _check_generators(value: Any) -> Finding | None:
 
 def _check_members(value: Any, kind: type, legal: str) -> Finding | None:
     if _is_one(value, kind):
-        return f"{shown(repr(value))} stands alone", legal, "", "write a comma behind it, in parentheses: (…,)"
+        return f"{shown(repr(value))} is not in a tuple", legal, "", "write a comma after it, in parentheses: (…,)"
     if isinstance(value, (list, tuple)) and all(_is_one(member, kind) for member in value):
         return None
     wrong = next((one for one in value if not _is_one(one, kind)), value) if isinstance(value, (list, tuple)) else value
@@ -163,7 +163,7 @@ def _is_one(value: Any, kind: type) -> bool:
 
 
 def _check_determinism(value: Any) -> Finding | None:
-    return check_word(value, CHECKS, "no check")
+    return check_word(value, CHECKS, "not a check")
 
 
 _CHECK_OF: dict[str, Callable[[Any], Finding | None]] = {
@@ -184,35 +184,43 @@ _CHECK_OF: dict[str, Callable[[Any], Finding | None]] = {
 }
 
 
-# -- ``FullConfig``: what the full-recompute path can be told beside the arguments of ``sac.checkpoint``
+# -- ``FullConfig``: options of the full-recompute path in addition to the arguments of ``sac.checkpoint``
 
-COMPARED_BY_CALLS = FirstCalls()  # where each call has settings of its own
+COMPARED_BY_CALLS = FirstCalls()  # used where each call has its own settings
 
 
 @dataclass(frozen=True, slots=True)
 class FullConfig:
-    """How regions keep their inputs until backward, and what they put back for their recomputation.
+    """How regions keep their inputs until backward, and which state they restore for recomputation.
 
-    ``keep``: which inputs ``store`` speaks of, the others being held whole: ``first`` (the first floating-point tensor
-    among the leaves of ``(args, kwargs)``), ``all`` of them, or a predicate ``(position, tensor) -> bool``.
+    ``keep``: the inputs that ``store`` applies to; all others are held whole. ``first``: the first floating-point
+    tensor among the leaves of ``(args, kwargs)``; ``all``: all floating-point tensors; or a predicate
+    ``(position, tensor) -> bool``.
 
-    ``store``: ``whole`` (the caller's tensor is held and must not change), ``scattered`` over the tensor-parallel group
-    (1 / group size of the bytes per rank), ``host`` (a copy in host memory), ``contiguous`` (a slot of one
-    preallocated buffer, of ``num_checkpoints`` slots; one FullConfig has one buffer), or several joined by ``+``:
-    ``scattered+host``. All but ``whole`` copy before the forward, so what is written later does not matter.
+    ``store``: where these inputs are kept.
+    - ``whole``: hold the caller's tensor, which must not change.
+    - ``scattered``: scatter over the tensor-parallel group; each rank holds 1 / group size of the bytes.
+    - ``host``: a copy in host memory.
+    - ``contiguous``: a slot of one preallocated buffer with ``num_checkpoints`` slots. One FullConfig has one buffer.
+    - several of the last three joined by ``+``, as in ``scattered+host``.
+    All stores except ``whole`` copy before the forward, so later writes to the input do not matter.
 
-    ``verify_replicated``: compare the input over the group before it is scattered (costs an all-reduce, so that every
-    rank has to make the call): ``first`` in the first call of each region of ``sac.apply``, and in the first 256 calls
-    of functions over a group; True in every call, False never.
-    ``prefetch``: how many regions ahead, in backward order, gathers are started; regions are found along the autograd
-    graph, a few dozen ops from one to the next at most. ``release_input``: after the forward the caller's tensor holds
-    this rank's share only, flat, until backward (as in Megatron and TransformerEngine), if nothing else holds its
-    memory; ops that saved it before raise while it is so, and what reads it sees the share.
+    ``verify_replicated``: compare the input across the group before scattering it. This costs an all-reduce, so every
+    rank has to make the call. ``first``: in the first call of each region of ``sac.apply``, and in the first 256 calls
+    of functions over a group; True: in every call; False: never.
 
-    ``state``: providers of state of your own (``snapshot``, ``restore``). ``generators``: put back beside the default
-    ones. ``freeze_buffers``: buffers that a region updates advance once, not again in recomputation.
+    ``prefetch``: the number of regions, in backward order, whose gathers start ahead of time. Regions are found along
+    the autograd graph, with at most a few dozen ops from one to the next.
 
-    Raises ``ConfigError`` with all that is wrong.
+    ``release_input``: between forward and backward the caller's tensor holds only this rank's share, flattened (as in
+    Megatron and TransformerEngine), provided that nothing else holds its memory. Meanwhile, ops that saved the tensor
+    earlier raise, and code that reads it sees the share.
+
+    ``state``: providers of user-defined state (``snapshot``, ``restore``). ``generators``: generators to restore in
+    addition to the default ones. ``freeze_buffers``: buffers that a region updates advance once, not a second time in
+    recomputation.
+
+    Raises ``ConfigError`` that lists every problem.
     """
 
     keep: str | Callable[[int, torch.Tensor], bool] = "first"
@@ -250,7 +258,7 @@ class FullConfig:
         return tuple(sorted(stores_in(self.store), key=STORES.index))
 
     def reset(self) -> None:
-        """Take every slot of the contiguous buffer back, as after forwards whose backward will never run."""
+        """Free every slot of the contiguous buffer, for example after forwards whose backward will never run."""
         if self.buffer is not None:
             self.buffer.reset()
 
@@ -266,7 +274,7 @@ CALL_KEYS = (
 
 
 def contradictions(given: Mapping[str, Any], where: str) -> Iterator[Problem]:
-    """Yield which values of ``FullConfig`` in ``given`` do not go together; each by itself has been checked."""
+    """Yield the combinations of ``FullConfig`` values in ``given`` that conflict; each value is already checked."""
     is_contiguous, count = "contiguous" in stores_in(given.get("store")), given.get("num_checkpoints")
     if is_contiguous and count is None:
         yield Problem(
@@ -283,9 +291,10 @@ _NEEDS_SCATTER = {"verify_replicated": "nothing to compare over the group", "pre
 
 
 def idle_keys(given: Mapping[str, Any], where: str) -> Iterator[Problem]:
-    """Yield what in ``given``, keys of ``FullConfig`` and of the call together, speaks of a store that is not there.
+    """Yield the keys in ``given`` that have no effect because no input is scattered or copied.
 
-    A ``FullConfig`` by itself cannot tell: the call that it is for may scatter.
+    ``given`` holds the keys of ``FullConfig`` and of the call: the call may turn on scattering, so ``FullConfig`` alone
+    cannot decide this.
     """
     stores = stores_in(given.get("store", "whole"))
     if given.get("distribute_saved_activations") is True or "scattered" in stores:
@@ -301,7 +310,7 @@ def idle_keys(given: Mapping[str, Any], where: str) -> Iterator[Problem]:
 
 @dataclass(frozen=True, slots=True)
 class CallOptions:
-    """The arguments of ``sac.checkpoint`` that are no part of ``FullConfig``; in a config value they are keys too."""
+    """The arguments of ``sac.checkpoint`` outside ``FullConfig``; those in ``CALL_KEYS`` are also config keys."""
 
     use_reentrant: bool = False
     distribute_saved_activations: bool = False
@@ -321,19 +330,19 @@ REENTRANT = Settings(use_reentrant=True)
 def settings_of(
     config: FullConfig, options: CallOptions, where: str, compared: VerifiedOnce = COMPARED_BY_CALLS
 ) -> Settings:
-    """Return what frames are told; raises ``ConfigError`` for options that cannot be carried out.
+    """Return the settings of frames; raises ``ConfigError`` for options that cannot be carried out.
 
-    ``where`` names the call in messages: ``sac.checkpoint``. A group is looked at only where inputs are scattered over
-    it, so that one launcher can give it to every config. ``compared``: see Note [Compared once].
+    ``where`` names the call in messages: ``sac.checkpoint``. The group is checked only if inputs are scattered over it,
+    so that a launcher can pass it with every config. ``compared``: see Note [Compared once].
     """
     if config is DEFAULT_CONFIG and options == DEFAULT_OPTIONS:
         return PLAIN
     if config is DEFAULT_CONFIG and options.use_reentrant is True and options == _REENTRANT_OPTIONS:
-        return REENTRANT  # the usual call in this mode; what follows takes as long as a small region
+        return REENTRANT  # the usual call in this mode; the code below takes as long as a small region
     if not isinstance(config, FullConfig):
         fix = "write sac.full.FullConfig(…); for a keyword of the function's own, functools.partial(function, config=…)"
         raise ConfigError(
-            Problem(f"{where}.config", f"{shown(repr(config))} is no FullConfig", "a FullConfig", fix=fix)
+            Problem(f"{where}.config", f"{shown(repr(config))} is not a FullConfig", "a FullConfig", fix=fix)
         )
     problems = list(problems_in({key: getattr(options, key) for key in CALL_KEYS}, where))
     tracker = options.get_rng_state_tracker
@@ -361,7 +370,7 @@ def settings_of(
 
 
 def _keeping(config: FullConfig, group: Any, compared: VerifiedOnce) -> InputStoring | None:
-    """Return which inputs are kept elsewhere and where; None where every input is held whole."""
+    """Return which inputs are kept elsewhere and where; None if every input is held whole."""
     placement: InputStore | None = config.buffer or config.host
     if group is not None:
         share = placement if placement is not None else OnDevice()
@@ -371,7 +380,7 @@ def _keeping(config: FullConfig, group: Any, compared: VerifiedOnce) -> InputSto
     return None if placement is None else InputStoring(placement, config.keep, config.release_input)
 
 
-# -- The config value of ``activation_checkpointing:``, read once into what the rest of sac works with
+# -- The config value of ``activation_checkpointing:``
 
 MODES = ("none", "full", "selective")
 OWN_KEYS = ("mode", "policy", "engine", "verify", "blocks", "layers", "scope", "granularity", "strict")
@@ -379,7 +388,7 @@ FULL_KEYS = (*CALL_KEYS, *FULL_CONFIG_KEYS)
 KEYS = (*OWN_KEYS, *FULL_KEYS)
 ARGUMENTS = ("tp_group", "get_rng_state_tracker")  # of sac.apply: objects, which no config file can hold
 SCOPES = ("all", "language", "vision", "audio", "multimodal")
-NO_SCOPE = "no part of a model"
+NO_SCOPE = "not a part of a model"
 GRANULARITIES = ("block", "submodule")
 WHERE = "activation_checkpointing"
 WORDS = "none, full, selective, a shipped policy's name, a path to a YAML file, or a mapping"
@@ -387,9 +396,10 @@ WORDS = "none, full, selective, a shipped policy's name, a path to a YAML file, 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """A config value as it was meant.
+    """A parsed config value.
 
-    ``policy`` None in mode selective means the family's policy. ``full`` and ``options`` say how regions are run.
+    In mode selective, ``policy`` None means the policy of the model's family. ``full`` and ``options`` hold the
+    settings that regions run with.
     """
 
     mode: str = "none"
@@ -406,21 +416,21 @@ class Config:
 
 
 def parse_config(value: Any) -> Config:
-    """Return what a config value means.
+    """Return the parsed form of a config value.
 
-    ``value`` is None or False (none), True (full), a word (``none``, ``full``, ``selective``, a shipped policy's name:
-    case and hyphens do not matter), a path to a policy file, a ``Policy``, or a mapping with the keys of ``KEYS``.
+    ``value`` is None or False (none), True (full), a word (``none``, ``full``, ``selective`` or the name of a shipped
+    policy; case and hyphens do not matter), a path to a policy file, a ``Policy``, or a mapping with keys of ``KEYS``.
 
     ``layers`` chooses layers of each stack: ``all``, ``{first: n}`` or ``{block: n}``, ``{last: n}``,
     ``{every: k, offset: j}``, ``{fraction: f}`` (that share of them, spread evenly), or a list such as
-    ``["0-7", "12"]``; or it puts chunks of layers together as one region each: ``{uniform: n}``, or ``sqrt`` for chunks
-    of the square root of their number. Chunks need layers that stand in an ``nn.Sequential``.
+    ``["0-7", "12"]``. It can also group layers into chunks that are one region each: ``{uniform: n}``, or ``sqrt`` for
+    chunks whose size is the square root of the number of layers. Chunks require layers in an ``nn.Sequential``.
 
-    Modes full and selective both take the keys of the full path (those of ``FullConfig``, and the switches among the
-    arguments of ``sac.checkpoint``), except that ``use_reentrant`` and chunks of layers are for mode full alone. Mode
-    none takes every key and makes nothing of it, so that a base config can be turned off by its mode.
+    Modes full and selective both accept the keys of the full path (those of ``FullConfig`` and the switches among the
+    arguments of ``sac.checkpoint``); ``use_reentrant`` and chunks of layers are for mode full only. Mode none accepts
+    and ignores every key, so that setting the mode turns a base config off.
 
-    Raises ``ConfigError`` or ``PolicyError`` with all that is wrong.
+    Raises ``ConfigError`` or ``PolicyError`` that lists every problem.
     """
     if value is None or value is False:
         return Config()
@@ -495,7 +505,7 @@ def _parse_mapping(value: Mapping[Any, Any]) -> Config:
 
 
 def _misplaced(value: Mapping[Any, Any], mode: str, layers: Layers | Chunks | None) -> Iterator[Problem]:
-    """Yield the keys that are legal, and not in this mode or beside each other."""
+    """Yield the problems of legal keys that this mode does not allow, or that conflict with each other."""
     if "policy" in value and mode == "full":
         fix = "write `mode: selective`, or leave the policy out"
         yield _problem("policy", "mode full takes no policy", fix=fix)
@@ -513,7 +523,7 @@ def _misplaced(value: Mapping[Any, Any], mode: str, layers: Layers | Chunks | No
 
 
 def _read_mode(value: Mapping[Any, Any], problems: list[Problem]) -> str:
-    """Return the mode; where it is none, note a problem and return an empty word."""
+    """Return the mode; if it is missing or invalid, append a problem and return ``""``."""
     if "mode" not in value:
         problems.append(_problem("mode", "the key `mode` is missing", listing(MODES)))
         return ""
@@ -534,7 +544,7 @@ def _problem(key: str, found: str, expected: str = "", near: str = "", fix: str 
 def _unknown_key(key: Any) -> Problem:
     if key in ARGUMENTS:
         fix = f"pass it as an argument: sac.apply(model, value, {key}=…)"
-        return Problem(WHERE, f"{key} is no key of a config value", fix=fix)
+        return Problem(WHERE, f"{key} is not a key of a config value", fix=fix)
     near = nearest(key, KEYS) if isinstance(key, str) else ""
     return Problem(WHERE, f"unknown key {shown(repr(key))}", expected=listing(KEYS), nearest=near)
 
@@ -544,11 +554,11 @@ def _read_policy(value: Any) -> Policy:
 
 
 def _read_engine(value: Any) -> str:
-    return _read_word("engine", value, ENGINES, "no engine")
+    return _read_word("engine", value, ENGINES, "not an engine")
 
 
 def _read_verify(value: Any) -> str:
-    return _read_word("verify", value, VERIFY, "no time to verify at")
+    return _read_word("verify", value, VERIFY, "not a time to verify at")
 
 
 def _read_word(key: str, value: Any, words: tuple[str, ...], what: str, legal: str = "") -> str:
@@ -584,7 +594,7 @@ def _read_scope(value: Any) -> str | tuple[str, ...]:
 
 
 def _read_granularity(value: Any) -> str:
-    return _read_word("granularity", value, GRANULARITIES, "no granularity")
+    return _read_word("granularity", value, GRANULARITIES, "not a granularity")
 
 
 def _read_strict(value: Any) -> bool:
@@ -595,7 +605,7 @@ def _read_strict(value: Any) -> bool:
 
 
 def family_policy(model: nn.Module) -> Policy:
-    """Return the shipped policy for ``model``, by its config's ``model_type`` or its class; else ``general``."""
+    """Return the shipped policy for ``model``, found by its config's ``model_type`` or its class, else ``general``."""
     names = list(_family_names(model))
     policies = [load_policy(name) for name in shipped_policies() if name != "general"]
     for name in names:
@@ -618,7 +628,7 @@ def _family_names(model: nn.Module) -> Iterator[str]:
 
 
 def usable_policy(policy: Policy) -> ResolvedPolicy:
-    """Return ``policy`` with its names resolved; raises ``PolicyError`` for these and for what is not built yet."""
+    """Return ``policy`` with its names resolved; raises ``PolicyError`` for unknown names and unsupported features."""
     problems = [
         Problem(
             rule.where("do"),

@@ -1,4 +1,4 @@
-"""Errors that a user of sac can cause, and the one shape in which each problem is told."""
+"""Errors that a user of sac can cause, and the common format of each reported problem."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from difflib import get_close_matches
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong: where it stands, what was found, what is legal, and what to do.
+    """One problem: its location, what was found, what is legal, and how to fix it.
 
-    ``where`` is ``file:line:column`` for something written in a file, the path of a module for something about a
-    model, and the name of an argument otherwise. ``expected``, ``nearest`` and ``fix`` may be empty.
+    ``where`` is ``file:line:column`` for a file, a module path for a model, and otherwise the name of an argument.
+    ``expected``, ``nearest`` and ``fix`` may be empty.
     """
 
     where: str
@@ -33,7 +33,7 @@ class Problem:
 
 
 class SacError(Exception):
-    """Root of every error that a user of sac can cause; ``problems`` holds all that was found, in order."""
+    """Base class of every error that a user of sac can cause; ``problems`` holds all problems found, in order."""
 
     def __init__(self, problems: Problem | Iterable[Problem]) -> None:
         self.problems: tuple[Problem, ...] = (problems,) if isinstance(problems, Problem) else tuple(problems)
@@ -44,27 +44,27 @@ class SacError(Exception):
 
 
 class PolicyError(SacError, ValueError):
-    """A policy (file or mapping) that cannot be read, or that names what does not exist."""
+    """A policy (file or mapping) cannot be read, or refers to names that do not exist."""
 
 
 class ConfigError(SacError, ValueError):
-    """A config value, or an argument of the public face, that means nothing to sac."""
+    """A config value, or an argument of the public API, is invalid."""
 
 
 class ModelError(SacError, ValueError):
-    """A model that a policy or config cannot be put on; the model is left as it was."""
+    """A policy or config cannot be applied to the model; the model is unchanged."""
 
 
 class PlanError(SacError, ValueError):
-    """No plan can be made as asked: a budget that is too small, a model that cannot be profiled, an unknown device."""
+    """No plan can be computed: the budget is too small, the model cannot be profiled, or the device is unknown."""
 
 
 class RegionError(SacError, RuntimeError):
-    """A region that cannot be recomputed as it was run; raised in forward or backward."""
+    """A region cannot be recomputed as it ran in forward; raised in forward or backward."""
 
 
 class SacWarning(UserWarning):
-    """Something works, but not as its author will have meant it."""
+    """Something works, but probably not as intended."""
 
 
 def nearest(word: str, legal: Iterable[str]) -> str:
@@ -74,6 +74,6 @@ def nearest(word: str, legal: Iterable[str]) -> str:
 
 
 def listing(words: Sequence[str], limit: int = 40) -> str:
-    """Return ``words`` joined for an error's ``expected``, cut after ``limit`` of them."""
+    """Return ``words`` joined by commas for an error's ``expected``, truncated after ``limit`` words."""
     shown = ", ".join(words[:limit])
     return shown if len(words) <= limit else f"{shown}, … ({len(words) - limit} more)"

@@ -1,4 +1,4 @@
-"""Packages that only some users need: imported when they are used, with an error that says how to get them."""
+"""Import optional packages on first use, with an error that says how to install them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sac.errors import ConfigError, Problem
 
 
 def import_extra(module: str, extra: str) -> ModuleType:
-    """Import ``module``, which comes with ``pip install 'sac[extra]'``; raises ``ConfigError`` when it is not there."""
+    """Import ``module``, which ``pip install 'sac[extra]'`` installs; raises ``ConfigError`` if it is not installed."""
     try:
         return import_module(module)
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Regions without per-op decisions, and what they can be told: stores of inputs, random streams."""
+"""Options of regions without per-op decisions: input stores and named random streams."""
 
 from sac.config import FullConfig
 from sac.rng_tracker import RngTracker, seed_model_parallel

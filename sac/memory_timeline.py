@@ -1,6 +1,6 @@
-"""Memory over one call as the allocator saw it: torch's profiler writes every allocation, we add them up.
+"""Memory over one call from the allocator's view: torch's profiler records every allocation, and we sum them up.
 
-Nothing here knows what sac keeps, so it can be held against what sac says it keeps.
+This module does not know what sac keeps, so it is an independent check of the bytes that sac reports.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _START, _END = "<start>", "<end>"
 
 @dataclass(frozen=True, slots=True)
 class MemoryTimeline:
-    """Live bytes over one call, of what was allocated in it; freeing what was there before does not count.
+    """Live bytes over one call, counting only memory allocated in it; freeing older memory does not count.
 
-    ``times_ms[i]`` is when the live bytes became ``live_bytes[i]``. ``marks`` holds, per name given to ``mark``, each
-    time and the live bytes there.
+    At ``times_ms[i]``, in milliseconds from the start of the call, the live bytes became ``live_bytes[i]``. ``marks``
+    holds, per name passed to ``mark``, each pair of time and live bytes.
     """
 
     times_ms: tuple[float, ...]
@@ -34,12 +34,12 @@ class MemoryTimeline:
     marks: Mapping[str, tuple[tuple[float, int], ...]] = field(default_factory=dict)
 
     def at(self, name: str) -> int:
-        """Return the live bytes where ``mark(name)`` was called last; raises ``KeyError`` if it never was."""
+        """Return the live bytes at the last ``mark(name)``; raises ``KeyError`` if there was none."""
         return self.marks[name][-1][1]
 
     @property
     def peak_ms(self) -> float:
-        """The time of the highest point of the curve."""
+        """The time of the highest point of the curve, in milliseconds."""
         return self.times_ms[max(range(len(self.live_bytes)), key=self.live_bytes.__getitem__)]
 
 
@@ -52,16 +52,17 @@ class _Event:
 
 
 def mark(name: str) -> None:
-    """Name this instant of the call that ``measure_memory`` is measuring; outside of one it does nothing."""
+    """Name the current instant of the call that ``measure_memory`` measures; does nothing outside of one."""
     with record_function(_MARK_PREFIX + name):
         pass
 
 
 def measure_memory(fn: Callable[[], object], device: str | torch.device = "cpu") -> MemoryTimeline:
-    """Run ``fn`` once and return the memory it took on ``device`` (cpu or cuda), from the profiler's memory events.
+    """Run ``fn`` once and return its memory use on ``device`` (cpu or cuda) from the profiler's memory events.
 
-    On CUDA the peak comes from the caching allocator's own counter; all else is the profiler's on both.
-    Memory that does not go through torch's allocators (oneDNN scratch, NCCL buffers) is not seen.
+    On CUDA the peak comes from the caching allocator's own counter; all other numbers come from the profiler.
+    Memory that does not go through torch's allocators (oneDNN scratch, NCCL buffers) is not counted.
+    Raises ``SacError`` for another device, or if this torch's profiler has no memory events.
     """
     device = torch.device(device)
     if device.type not in ("cpu", "cuda"):
@@ -74,7 +75,7 @@ def measure_memory(fn: Callable[[], object], device: str | torch.device = "cpu")
         if is_cuda:
             torch.cuda.synchronize(device)
         mark(_END)
-    del result  # what fn returned is alive at the end, and no longer
+    del result  # kept alive until the end mark
     timeline = _timeline(_events(profiler, device))
     if not is_cuda:
         return timeline
@@ -89,9 +90,9 @@ def _reset_allocator(device: torch.device) -> int:
 
 
 def _events(profiler: profile, device: torch.device) -> list[_Event]:
-    # Private: the profiler's public lists add memory events up per op, and drop the time and address of each.
-    # Names and fields as of torch 2.13, held by tests/unit/test_memory_timeline.py, which knows every allocation
-    # it makes.
+    # Private: the profiler's public lists sum memory events per op and drop their times and addresses.
+    # Names and fields are those of torch 2.13, checked by tests/unit/test_memory_timeline.py, which knows every
+    # allocation that it makes.
     results: Any = getattr(profiler.profiler, "kineto_results", None)
     if results is None:
         raise SacError(
@@ -113,10 +114,10 @@ def _events(profiler: profile, device: torch.device) -> list[_Event]:
 
 
 def _from_start_to_end(events: list[_Event]) -> list[_Event]:
-    """Cut to the call, and leave out the freeing of what was there before it.
+    """Return the events of the call, without frees of memory that was allocated before it.
 
-    The CPU allocator does not know the size of a block from before the profiler; worse, it may remember the size of
-    another block that an earlier profiler saw at that address.
+    The CPU allocator does not know the size of a block allocated before the profiler started; worse, it may remember
+    the size of another block that an earlier profiler saw at that address.
     """
     names = [event.mark for event in events]
     kept, alive = [], set()

@@ -1,4 +1,4 @@
-"""`sac.report` and the trace: what was kept, by which rule, how many bytes, and what was decided for each op."""
+"""`sac.report` and the trace: kept bytes per rule, and the decision for each op."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from sac.recompute.op_trace import NO_RULE
 from sac.recompute.regions import Region, RegionGroup
 from sac.stores.store import InputStoring
 
-# -- The decisions that a model's regions took, op by op
+# -- The decision for each op
 
 
 @dataclass(frozen=True, slots=True)
 class DecisionRow:
-    """What was decided for one op of one region kind.
+    """The decision for one op of one region group.
 
-    ``region`` names the regions of the kind (``model.layers.0-31 (x32)``), ``module`` is relative to the region,
-    ``call`` counts the op's uses in that module from 0, ``bytes`` are those of its result, ``flops`` by torch's
-    formulas (0: none known).
+    ``region`` names the regions of the group (``model.layers.0-31 (x32)``), ``module`` is the module path relative to
+    the region, ``call`` counts the op's uses in that module from 0, ``bytes`` is the size of the op's result, and
+    ``flops`` comes from torch's formulas (0 if no formula is known).
     """
 
     region: str
@@ -39,7 +39,7 @@ class DecisionRow:
 
 
 def decisions_of(model: nn.Module) -> tuple[DecisionRow, ...]:
-    """Return the decisions of each region kind that has run on ``model``, in the order of the forward."""
+    """Return the decisions of each region group of ``model`` that has run, in the order of the forward."""
     rows = []
     for group, regions in regions_by_group(model):
         label = group_label([region.path for region in regions])
@@ -53,7 +53,7 @@ def decisions_of(model: nn.Module) -> tuple[DecisionRow, ...]:
 
 
 def regions_by_group(model: nn.Module) -> list[tuple[RegionGroup, list[Region]]]:
-    """Return the region kinds on a model, each with its regions, in module order."""
+    """Return the region groups of a model, each with its regions, in module order."""
     groups: dict[int, tuple[RegionGroup, list[Region]]] = {}
     for region in (forward.region for forward in regions_of(model)):
         groups.setdefault(id(region.group), (region.group, []))[1].append(region)
@@ -61,7 +61,7 @@ def regions_by_group(model: nn.Module) -> list[tuple[RegionGroup, list[Region]]]
 
 
 def group_label(paths: Iterable[str]) -> str:
-    """Return one name for paths that differ in one number: ``model.layers.0-31 (x32)``, ``model.layers.0,2,4 (x3)``."""
+    """Return a common name for paths that differ in one number: ``model.layers.0-31 (x32)``, ``layers.0,2,4 (x3)``."""
     paths = list(paths)
     if len(paths) == 1:
         return paths[0] or "(model)"
@@ -86,17 +86,17 @@ def _ranges(numbers: list[int]) -> str:
     return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
 
 
-# -- ``sac.report``: what was saved, by which rule, at how many bytes; what was not, and what it costs
+# -- ``sac.report``: saved bytes per rule, and ops that are recomputed
 
 UNMATCHED_SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True)
 class RuleUse:
-    """One rule in one kind of region, per region: calls that it matched, and bytes that backward holds because of it.
+    """One rule in one region group, per region: the calls that it matched, and the bytes held for backward by it.
 
-    ``rule`` is ``must-save`` for what nondeterministic routing ops keep in every mode, ``default`` for a policy whose
-    default saves.
+    ``rule`` is ``must-save`` for nondeterministic routing ops, which are saved in every mode, and ``default`` for a
+    policy whose default saves.
     """
 
     rule: str
@@ -106,7 +106,7 @@ class RuleUse:
 
 @dataclass(frozen=True, slots=True)
 class UnmatchedOp:
-    """An op that no rule matched and that is recomputed: its calls, result bytes and FLOPs per region."""
+    """An op that no rule matches and that is recomputed: its calls, result bytes and FLOPs per region."""
 
     op: str
     calls: int
@@ -116,10 +116,10 @@ class UnmatchedOp:
 
 @dataclass(frozen=True, slots=True)
 class TracedReport:
-    """What ``torch.compile`` was told of one region when it last traced one: calls of ops to save, and to recompute.
+    """The decisions passed to ``torch.compile`` when it last traced a region: calls of ops to save, and to recompute.
 
-    ``rules``: calls that each rule matched. What the partitioner then keeps is its choice among what autograd needs of
-    that: no bytes are known.
+    ``rules``: the calls that each rule matched. Among the results to save, the partitioner keeps a choice of what
+    autograd needs, so no bytes are known.
     """
 
     saved: int
@@ -129,16 +129,17 @@ class TracedReport:
 
 @dataclass(frozen=True, slots=True)
 class KindReport:
-    """One kind of region, per region; bytes are those of the last call, of whole storages, each counted once.
+    """The numbers of one region group, per region; bytes are those of the last call, each whole storage counted once.
 
-    ``calls``: in eager, of all regions, as is ``left_in_eager``: calls under ``torch.compile`` that it did not compile
-    (a graph break inside the region, backend "eager"); decisions are the same there, and no bytes are known.
-    ``traced``: None if none was compiled. ``compiled_graphs``: those that ran inside the region, each of them one piece
-    for rules.
-    ``input_host_bytes``: of inputs kept in host memory for a device, on top of ``input_bytes``.
-    ``dead_bytes``: decided to be saved, then let go at the end of forward, since backward can never read them.
-    ``engine``: which one the last call has, ``replay`` or ``rerun``; empty where none was needed. ``no_replay``: why
-    regions of this kind are not replayed any more.
+    ``calls``: eager calls, summed over all regions. ``left_in_eager``, also over all regions: calls under
+    ``torch.compile`` that were not compiled (a graph break inside the region, backend "eager"); their decisions are the
+    same, and no bytes are known.
+    ``traced``: None if no region was compiled. ``compiled_graphs``: compiled graphs that ran inside the region; rules
+    treat each of them as one op.
+    ``input_host_bytes``: inputs kept in host memory for a device, in addition to ``input_bytes``.
+    ``dead_bytes``: saved by decision, then freed at the end of forward because backward can never read them.
+    ``engine``: the engine of the last call, ``replay`` or ``rerun``; empty if none was needed. ``no_replay``: why
+    regions of this group are no longer replayed.
     """
 
     regions: str
@@ -158,20 +159,20 @@ class KindReport:
 
     @property
     def has_run(self) -> bool:
-        """Whether a forward with grad has run, or was compiled."""
+        """Whether a forward with grad has run or was compiled."""
         return bool(self.calls or self.left_in_eager or self.traced)
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that one region holds on devices between forward and backward, its inputs included."""
+        """Bytes that one region holds on devices between forward and backward, inputs included."""
         return self.saved_bytes + self.input_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What ``sac.report`` returns; ``str`` prints it, ``to_dict`` gives it to machines.
+    """The result of ``sac.report``; ``str`` formats it for people, ``to_dict`` returns it as plain values.
 
-    ``kept_inputs``: which inputs are kept elsewhere than where the caller holds them, and where; empty if none are.
+    ``kept_inputs``: which inputs are kept elsewhere than in the caller's tensors, and where; empty if none are.
     """
 
     mode: str
@@ -183,12 +184,12 @@ class Report:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that all regions hold together on devices between forward and backward, inputs of each included."""
+        """Bytes that all regions together hold on devices between forward and backward, inputs included."""
         return sum(kind.kept_bytes * kind.count for kind in self.kinds)
 
     @property
     def input_host_bytes(self) -> int:
-        """Bytes of inputs that all regions hold together in host memory for devices."""
+        """Bytes of inputs that all regions together hold in host memory for devices."""
         return sum(kind.input_host_bytes * kind.count for kind in self.kinds)
 
     def to_dict(self) -> dict[str, Any]:
@@ -215,10 +216,10 @@ class Report:
 
 
 def report(model: nn.Module) -> Report:
-    """Return what the regions on ``model`` kept in their last forward with grad.
+    """Return a report of what the regions of ``model`` kept in their last forward with grad, in bytes.
 
-    A model without regions (mode none, an idle pipeline stage, ``sac.apply`` never called) has a report that says so.
-    Before the first forward all numbers are 0.
+    For a model without regions (mode none, an idle pipeline stage, ``sac.apply`` never called) the report has mode
+    ``none`` and is empty. Before the first forward all numbers are 0.
     """
     forwards = list(regions_of(model))
     if not forwards:
@@ -242,7 +243,7 @@ _CHOSEN = {"first": "the first floating-point one is kept", "all": "all floating
 
 
 def _kept_inputs(keeping: InputStoring | None) -> str:
-    """Return which inputs are kept where, the predicate of the user's being one that nobody can tell."""
+    """Return which inputs are kept where; a user's predicate cannot be described further."""
     if keeping is None:
         return ""
     which = _CHOSEN[keeping.which] if isinstance(keeping.which, str) else "those that `keep` chooses are kept"
@@ -250,7 +251,7 @@ def _kept_inputs(keeping: InputStoring | None) -> str:
 
 
 def _alike(model: nn.Module) -> Iterable[tuple[RegionGroup, list[Region]]]:
-    """Yield the region kinds of a model, each split into regions whose last calls kept the same."""
+    """Yield the region groups of a model, each split into regions whose last calls have equal statistics."""
     for group, regions in regions_by_group(model):
         groups: dict[tuple[object, ...], list[Region]] = {}
         for region in regions:
@@ -298,7 +299,7 @@ def _rule_uses(group: RegionGroup, regions: Sequence[Region]) -> Iterable[RuleUs
 
 
 def _unmatched(group: RegionGroup) -> Iterable[UnmatchedOp]:
-    """Yield the dearest ops that the default recomputes: by FLOPs, then by bytes."""
+    """Yield the most expensive ops that the default recomputes: by FLOPs, then by bytes."""
     sums: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
     for row in group.op_trace:
         if row.reason == "default" and row.decision == "recompute":
@@ -312,14 +313,14 @@ def _kind_lines(kind: KindReport) -> list[str]:
     lines = list(_eager_lines(kind)) if kind.calls or not kind.has_run else []
     if kind.left_in_eager:
         lines.append(
-            f"{kind.regions}: {kind.left_in_eager} calls that torch.compile left in eager, with the same decisions, "
-            "and in no bytes here"
+            f"{kind.regions}: {kind.left_in_eager} calls that torch.compile left in eager, with the same decisions; "
+            "their bytes are not counted here"
         )
     if kind.traced is not None:
         told = kind.traced
-        lines.append(f"{kind.regions}: compiled; told to save {told.saved} calls and to recompute {told.recomputed}")
+        lines.append(f"{kind.regions}: compiled; decisions: save {told.saved} calls, recompute {told.recomputed}")
         lines += [f"  rule {rule}: {hits} calls" for rule, hits in told.rules.items()]
-        lines.append("  what of that is kept is the partitioner's choice, and in no bytes here")
+        lines.append("  the partitioner chooses what it keeps of these; their bytes are not counted here")
     return lines
 
 
@@ -332,7 +333,7 @@ def _eager_lines(kind: KindReport) -> Iterable[str]:
     for use in kind.rules:
         yield f"  rule {use.rule}: {use.hits} calls, {bytes_text(use.saved_bytes)} saved"
     if kind.dead_bytes:
-        yield f"  let go, since backward never reads it: {bytes_text(kind.dead_bytes)}"
+        yield f"  freed, since backward never reads it: {bytes_text(kind.dead_bytes)}"
     if kind.no_replay:
         yield f"  run again as Python, not replayed: {kind.no_replay}"
     if kind.compiled_graphs:

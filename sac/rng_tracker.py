@@ -1,4 +1,4 @@
-"""Named random streams, as tensor parallelism needs them, and how to seed them on each rank."""
+"""Named random streams for tensor parallelism, and their seeds on each rank."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from sac.errors import ConfigError, Problem, listing, nearest
 from sac.region.rng import default_generator
 from sac.tensors import cloned
 
-# -- Named random streams: one per way in which the ranks of a job are to agree, or differ, in their random numbers
+# -- Named random streams: one for each set of ranks that draw the same random numbers
 
 # Note [Named streams]
 #
-# Ops draw from the default generator of their device. A fork puts a named stream's state there, and puts back what was
-# there when it ends. The state of the stream that is in use is the default generator's; the tracker's own copy of it is
-# old until the fork ends. So the tracker knows which stream is in use, a fork of that one goes on with it, and a fork
-# of another one inside puts the first one's state away, where a third fork, of the first name again, finds it.
+# Ops draw from the default generator of their device. A fork loads the state of a named stream into this generator and
+# restores the generator's previous state when the fork ends. While a stream is in use, its current state is that of the
+# default generator, and the tracker's own copy is stale until the fork ends. So the tracker records which stream is in
+# use. A nested fork of the same stream continues it. A nested fork of another stream first stores the state of the
+# outer one, so that a third fork, of the first name again, continues from there.
 #
-# `_current_state_name` has the name that Megatron-Core gave it: `sac.region.rng` takes it into its
-# snapshots, of ours and of theirs.
+# `_current_state_name` has the same name as in Megatron-Core, because `sac.region.rng` includes this attribute in its
+# snapshots of both our trackers and Megatron-Core's.
 
 MODEL_PARALLEL = "model-parallel-rng"
 
@@ -31,19 +32,19 @@ _SMALLEST_SEED, _SEEDS = -(2**63), 2**64  # what torch.manual_seed takes; a nega
 
 
 class RngTracker:
-    """Random streams by name, each with a state of its own; ``fork`` lets the ops inside draw from one of them.
+    """Random streams by name, each with its own state; inside ``fork``, ops draw from one of them.
 
-    ``device``: whose default generator forks switch; None is the accelerator, or the CPU where there is none. Without
-    an index it is the current device of the fork, which must not change inside it. States are CPU tensors of bytes and
-    do not depend on the index.
+    ``device``: the device whose default generator forks switch; None means the accelerator, or the CPU if there is
+    none. A device without an index means the current device of the fork, which must not change inside the fork. States
+    are CPU tensors of bytes and do not depend on the index.
 
-    Pass ``lambda: tracker`` as ``get_rng_state_tracker`` to ``sac.checkpoint`` or ``sac.apply``, and regions that fork
-    draw the same numbers in their recomputation.
+    Pass ``lambda: tracker`` as ``get_rng_state_tracker`` to ``sac.checkpoint`` or ``sac.apply``; regions that fork then
+    draw the same numbers in recomputation.
 
-    There is one default generator per device for all threads. So threads must not fork at the same time (nor draw
-    while another one forks, if numbers are to repeat). Copies and pickles hold the streams, and are in no fork.
+    All threads share one default generator per device. So threads must not fork at the same time, nor draw while
+    another thread forks if numbers are to repeat. Copies and pickles hold the streams and are outside of every fork.
 
-    Every error is a ``ConfigError``, and then nothing has changed.
+    Every error is a ``ConfigError`` and leaves the tracker unchanged.
     """
 
     def __init__(self, device: torch.device | str | None = None) -> None:
@@ -64,7 +65,7 @@ class RngTracker:
 
     @property
     def generator(self) -> torch.Generator:
-        """The default generator that forks switch; makes torch initialise the device."""
+        """The default generator that forks switch; initialises the device if necessary."""
         found = default_generator(self._device)
         if found is None:
             torch.get_device_module(self._device).init()
@@ -73,9 +74,9 @@ class RngTracker:
         return found
 
     def add(self, name: str, seed: int) -> None:
-        """Add a stream that begins as after ``torch.manual_seed(seed)``; the default generator is left alone.
+        """Add a stream that starts as after ``torch.manual_seed(seed)``; does not change the default generator.
 
-        Raises ``ConfigError`` if the name or the seed is taken, or is no string or no seed.
+        Raises ``ConfigError`` if the name or the seed is taken, the name is not a string, or the seed is invalid.
         """
         seed = checked_seed(seed, "RngTracker.add")
         if not isinstance(name, str):
@@ -92,10 +93,10 @@ class RngTracker:
         self._seeds.add(seed % _SEEDS)
 
     def fork(self, name: str = MODEL_PARALLEL) -> AbstractContextManager[None]:
-        """Return a context in which ops on the device draw from stream ``name``; it may be used as a decorator too.
+        """Return a context manager inside which ops on the device draw from stream ``name``; also works as a decorator.
 
-        The stream goes on where it was left, also if an exception ended its last fork. A fork inside a fork of the same
-        name goes on with it. Raises ``ConfigError`` for an unknown name.
+        The stream continues where its last fork ended, even if an exception ended that fork. A fork nested in a fork of
+        the same name continues the stream. Raises ``ConfigError`` for an unknown name.
         """
         self._check_known(name)
         return self._forked(name)
@@ -128,17 +129,17 @@ class RngTracker:
         self._current_state_name = outer
 
     def get_states(self) -> dict[str, torch.Tensor]:
-        """Return a copy of each stream's state by name, of the one in use as it is now."""
+        """Return a copy of each stream's current state by name, including the stream in use."""
         states = {name: cloned(state) for name, state in self._states.items()}
         if self._current_state_name in states:
             states[self._current_state_name] = self.generator.get_state()
         return states
 
     def set_states(self, states: Mapping[str, torch.Tensor]) -> None:
-        """Take copies of ``states`` for the streams; names that are not in it are gone. Seeds stay taken.
+        """Replace the streams by copies of ``states``; streams that it does not name are removed. Seeds stay taken.
 
-        Inside a fork the stream in use goes on from its new state. Raises ``ConfigError`` if something in it is no
-        state of this tracker's device.
+        Inside a fork, the stream in use continues from its new state. Raises ``ConfigError`` if ``states`` contains
+        anything other than names and states of this tracker's device type.
         """
         taken = self._checked_states(states)
         if self._current_state_name in taken:
@@ -146,7 +147,7 @@ class RngTracker:
         self._states = taken
 
     def reset(self) -> None:
-        """Forget all streams and seeds. Raises ``ConfigError`` inside a fork."""
+        """Remove all streams and seeds. Raises ``ConfigError`` inside a fork."""
         if self._current_state_name is not None:
             raise config_error(
                 "RngTracker.reset", f"{self._current_state_name!r} is in use", fix="call it outside of every fork"
@@ -194,7 +195,7 @@ class RngTracker:
 
 
 def device_of(device: Any) -> torch.device:
-    """Return the device that ``RngTracker(device)`` is for; raises ``ConfigError`` if it has no generator here."""
+    """Return the device of ``RngTracker(device)``; raises ``ConfigError`` if it has no random generator here."""
     if device is None:
         return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     try:
@@ -207,7 +208,7 @@ def device_of(device: Any) -> torch.device:
 
 
 def checked_seed(seed: Any, where: str) -> int:
-    """Return the seed as an int; raises ``ConfigError`` if torch would not take it."""
+    """Return the seed as an int; raises ``ConfigError`` if torch would not accept it."""
     whole = whole_number(seed)
     if whole is None or not _SMALLEST_SEED <= whole < _SEEDS:
         raise config_error(where, f"{seed!r} is not a seed", expected="a whole number from -2**63 to 2**64 - 1")
@@ -215,7 +216,7 @@ def checked_seed(seed: Any, where: str) -> int:
 
 
 def whole_number(value: Any) -> int | None:
-    """Return a whole number of any type (numpy's too, but no bool) as an int, and None for anything else."""
+    """Return a whole number of any type (numpy's included, bool excluded) as an int, and None for anything else."""
     try:
         return operator.index(value) if not isinstance(value, bool) else None
     except TypeError:
@@ -223,7 +224,7 @@ def whole_number(value: Any) -> int | None:
 
 
 def config_error(where: str, found: str, expected: str = "", near: str = "", fix: str = "") -> ConfigError:
-    """Return an error about one problem."""
+    """Return an error with one problem."""
     return ConfigError(Problem(where, found, expected=expected, nearest=near, fix=fix))
 
 
@@ -244,16 +245,17 @@ def seed_model_parallel(
 ) -> RngTracker:
     """Seed the default generator and the three named streams of a model-parallel job; return their tracker.
 
-    The default generator of the tracker's device and ``data-parallel-rng`` get ``seed``: the same numbers on all ranks
-    that have the same seed. ``model-parallel-rng`` gets ``seed + 2718 + tp_rank`` and ``expert-parallel-rng`` gets
-    ``seed + 1024 + 100 * ep_rank + etp_rank``. ``tp_rank``, ``ep_rank`` and ``etp_rank`` are this rank's places in its
-    tensor-, expert- and expert-tensor-parallel groups. The formula is that of Megatron-Core's
-    ``model_parallel_cuda_manual_seed``. As there, the CPU's generator is left alone where the device is another one.
+    The default generator of the tracker's device and the stream ``data-parallel-rng`` get ``seed``, so ranks with the
+    same seed draw the same numbers. ``model-parallel-rng`` gets ``seed + 2718 + tp_rank`` and ``expert-parallel-rng``
+    gets ``seed + 1024 + 100 * ep_rank + etp_rank``. ``tp_rank``, ``ep_rank`` and ``etp_rank`` are the ranks of this
+    process in its tensor-, expert- and expert-tensor-parallel groups. The formula is that of Megatron-Core's
+    ``model_parallel_cuda_manual_seed``. As in Megatron-Core, the CPU's generator is unchanged if the device is not
+    the CPU.
 
-    ``tracker`` is reset; None makes one for ``device`` (by default as in ``RngTracker``).
+    ``tracker`` is reset; None creates one for ``device`` (default as in ``RngTracker``).
 
-    Raises ``ConfigError``, before anything is changed, if an argument is no seed or no rank, or two streams would have
-    the same seed.
+    Raises ``ConfigError``, before changing anything, if a seed or a rank is invalid, or if two streams would have the
+    same seed.
     """
     where = "seed_model_parallel"
     if tracker is not None and device is not None and device_of(device) != tracker.device:

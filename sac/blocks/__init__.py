@@ -1,1 +1,1 @@
-"""Which modules of a model become regions, and putting sac on them."""
+"""Find the modules of a model that become regions, and install regions on them."""

@@ -41,7 +41,7 @@ from sac.recompute.regions import FULL, RegionGroup
 from sac.recompute.table import ResolvedPolicy
 from sac.region.settings import PLAIN, Settings
 
-# -- ``sac.apply``: from a config value and a model to regions on its blocks. Nothing is changed until all is known
+# -- ``sac.apply``: all checks run before anything is changed
 
 
 def apply(
@@ -51,21 +51,22 @@ def apply(
     tp_group: Any = None,
     get_rng_state_tracker: Callable[[], Any] | None = None,
 ) -> nn.Module:
-    """Put activation checkpointing on ``model``, in place, and return it.
+    """Apply activation checkpointing to ``model`` in place and return the model.
 
-    ``value`` is what a training config holds under ``activation_checkpointing:``; see ``sac.config.parse_config`` for
-    its forms. Gradients stay bit for bit what they were; names, ``state_dict``, classes, ``deepcopy`` and pickle too.
-    The model's own checkpointing cannot be turned on after that; see Note [Both on] in
+    ``value`` is the value under ``activation_checkpointing:`` in a training config; ``sac.config.parse_config``
+    documents its forms. Gradients stay bit-identical. Parameter names, ``state_dict``, classes, ``deepcopy`` and pickle
+    are unaffected. The model's own checkpointing cannot be turned on afterwards; see Note [Both on] in
     ``sac.blocks.other_checkpointing``.
-    ``tp_group`` and ``get_rng_state_tracker`` are those of ``sac.checkpoint``; a group is used only where the config
-    scatters inputs, so it can be given with every config.
+    ``tp_group`` and ``get_rng_state_tracker`` are those of ``sac.checkpoint``. The group is used only if the config
+    scatters inputs, so it can be passed with every config.
 
-    Under ``torch.compile`` regions are part of the graph. What no graph can hold (inputs kept elsewhere, trackers,
-    generators, state providers, ``use_reentrant``) runs in eager inside the compiled model, with a graph break.
+    Under ``torch.compile``, regions are part of the graph. Features that a graph cannot contain (inputs kept elsewhere,
+    trackers, generators, state providers, ``use_reentrant``) run in eager inside the compiled model, with a graph
+    break.
 
-    Raises ``ConfigError`` or ``PolicyError`` for the value, ``ModelError`` for the model (no blocks found, sac or the
-    model's own checkpointing already on, chunks of layers asked for where layers are called one by one). The model is
-    then as it was.
+    Raises ``ConfigError`` or ``PolicyError`` for an invalid value, and ``ModelError`` for a model that cannot be
+    checkpointed (no blocks found, sac or the model's own checkpointing is already on, or chunks of layers in a model
+    that calls its layers one by one). The model is then unchanged.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(Problem("sac.apply", f"model is a {type(model).__name__}", expected="a torch.nn.Module"))
@@ -95,7 +96,7 @@ def apply(
     rules = rules_here(policy.rules, blocks) if stage else policy.rules
     watch = UnmatchedRules((block.path for block, _ in pairs), rules, strict=config.strict)
     applied = Applied(config.mode, (), watch, tuple(block.path for block in left_alone), notes, settings)
-    for note in notes:  # now: a warning may be made an error, and the model is to be as it was then
+    for note in notes:  # before any change: a warning filter may turn a warning into an error
         warnings.warn(note, SacWarning, stacklevel=2)
     applied.restores = turn_off_cache(model)
     install(pairs, applied)
@@ -105,7 +106,7 @@ def apply(
 
 
 def _refuse_second(model: nn.Module) -> None:
-    """Raise if sac is on the model already: as regions, for ``context_fn``, or on a module that this is part of."""
+    """Raise if sac is already on the model: as regions, by ``context_fn``, or on a module that contains the model."""
     present = [(path, forward) for path, module in model.named_modules() if (forward := ours_on(module)) is not None]
     if not present:
         return
@@ -127,7 +128,7 @@ def _refuse_second(model: nn.Module) -> None:
 
 
 def refuse_existing_checkpointing(model: nn.Module) -> None:
-    """Raise ``ModelError`` if the model does checkpointing by itself."""
+    """Raise ``ModelError`` if the model's own checkpointing is on."""
     own = existing_checkpointing(model)
     if own:
         raise ModelError(
@@ -140,9 +141,9 @@ def refuse_existing_checkpointing(model: nn.Module) -> None:
 
 
 def _choose_blocks(model: nn.Module, config: Config, policy: Policy) -> tuple[tuple[Block, ...], tuple[str, ...], bool]:
-    """Return the modules that are to be regions, notes on them for the user, and whether the model is a stage.
+    """Return the modules that become regions, notes on them for the user, and whether the model is a stage.
 
-    There is no module on a stage that holds none; see Note [Stages].
+    A stage without blocks has no such modules; see Note [Stages].
     """
     patterns = config.blocks or policy.blocks
     blocks = find_blocks(model, patterns=patterns, scope=config.scope)
@@ -165,7 +166,7 @@ def _choose_blocks(model: nn.Module, config: Config, policy: Policy) -> tuple[tu
         divided = {id(block.module): submodules(block) for block in chosen} | divided
     parts: dict[int, Block] = {}
     for part in (part for block in chosen for part in divided.get(id(block.module), (block,))):
-        parts.setdefault(id(part.module), part)  # a shared one once
+        parts.setdefault(id(part.module), part)  # a shared module counts once
     count = sum(len(divided[id(block.module)]) for block in sharing)
     if not parts:
         raise ModelError(Problem(type(model).__name__, f"{_sharing(model)}, and the blocks hold nothing else"))
@@ -174,7 +175,7 @@ def _choose_blocks(model: nn.Module, config: Config, policy: Policy) -> tuple[tu
 
 
 def _apart_from_attention(model: nn.Module, chosen: Sequence[Block], config: Config) -> list[Block]:
-    """Return the blocks whose attention cannot be run again; see Note [K/V cache]."""
+    """Return the blocks whose attention cannot be recomputed; see Note [K/V cache]."""
     if not shares_kv(model):
         return []
     language = [block for block in chosen if block.tower == "language"]
@@ -192,7 +193,7 @@ def _is_chosen(block: Block, config: Config, policy: Policy) -> bool:
 
 
 def _check_static(resolved: ResolvedPolicy, blocks: Sequence[Block], *, strict: bool, stage: bool) -> None:
-    """Tell of rules whose `blocks`, `module` or `layers` are nowhere in the model, before anything runs."""
+    """Report rules whose `blocks`, `module` or `layers` match nothing in the model, before anything runs."""
     needed = [one.rule for one in resolved.rules if not one.rule.optional]
     idle = [rule for rule in (rules_here(needed, blocks) if stage else needed) if not _has_place(rule, blocks)]
     if not idle:
@@ -215,7 +216,7 @@ def _check_static(resolved: ResolvedPolicy, blocks: Sequence[Block], *, strict: 
 
 
 def _unplanned(policy: Policy, blocks: Sequence[Block]) -> tuple[str, ...]:
-    """Return what there is to say of blocks that a planned policy was not planned for."""
+    """Return a note on blocks that the plan of a planned policy does not cover, if there are any."""
     plan = policy.plan
     if plan is None:
         return ()
@@ -235,7 +236,7 @@ def _has_place(rule: Rule, blocks: Sequence[Block]) -> bool:
 
 
 def _place(rule: Rule, blocks: Sequence[Block]) -> tuple[str, str]:
-    """Return which key of an idle rule is nowhere, and what it asks for, up to the relative pronoun."""
+    """Return the key of an idle rule that matches nothing, and the start of a message about it, up to "that"."""
     if rule.blocks and not any(pattern.matches(block.path) for pattern in rule.blocks for block in blocks):
         patterns = ", ".join(f'"{pattern.text}"' for pattern in rule.blocks)
         return "blocks", f"blocks at {patterns}, a path that"
@@ -246,9 +247,9 @@ def _place(rule: Rule, blocks: Sequence[Block]) -> tuple[str, str]:
 
 
 def groups_of(resolved: ResolvedPolicy, blocks: Sequence[Block], mode: str) -> list[tuple[Block, RegionGroup]]:
-    """Return each block with its kind.
+    """Return each block with its region group.
 
-    Blocks of one structure in one stack share one, under the same rules and the same entry of the plan if there is one.
+    Blocks of the same structure in one stack share a group if the same rules and the same entry of the plan apply.
     """
     plan = resolved.policy.plan
     groups: dict[tuple[object, ...], RegionGroup] = {}
@@ -269,12 +270,12 @@ def _has_module(block: Block) -> Callable[[Rule], bool]:
     return lambda rule: rule.module is None or any(rule.module.matches(path) for path in paths)
 
 
-# -- Regions on modules that the caller has chosen one by one, instead of on the blocks that a config value chooses
+# -- Regions on modules that the caller chooses one by one
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """Modules that are to be regions under one policy, with the same settings."""
+    """Modules that become regions under one policy, with the same settings."""
 
     modules: tuple[nn.Module, ...]
     policy: Policy = FULL
@@ -282,11 +283,11 @@ class Chosen:
 
 
 def put_regions(model: nn.Module, groups: Sequence[Chosen]) -> None:
-    """Make each module of ``groups``, parts of ``model``, a region; regions may lie inside one another.
+    """Make each module of ``groups``, a part of ``model``, a region; regions may be nested.
 
-    ``sac.remove`` takes them off again. The model's K/V cache is turned off as by ``sac.apply``. Raises ``ModelError``
-    or ``PolicyError``, with nothing changed, for modules that are regions already or have checkpointing of their own,
-    and for policies that cannot be carried out.
+    ``sac.remove`` removes them again. Turns off the model's K/V cache, as ``sac.apply`` does. Raises ``ModelError`` for
+    modules that are already regions or have their own checkpointing, and ``PolicyError`` for policies that cannot be
+    carried out; the model is then unchanged.
     """
     blocks = [blocks_at(model, group.modules) for group in groups]
     refuse_regions(block for of_group in blocks for block in of_group)
@@ -294,14 +295,14 @@ def put_regions(model: nn.Module, groups: Sequence[Chosen]) -> None:
     restores = turn_off_cache(model)
     for group, of_group, rules in zip(groups, blocks, resolved, strict=True):
         for block in of_group:
-            take_off(block.module)  # what told a region around it which of its modules runs: the region here will tell
+            take_off(block.module)  # the module tracking of an outer region: the region installed here tracks instead
         mode = "full" if group.policy is FULL else "selective"
         watch = UnmatchedRules((), (), strict=False)
         install(groups_of(rules, of_group, mode), Applied(mode, restores, watch, settings=group.settings))
 
 
 def refuse_regions(blocks: Iterable[Block]) -> None:
-    """Raise ``ModelError`` for blocks that are regions already, or have checkpointing of their own."""
+    """Raise ``ModelError`` for blocks that are already regions or have their own checkpointing."""
     problems = []
     for block in blocks:
         forward = ours_on(block.module)
@@ -316,7 +317,7 @@ def refuse_regions(blocks: Iterable[Block]) -> None:
 
 
 def blocks_at(model: nn.Module, modules: Iterable[nn.Module]) -> list[Block]:
-    """Return the blocks of ``model`` that are ``modules``, each once; one that is not in it is a block by itself."""
+    """Return ``modules`` as blocks of ``model``, each once; a module outside of ``model`` is a block by itself."""
     wanted = {id(module): module for module in modules}
     nodes = {}
     for node in walk(model):

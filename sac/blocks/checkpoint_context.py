@@ -18,15 +18,15 @@ from sac.recompute.torch_checkpoint import checkpoint_contexts
 
 
 def context_fn(policy: PolicySource, module: nn.Module | None = None) -> Callable[[], Any]:
-    """Return what ``torch.utils.checkpoint.checkpoint(…, use_reentrant=False, context_fn=…)`` takes.
+    """Return a ``context_fn`` for ``torch.utils.checkpoint.checkpoint(…, use_reentrant=False, context_fn=…)``.
 
-    ``policy`` is anything that ``sac.load_policy`` takes. It is carried out by rerun, as torch does it, with the same
-    exactness as under ``sac.apply``. Rules that speak of modules or layers need ``module``, the block that is
-    checkpointed: its sub-modules then tell which of them runs (``sac.remove`` takes that off). Where the block is in a
-    model is not known here: rules on ``blocks`` are refused, and the ops that a plan was made for are not compared.
+    ``policy`` is anything that ``sac.load_policy`` accepts. torch's checkpoint carries it out by rerun, with the same
+    exactness as under ``sac.apply``. Rules that match modules or layers need ``module``, the checkpointed block: its
+    sub-modules are then tracked while they run (``sac.remove`` removes the tracking). The position of the block in a
+    model is unknown here, so rules with ``blocks`` are refused, and the ops that a plan was made for are not compared.
 
-    Raises ``PolicyError`` for the policy, ``ConfigError`` when a rule needs ``module`` and there is none, and
-    ``ModelError`` when ``module`` does not tell what a rule asks for.
+    Raises ``PolicyError`` for an invalid policy, ``ConfigError`` if a rule needs ``module`` and it is missing, and
+    ``ModelError`` if ``module`` does not provide what a rule needs.
     """
     resolved = usable_policy(load_policy(policy))
     needing = [one.rule for one in resolved.rules if one.rule.module is not None or one.rule.is_for_some_regions]
@@ -74,7 +74,7 @@ def _table_of(resolved: ResolvedPolicy, layer: int) -> DecisionTable:
 def _needs_model(rule: Rule) -> Problem:
     return Problem(
         rule.where("blocks"),
-        f'rule "{rule.id}" speaks of blocks, and sac.context_fn is not told where in the model a block is',
+        f'rule "{rule.id}" matches blocks, and sac.context_fn does not know where in the model a block is',
         fix="use sac.apply on the whole model",
     )
 

@@ -23,16 +23,16 @@ from sac.recompute.torch_checkpoint import run_in_eager, run_traced
 
 # Note [Chunks]
 #
-# A region is one call. Layers that a model calls one by one cannot become one region from outside: what happens between
-# them is in the model's own code. The one loop that we know is that of `nn.Sequential.forward`, so a chunk can be put
-# on a Sequential and on subclasses that leave `forward` alone. There we put a forward on the container that runs the
-# same loop, some of its children within regions. Each child is called as it was, with its hooks; the container's own
-# hooks run once, since nothing but its forward is ours.
+# A region is one call. If a model calls its layers one by one, several of them cannot become one region from outside,
+# because the code between the calls is the model's own. The only loop that we know is that of `nn.Sequential.forward`,
+# so chunks are supported on Sequential and on subclasses that do not override `forward`. There we install a forward on
+# the container that runs the same loop, with some of its children inside regions. Each child is called as before, with
+# its hooks. The container's own hooks run once, since we replace only its forward.
 
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """A Sequential and which of its children are one region each; places count its children from 0."""
+    """A Sequential and its chunks, one region each, as ranges of child positions counted from 0."""
 
     path: str
     module: nn.Module
@@ -46,8 +46,8 @@ class Chain:
 def find_chains(model: nn.Module, blocks: Sequence[Block], chunks: Chunks) -> tuple[Chain, ...]:
     """Return the chains that hold ``blocks``, divided into ``chunks``.
 
-    A module that is called twice counts as two layers. What stands between two layers of a chunk belongs to it.
-    Raises ``ModelError`` where layers are called by another loop than that of ``nn.Sequential``.
+    A module that is called twice counts as two layers. Modules between two layers of a chunk belong to the chunk.
+    Raises ``ModelError`` if layers are called by another loop than that of ``nn.Sequential``.
     """
     nodes = {node.path: node for node in walk(model, repeats=True)}
     stacks: dict[str, set[int]] = {}
@@ -73,7 +73,7 @@ def _is_chain(module: nn.Module) -> bool:
 
 
 def _places(node: Node, layers: set[int]) -> list[int]:
-    """Return at which places the chain calls one of ``layers`` (by identity, without the wrappers around them)."""
+    """Return the positions at which the chain calls one of ``layers`` (ids of modules without their wrappers)."""
     children = enumerate(node.module._modules.values())
     return [place for place, child in children if child is not None and id(root_node(child).module) in layers]
 
@@ -95,7 +95,7 @@ def _no_chain(path: str, nodes: dict[str, Node]) -> Problem:
 
 
 class ChunkedForward(InstalledForward):
-    """Runs a Sequential, chunks of its children as one region each; see Note [Chunks]."""
+    """Runs a Sequential with each chunk of its children as one region; see Note [Chunks]."""
 
     def __init__(self, chain: Chain, kinds: Sequence[RegionGroup], applied: Applied) -> None:
         super().__init__(chain.module, applied)
@@ -108,11 +108,11 @@ class ChunkedForward(InstalledForward):
 
     @property
     def regions(self) -> tuple[Region, ...]:
-        """One for each chunk."""
+        """One region per chunk."""
         return self._regions
 
     def __call__(self, input: Any) -> Any:
-        """Run the children in order; ``input`` is named as ``nn.Sequential`` names it."""
+        """Run the children in order; the name ``input`` is the one that ``nn.Sequential`` uses."""
         if not torch.is_grad_enabled():
             return self.original(input)
         children = [*self.module._modules.values()]
@@ -158,7 +158,7 @@ def _region_path(chain: Chain, chunk: range) -> str:
 
 
 def install_chunks(chains: Sequence[Chain], table: DecisionTable, applied: Applied) -> None:
-    """Put the regions of ``chains`` on them; the caller has checked that none is there yet."""
+    """Install the regions of ``chains``; the caller has checked that none is installed yet."""
     kinds: dict[tuple[object, ...], RegionGroup] = {}
     for chain in chains:
         of_chain = []

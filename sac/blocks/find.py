@@ -1,4 +1,4 @@
-"""Which modules of a model are its blocks."""
+"""Find the blocks of a model."""
 
 from __future__ import annotations
 
@@ -16,48 +16,48 @@ from sac.blocks.towers import TOWERS, Towers, parse_scope
 from sac.errors import ConfigError, ModelError, Problem, listing, nearest
 from sac.policy.model import Rule
 
-# -- One module to be checkpointed
+# -- Blocks
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One module to be checkpointed: a transformer block, or a sub-module of one."""
+    """One module to checkpoint: a transformer block or a sub-module of one."""
 
     path: str  # clean dotted path in the model: "model.layers.3", and "" for the model itself
     module: nn.Module
     layer: int  # its index within its stack
     stack: str  # path of the stack: "model.layers"
-    stack_size: int  # what layer indices count up to
+    stack_size: int  # number of layers in the whole stack
     tower: str  # language, vision, audio, or multimodal (projectors, resamplers)
 
 
-# -- Pipeline stages: models that are a part of a whole, and hold some of its blocks or none
+# -- Pipeline stages: models that hold some or none of the blocks of the whole model
 
 # Note [Stages]
 #
-# A stage is made by taking layers away from the whole model, and two things tell of it: a list named as stacks of
-# blocks are named with nothing in it but placeholders, and a stack whose layers are counted to more than it holds. On a
-# stage it is no mistake that no block is there, that `layers` chooses none of those that are, or that a rule finds no
-# place: they may be on another stage. The user is told once, and training goes on, so that one loop over the parts
-# serves every rank.
+# A stage is made by removing layers from the whole model. We recognise it by either of two signs: a list with the name
+# of a stack of blocks contains only placeholders, or a stack holds fewer layers than its layer count says. On a stage
+# it is not an error if there are no blocks, if `layers` chooses none of those present, or if a rule matches no region:
+# the blocks may be on another stage. A note reports this once and training continues, so that one loop over the model
+# parts works on every rank.
 
 LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def emptied_stacks(model: nn.Module) -> tuple[str, ...]:
-    """Return the paths of the lists that are named as stacks are and hold no block; see Note [Stages]."""
+    """Return the paths of the lists that have the name of a stack and hold no block; see Note [Stages]."""
     return tuple(node.path for node in walk(model) if _is_emptied(node))
 
 
 def is_stage(model: nn.Module, blocks: Sequence[Block]) -> bool:
-    """Return whether ``model``, whose blocks are ``blocks``, holds only some of the layers of a whole."""
+    """Return whether ``model``, whose blocks are ``blocks``, holds only some of the layers of the whole model."""
     sizes = {block.stack: block.stack_size for block in blocks}
     held = {node.path: _held(node.module) for node in walk(model) if isinstance(node.module, LISTS)}
     return bool(emptied_stacks(model)) or any(size > held.get(path, size) for path, size in sizes.items())
 
 
 def rules_here(rules: Sequence[Rule], blocks: Sequence[Block]) -> tuple[Rule, ...]:
-    """Return the rules that speak of some region of ``blocks``, or of all there are."""
+    """Return the rules that match a region of ``blocks``, or are not limited to some regions."""
     return tuple(
         rule
         for rule in rules
@@ -67,7 +67,7 @@ def rules_here(rules: Sequence[Rule], blocks: Sequence[Block]) -> tuple[Rule, ..
 
 
 def idle_note(model: nn.Module, blocks: Sequence[Block]) -> str:
-    """Return what to tell of a stage on which nothing is to be done, ``blocks`` being those it has."""
+    """Return the note for a stage without any region; ``blocks`` are the blocks it has."""
     if blocks:
         layers = ", ".join(f"{block.layer} of {block.stack_size}" for block in blocks)
         why = f"`layers` chooses none of the layers it has ({layers})"
@@ -82,13 +82,14 @@ def _is_emptied(node: Node) -> bool:
 
 
 def _held(module: nn.Module) -> int:
-    """Return how many children a list has, apart from what stands in for layers that are elsewhere."""
+    """Return the number of children of a list, without placeholders for layers that are on another stage."""
     return sum(child is not None and not isinstance(child, nn.Identity) for child in module._modules.values())
 
 
-# -- Frozen towers: blocks whose recomputation could not serve any gradient
+# -- Frozen towers: blocks that no gradient needs to pass through
 
-# What may run before each tower: encoders begin at their own inputs, projectors follow encoders, language follows all.
+# Towers that may run before each tower: encoders start from their own inputs, projectors follow encoders, and the
+# language model follows all.
 UPSTREAM = {
     "vision": frozenset({"vision"}),
     "audio": frozenset({"audio"}),
@@ -103,16 +104,16 @@ def is_trained(module: nn.Module) -> bool:
 
 
 def drop_frozen(blocks: Sequence[Block], model: nn.Module) -> tuple[tuple[Block, ...], tuple[Block, ...]]:
-    """Return the blocks through which a gradient may pass, and those to be left alone, each in order.
+    """Return the blocks through which a gradient may pass, and the blocks to leave alone, each in order.
 
-    A stack is left alone when none of its blocks is trained and nothing trained can run before it: no parameter of its
-    own tower and of the towers that feed it requires grad. A vision or audio tower is fed by itself, a projector by
+    A stack is left alone if none of its blocks is trained and nothing trained can run before it: no parameter of its
+    own tower or of the towers that feed it requires grad. A vision or audio tower is fed by itself only, a projector by
     those two and itself, a language model by everything. So a frozen vision tower is left alone, with or without a
-    projector trained behind it, while a frozen language model behind a trained projector keeps its blocks, since the
-    projector's gradient comes through them.
+    trained projector after it. A frozen language model after a trained projector keeps its blocks, since the
+    projector's gradient passes through them.
 
-    Where nothing at all is trained, no block is left alone: as a rule adapters are to come. Regions that no gradient
-    passes through keep nothing and are not run again.
+    If nothing at all is trained, no block is left alone: usually adapters are added later. Regions that no gradient
+    passes through keep nothing and are not recomputed.
     """
     if not is_trained(model):
         return tuple(blocks), ()
@@ -136,7 +137,7 @@ def _trained_towers(model: nn.Module) -> frozenset[str]:
     return frozenset(towers.of(path) for path in direct)
 
 
-# -- Finds the transformer blocks of a model, and their sub-modules
+# -- The transformer blocks of a model and their sub-modules
 
 __all__ = ["Block", "clean_path", "drop_frozen", "find_blocks", "is_trained"]
 
@@ -148,14 +149,14 @@ LOOKED_FOR = (
 
 
 class Pattern(Protocol):
-    """What is asked of a path pattern: what was written, and whether it means a path."""
+    """The interface of a path pattern."""
 
     @property
     def text(self) -> str:
-        """The pattern as it was written."""
+        """The pattern as written."""
 
     def matches(self, path: str) -> bool:
-        """Return whether the module at ``path`` is meant."""
+        """Return whether the pattern matches the module at ``path``."""
 
 
 def find_blocks(
@@ -167,17 +168,17 @@ def find_blocks(
 ) -> tuple[Block, ...]:
     """Return the blocks of a model in model order, each module once and never one inside another.
 
-    Without ``patterns`` blocks are recognised by how the model is built (Note [What is a block] in ``stacks.py``).
-    With them a block is what any pattern matches, by clean path or by the path that ``named_modules`` gives.
-    ``scope`` keeps the towers it names. ``granularity="submodule"`` gives instead of each block its direct children
-    that hold parameters and are more than a norm or one linear map (attention, mlp), or the block if it has none.
-    A pipeline stage may hold no block: then there are none (see Note [Stages]).
+    Without ``patterns``, blocks are recognised by the structure of the model (Note [What is a block] in ``stacks.py``).
+    With ``patterns``, a block is a module that any pattern matches, by clean path or by its path in ``named_modules``.
+    Only blocks of the towers that ``scope`` names are returned. ``granularity="submodule"`` returns, instead of each
+    block, its direct children that hold parameters and are more than a norm or one linear map (attention, mlp), or the
+    block if it has none. The result may be empty for a pipeline stage (see Note [Stages]).
 
-    Raises ``ModelError`` when there is no block, none in the scope, or a pattern matches nothing; ``ConfigError`` for
-    an illegal scope or granularity.
+    Raises ``ModelError`` if there is no block, no block in the scope, or a pattern matches nothing; ``ConfigError`` for
+    an invalid scope or granularity.
     """
     if not isinstance(model, nn.Module):
-        raise ConfigError(Problem("model", f"{type(model).__name__} is no torch.nn.Module"))
+        raise ConfigError(Problem("model", f"{type(model).__name__} is not a torch.nn.Module"))
     towers = parse_scope(scope)
     grain = granularity.strip().lower() if isinstance(granularity, str) else ""
     if grain not in GRANULARITIES:
@@ -193,18 +194,18 @@ def find_blocks(
         return inside
     parts: dict[int, Block] = {}
     for part in (part for block in inside for part in submodules(block)):
-        parts.setdefault(id(part.module), part)  # a shared one once
+        parts.setdefault(id(part.module), part)  # a shared module counts once
     return tuple(parts.values())
 
 
 def submodules(block: Block) -> tuple[Block, ...]:
-    """Return the sub-modules of a block that are worth a region of their own, or the block itself if none is."""
+    """Return the sub-modules of a block that are worth their own region, or the block itself if there are none."""
     parts = tuple(part_of(block, node) for node in substantial_children(root_node(block.module)))
     return parts or (block,)
 
 
 def substantial_children(node: Node) -> Iterator[Node]:
-    """Yield the children of a module that are more than a norm or one linear map, and those of a list of parts."""
+    """Yield the children of a module that are more than a norm or one linear map; lists of parts are looked into."""
     for child in children_of(node):
         if not is_callable(child.module):  # a list of parts, as in T5
             yield from substantial_children(child)
@@ -213,14 +214,14 @@ def substantial_children(node: Node) -> Iterator[Node]:
 
 
 def _is_simple(module: nn.Module) -> bool:
-    """Return whether a module is no more than a norm or one linear map: its input is kept in any case."""
+    """Return whether a module is at most a norm or one linear map, whose input is kept in any case."""
     if any(True for _ in module.children()):
         return not any(True for _ in module.parameters())
     return sum(p.ndim >= 2 for p in module._parameters.values() if p is not None) <= 1
 
 
 def part_of(block: Block, node: Node) -> Block:
-    """Return the Block of a module inside ``block``; ``node`` has its path from there."""
+    """Return the ``Block`` of a module inside ``block``; the path of ``node`` is relative to ``block``."""
     path = f"{block.path}.{node.path}" if block.path else node.path
     return Block(path, node.module, block.layer, block.stack, block.stack_size, block.tower)
 
@@ -230,7 +231,7 @@ def _recognised(model: nn.Module) -> tuple[Block, ...]:
     modules = {node.path: node.module for node in nodes}
     found, emptied = [], emptied_stacks(model)
     for stack in find_stacks(model):
-        if emptied and stack.rank < STRONG:  # what is left in a stage without blocks is a head, say
+        if emptied and stack.rank < STRONG:  # the rest of a stage without blocks, for example a head
             continue
         size = _counted_size(modules, stack.path, stack.size)
         for node, layer in zip(stack.nodes, stack.layers, strict=True):
@@ -242,9 +243,9 @@ def _recognised(model: nn.Module) -> tuple[Block, ...]:
 
 
 def _counted_size(modules: Mapping[str, nn.Module], stack: str, size: int) -> int:
-    """Return the size of the whole stack, of which a pipeline stage holds some in a numbered ModuleDict.
+    """Return the size of the whole stack if a pipeline stage holds part of it in a numbered ModuleDict.
 
-    ``layers: {last: 2}`` must mean the same layers on every rank, so the count in the owner's config is asked.
+    ``layers: {last: 2}`` must mean the same layers on every rank, so the count comes from the owner's config.
     """
     owner, _, name = stack.rpartition(".")
     if not isinstance(modules.get(stack), nn.ModuleDict) or name not in ("layers", "blocks", "h"):
@@ -259,7 +260,7 @@ def _counted_size(modules: Mapping[str, nn.Module], stack: str, size: int) -> in
 
 
 def _matched(model: nn.Module, patterns: Sequence[Pattern]) -> tuple[Block, ...]:
-    whole = any(pattern.text == "" for pattern in patterns)  # only the empty pattern may mean the model itself
+    whole = any(pattern.text == "" for pattern in patterns)  # only the empty pattern may match the model itself
     nodes = [node for node in walk(model, repeats=True) if node.path or whole]
     chosen: dict[str, Node] = {}
     seen: set[int] = set()
@@ -269,7 +270,7 @@ def _matched(model: nn.Module, patterns: Sequence[Pattern]) -> tuple[Block, ...]
         elsewhere = any(pattern.matches(join(path, "0")) for path in emptied)
         if not elsewhere and not any(is_callable(node.module) for node in fits):
             problems.append(_matches_nothing(model, pattern, fits, nodes))
-    for node in nodes:  # a parent comes before what is inside it
+    for node in nodes:  # a parent comes before its children
         wanted = any(pattern.matches(node.path) or pattern.matches(_raw_path(node)) for pattern in patterns)
         if not wanted or not is_callable(node.module) or id(node.module) in seen:
             continue
@@ -282,12 +283,12 @@ def _matched(model: nn.Module, patterns: Sequence[Pattern]) -> tuple[Block, ...]
 
 
 def _raw_path(node: Node) -> str:
-    """Return the path of a module's outermost wrapper, where ``named_modules`` would have the module."""
+    """Return the path of a module's outermost wrapper, as ``named_modules`` gives it."""
     return node.wrappers[0][0] if node.wrappers else node.raw
 
 
 def numbered_blocks(model: nn.Module, chosen: dict[str, Node]) -> Iterator[Block]:
-    """Yield the blocks of ``model`` that are ``chosen`` (by clean path), numbered in the stacks that they lie in."""
+    """Yield the ``chosen`` modules of ``model`` (by clean path) as blocks, numbered within their stacks."""
     towers = Towers(model)
     modules = {node.path: node.module for node in walk(model, repeats=True)}
     members: dict[str, list[str]] = {}
@@ -328,7 +329,7 @@ def _is_scripted(node: Node) -> Problem:
 
 
 def _largest_lists(model: nn.Module, limit: int = 3) -> list[tuple[str, str]]:
-    """Return path and description of the lists with most children."""
+    """Return path and description of the lists with the most children."""
     kinds = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
     lists = [node for node in walk(model) if isinstance(node.module, kinds) and len(node.module)]
     lists.sort(key=lambda node: -len(node.module._modules))

@@ -1,4 +1,4 @@
-"""Regions on blocks: the forward that is put on a module, and rules that match nothing."""
+"""Install regions on modules as instance-level forwards, and report rules that match nothing."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from sac.recompute.table import DecisionTable
 from sac.recompute.torch_checkpoint import run_in_eager, run_traced
 from sac.region.settings import PLAIN, Settings
 
-# -- Notices rules that matched nothing once every region has run
+# -- Rules without a match after every region has run
 
 COMPILED = "compiled"  # the save-set of compiled graphs as a whole
 
 
 class UnmatchedRules:
-    """Adds up the hits of each region's first call; when all regions have run, reports rules without any.
+    """Sums the hits of each region's first call and, after all regions have run, reports rules without a hit.
 
-    ``strict``: that is an error. Otherwise it is a warning, also if no rule at all has a hit: rules may match in later
-    steps, when sequences are longer or the batch is no longer empty.
+    With ``strict`` this is an error. Otherwise it is a warning, even if no rule at all has a hit: rules may match in
+    later steps, when sequences are longer or the batch is no longer empty.
     """
 
     def __init__(self, paths: Iterable[str], rules: Iterable[Rule], *, strict: bool) -> None:
@@ -48,7 +48,7 @@ class UnmatchedRules:
         self.waits = bool(self._pending)
 
     def saw(self, path: str, table: DecisionTable, stats: RegionStats) -> None:
-        """A region has run; ``stats`` holds the hits of its call. Raises ``RegionError`` under ``strict``."""
+        """Record that a region has run; ``stats`` holds the hits of its call. May raise ``RegionError`` if strict."""
         self._hit.update(table.rules[place].rule.id for place in _places(table, stats))
         self._pending.discard(path)
         if stats.compiled_graphs:
@@ -67,20 +67,20 @@ class UnmatchedRules:
             warnings.warn(str(problem), SacWarning, stacklevel=2)
 
     def _tell_of_compiled(self) -> None:
-        """Warn that rules do not reach what is compiled below a region, unless one of them is on that as a whole."""
+        """Warn that rules do not see ops in compiled graphs inside a region, unless a rule matches whole graphs."""
         if self._compiled and self._rules and not any(COMPILED in rule.ops for rule in self._rules):
             warnings.warn(str(_compiled_problem(self._compiled)), SacWarning, stacklevel=2)
 
     def idle(self) -> list[Rule]:
-        """Return the rules that nothing has matched so far and that are not optional."""
+        """Return the rules that have matched nothing so far and are not optional."""
         return [rule for rule in self._rules if rule.id not in self._hit and not rule.optional]
 
 
 def idle_problems(idle: Sequence[Rule], problems: Mapping[str, Problem], *, any_hit: bool) -> list[Problem]:
-    """Return what there is to say of ``idle`` rules, by whose ids ``problems`` are named.
+    """Return the problems to report for ``idle`` rules; ``problems`` is keyed by rule id.
 
-    Rules of a shipped policy are ours to know, not the user's. If no rule at all matches (not ``any_hit``), that is one
-    problem, of the choice of policy.
+    Single idle rules of a shipped policy are not reported, since the user did not write them. If no rule matches at all
+    (``any_hit`` is False), this is one problem: the choice of policy.
     """
     found = [problems[rule.id] for rule in idle if not is_shipped(rule.location)]
     names = dict.fromkeys(rule.origin for rule in idle if is_shipped(rule.location)) if not any_hit else ()
@@ -115,12 +115,12 @@ def _problem(rule: Rule) -> Problem:
     )
 
 
-# -- Puts regions on modules by instance-level forwards, and takes them off again
+# -- Instance-level forwards: installing and removing regions
 
 
 @dataclass(slots=True)
 class Applied:
-    """What one ``sac.apply`` did to one model, shared by its regions."""
+    """The record of one ``sac.apply`` on one model, shared by its regions."""
 
     mode: str
     restores: tuple[Restore, ...]
@@ -133,7 +133,7 @@ class Applied:
 class InstalledForward(ABC):
     """An instance-level ``forward`` that runs its module, or parts of it, as regions.
 
-    Picklable, and right after ``deepcopy``: it refers to its module as an attribute, which both of them follow.
+    It works after pickling and ``deepcopy``: it refers to its module as an attribute, which both of them follow.
     """
 
     def __init__(self, module: nn.Module, applied: Applied) -> None:
@@ -144,13 +144,13 @@ class InstalledForward(ABC):
     @property
     def original(self) -> Any:
         """The forward that the module would have without sac."""
-        # A partial, not a bound method: Dynamo 2.11 can trace neither `__get__` nor the making of a method.
+        # A partial, not a bound method: Dynamo 2.11 can trace neither `__get__` nor the creation of a bound method.
         return self.before if self.before is not None else partial(type(self.module).forward, self.module)
 
     @property
     @abstractmethod
     def regions(self) -> tuple[Region, ...]:
-        """The regions that it runs, in order."""
+        """The regions that this forward runs, in order."""
 
     @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -166,7 +166,7 @@ class RegionForward(InstalledForward):
 
     @property
     def regions(self) -> tuple[Region, ...]:
-        """The one region."""
+        """The single region."""
         return (self.region,)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -185,26 +185,26 @@ class RegionForward(InstalledForward):
         if not region.stats.calls:
             refuse_callers(module, region.path)
         output = run_modules(region, self.original, module, self.applied.settings, args, kwargs)
-        if watch.waits and region.stats.calls:  # none yet where this call ran without checkpointing
+        if watch.waits and region.stats.calls:  # 0 if this call ran without checkpointing
             watch.saw(region.path, region.group.table, region.stats)
         return output
 
 
 def ours_on(module: nn.Module) -> InstalledForward | TrackedForward | None:
-    """Return what sac has put on ``module``, if anything."""
+    """Return the forward that sac has installed on ``module``, or None."""
     owner = getattr(module.__dict__.get("forward"), "__self__", None)
     return owner if isinstance(owner, (InstalledForward, TrackedForward)) else None
 
 
 def install(pairs: Sequence[tuple[Block, RegionGroup]], applied: Applied) -> None:
-    """Put a region on each block; the caller has checked that none is there yet."""
+    """Install a region on each block; the caller has checked that none is installed yet."""
     track_modules([block.module for block, _ in pairs])
     for block, group in pairs:
         set_forward(block.module, RegionForward(block, group, applied))
 
 
 def track_modules(blocks: Sequence[nn.Module]) -> None:
-    """Let the sub-modules of each block tell, while they run, which of them it is."""
+    """Track the sub-modules of each block, so that a region knows which of them is running."""
     roots = {id(block) for block in blocks}
     for block in blocks:
         for path, module in parts_of(block):
@@ -213,29 +213,29 @@ def track_modules(blocks: Sequence[nn.Module]) -> None:
 
 
 def track_module(module: nn.Module, path: str) -> None:
-    """Let ``module`` tell, while it runs, that it is the one at ``path`` of its region; once is enough."""
+    """Track ``module`` as the one at ``path`` of its region while it runs; does nothing if it is tracked already."""
     if ours_on(module) is None:
         set_forward(module, TrackedForward(module, path))
 
 
 def set_forward(module: nn.Module, forward: InstalledForward | TrackedForward) -> None:
-    """Make ``forward`` the module's own."""
-    # As a bound method, for which Dynamo guards on the function: a callable object would be guarded by its identity,
-    # and blocks that are alike compiled one by one. Not by setattr: a module may guard it, and the name of a method is
-    # no parameter, buffer or sub-module.
+    """Set ``forward`` as the module's instance-level forward."""
+    # A bound method, because Dynamo guards on its function. For a callable object it would guard on the identity and
+    # compile blocks of the same structure one by one. Not by setattr: a module may override it, and the name of a
+    # method is not a parameter, buffer or sub-module.
     module.__dict__["forward"] = MethodType(type(forward).__call__, forward)
 
 
 @dataclass(frozen=True, slots=True)
 class InstalledRegion:
-    """A region on a model, and what the ``sac.apply`` that made it did."""
+    """A region on a model, and the record of the ``sac.apply`` that installed it."""
 
     region: Region
     applied: Applied
 
 
 def regions_of(model: nn.Module) -> Iterator[InstalledRegion]:
-    """Yield the regions that are on ``model``, in module order."""
+    """Yield the regions on ``model``, in module order."""
     for module in model.modules():
         forward = ours_on(module)
         if isinstance(forward, InstalledForward):
@@ -244,9 +244,9 @@ def regions_of(model: nn.Module) -> Iterator[InstalledRegion]:
 
 
 def remove(model: nn.Module) -> nn.Module:
-    """Take every region off ``model`` and give back what ``apply`` changed; returns the model.
+    """Remove every region from ``model``, undo the other changes of ``sac.apply``, and return the model.
 
-    Raises ``ModelError``, with nothing changed, when something else has since put its own forward over a region's.
+    Raises ``ModelError``, with nothing changed, if something else has since replaced a region's forward by its own.
     """
     owned = [(module, forward) for module in model.modules() if (forward := ours_on(module)) is not None]
     buried = [(name, module) for name, module in model.named_modules() if _buries_ours(module)]
@@ -270,7 +270,7 @@ def remove(model: nn.Module) -> nn.Module:
 
 
 def take_off(module: nn.Module) -> None:
-    """Give ``module`` the forward that it had before sac put its own on it, if sac has."""
+    """Restore the forward that ``module`` had before sac installed its own; does nothing if sac has not."""
     forward = ours_on(module)
     if forward is not None and forward.before is not None:
         module.__dict__["forward"] = forward.before
@@ -279,7 +279,7 @@ def take_off(module: nn.Module) -> None:
 
 
 def _buries_ours(module: nn.Module) -> bool:
-    """Whether an instance-level forward that is not ours leads to one that is, as ``functools.wraps`` tells."""
+    """Return whether an instance-level forward that is not ours wraps one of ours, judging by ``functools.wraps``."""
     forward = module.__dict__.get("forward")
     if forward is None or ours_on(module) is not None:
         return False

@@ -1,17 +1,19 @@
 """A model's K/V cache: turning it off for training, and models whose layers share keys and values.
 
 Note [K/V cache]
-A block that writes its keys and values into a cache does so again when it is recomputed, and its sequence is then twice
-as long. So the cache is turned off where training reads the switch: on the model's config and each config below it.
-``generation_config`` keeps its own: ``generate`` runs without grad and hands its switch to the forward itself, so
-generating stays as fast as it was (held by a test). A call that asks for a cache all the same, or brings one, is right
-too (Note [Objects as arguments] in ``sac.region.inputs``), but holds all keys and values until backward.
+A block that writes its keys and values into a cache writes them again when it is recomputed, which doubles the sequence
+length. So ``sac.apply`` turns the cache off at the switch that training reads: on the model's config and each config
+below it. ``generation_config`` keeps its own switch: ``generate`` runs without grad and passes that switch to the
+forward, so generation stays as fast as before (a test checks this). A call that asks for a cache anyway, or passes
+one, is also correct (Note [Objects as arguments] in ``sac.region.inputs``), but holds all keys and values until
+backward.
 
-Models whose layers read the keys and values of another layer (Gemma 3n, Gemma 4) hand these through a dictionary that
-attention writes into: an argument of each block, which recomputation finds as the forward did (Note [Objects as
-arguments]), so that whole blocks can be regions. Older releases hand them through the cache, and in the reentrant mode
-gradients of what is read from the dictionary would be lost: there only the other sub-modules are regions. Where the
-cache is what layers share by, its switch is left as it is.
+In some models (Gemma 3n, Gemma 4), layers read the keys and values of another layer from a dictionary that attention
+writes into. The dictionary is an argument of each block, and recomputation finds it in the same state as the forward
+did (Note [Objects as arguments]), so whole blocks can be regions. Older releases pass keys and values through the
+cache, and in reentrant mode the gradients of values read from the dictionary would be lost. In these two cases only the
+sub-modules without attention become regions. If layers share keys and values through the cache, its switch is not
+changed.
 """
 
 from __future__ import annotations
@@ -29,22 +31,22 @@ from sac.blocks.paths import Node, root_node
 from sac.errors import ModelError, Problem
 from sac.region.inputs import SHARED_STATES
 
-SHARED_LAYERS = "num_kv_shared_layers"  # on a config: how many layers read another's keys and values
-SHARING_MODES = "kv_sharing_modes"  # on a config: per layer None, "store", or a word that begins with "reuse"
+SHARED_LAYERS = "num_kv_shared_layers"  # on a config: how many layers read another layer's keys and values
+SHARING_MODES = "kv_sharing_modes"  # on a config: per layer None, "store", or a word that starts with "reuse"
 ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
 KV_ARGUMENTS = frozenset({SHARED_STATES, "past_key_values", "past_key_value", "layer_past"})
 
 
 @dataclass(frozen=True, slots=True)
 class Restore:
-    """One attribute of a config that was changed, and what it was."""
+    """One changed attribute of a config and its previous value."""
 
     config: object
     name: str
     value: object
 
     def undo(self) -> None:
-        """Set the attribute to what it was."""
+        """Set the attribute to its previous value."""
         setattr(self.config, self.name, self.value)
 
 
@@ -54,10 +56,10 @@ def cache_configs(model: nn.Module) -> Iterator[Any]:
 
 
 def turn_off_cache(model: nn.Module) -> tuple[Restore, ...]:
-    """Set ``use_cache`` to False on every config that has it on, and return what undoes that.
+    """Set ``use_cache`` to False on every config where it is on, and return the changes, which can be undone.
 
     A config whose layers share keys and values through the cache keeps it; see Note [K/V cache]. Raises ``ModelError``,
-    with nothing changed, when a config cannot be written to.
+    with nothing changed, if a config cannot be written to.
     """
     done: list[Restore] = []
     for config in cache_configs(model):
@@ -74,14 +76,14 @@ def turn_off_cache(model: nn.Module) -> tuple[Restore, ...]:
 
 
 def shares_kv(model: nn.Module) -> bool:
-    """Return whether layers of the model read the keys and values that another layer computed; Note [K/V cache]."""
+    """Return whether layers of the model read keys and values that another layer computed; see Note [K/V cache]."""
     if any(_is_shared(config) for config in _configs(model)):
         return True
     return any(getattr(module, "is_kv_shared_layer", False) is True for module in model.modules())
 
 
 def takes_shared_kv(block: nn.Module) -> bool:
-    """Return whether ``block`` is handed what layers share as an argument, which attention in it takes."""
+    """Return whether ``block`` takes the shared keys and values as an argument that its attention also takes."""
     own = _parameters_of(block)
     passes_on = SHARED_STATES in own or any(one.kind is one.VAR_KEYWORD for one in own.values())
     return passes_on and _attention_takes_shared_kv(block)
@@ -92,7 +94,7 @@ def _attention_takes_shared_kv(module: nn.Module) -> bool:
 
 
 def _parameters_of(module: nn.Module) -> Mapping[str, inspect.Parameter]:
-    """Return what a module's forward takes; a scripted one does not tell."""
+    """Return the parameters of a module's forward; empty for a scripted module, which has no signature."""
     try:
         return inspect.signature(type(module).forward).parameters
     except (AttributeError, TypeError, ValueError):
@@ -107,7 +109,7 @@ def _is_shared(config: Any) -> bool:
 
 
 def kv_free_submodules(block: Block) -> tuple[Block, ...]:
-    """Return the sub-modules of a block that neither are nor hold attention, such as its mlp; perhaps none."""
+    """Return the sub-modules of a block that neither are nor contain attention, such as its mlp; may be empty."""
     return tuple(part_of(block, node) for node in _without_kv(root_node(block.module)))
 
 
@@ -120,7 +122,7 @@ def _without_kv(node: Node) -> Iterator[Node]:
 
 
 def is_attention(path: str, module: nn.Module) -> bool:
-    """Return whether a module looks like attention, by its name, its class or the arguments that it takes."""
+    """Return whether a module looks like attention, by its name, its class or its arguments."""
     if hasattr(module, "is_kv_shared_layer") or ATTENTION.search(path.rpartition(".")[2]):
         return True
     if ATTENTION.search(type(module).__name__):
@@ -129,7 +131,7 @@ def is_attention(path: str, module: nn.Module) -> bool:
 
 
 def _configs(model: nn.Module) -> Iterator[Any]:
-    """Yield every config object of a model once: on its modules, and inside one another."""
+    """Yield every config object of a model once: those on its modules, and configs nested in them."""
     seen: set[int] = set()
     for module in model.modules():
         for config in _with_parts(getattr(module, "config", None)):
@@ -139,7 +141,7 @@ def _configs(model: nn.Module) -> Iterator[Any]:
 
 
 def _with_parts(config: Any) -> Iterator[Any]:
-    """Yield a config and the configs it holds, at any depth."""
+    """Yield a config and the configs nested in it, at any depth."""
     seen: set[int] = set()
     ahead = [config]
     while ahead:

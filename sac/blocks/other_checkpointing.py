@@ -1,4 +1,4 @@
-"""Checkpointing that the model itself has: switches of libraries and wrappers, which must not be doubled."""
+"""Detect and refuse the model's own checkpointing (flags of libraries, wrappers) in addition to sac."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from sac.blocks.paths import class_names, clean_path, walk
 from sac.errors import ModelError, Problem, RegionError
 from sac.torch_private import COMPOSABLE_PREFIX, WRAPPED_MODULE
 
-# -- Whether a model's own checkpointing is on: two at once would recompute everything twice
+# -- Detection of a model's own checkpointing: two at once would recompute everything twice
 
 FLAGS = ("gradient_checkpointing", "grad_checkpointing")
 
 
 def existing_checkpointing(model: nn.Module) -> str:
-    """Return what of the model's own checkpointing is on and how it is turned off, or ``""`` when none is.
+    """Return which of the model's own checkpointing is on and how to turn it off, or ``""`` if none is on.
 
-    Knows Hugging Face's and timm's flags, torch's ``checkpoint_wrapper`` and composable ``checkpoint``, and Megatron's
-    ``recompute_granularity``. A call of ``torch.utils.checkpoint`` written into a forward cannot be seen from outside.
+    Detects Hugging Face's and timm's flags, torch's ``checkpoint_wrapper`` and composable ``checkpoint``, and
+    Megatron's ``recompute_granularity``. A call of ``torch.utils.checkpoint`` inside a forward cannot be detected from
+    outside.
     """
     for search in (_flagged, _wrapped, _composed, _configured):
         found = list(search(model))
@@ -34,12 +35,12 @@ def existing_checkpointing(model: nn.Module) -> str:
 
 
 def flags_of(module: nn.Module) -> tuple[str, ...]:
-    """Return the flags that are on in ``module`` itself."""
+    """Return the checkpointing flags that are on in ``module`` itself."""
     return tuple(flag for flag in FLAGS if getattr(module, flag, False) is True)
 
 
 def is_checkpoint_wrapper(module: nn.Module) -> bool:
-    """Return whether ``module`` is torch's wrapper that checkpoints the module in it."""
+    """Return whether ``module`` is torch's wrapper that checkpoints the wrapped module."""
     return "CheckpointWrapper" in class_names(module)
 
 
@@ -94,17 +95,17 @@ def _named(path: str, module: nn.Module) -> str:
     return f"{path} ({kind})" if path else f"the model ({kind})"
 
 
-# -- A model's own switches for activation checkpointing, once sac is on the model: they raise and turn nothing on
+# -- Guards on a model's own switches for activation checkpointing: they raise while sac is on the model
 
 # Note [Both on]
 #
-# Two checkpointings at once would run every block three times. What is on when ``sac.apply`` is called is refused
-# there. What comes later is refused where it is first seen:
-#  - a method that turns it on (a trainer, an adapter library or the user calls it): by the method itself, which is
-#    covered on the instance until ``sac.remove``;
-#  - a flag that is set by hand, on a block or on what calls it, and a ``checkpoint_wrapper`` that is put around a
-#    block: by the region, when it runs. It asks for its block's flags in each call, and looks up the stack in the
-#    first.
+# Two kinds of checkpointing at once would run every block three times. `sac.apply` refuses checkpointing that is
+# already on. Checkpointing that is turned on later is refused as soon as it is seen:
+#  - A method that turns it on (called by a trainer, an adapter library or the user) raises itself: a guard replaces the
+#    method on the instance until `sac.remove`.
+#  - A flag that is set by hand, on a block or on its caller, and a ``checkpoint_wrapper`` around a block are refused by
+#    the region when it runs. The region checks its block's flags in each call, and its callers on the stack in the
+#    first call.
 
 ENABLING = (  # Hugging Face's, its deprecated name, diffusers', timm's
     "activation_checkpointing_enable",
@@ -116,9 +117,9 @@ TWICE = "two at once would run every block three times"
 
 
 class Switch:
-    """Stands on a module, instead of a method of its own, until it is taken off.
+    """Replaces a method of a module, on the instance, until it is removed.
 
-    Picklable, and right after ``deepcopy``: it refers to its module as an attribute, which both of them follow.
+    It works after pickling and ``deepcopy``: it refers to its module as an attribute, which both of them follow.
     """
 
     def __init__(self, module: nn.Module, name: str) -> None:
@@ -132,18 +133,18 @@ class Switch:
         return self.before if self.before is not None else getattr(type(self.module), self.name).__get__(self.module)
 
     def put_on(self) -> None:
-        """Make it the module's own."""
+        """Replace the method on the module."""
         self.module.__dict__[self.name] = MethodType(type(self).__call__, self)
 
     def take_off(self) -> None:
-        """Give the module the method that it had before."""
+        """Restore the previous method of the module."""
         if self.before is not None:
             self.module.__dict__[self.name] = self.before
         else:
             del self.module.__dict__[self.name]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse to turn the model's own checkpointing on; ``set_grad_checkpointing(False)`` is passed on."""
+        """Refuse to turn on the model's own checkpointing; ``set_grad_checkpointing(False)`` is passed through."""
         if args[:1] == (False,) or kwargs.get("enable") is False:
             return self.original(*args, **kwargs)
         raise ModelError(
@@ -158,7 +159,7 @@ class Switch:
 
 
 def guarded_switches(module: nn.Module) -> Iterator[Switch]:
-    """Yield what sac has put on ``module`` itself in the place of its switches."""
+    """Yield the guards that sac has installed on the switches of ``module`` itself."""
     for value in list(module.__dict__.values()):
         owner = getattr(value, "__self__", None) if isinstance(value, MethodType) else None
         if isinstance(owner, Switch):
@@ -166,7 +167,7 @@ def guarded_switches(module: nn.Module) -> Iterator[Switch]:
 
 
 def enable_guards(model: nn.Module) -> None:
-    """Cover each switch of the model and of the models in it; what covers one already stays."""
+    """Guard each switch of the model and of the models in it; existing guards stay."""
     for module in model.modules():
         covered = {switch.name for switch in guarded_switches(module)}
         for name in ENABLING:
@@ -175,7 +176,7 @@ def enable_guards(model: nn.Module) -> None:
 
 
 def disable_guards(model: nn.Module) -> None:
-    """Undo ``cover_switches``."""
+    """Undo ``enable_guards``."""
     for module in model.modules():
         for switch in list(guarded_switches(module)):
             switch.take_off()
@@ -183,16 +184,16 @@ def disable_guards(model: nn.Module) -> None:
 
 def refuse_flags(module: nn.Module, path: str) -> None:
     """Raise ``RegionError`` if a flag has been set on the block itself."""
-    held = module.__dict__  # where a flag is set, the class having it off: asked in every call
+    held = module.__dict__  # a flag that is on is here, since it is off on the class; checked in every call
     for flag in FLAGS:
         if held.get(flag) is True:
             raise RegionError(_both(path, f"{flag} is on in this block"))
 
 
 def refuse_callers(module: nn.Module, path: str) -> None:
-    """Raise ``RegionError`` if what calls the block ``module`` on this thread checkpoints it.
+    """Raise ``RegionError`` if a caller of the block ``module`` on this thread checkpoints it.
 
-    Looked at are the callers up to the model that sac was put on, in which the block lies at ``path``.
+    Checks the callers up to the model that sac was applied to; ``path`` is the path of the block in that model.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -211,7 +212,7 @@ def refuse_callers(module: nn.Module, path: str) -> None:
 def _self_in(frame: FrameType) -> object:
     held, names = frame.f_locals, frame.f_code.co_varnames
     found = held.get(names[0]) if frame.f_code.co_argcount else None
-    if isinstance(held, dict):  # before Python 3.13: a copy, which the frame would hold on to, with all that is in it
+    if isinstance(held, dict):  # before Python 3.13 this is a copy; the frame would keep it and its contents alive
         held.clear()
     return found
 

@@ -1,10 +1,10 @@
-"""Names of modules as their author wrote them: what wrappers add to a path is left out.
+"""Module paths as the model's author wrote them, without the names that wrappers add.
 
 Note [Clean paths]
-DDP, FSDP1, ``torch.compile``, ``checkpoint_wrapper`` and PEFT put a module of their own around another one, and the
-paths of ``named_modules`` then tell of both. A policy speaks of the model, so every path here is the one that the model
-had before it was wrapped, and a wrapped module is its innermost: that is the one whose forward the block's author
-wrote. ``module`` and ``model`` are also ordinary names, so those two are dropped only below a class that is a wrapper.
+DDP, FSDP1, ``torch.compile``, ``checkpoint_wrapper`` and PEFT wrap a module in another one, and the paths of
+``named_modules`` then contain both names. A policy refers to the unwrapped model, so every path here is the path before
+wrapping, and a wrapped module is represented by the innermost module, whose forward the block's author wrote.
+``module`` and ``model`` are also ordinary names, so these two are dropped only below a class that is a wrapper.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import nn
 
 from sac.torch_private import WRAPPED_NAMES
 
-# Names that only a wrapper gives to the module it holds.
+# Attribute names that only wrappers use for the wrapped module.
 
-# Class (also as a base class) -> the name of the module it holds, for wrappers that use an ordinary name.
+# Class (or base class) -> attribute name of the wrapped module, for wrappers that use an ordinary name.
 WRAPPER_CLASSES = {
     "DistributedDataParallel": "module",
     "DataParallel": "module",
@@ -32,7 +32,7 @@ WRAPPER_CLASSES = {
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One module of a model: its path with wrappers' names in it, its clean path, and the wrappers around it."""
+    """One module of a model: its raw path (with wrappers' names), its clean path, and the wrappers around it."""
 
     raw: str
     path: str
@@ -46,12 +46,12 @@ def join(parent: str, name: str) -> str:
 
 
 def class_names(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of a module's class and its bases, so that FSDP2's subclass does not hide the real one."""
+    """Return the names of a module's class and its bases, since FSDP2 replaces the class by a subclass."""
     return tuple(kind.__name__ for kind in type(module).__mro__)
 
 
 def wrapped_name(module: nn.Module) -> str:
-    """Return under which name ``module`` holds the one it wraps, or ``""`` when it is no wrapper."""
+    """Return the attribute name under which ``module`` holds the wrapped module, or ``""`` if it is not a wrapper."""
     if not module._modules:
         return ""
     for name in WRAPPED_NAMES:
@@ -72,11 +72,11 @@ def root_node(model: nn.Module) -> Node:
 def children_of(node: Node) -> list[Node]:
     """Return the direct children of a node in order, each without its wrappers."""
     found = []
-    for raw, wrapper in node.wrappers:  # what a wrapper brings along, such as PEFT's prompt encoder
+    for raw, wrapper in node.wrappers:  # modules that a wrapper adds, such as PEFT's prompt encoder
         held = wrapped_name(wrapper)
         beside = [(name, child) for name, child in wrapper.named_children() if name != held]
         found += [_look_through(join(raw, name), join(node.path, name), child) for name, child in beside]
-    for name, child in node.module._modules.items():  # named_children() would leave out the second use of a module
+    for name, child in node.module._modules.items():  # named_children() would skip the second use of a module
         if child is not None:
             found.append(_look_through(join(node.raw, name), join(node.path, name), child))
     return found
@@ -85,7 +85,7 @@ def children_of(node: Node) -> list[Node]:
 def walk(model: nn.Module, *, repeats: bool = False) -> Iterator[Node]:
     """Yield every module from the root down, in the order of ``named_modules``.
 
-    A module that is used at several paths comes once, under the first, unless ``repeats`` asks for each path.
+    A module that is used at several paths is yielded once, under the first path, unless ``repeats`` is true.
     """
     seen: set[int] = set()
     ahead = [root_node(model)]
@@ -99,7 +99,7 @@ def walk(model: nn.Module, *, repeats: bool = False) -> Iterator[Node]:
 
 
 def parts_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield clean path and module of ``module`` and of all below, each once; a wrapper has that of what it wraps."""
+    """Yield clean path and module of ``module`` and all below, each once; a wrapper has its wrapped module's path."""
     for node in walk(module):
         for _, wrapper in node.wrappers:
             yield node.path, wrapper
@@ -109,8 +109,8 @@ def parts_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def clean_path(path: str, model: nn.Module | None = None) -> str:
     """Return ``path`` as it is in the model without wrappers; see Note [Clean paths].
 
-    With ``model`` (to which the path belongs) every wrapper's name is dropped. Without it only the names that nothing
-    but a wrapper uses are, and PEFT's ``base_model.model`` prefix.
+    With ``model``, to which the path belongs, the names of all wrappers are dropped. Without it, only names that
+    nothing but a wrapper uses and PEFT's ``base_model.model`` prefix are dropped.
     """
     segments = path.split(".") if path else []
     if model is not None:

@@ -1,18 +1,20 @@
-"""Stacks of blocks, recognised by how a model is built.
+"""Find stacks of blocks by the structure of a model.
 
 Note [What is a block]
-A stack is a ModuleList, a ModuleDict with numbered keys, or a Sequential, and its blocks are those children that hold
-parameters and are composed of several modules. From the root down:
+A stack is a ModuleList, a ModuleDict with numbered keys, or a Sequential. Its blocks are the children that hold
+parameters and consist of several modules. The search goes from the root down:
 
-1. Hugging Face says which modules may be checkpointed (``GradientCheckpointingLayer``, ``_no_split_modules``): such a
-   module is a block wherever it stands, but for a single convolution that is not to be split over devices (ResNet).
-2. A child that is a stage, that is, one whose substance is a stack of like blocks (Swin, timm, ALBERT's groups), is
-   looked into instead. A block with parts in a list is not a stage: its parts differ from one another (T5), or are a
-   few with one convolution each (ResNet, EnCodec), of which a region would keep as much as autograd does.
-3. Nothing is looked for inside a block, and a list of experts is never a stack.
-4. Lists of heads, projections and the like are built in the same way. So stacks have a rank, and only the best survive:
-   declared by Hugging Face, or with something that mixes tokens in its blocks, or named as stacks are named; failing
-   those any list of composed modules; failing those a list of one, or of bare modules of one class.
+1. Hugging Face declares which modules may be checkpointed (``GradientCheckpointingLayer``, ``_no_split_modules``). Such
+   a module is a block wherever it is located, except for a single convolution that is not to be split over devices
+   (ResNet).
+2. A child is a stage if it consists mainly of a stack of similar blocks (Swin, timm, ALBERT's groups). The blocks
+   inside the stage are used instead of the stage. A block with parts in a list is not a stage: its parts differ from
+   one another (T5), or are a few parts with one convolution each (ResNet, EnCodec), of which a region would keep as
+   much as autograd does.
+3. The search does not look inside a block, and a list of experts is never a stack.
+4. Lists of heads, projections and the like have the same structure. So stacks have a rank, and only the best rank
+   found is used: first, stacks that Hugging Face declares, or whose blocks contain a token mixer, or that have the name
+   of a stack; otherwise any list of composed modules; otherwise a list of one module, or of bare modules of one class.
 """
 
 from __future__ import annotations
@@ -28,15 +30,15 @@ from sac.blocks.paths import Node, children_of, class_names, join, root_node
 MIXER = re.compile(r"attn|attention|mixer|mixing|mamba|ssm|rwkv|retention|recurrent", re.IGNORECASE)
 STACK_NAMES = frozenset({"layers", "layer", "blocks", "block", "h", "resblocks"})
 NUMBERED = re.compile(r"(?:.*\D)?(\d+)")
-BLOCK_CONVOLUTIONS = 6  # how many parts with one convolution each are a block, not a stage
-STAGE_MATRICES = 2  # what a stage may have besides its blocks: a patch merger, a position embedding
+BLOCK_CONVOLUTIONS = 6  # up to this many parts with one convolution each are a block, not a stage
+STAGE_MATRICES = 2  # number of matrices of a stage outside of its blocks: a patch merger, a position embedding
 
 DECLARED, STRONG, PLAIN, WEAK = 3, 2, 1, 0
 
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Blocks that follow one another, with the index of each and the number that an index is counted to."""
+    """Consecutive blocks, with the layer index of each and the number of layers in the whole stack."""
 
     path: str
     nodes: tuple[Node, ...]
@@ -59,8 +61,8 @@ def find_stacks(model: nn.Module) -> list[Stack]:
 def numbering(parent: nn.Module | None, names: Sequence[str]) -> tuple[tuple[int, ...], int]:
     """Return the layer index of each chosen child (by name) of ``parent``, and the size of the stack.
 
-    A numbered ModuleDict keeps its own numbers (a pipeline stage has some of them), a ModuleList its positions when
-    the children not chosen are empty placeholders; otherwise the chosen are counted.
+    A numbered ModuleDict keeps its own numbers (a pipeline stage has some of them). A ModuleList keeps its positions if
+    the other children are empty placeholders. Otherwise the chosen children are counted from 0.
     """
     ranks = tuple(range(len(names)))
     if isinstance(parent, nn.ModuleDict):
@@ -76,17 +78,17 @@ def numbering(parent: nn.Module | None, names: Sequence[str]) -> tuple[tuple[int
 
 
 def is_callable(module: nn.Module) -> bool:
-    """Return whether a module has a forward of its own (a ModuleList has none)."""
+    """Return whether a module has its own forward (a ModuleList has none)."""
     return getattr(type(module), "forward", nn.Module.forward) is not nn.Module.forward
 
 
 def has_mixer(module: nn.Module) -> bool:
-    """Return whether a module is or holds something with parameters that mixes tokens: attention, a state space, …"""
+    """Return whether a module is or contains a token mixer with parameters: attention, a state space model, …"""
     return any(_is_mixer(name, part) for name, part in module.named_modules())
 
 
 class _Search:
-    """One descent through a model, with the class names that Hugging Face does not want split."""
+    """One descent through a model, with the class names in Hugging Face's ``_no_split_modules``."""
 
     def __init__(self, declared: frozenset[str]) -> None:
         self.declared = declared
@@ -114,7 +116,7 @@ class _Search:
             yield from self.visit(stage)
 
     def _unseen(self, nodes: list[Node]) -> list[Node]:
-        """Return the nodes whose modules came nowhere before, and note them: a shared block is listed once."""
+        """Return the nodes whose modules are new, and record them: a shared block is listed once."""
         unseen: dict[int, Node] = {}
         for node in nodes:
             if id(node.module) not in self.seen:
@@ -125,7 +127,7 @@ class _Search:
     def _visit_children(self, node: Node, children: list[Node]) -> Iterator[Stack]:
         for child in children:
             lone = _is_declared(child.module, frozenset()) and not _is_stage(child, self.declared)
-            if lone and id(child.module) not in self.seen:  # in no list, but declared as a layer
+            if lone and id(child.module) not in self.seen:  # not in a list, but declared as a layer
                 self.seen.add(id(child.module))
                 yield Stack(node.path, (child,), (0,), 1, DECLARED)
             elif not lone:
@@ -141,7 +143,7 @@ class _Search:
         return any(_are_alike(_parts(inner)) and len(_parts(inner)) > 1 for inner in lists)
 
     def _layers_in_parts(self, node: Node, layers: list[Node]) -> Iterator[Stack]:
-        """A list of lists of unlike parts: each part is a region of the layer that the inner list stands for."""
+        """Yield the stack of a list of lists of different parts: each part is a block, each inner list a layer."""
         parts = [(index, part) for index, layer in enumerate(layers) for part in _parts(layer)]
         if parts:
             nodes, indices = tuple(part for _, part in parts), tuple(index for index, _ in parts)
@@ -212,13 +214,13 @@ def _is_composed(module: nn.Module) -> bool:
 
 
 def _is_raw(module: nn.Module, alike: int) -> bool:
-    """Return whether a module without parts is a block of its own: somebody's own class, repeated, with a matrix."""
+    """Return whether a module without parts is itself a block: a custom class, repeated, with a matrix."""
     own = not type(module).__module__.startswith("torch.")
     return own and alike >= 2 and any(p.ndim >= 2 for p in module._parameters.values() if p is not None)
 
 
 def _is_stage(node: Node, declared: frozenset[str]) -> bool:
-    """Return whether a module's substance is a stack of like blocks, so that those are the blocks."""
+    """Return whether a module consists mainly of a stack of similar blocks, which are then used instead of it."""
     lists = [inner for inner in _lists_below(node) if _are_alike(_parts(inner))]
     parts = [part.module for inner in lists for part in _parts(inner)]
     if not parts:
@@ -238,7 +240,7 @@ def _is_stage(node: Node, declared: frozenset[str]) -> bool:
 
 
 def _count_matrices(module: nn.Module) -> int:
-    """Return how many modules at or below one have a matrix or kernel of their own; one in two factors is one."""
+    """Return how many modules at or below ``module`` have their own matrix or kernel; two factors count as one."""
     return sum(any(p is not None and p.ndim >= 2 for p in part._parameters.values()) for part in module.modules())
 
 
@@ -261,13 +263,13 @@ def _parts(node: Node) -> list[Node]:
 
 
 def _are_alike(nodes: Sequence[Node]) -> bool:
-    """Return whether some class occurs twice, or there is one node only: a hybrid stack is still a stack."""
+    """Return whether some class occurs twice or there is only one node: a hybrid stack is still a stack."""
     kinds = {(type(node.module), has_mixer(node.module)) for node in nodes}
     return len(nodes) == 1 or len(kinds) < len(nodes)
 
 
 def _without_ends(blocks: list[Node]) -> list[Node]:
-    """Leave out what stands before and after the blocks of a Sequential: an embedding, a head."""
+    """Return the blocks of a Sequential without the modules before and after them: an embedding, a head."""
     mixing = [place for place, block in enumerate(blocks) if has_mixer(block.module)]
     if not mixing:
         return blocks
@@ -277,7 +279,7 @@ def _without_ends(blocks: list[Node]) -> list[Node]:
 
 
 def _is_one_block(root: Node, stacks: list[Stack]) -> bool:
-    """Return whether the model is one block: it mixes tokens itself, and no stack in it does."""
+    """Return whether the model is one block: it contains a token mixer, and no stack in it does."""
     if any(stack.rank == DECLARED or any(has_mixer(n.module) for n in stack.nodes) for stack in stacks):
         return False
     if _is_container(root) or any(isinstance(module, nn.Embedding) for module in root.module.modules()):

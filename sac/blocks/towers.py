@@ -1,4 +1,4 @@
-"""Towers: which part of a multimodal model a module belongs to, and the scope that picks some of them."""
+"""Towers: the parts of a multimodal model, and the scope that selects some of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sac.errors import ConfigError, Problem, listing, nearest
 TOWERS = ("language", "vision", "audio", "multimodal")
 SCOPES = ("all", *TOWERS)
 
-# Words of one path segment or model_type, between underscores and with trailing digits dropped.
+# Words of one path segment or model_type: split at underscores, trailing digits removed.
 MULTIMODAL_WORDS = frozenset(
     {
         "projector",
@@ -34,17 +34,18 @@ MULTIMODAL_WORDS = frozenset(
 VISION_WORDS = frozenset({"vision", "visual", "image", "img", "video", "vit", "pixel"})
 AUDIO_WORDS = frozenset({"audio", "speech", "acoustic", "sound", "mel"})
 LANGUAGE_WORDS = frozenset({"language", "text", "llm", "lm", "thinker"})
-# These tell of a bridge when they stand beside a modality's word: ``embed_vision``, ``visual_projection``.
+# These indicate a projector if they occur next to the word of a modality: ``embed_vision``, ``visual_projection``.
 BRIDGE_WORDS = frozenset({"proj", "projection", "embed", "embedder", "embedding", "mlp", "adapter"})
 MAIN_INPUTS = {"pixel_values": "vision", "input_features": "audio", "input_values": "audio", "input_ids": "language"}
 
 
 class Towers:
-    """Tells the tower of each path of one model.
+    """Determines the tower of each path of one model.
 
-    A projector's name anywhere in the path (``multi_modal_projector``) comes first. Then, from the inside out, each
-    segment's words (``vision_tower``) and what the Hugging Face model there says of itself, or a patch embedding.
-    What nothing tells of is language, and so is what a model holds beside parts of several towers.
+    The name of a projector anywhere in the path (``multi_modal_projector``) decides first. Then, from the inside out,
+    each segment's words (``vision_tower``), and the config of the Hugging Face model there or a patch embedding.
+    A module without any such sign belongs to language, and so do the remaining modules of a model that contains parts
+    of several towers.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -53,7 +54,7 @@ class Towers:
             if tower := _told_by_module(node.module):
                 self._told.setdefault(node.path, tower)
         speaking = [path for path, tower in self._told.items() if tower == "language"]
-        for path in self._told:  # Whisper takes sound, yet its head is no part of the audio tower
+        for path in self._told:  # Whisper takes audio, but its head is not a part of the audio tower
             if any(not path or other.startswith(f"{path}.") for other in speaking):
                 self._told[path] = "language"
 
@@ -75,9 +76,9 @@ def tower_of(path: str, model: nn.Module) -> str:
 
 
 def parse_scope(scope: str | Sequence[str]) -> frozenset[str]:
-    """Return the towers that a scope means; case, hyphens and underscores do not matter in it.
+    """Return the towers that a scope selects; case, hyphens and underscores do not matter.
 
-    Raises ``ConfigError`` when a word is none of ``SCOPES``, or there is none.
+    Raises ``ConfigError`` if a word is not in ``SCOPES`` or the scope is empty.
     """
     words = (scope,) if isinstance(scope, str) else scope
     if not isinstance(words, Iterable):
@@ -100,7 +101,7 @@ def parse_scope(scope: str | Sequence[str]) -> frozenset[str]:
 def _illegal(word: object) -> Problem:
     return Problem(
         "scope",
-        f"{word!r} is no part of a model",
+        f"{word!r} is not a part of a model",
         expected=f"{listing(SCOPES)}, or a list of them",
         nearest=nearest(word, SCOPES) if isinstance(word, str) else "",
     )
@@ -115,7 +116,7 @@ def _told_by_segment(segment: str) -> str:
 
 def _told_by_module(module: nn.Module) -> str:
     main_input = getattr(module, "main_input_name", None)
-    if isinstance(main_input, str):  # a Hugging Face model; "input_ids" is also what stands there when nobody set it
+    if isinstance(main_input, str):  # a Hugging Face model; "input_ids" is also the default value
         arguments = inspect.signature(type(module).forward).parameters
         taken = next((MAIN_INPUTS[name] for name in arguments if name in MAIN_INPUTS), "")
         model_type = getattr(getattr(module, "config", None), "model_type", None)

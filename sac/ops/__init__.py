@@ -1,1 +1,1 @@
-"""Names and facts of ops: which overloads a policy means, and what each of them may and may not have done to it."""
+"""Names and properties of ops: which overloads a policy matches, and which of them can be saved or recomputed."""

@@ -1,8 +1,8 @@
-"""What is known of an op: what it writes to, whether it is a view, draws random numbers, communicates.
+"""Properties of an op: which arguments it writes, whether it is a view, draws random numbers or communicates.
 
-Most of it stands in the schema. Where a schema is silent or overstates, a list here corrects it; the lists come from
-calling the ops of torch 2.13 and comparing arguments before and after (``tests/unit/ops/test_facts_liars.py`` repeats
-that).
+Most properties come from the schema. Where a schema omits or overstates one, a list here corrects it. The lists come
+from calling the ops of torch 2.13 and comparing arguments before and after (``tests/unit/ops/test_facts_liars.py``
+repeats this).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _words(text: str) -> frozenset[str]:
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional"})
 
 INFRASTRUCTURE = frozenset({"fsdp", "c10d", "profiler", "streams", "debug_mode_ops"})
-"""Namespaces whose ops run a training job rather than compute: hooks, buffers, streams, marks of a profiler."""
+"""Namespaces whose ops manage a training job rather than compute: hooks, buffers, streams, profiler marks."""
 
 _RUNNING_STATISTICS = ("running_mean", "running_var")
 HIDDEN_WRITES: Mapping[str, tuple[str, ...]] = {
@@ -55,21 +55,21 @@ HIDDEN_ALIASES = _words(
     inductor._alloc_from_pool export.access_subclass_inner_tensor _c10d_functional.wait_tensor
     _c10d_functional._wrap_tensor_autograd c10d_functional.wait_tensor"""
 )
-"""Packets that hand back an argument or a view of its storage, always or for some arguments, without saying so."""
+"""Packets that return an argument or a view of its storage, always or for some arguments, undeclared in the schema."""
 
 FILLING = _words(
     """copy_ fill_ zero_ set_ resize_ uniform_ normal_ bernoulli_ exponential_ geometric_ cauchy_ log_normal_ random_
     _foreach_copy_ _foreach_zero_"""
 )
-"""Aten packets that write to the whole of an argument, whatever was there."""
+"""Aten packets that overwrite a whole argument without reading its old values."""
 
 FILLING_PARTS = _words(
     """index_put_ _index_put_impl_ index_copy_ index_fill_ scatter_ masked_fill_ masked_scatter_ put_ fill_diagonal_"""
 )
-"""Aten packets that may fill fresh memory part by part, and do not read what was there."""
+"""Aten packets that may fill fresh memory part by part without reading its old values."""
 
 OVERSTATED_WRITES: tuple[tuple[str, tuple[str, ...]], ...] = (
-    # FlashAttention 2's kernels take `q` by C++ reference to rebind it; its values stay.
+    # FlashAttention 2's kernels take `q` by C++ reference to rebind it; its values are unchanged.
     ("*flash_attn*.fwd", ("q",)),
     ("*flash_attn*.varlen_fwd", ("q",)),
     ("_vllm_fa*.fwd", ("q",)),
@@ -89,38 +89,38 @@ _HIGHER_ORDER_WRITING = frozenset({"triton_kernel_wrapper_mutation"})
 
 @dataclass(frozen=True, slots=True)
 class OpTraits:
-    """What is known of one op whatever its arguments; positions and names are those of its schema."""
+    """Properties of one op that hold for all arguments; positions and names are those of its schema."""
 
     mutated_args: tuple[int, ...] = ()
     mutated_kwargs: tuple[str, ...] = ()  # keyword-only arguments
-    is_view: bool = False  # the result is an argument, or lies in the storage of one
-    is_factory: bool = False  # a constant, a range or fresh memory: no tensor's values go in, no generator either
+    is_view: bool = False  # the result is an argument or shares its storage
+    is_factory: bool = False  # a constant, a range or fresh memory: depends on no tensor values and no generator
     is_uninitialised: bool = False
     is_infrastructure: bool = False
     is_random: bool = False
-    is_nondeterministic: bool = False  # of the save-set `nondeterministic`, perhaps only in some calls
+    is_nondeterministic: bool = False  # in the save-set `nondeterministic`, perhaps only for some calls
     may_draw: bool = False  # the generator state has to be compared around a saved call
     generator_args: tuple[int, ...] = ()
     generator_kwargs: tuple[str, ...] = ()
     returns_tensor: bool = True
-    reads_data: bool = False  # values decide a Python number, or the shape of the result; not `index` with a mask
-    is_collective: bool = False  # ranks have to meet in it, or in the wait for it
-    takes_optional: bool = False  # a tensor among its arguments may be left out
-    tensor_positions: tuple[int, ...] = ()  # of its arguments, those that are tensors
-    view_of: int = -1  # the argument of which the result is a view each time, a new tensor; -1: there is none such
-    is_flat: bool = False  # each tensor among its arguments is a positional argument by itself
+    reads_data: bool = False  # tensor values decide a Python number or the result's shape; not `index` with a mask
+    is_collective: bool = False  # ranks have to meet in it or in its wait
+    takes_optional: bool = False  # some tensor argument is optional
+    tensor_positions: tuple[int, ...] = ()  # positions of its tensor arguments
+    view_of: int = -1  # the argument of which the result is always a view, as a new tensor; -1 if there is none
+    is_flat: bool = False  # each tensor argument is a separate positional argument, not in a list
     unsavable_reason: str = ""  # phrase for a message; empty when every call can be saved
     savable_if: str = ""  # a name in CONDITIONS: calls that can be saved although there is an unsavable_reason
 
     @property
     def savable(self) -> bool:
-        """Whether the result of every call can be kept instead of made again."""
+        """Whether the result of every call can be saved instead of recomputed."""
         return not self.unsavable_reason
 
 
 @cache
 def traits_of(op: Any) -> OpTraits:
-    """Return the facts of ``op``: an overload, a higher-order op, or a callable that has no schema."""
+    """Return the properties of ``op``: an overload, a higher-order op, or a callable without a schema."""
     schema = getattr(op, "_schema", None)
     return _of_schema(op, schema) if isinstance(schema, torch.FunctionSchema) else _without_schema(op)
 
@@ -209,7 +209,7 @@ def _keyword_only(arguments: list[tuple[int, Any]]) -> tuple[str, ...]:
 
 
 def _aliases(packet: str, op: Any, schema: Any) -> bool:
-    # The tag marks composite ops that hand back an argument for some values, as dropout does in eval mode.
+    # The tag marks composite ops that return an argument in some cases, such as dropout in eval mode.
     marked = any(argument.alias_info is not None and not argument.alias_info.is_write for argument in schema.arguments)
     return marked or packet in HIDDEN_ALIASES or (MAYBE_ALIASING is not None and MAYBE_ALIASING in op.tags)
 
@@ -219,7 +219,7 @@ def _view_of(packet: str, schema: Any) -> int:
         return 0
     if len(schema.returns) != 1 or str(schema.returns[0].type) != "Tensor" or packet in HIDDEN_ALIASES:
         return -1
-    if packet == "aten.lift_fresh":  # it hands its argument back
+    if packet == "aten.lift_fresh":  # returns its argument
         return -1
     marked = [place for place, argument in enumerate(schema.arguments) if argument.alias_info is not None]
     sure = schema.returns[0].alias_info is not None and len(marked) == 1
@@ -236,7 +236,7 @@ def _is_constant(namespace: str, packet: str, schema: Any) -> bool:
 
 def _reads_data(packet: str, op: Any) -> bool:
     tags = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-    # `index` is tagged for masks; with integers, its usual call, its shape is that of the indices.
+    # `index` has the tag because of masks; with integer indices, the usual case, they determine the shape.
     return packet in ("is_nonzero", "item") or (packet != "index" and not tags.isdisjoint(op.tags))
 
 
@@ -281,7 +281,7 @@ def _unsavable_reason(
 
 
 def _savable_if(written: list[tuple[int, Any]]) -> str:
-    """Name the condition under which nothing is written, for an op that writes only arguments that may be left out."""
+    """Return the condition under which an op that writes only optional arguments writes nothing; else ``""``."""
     marked = all(argument.alias_info is not None and argument.alias_info.is_write for _, argument in written)
     if not written or not marked or not all("Optional" in str(argument.type) for _, argument in written):
         return ""

@@ -1,4 +1,4 @@
-"""Formulas of floating-point operations: torch's own, and those that it lacks."""
+"""FLOP formulas: torch's own, and some for ops that torch has no formula for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils.flop_counter import flop_registry, shape_wrapper
 
 
 def flops_of(op: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """Return the FLOPs of one call (one multiply-add is two), 0 where no formula is known."""
+    """Return the FLOPs of one call (one multiply-add counts as two), or 0 if no formula is known."""
     packet = getattr(op, "_overloadpacket", op)
     formula = flop_registry.get(packet)
     if formula is None:
@@ -24,7 +24,7 @@ def flops_of(op: Any, args: Any, kwargs: Any, out: Any) -> int:
 
 
 def has_formula(op: Any) -> bool:
-    """Return whether ``op`` is one of those that cost FLOPs worth counting."""
+    """Return whether ``op`` has a FLOP formula."""
     packet = getattr(op, "_overloadpacket", op)
     return packet in flop_registry or packet in added_formulas()
 
@@ -33,14 +33,15 @@ def has_formula(op: Any) -> bool:
 def added_formulas() -> dict[Any, Any]:
     """Return formulas over shapes, by packet, for ops of this build that torch's counter does not know.
 
-    FlopCounterMode of torch 2.13 knows the CUDA attentions but not the CPU one, nor grouped matmuls: without these
-    a mode that recomputes attention on CPU would seem to recompute nothing. Held by tests/unit/ops/test_flops.py.
+    FlopCounterMode of torch 2.13 has formulas for the CUDA attentions, but not for the CPU one or grouped matmuls.
+    Without these, a mode that recomputes attention on CPU would appear to recompute nothing. Checked by
+    tests/unit/ops/test_flops.py.
     """
     return {getattr(torch.ops.aten, name): formula for name, formula in _ADDED.items() if hasattr(torch.ops.aten, name)}
 
 
 def attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: object, **__: object) -> int:
-    """FLOPs of attention: scores, then the weighted sum. Masked scores are counted, as torch does for CUDA.
+    """Return the FLOPs of attention: scores, then the weighted sum. Masked scores count, as in torch's CUDA formula.
 
     Shapes: query [batch, heads, S, D], key [batch, heads, T, D], value [batch, heads, T, E].
     """
@@ -57,14 +58,14 @@ def attention_backward_flops(
     *_: object,
     **__: object,
 ) -> int:
-    """FLOPs of attention's backward: the scores again, then the gradients of value, weights, query and key."""
+    """Return the FLOPs of attention's backward: scores, then the gradients of value, weights, query and key."""
     *batch, s, d = query
     t, e = value[-2:]
     return 2 * prod(batch) * s * t * (3 * d + 2 * e)
 
 
 def grouped_matmul_flops(left: Sequence[int], right: Sequence[int], *_: object, **__: object) -> int:
-    """FLOPs of a grouped matmul: every row meets one group, so only two batches of matrices multiply by their count."""
+    """Return the FLOPs of a grouped matmul: each row is in one group, so the group count matters for 3D x 3D only."""
     groups = left[0] if len(left) == len(right) == 3 else 1
     return 2 * groups * left[-2] * left[-1] * right[-1]
 

@@ -1,4 +1,4 @@
-"""Names of ops: what a pattern in a policy matches, and what is wrong with one that matches nothing."""
+"""Names of ops: which ops a pattern in a policy matches, and problems of names that match nothing."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from sac.ops.facts import traits_of
 from sac.ops.registry import NamePattern, Registry, dotted, find_op, find_ops, is_glob, op_name, read_registry
 from sac.ops.save_sets import BACKWARD_MARKS, SAVE_SETS
 
-# -- What is wrong with an op name, told so that its author can put it right
+# -- Problems of op names
 
 _FORMS = "an op (aten.mm, aten::mm), one overload (aten.mm.default), a glob (aten.*mm*)"
 
 
 @dataclass(frozen=True, slots=True)
 class NameProblem:
-    """One wrong name: its place in the list, what was found, what is legal, the nearest spelling and the fix.
+    """One wrong name: its index in the list, what was found, what is legal, the nearest spelling and the fix.
 
-    The last three may be empty. The fields are those of ``errors.Problem`` but for the place, which only the caller
-    knows as file:line:column.
+    The last three may be empty. The fields are those of ``errors.Problem`` except for the location, since only the
+    caller knows file:line:column.
     """
 
     index: int
@@ -34,7 +34,7 @@ class NameProblem:
 
 
 def unknown_name(index: int, text: str, registry: Registry, set_names: Sequence[str]) -> NameProblem | None:
-    """Tell why no registered op is called ``text``; None for a glob over a library that may be imported later."""
+    """Return why no registered op is called ``text``; None for a glob over a library that may be imported later."""
     name = dotted(text)
     if is_glob(name):
         return _empty_glob(index, text) if name.startswith("aten.") else None
@@ -54,7 +54,7 @@ def unknown_name(index: int, text: str, registry: Registry, set_names: Sequence[
         text,
         f"no op {packet} is registered",
         nearest=nearest(packet, [known for known in registry.packets if known.startswith(f"{parts[0]}.")]),
-        fix="correct the name, or put it into a save-set under `sets:`, where an op that is not there is passed over",
+        fix="correct the name, or put it into a save-set under `sets:`, where a missing op is skipped",
     )
 
 
@@ -92,7 +92,7 @@ def _unknown_namespace(index: int, text: str, packet: str, registry: Registry) -
         f"no op of a namespace {namespace} is registered",
         nearest=f"{close}.{name}" if f"{close}.{name}" in registry.packets else "",
         fix="import the library that registers it before sac reads the policy, or put the name into a save-set under "
-        "`sets:`, where an op that is not there is passed over",
+        "`sets:`, where a missing op is skipped",
     )
 
 
@@ -106,7 +106,7 @@ def _empty_glob(index: int, text: str) -> NameProblem:
 
 
 def unsavable_name(index: int, text: str, registry: Registry) -> NameProblem | None:
-    """Tell why nothing that ``text`` names can be saved; None when something can, and for a glob."""
+    """Return why no op that ``text`` names can be saved; None if some op can be saved, and for a glob."""
     name = dotted(text)
     if is_glob(name):
         return None
@@ -131,7 +131,7 @@ def _instead(name: str, reason: str, registry: Registry) -> str:
     return "leave it out: it is run again in backward"
 
 
-# -- From the op names that a policy writes to a matcher over op objects, with all that is wrong in those names
+# -- Matchers of op objects, built from the op names of a policy
 
 __all__ = ["NameProblem", "OpMatcher", "check_sets", "is_must_save", "op_name", "resolve_ops", "set_names"]
 
@@ -140,7 +140,7 @@ _NO_SETS: Mapping[str, Sequence[str]] = {}
 
 @dataclass(frozen=True, slots=True)
 class MatcherEntry:
-    """One name of a matcher: written by the policy itself, or brought in by the save-set ``from_set``."""
+    """One name of a matcher: written in the policy itself, or part of the save-set ``from_set``."""
 
     pattern: NamePattern
     condition: str = ""
@@ -148,11 +148,11 @@ class MatcherEntry:
 
     @property
     def names(self) -> bool:
-        """Whether a policy that matches by this entry can be said to name the op."""
+        """Whether this entry names an op explicitly: by its own name or by a save-set, not by a policy's glob."""
         return bool(self.from_set) or not is_glob(self.pattern.text)
 
     def matches(self, name: str) -> bool:
-        """Return whether the op called ``name`` is meant; a glob of a save-set never means a backward op."""
+        """Return whether the op called ``name`` matches; a glob of a save-set never matches a backward op."""
         if self.from_set and is_glob(self.pattern.text) and any(mark in name for mark in BACKWARD_MARKS):
             return False
         return self.pattern.matches(name)
@@ -160,10 +160,10 @@ class MatcherEntry:
 
 @dataclass(frozen=True, slots=True)
 class OpMatcher:
-    """Which ops a list of names means, asked of op objects at run time; ops registered later are found too.
+    """Matches op objects against a list of names at run time, including ops that are registered later.
 
-    It compares strings: callers keep the answer per op. With ``for_saving``, an op that can never be saved is never
-    meant. ``missing`` are the names and set entries of which no op is registered; ``problems`` are the names that are
+    Matching compares strings, so callers cache the answer per op. With ``for_saving``, an op that can never be saved
+    never matches. ``missing`` holds the names and set entries without a registered op; ``problems`` the names that are
     errors.
     """
 
@@ -173,24 +173,24 @@ class OpMatcher:
     problems: tuple[NameProblem, ...] = ()
 
     def matches(self, op: Any) -> bool:
-        """Return whether ``op`` is meant, at least in the calls for which ``conditional`` holds."""
+        """Return whether ``op`` matches, at least for the calls that meet the condition of ``conditional``."""
         if self.for_saving and traits_of(op).unsavable_reason and not traits_of(op).savable_if:
             return False
         return next(self._meaning(op), None) is not None
 
     def conditional(self, op: Any) -> str:
-        """Return the name in ``CONDITIONS`` of what a call has to meet, ``""`` when every call of ``op`` is meant."""
+        """Return the condition, a name in ``CONDITIONS``, on calls of ``op``; ``""`` if every call matches."""
         conditions = [entry.condition for entry in self._meaning(op)]
         condition = "" if not conditions or "" in conditions else conditions[0]
         own = traits_of(op).savable_if if self.for_saving else ""
         return " & ".join(filter(None, (condition, own)))
 
     def certain(self, op: Any) -> bool:
-        """Return whether every call of ``op`` is meant."""
+        """Return whether every call of ``op`` matches."""
         return self.matches(op) and not self.conditional(op)
 
     def names(self, op: Any) -> bool:
-        """Return whether ``op`` is meant by its own name or by a save-set, and not merely by a glob."""
+        """Return whether ``op`` matches by its own name or by a save-set, not only by a glob."""
         return any(entry.names for entry in self._meaning(op))
 
     def _meaning(self, op: Any) -> Iterator[MatcherEntry]:
@@ -205,11 +205,11 @@ def resolve_ops(
     for_saving: bool = True,
     registry: Registry | None = None,
 ) -> OpMatcher:
-    """Return what ``names`` mean: save-sets, packets, overloads, higher-order ops and globs.
+    """Return a matcher for ``names``: save-sets, packets, overloads, higher-order ops and globs.
 
-    ``extra_sets`` are a policy's own ``sets``: they add to a save-set or define one, and may name other sets. With
-    ``for_saving=False`` (the names of a rule that recomputes) an op that cannot be saved may be named. Raises nothing:
-    see ``OpMatcher.problems``, whose ``index`` counts in ``names``. ``registry``: read just now, for several lists.
+    ``extra_sets`` are a policy's own ``sets``: they extend a save-set or define one, and may name other sets. With
+    ``for_saving=False`` (the names of a rule that recomputes), ops that cannot be saved are allowed. Raises nothing:
+    see ``OpMatcher.problems``, whose ``index`` refers to ``names``. ``registry``: pass one to share it between calls.
     """
     registry = registry or read_registry()
     entries: list[MatcherEntry] = []
@@ -232,14 +232,14 @@ def resolve_ops(
 
 
 def set_names(extra_sets: Mapping[str, Sequence[str]] = _NO_SETS) -> tuple[str, ...]:
-    """Return the names of all save-sets, those that a policy defines included."""
+    """Return the names of all save-sets, including those that a policy defines."""
     return tuple(dict.fromkeys([*SAVE_SETS, *extra_sets]))
 
 
 def check_sets(extra_sets: Mapping[str, Sequence[str]]) -> dict[str, tuple[NameProblem, ...]]:
-    """Return, per set of a policy that has any, the problems of its entries; ``index`` counts in that set's list.
+    """Return the problems of each set of a policy that has any; ``index`` refers to the list of that set.
 
-    An op of a library that is not imported is no problem here: it is skipped, and listed as missing.
+    An op of a library that is not imported is not a problem here: it is skipped and listed as missing.
     """
     registry = read_registry()
     found = {name: tuple(_set_problems(texts, extra_sets, registry)) for name, texts in extra_sets.items()}
@@ -280,8 +280,8 @@ def _must_save_matcher() -> OpMatcher:
     return resolve_ops(("nondeterministic",))
 
 
-@cache  # it is asked of each op in each module of each table
+@cache  # called for each op in each module of each table
 def is_must_save(op: Any) -> tuple[bool, str]:
-    """Return whether ``op`` is saved in every mode (promise 10), and the condition that a call has to meet for it."""
+    """Return whether ``op`` is saved in every mode (promise 10), and the condition on its calls."""
     matcher = _must_save_matcher()
     return (True, matcher.conditional(op)) if matcher.matches(op) else (False, "")

@@ -1,4 +1,4 @@
-"""How torch names its ops and which of them this process has: the one place that reads torch's registries."""
+"""Names of torch's ops and the ops registered in this process: the only module that reads torch's registries."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _GLOB_CHARACTERS = frozenset("*?[")
 
 
 def op_name(op: Any) -> str:
-    """Return how sac writes an op: ``aten.mm.default``, ``higher_order.flex_attention``, or a function's own name."""
+    """Return sac's name of an op: ``aten.mm.default``, ``higher_order.flex_attention``, or a qualified name."""
     if isinstance(op, (OpOverload, OpOverloadPacket)):
         return str(op)
     if isinstance(op, HigherOrderOperator):
@@ -26,12 +26,12 @@ def op_name(op: Any) -> str:
 
 
 def dotted(text: str) -> str:
-    """Return a written name in the spelling that sac compares: ``aten::mm``, ``torch.ops.aten.mm`` as ``aten.mm``."""
+    """Return a written name in the spelling that sac compares: ``aten.mm`` for ``aten::mm``, ``torch.ops.aten.mm``."""
     return text.strip().removeprefix("torch.ops.").replace("::", ".")
 
 
 def is_glob(text: str) -> bool:
-    """Return whether a written name is a pattern over names."""
+    """Return whether a written name is a glob."""
     return not _GLOB_CHARACTERS.isdisjoint(text)
 
 
@@ -39,13 +39,13 @@ def is_glob(text: str) -> bool:
 class NamePattern:
     """A written name, in its dotted spelling: an overload, a packet (all its overloads), a higher-order op or a glob.
 
-    A pattern is compared with names only, so it also means ops that a library registers later.
+    A pattern is compared with names only, so it also matches ops that a library registers later.
     """
 
     text: str
 
     def matches(self, name: str) -> bool:
-        """Return whether the op called ``name`` (see ``op_name``) is meant."""
+        """Return whether the pattern matches the op called ``name`` (see ``op_name``)."""
         packet = name.rpartition(".")[0] if name.count(".") > 1 else name
         if is_glob(self.text):
             return fnmatchcase(name, self.text) or fnmatchcase(packet, self.text)
@@ -54,23 +54,23 @@ class NamePattern:
 
 @dataclass(frozen=True, slots=True)
 class Registry:
-    """The ops that were registered when it was read: each packet (``aten.mm``) with the names of its overloads."""
+    """The ops registered at the time of reading: each packet (``aten.mm``) with the names of its overloads."""
 
     packets: Mapping[str, tuple[str, ...]]
 
     @property
     def namespaces(self) -> frozenset[str]:
-        """The namespaces that hold at least one op."""
+        """The namespaces with at least one op."""
         return frozenset(packet.partition(".")[0] for packet in self.packets)
 
     def has(self, pattern: NamePattern) -> bool:
-        """Return whether any registered op is meant by ``pattern``."""
+        """Return whether ``pattern`` matches any registered op."""
         if not is_glob(pattern.text):
             packet, _, overload = pattern.text.rpartition(".")
             return pattern.text in self.packets or overload in self.packets.get(packet, ())
         everything = "\n".join(self.packets)
         if "[" not in pattern.text and any(part not in everything for part in re.split(r"[*?.]", pattern.text)):
-            # A part that no packet has may still be an overload's name.
+            # A part that occurs in no packet may still be the name of an overload.
             everything += "\n".join(overload for overloads in self.packets.values() for overload in overloads)
             if any(part not in everything for part in re.split(r"[*?.]", pattern.text)):
                 return False
@@ -82,7 +82,7 @@ class Registry:
 
 
 def read_registry() -> Registry:
-    """Read which ops are registered now; a library imported later may add to them."""
+    """Return the ops that are registered now; a library imported later may add more."""
     packets: dict[str, list[str]] = {}
     for name in registered_ops():
         namespace, _, rest = name.partition("::")
@@ -94,7 +94,7 @@ def read_registry() -> Registry:
 
 
 def find_op(name: str) -> Any | None:
-    """Return the op that ``name`` writes (an overload, or a higher-order op), or None where this torch has none."""
+    """Return the op called ``name`` (an overload or a higher-order op), or None if this torch does not have it."""
     namespace, _, rest = name.partition(".")
     packet_name, _, overload = rest.partition(".")
     packet = getattr(getattr(torch.ops, namespace, None), packet_name, None)

@@ -1,4 +1,4 @@
-"""Named sets of ops such as `attention` and `matmul`, and the conditions on calls that some of them make."""
+"""Named sets of ops such as `attention` and `matmul`, and conditions on calls of some of these ops."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-# -- Conditions: questions to one call of an op, for ops that a save-set means only in some of their calls
+# -- Conditions: predicates over one call, for ops of which a save-set contains only some calls
 
 Condition = Callable[[tuple[Any, ...], Mapping[str, Any], Any], bool]  # (args, kwargs, out)
 
 
 def device_to_host(args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> bool:
-    """Whether the call copies a tensor from an accelerator to the host; ``out`` may be None before the call."""
+    """Return whether the call copies a tensor from an accelerator to the host; ``out`` may be None before the call."""
     source = args[0] if args else kwargs.get("self")
     if not isinstance(source, torch.Tensor) or source.device.type in ("cpu", "meta"):
         return False
@@ -66,15 +66,16 @@ def _read(name: str) -> Condition:
 
 
 CONDITIONS: Mapping[str, Condition] = _Conditions()
-"""By name, a function of ``(args, kwargs, out)``. Besides the plain names it understands ``absent:3/out,4/mask`` (each
-of these arguments, at this position or under this keyword, was left out or None), ``truthy:…`` (each of them is true)
-and ``one & other``. An unknown name raises ``KeyError``."""
+"""Maps a name to a function of ``(args, kwargs, out)``. In addition to the plain names, it accepts
+``absent:3/out,4/mask`` (each of these arguments, at this position or under this keyword, is missing or None),
+``truthy:…`` (each of them is true) and ``one & other``. An unknown name raises ``KeyError``."""
 
 
-# -- The save-sets, as data: which ops a policy means when it says ``attention``, ``matmul``, ``collective``, …
+# -- The save-sets: ``attention``, ``matmul``, ``collective``, …
 
-# An entry names a packet (``aten.mm``), an overload, a higher-order op or a glob. What this build of torch lacks is
-# passed over, as are overloads that cannot be saved; a glob of a set never means a backward op (``BACKWARD_MARKS``).
+# An entry names a packet (``aten.mm``), an overload, a higher-order op or a glob. Ops that this build of torch lacks
+# are skipped, and so are overloads that cannot be saved. A glob of a set never matches a backward op
+# (``BACKWARD_MARKS``).
 
 __all__ = ["BACKWARD_MARKS", "CONDITIONS", "SAVE_SETS", "SET_NAMES", "SaveSet", "SetEntry"]
 
@@ -110,7 +111,7 @@ def _some_calls(name: str, condition: str) -> tuple[SetEntry, ...]:
     return (SetEntry(name, condition),)
 
 
-# The math path of scaled_dot_product_attention is no op: it dispatches matmuls, a softmax and perhaps a dropout.
+# The math path of scaled_dot_product_attention is not an op: it dispatches matmuls, a softmax and perhaps a dropout.
 _ATTENTION = SaveSet(
     "attention",
     "Outputs of fused attention kernels: dear to run again, small to keep (no scores are stored).",
@@ -185,10 +186,10 @@ _CONVOLUTION = SaveSet(
 )
 
 # Note [Saving a collective]
-# What is kept is the result of the collective, not that of `wait_tensor`: the latter hands back its argument, so it
-# counts as a view and is run again, where it costs nothing because that result has been waited for (or, if nothing
-# used it in forward, still has its work registered under the same storage). Until then the values are unfinished: the
-# engine keeps the tensor itself and must not copy it. Held by
+# The saved tensor is the result of the collective, not of `wait_tensor`. `wait_tensor` returns its argument, so it
+# counts as a view and runs again in recomputation. There it costs nothing, because the result has been waited for (or,
+# if nothing used it in forward, its work is still registered under the same storage). Until the wait, the values are
+# incomplete: the engine keeps the tensor itself and must not copy it. Checked by
 # tests/unit/ops/test_save_sets_collective.py.
 _COLLECTIVE = SaveSet(
     "collective",
@@ -205,11 +206,11 @@ _COLLECTIVE = SaveSet(
     ),
 )
 
-# What two runs of one router may answer differently, by ties or by a last bit of its scores, and what no generator
-# state rewinds: cuDNN and MIOpen draw the dropout of their RNNs from a state of their own.
-# All-to-alls carry the routed tokens. Even ones too: with uneven parts on some ranks only, a decision by sizes would
-# let some ranks send again and others not, and the first would wait for ever.
-# Not here: `max.dim`, which low-precision recipes use on every row for their scales.
+# Ops whose results may differ between two runs of a router, because of ties or the last bit of its scores, and ops that
+# no generator state can rewind: cuDNN and MIOpen draw the dropout of their RNNs from their own state.
+# All-to-alls carry the routed tokens, including all-to-alls with even splits: if only some ranks have uneven splits, a
+# decision by sizes would make some ranks send again and others not, and the former would wait forever.
+# Not included: `max.dim`, which low-precision recipes use on every row for their scales.
 _NONDETERMINISTIC = SaveSet(
     "nondeterministic",
     "Choices that decide where tokens go, which a second run may make differently: saved in every mode.",

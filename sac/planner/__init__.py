@@ -1,1 +1,1 @@
-"""From a memory budget to a policy."""
+"""Compute a policy that fits a memory budget."""

@@ -1,4 +1,4 @@
-"""Budgets as users write them, and what the optimizer adds to a step."""
+"""Parse budgets, and compute the bytes of optimizer state."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ STATES = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """A peak in bytes, or a share (0 to 1) of the way from the least peak to that without checkpointing."""
+    """A peak in bytes, or a share (0 to 1) of the way from the least peak to the peak without checkpointing."""
 
     bytes: int | None = None
     share: float | None = None
 
     def within(self, least: int, most: int) -> int:
-        """Return the budget in bytes for a model whose peaks lie between these."""
+        """Return the budget in bytes for a model whose peak ranges from ``least`` to ``most`` bytes."""
         if self.bytes is not None:
             return self.bytes
         assert self.share is not None
@@ -38,7 +38,7 @@ class Budget:
 
 
 def read_budget(value: Any) -> Budget:
-    """Return the budget that ``value`` means; raises ``PlanError`` if it means none."""
+    """Return the parsed budget; raises ``PlanError`` if ``value`` is not a budget."""
     if isinstance(value, Budget):
         return value
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
@@ -55,16 +55,16 @@ def read_budget(value: Any) -> Budget:
             if count:
                 return Budget(count)
         except ValueError as error:
-            raise PlanError(Problem("budget", f'"{value}" is no budget: {error}', LEGAL_BUDGET)) from None
-    raise PlanError(Problem("budget", f"{value!r} is no budget", LEGAL_BUDGET))
+            raise PlanError(Problem("budget", f'"{value}" is not a budget: {error}', LEGAL_BUDGET)) from None
+    raise PlanError(Problem("budget", f"{value!r} is not a budget", LEGAL_BUDGET))
 
 
 def optimizer_bytes(optimizer: Any, parameters: Iterable[nn.Parameter]) -> int:
-    """Return the bytes of the optimizer's state on this rank for ``parameters`` that are trained.
+    """Return the bytes of the optimizer's state on this rank for the trained ones of ``parameters``.
 
-    ``optimizer``: None (no state counts), a name (sgd, momentum, adam, adamw: states like each parameter), or an
-    optimizer, which is tried on a parameter without data of each shape; where its groups differ, with the options of
-    the one that holds most. Counters, one number per parameter, are left out. Raises ``PlanError`` otherwise.
+    ``optimizer``: None (no state), a name (sgd, momentum, adam, adamw: states with the shape of each parameter), or an
+    optimizer, which is run on a parameter without data of each shape; if its groups differ, with the options of the
+    group that holds the most. Counters, one number per parameter, are ignored. Raises ``PlanError`` otherwise.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if optimizer is None:
@@ -78,7 +78,7 @@ def optimizer_bytes(optimizer: Any, parameters: Iterable[nn.Parameter]) -> int:
             )
         return STATES[word] * sum(_elements(p) * p.element_size() for p in trained)
     if not isinstance(optimizer, torch.optim.Optimizer):
-        found = f"a {type(optimizer).__name__} is no optimizer"
+        found = f"a {type(optimizer).__name__} is not an optimizer"
         raise PlanError(Problem("optimizer", found, f"{listing([*STATES])}, or a torch.optim.Optimizer"))
     parts = Counter(
         (tuple(part.shape), part.dtype) for parameter in trained for part in tensor_parts(parameter.detach())
@@ -87,12 +87,12 @@ def optimizer_bytes(optimizer: Any, parameters: Iterable[nn.Parameter]) -> int:
 
 
 def _elements(parameter: nn.Parameter) -> int:
-    """Return how many elements of a parameter lie on this rank."""
+    """Return the number of elements of a parameter on this rank."""
     return sum(part.numel() for part in tensor_parts(parameter))
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Return how many bytes of state an optimizer of this kind has for one parameter."""
+    """Return the bytes of state that such an optimizer holds for one parameter."""
     mode = fake_mode()
     most = 0
     for group in optimizer.param_groups:
@@ -100,12 +100,12 @@ def _state_bytes(optimizer: torch.optim.Optimizer, shape: tuple[int, ...], dtype
             parameter = nn.Parameter(torch.empty(shape, dtype=dtype))
             parameter.grad = torch.empty_like(parameter)
         same: Any = type(optimizer)
-        accepted = inspect.signature(same).parameters  # a group also holds what the class has added by itself
+        accepted = inspect.signature(same).parameters  # a group also holds options that the class has added itself
         options = {name: value for name, value in group.items() if name in accepted and name != "params"}
-        options |= {name: False for name in ("foreach", "fused") if name in options}  # kernels; the state is the same
+        options |= {name: False for name in ("foreach", "fused") if name in options}  # other kernels, same state
         try:
             tried = same([parameter], **options)
-            with contextlib.suppress(DataDependentOutputException):  # of a norm, say; by then the state is made
+            with contextlib.suppress(DataDependentOutputException):  # for example of a norm; by then the state exists
                 tried.step()
         except Exception as error:
             kind = type(optimizer).__name__

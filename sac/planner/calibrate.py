@@ -1,4 +1,4 @@
-"""Timing the ops of one block on the device at hand."""
+"""Time the ops of one block on the local device."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ _REPEATS = 5
 
 
 def calibrate(block: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Calibration:
-    """Run ``block(*args, **kwargs)`` forward once, time each distinct call of an op in it, and fit what is reached.
+    """Run ``block(*args, **kwargs)`` forward once, time each distinct call of an op in it, and fit the efficiencies.
 
-    Each call is run again a few times on new tensors, and the median counts. The block, its buffers, the arguments and
-    the random state are left as they are. Collectives are not timed, for all ranks would have to meet in them. An op
-    that cannot be run again is named in a warning, and keeps the efficiency of its class.
+    Each call runs again a few times on new tensors, and the median is used. The block, its buffers, the arguments and
+    the random state are not changed. Collectives are not timed, since all ranks would have to meet in them. An op that
+    cannot run again is named in a warning and keeps the efficiency of its class.
 
     Raises:
-        PlanError: where the planner has no figures for the device, or nothing was run that can be timed.
+        PlanError: if the planner has no figures for the device, or no op that can be timed was run.
     """
     device = _device_of(block, args, kwargs or {})
     figures = device_at_hand(device)
@@ -62,16 +62,16 @@ def calibrate(block: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, A
     times: dict[str, list[float]] = {}
     for entry, seconds in measured:
         times.setdefault(call_key(entry), []).append(seconds)
-    ops = {key: fmean(of_key) for key, of_key in times.items()}  # calls that differ in strides only have one key
+    ops = {key: fmean(of_key) for key, of_key in times.items()}  # calls that differ only in strides share a key
     return Calibration(figures.name, torch.__version__, fit_efficiencies(measured, figures), ops)
 
 
 def fit_efficiencies(measured: Sequence[tuple[Entry, float]], device: Device) -> dict[str, float]:
-    """Return the share of the device's figures that the measured calls reached, by class of op.
+    """Return the efficiency, the share of the device's figures that the measured calls reached, by class of op.
 
-    ``measured`` are entries, each with its seconds. The logarithms of what a call should take at the full figure and
-    of what it took differ by that of the efficiency: their mean is the least-squares fit. Calls that are mostly launch,
-    and products that memory bounds, say nothing about it. A class without any other call is left out.
+    ``measured`` holds entries with their seconds. The log of the efficiency is the log of the time at the full figure
+    minus the log of the measured time; the mean of these differences is the least-squares fit. Calls that are mostly
+    launch overhead and memory-bound products are not used. A class without any other call is omitted.
     """
     logarithms: dict[str, list[float]] = {}
     for entry, seconds in measured:
@@ -86,7 +86,7 @@ def fit_efficiencies(measured: Sequence[tuple[Entry, float]], device: Device) ->
 
 @dataclass(frozen=True, slots=True)
 class _Blank:
-    """A tensor to be made: floating-point ones from new numbers, others as they were, for they may be indices."""
+    """A tensor to create: floating-point ones with new numbers, others with their old values (possibly indices)."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -95,7 +95,7 @@ class _Blank:
     values: Tensor | None = field(compare=False)
 
     def fill(self) -> Tensor:
-        """Return a new tensor, laid out alike; its numbers lie in [0, 1), where probabilities and roots are legal."""
+        """Return a new tensor of the same layout; its numbers are in [0, 1), legal for probabilities and roots."""
         if self.values is not None:
             return self.values.clone()
         extent = 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
@@ -105,7 +105,7 @@ class _Blank:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """One call of an op that can be made again."""
+    """One call of an op that can be repeated."""
 
     op: Any
     leaves: tuple[Any, ...]
@@ -120,13 +120,13 @@ class _Call:
 
 
 class _Recorder(BareMode):
-    """Notes each distinct call of an op on plain tensors, by what it was called with."""
+    """Records each distinct call of an op on plain tensors, keyed by its arguments."""
 
     supports_higher_order_operators = True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """A compiled function inside the block may be used under this mode."""
+        """Allow compiled functions inside the block under this mode."""
         return True
 
     def __init__(self) -> None:
@@ -134,7 +134,7 @@ class _Recorder(BareMode):
         self.calls: dict[Any, _Call] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the op, and note it."""
+        """Run the op and record it."""
         kwargs = kwargs or {}
         flat, structure = tree_flatten((args, kwargs))
         if traits_of(func).is_infrastructure or not all(map(_is_plain, flat)):
@@ -197,11 +197,11 @@ def _as_leaf(leaf: Any) -> Any:
 def _time_all(calls: Sequence[_Call], device: torch.device) -> list[tuple[Entry, float]]:
     timed: list[tuple[Entry, float]] = []
     failed: dict[str, str] = {}
-    with torch.no_grad(), torch.autocast(device.type, enabled=False):  # its casts were calls of their own
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):  # its casts were recorded as separate calls
         for call in calls:
             try:
                 timed.append((call.entry, median_seconds(call.prepare(), device)))
-            except Exception as error:  # whatever a kernel refuses
+            except Exception as error:  # a kernel may refuse for any reason
                 failed.setdefault(call.entry.op, f"{call.entry.op} ({type(error).__name__}: {error})")
     if failed:
         warnings.warn(
@@ -211,7 +211,7 @@ def _time_all(calls: Sequence[_Call], device: torch.device) -> list[tuple[Entry,
 
 
 def median_seconds(run: Callable[[], Any], device: torch.device) -> float:
-    """Return the median of the seconds that ``run`` takes, after one run that is not timed."""
+    """Return the median seconds of ``run``, after one run that is not timed."""
     run()
     if device.type != "cuda":
         samples = []
@@ -232,6 +232,6 @@ def median_seconds(run: Callable[[], Any], device: torch.device) -> float:
 
 
 def _device_of(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
-    """Return where the block computes: the device of its first parameter, buffer or argument."""
+    """Return the device of the block: that of its first parameter, buffer or argument."""
     tensors = [*block.parameters(), *block.buffers(), *tree_leaves((args, kwargs))]
     return next((tensor.device for tensor in tensors if isinstance(tensor, Tensor)), torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""What may be done with a region, and the policy that does it to each layer."""
+"""The choices for a region group, and the policy that applies one to each layer."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from sac.planner.profile import RegionProfile
 from sac.policy.model import Calls, Decision, Layers, PlannedRegion, PlanSection, Policy, Rule
 from sac.policy.patterns import PathPattern
 
-NONE = "none"  # no checkpointing: autograd keeps what it keeps
+NONE = "none"  # no checkpointing: autograd keeps its saved tensors
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One thing that may be done with regions of a kind: save the entries of ``keep``, or nothing at all (None).
+    """One choice for the regions of a group: save the entries of ``keep``, or no checkpointing (None).
 
-    ``label`` is how tables call it. ``bytes`` are held for it, ``seconds`` and ``flops`` run again.
+    ``label`` is its name in tables. ``bytes`` are held for it; ``seconds`` and ``flops`` are recomputed.
     """
 
     label: str
@@ -38,7 +38,7 @@ def policy_for(
     *,
     made_for: str = "",
 ) -> Policy:
-    """Return the policy that gives the region at each position what is chosen for it."""
+    """Return the policy that applies the chosen option to the region at each position."""
     stacks = {profile.stack for profile in profiles}
     rules: list[Rule] = []
     for group, profile in enumerate(profiles):
@@ -58,7 +58,7 @@ def policy_for(
 
 
 def layers_of(numbers: Iterable[int]) -> Layers:
-    """Return a choice of layers as ranges."""
+    """Return layer numbers as ``Layers`` with ranges."""
     ranges: list[tuple[int, int]] = []
     for number in sorted(numbers):
         if ranges and ranges[-1][1] == number - 1:
@@ -71,7 +71,7 @@ def layers_of(numbers: Iterable[int]) -> Layers:
 def rules_for(
     profile: RegionProfile, choice: Choice, chosen: Sequence[int], name: str, place: tuple[PathPattern, ...]
 ) -> list[Rule]:
-    """Return the rules that carry ``choice`` out on the layers ``chosen`` of a kind; ``place``: which stack's."""
+    """Return the rules that apply ``choice`` to the layers ``chosen`` of a group; ``place`` matches their stack."""
     layers = None if len({*chosen}) == profile.stack_size else layers_of(chosen)
     if choice.keep is None:
         whole = PathPattern.parse("")
@@ -107,7 +107,7 @@ def rules_for(
 
 
 def stack_pattern(profile: RegionProfile) -> PathPattern:
-    """Return the pattern that matches the regions of a profile's place in its stack, and none of another stack."""
+    """Return the pattern that matches the regions of a profile at its place in its stack, and none of other stacks."""
     path = profile.paths[0]
     rest = path.removeprefix(profile.stack).lstrip(".").partition(".")[2]
     number = "*" if path != profile.stack else ""

@@ -1,4 +1,4 @@
-"""What running an op again costs in seconds: classes of ops, bytes they move, and measured figures."""
+"""The time of an op in seconds: classes of ops, bytes they move, and measured figures."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from sac.planner.devices import Device
 from sac.planner.profile import Entry, RegionProfile
 from sac.tensors import storage_bytes, tensors_of
 
-# -- Kinds of ops by what bounds their time, and the calls whose FLOPs nobody has told
+# -- Classes of ops by what bounds their time, and ops without FLOP formulas
 
 MATMUL, ATTENTION, MEMORY, COLLECTIVE, FREE = "matmul", "attention", "memory", "collective", "free"
 CUDNN_ATTENTION = "cudnn attention"
 ATTENTIONS = (ATTENTION, CUDNN_ATTENTION)
 CLASSES = (MATMUL, *ATTENTIONS, MEMORY, COLLECTIVE)
-"""What an op is bound by: the matrix units (three kinds of kernels that use them unlike well), memory, a link."""
+"""What bounds an op: the matrix units (three kinds of kernels with different efficiency), memory, or a link."""
 
 _CAUSAL = "is_causal"
 _PRODUCTS = ("matmul", "grouped_matmul", "low_precision_matmul", "convolution")
@@ -38,7 +38,7 @@ _UNINITIALISED = (NamePattern("aten.empty*"), NamePattern("aten.new_empty*"))
 
 
 def op_class(entry: Entry) -> str:
-    """Return one of ``CLASSES``, or ``free`` for what runs no kernel: views, uninitialised memory, unseen aliases."""
+    """Return one of ``CLASSES``, or ``free`` if no kernel runs: views, uninitialised memory, unseen aliases."""
     if not entry.op or entry.is_view or _matches(entry.op, _UNINITIALISED):
         return FREE
     if entry.is_collective:
@@ -49,7 +49,7 @@ def op_class(entry: Entry) -> str:
 
 
 def is_causal(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether this call of an attention is told to be causal."""
+    """Return whether this call of an attention op is causal."""
     place = _causal_place(op)
     return place is not None and (kwargs.get(_CAUSAL, False) if place >= len(args) else args[place]) is True
 
@@ -62,14 +62,14 @@ def _causal_place(op: Any) -> int | None:
 
 
 def is_low_precision(entry: Entry) -> bool:
-    """Return whether ``entry`` multiplies operands that are narrower than its result."""
+    """Return whether ``entry`` multiplies operands of a narrower dtype than its result."""
     return _is_of(entry.op, "low_precision_matmul")
 
 
 def unpriced_ops(profile: RegionProfile) -> tuple[str, ...]:
-    """Return the ops, in order, that may well multiply but have no formula of FLOPs: their times are too low.
+    """Return the ops, in order, that probably multiply but have no FLOP formula, so that their times are too low.
 
-    Those are matrix products, convolutions and attentions, and ops of a library, which may be anything.
+    These are matrix products, convolutions and attentions, and all ops of a library, which may do anything.
     """
     found = (entry.op for entry in profile.entries if not entry.flops and 0 not in entry.shape and _may_multiply(entry))
     return tuple(dict.fromkeys(found))
@@ -93,7 +93,7 @@ def _matches(op: str, patterns: Iterable[NamePattern]) -> bool:
     return any(pattern.matches(op) for pattern in patterns)
 
 
-# -- The bytes that a kernel moves at least
+# -- Lower bounds of the bytes that a kernel moves
 
 
 def moved_bytes(args: Any, kwargs: Any, out: Any) -> int:
@@ -103,11 +103,11 @@ def moved_bytes(args: Any, kwargs: Any, out: Any) -> int:
 
 
 def _bytes_read(tensor: Tensor) -> int:
-    """Return what an op reads of a tensor: an expanded one has fewer bytes than elements."""
+    """Return the bytes that an op reads of a tensor: an expanded tensor has fewer than its elements suggest."""
     return min(tensor.numel() * tensor.element_size(), storage_bytes(tensor))
 
 
-# -- What was measured of the ops of a block, as a file: ``{schema, device, torch, efficiencies, ops}`` in JSON
+# -- Calibration files: ``{schema, device, torch, efficiencies, ops}`` in JSON
 
 SCHEMA = "sac/calibration/v1"
 _FIELDS = ("device", "torch", "efficiencies", "ops")
@@ -115,10 +115,10 @@ _FIELDS = ("device", "torch", "efficiencies", "ops")
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What was measured on one device with one version of torch.
+    """Measurements on one device with one version of torch.
 
-    ``efficiencies`` are the shares of the device's figures that were reached, by class of op; ``ops`` the seconds that
-    one run of a call took, by ``call_key``.
+    ``efficiencies`` are the reached shares of the device's figures, by class of op; ``ops`` the seconds of one call, by
+    ``call_key``.
     """
 
     device: str
@@ -128,9 +128,9 @@ class Calibration:
 
 
 def call_key(entry: Entry) -> str:
-    """Return what a measured time is stored under: the op, its first result, and its FLOPs and bytes.
+    """Return the key of a measured time: the op, its first result, and its FLOPs and bytes.
 
-    An entry does not hold the shapes of an op's arguments. Its FLOPs and bytes stand for them: two products with equal
+    An entry does not hold the shapes of an op's arguments. Its FLOPs and bytes replace them: two products with equal
     results and FLOPs have equal operands.
     """
     causal = " causal" if entry.is_causal else ""
@@ -138,7 +138,7 @@ def call_key(entry: Entry) -> str:
 
 
 def save_calibration(calibration: Calibration, path: str | os.PathLike[str]) -> None:
-    """Write ``calibration`` to a file; raises ``PlanError`` where it cannot be written."""
+    """Write ``calibration`` to a file; raises ``PlanError`` if it cannot be written."""
     text = json.dumps({"schema": SCHEMA, **asdict(calibration)}, indent=1) + "\n"
     try:
         Path(path).write_text(text, encoding="utf-8")
@@ -147,9 +147,9 @@ def save_calibration(calibration: Calibration, path: str | os.PathLike[str]) -> 
 
 
 def load_calibration(path: str | os.PathLike[str]) -> Calibration:
-    """Return the calibration that a file holds; warns where another version of torch ran it.
+    """Return the calibration in a file; warns if it was made with another version of torch.
 
-    Raises ``PlanError`` with all that is wrong where the file cannot be read, or is no calibration.
+    Raises ``PlanError`` that lists every problem if the file cannot be read or is not a calibration.
     """
     where = os.fspath(path)
     try:
@@ -169,7 +169,7 @@ def load_calibration(path: str | os.PathLike[str]) -> Calibration:
 
 
 def _problems_of(raw: Any) -> Iterator[tuple[str, str, str]]:
-    """Yield what was found, what is legal, and the nearest spelling."""
+    """Yield each problem: what was found, what is legal, and the nearest spelling."""
     if not isinstance(raw, dict) or raw.get("schema") != SCHEMA:
         found = (
             f"schema is {_shown(raw, 'schema')}" if isinstance(raw, dict) and "schema" in raw else "it has no schema"
@@ -194,38 +194,39 @@ def _shown(raw: Mapping[str, Any], name: str) -> str:
     return json.dumps(raw[name])[:40] if name in raw else "missing"
 
 
-# -- How long an op takes on a device: measured if it was, otherwise by the roofline
+# -- The time of an op on a device: measured, otherwise by the roofline
 
 # Note [The time of an op]
 #
 # An op takes max(FLOPs / (peak · efficiency), bytes / (bandwidth · efficiency)) + launch: the roofline of Williams,
-# Waterman and Patterson (2009), with the share of each roof that kernels of the op's class reach in practice. Bytes are
-# those of the tensors that it reads and makes, each moved once. Ops without FLOPs have only the second roof.
+# Waterman and Patterson (2009), with the share of each roof that kernels of the op's class reach in practice. The bytes
+# are those of the tensors that the op reads and makes, each moved once. Ops without FLOPs have only the second roof.
 #
-# - Causal attention takes half of the FLOPs of torch's formula, which counts masked scores too: kernels pass over them,
-#   and what is said of their efficiency counts so.
-# - An op that multiplies but for which there is no formula is priced by its bytes alone, too low: `unpriced_ops`.
-# - A collective sends its argument and its result over the link once. For a ring over many ranks that is right for an
-#   all-reduce, up to an nth more than an all-gather or a reduce-scatter sends, and twice what an all-to-all sends.
+# - Causal attention counts half of the FLOPs of torch's formula, which includes masked scores: kernels skip them, and
+#   published efficiencies count in the same way.
+# - An op that multiplies but has no formula is priced by its bytes alone, which is too low: see `unpriced_ops`.
+# - A collective sends its argument and its result over the link once. For a ring over n ranks, with n large, that is
+#   right for an all-reduce, up to 1/n more than an all-gather or a reduce-scatter sends, and twice what an all-to-all
+#   sends.
 # - A view takes no time: nothing runs on the device, and the host is ahead of it.
 
 PRIORS: Mapping[str, float] = MappingProxyType(
     {
-        MATMUL: 0.70,  # engineering prior: large products in 16 bit reach 0.65 to 0.75 of what a data sheet promises
+        MATMUL: 0.70,  # engineering prior: large 16-bit products reach 0.65 to 0.75 of the data sheet
         ATTENTION: 0.40,  # engineering prior: FlashAttention-2 on H100, forward
-        CUDNN_ATTENTION: 0.60,  # engineering prior: long sequences on H100, forward, as FlashAttention-3
+        CUDNN_ATTENTION: 0.60,  # engineering prior: long sequences on H100, forward, like FlashAttention-3
         MEMORY: 0.85,  # engineering prior: streaming kernels against the peak bandwidth
         COLLECTIVE: 0.80,  # engineering prior: large messages inside a node
     }
 )
-"""The share of a device's figure that is reached where nothing was measured, by class of op."""
+"""The default efficiency by class of op: the share of a device's figure that is reached, if nothing was measured."""
 
 
 def seconds(entry: Entry, device: Device, calibration: Calibration | None = None) -> float:
     """Return the time of one run of ``entry`` on ``device``, in seconds; see Note [The time of an op].
 
-    What ``calibration`` measured of the same call counts first, then its efficiency of the op's class, then the prior.
-    Raises ``PlanError`` if it was made on another device.
+    The time that ``calibration`` measured for the same call takes precedence, then its efficiency of the op's class,
+    then the prior. Raises ``PlanError`` if the calibration was made on another device.
     """
     if calibration is None:
         return roofline(entry, device, PRIORS)
@@ -238,7 +239,7 @@ def seconds(entry: Entry, device: Device, calibration: Calibration | None = None
 
 
 def entry_times(profile: RegionProfile, device: Device, calibration: Calibration | None = None) -> tuple[float, ...]:
-    """Return the time of each entry of a profile, in seconds; raises what ``seconds`` raises."""
+    """Return the time of each entry of a profile, in seconds; raises the errors of ``seconds``."""
     return tuple(seconds(entry, device, calibration) for entry in profile.entries)
 
 

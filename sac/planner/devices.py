@@ -1,4 +1,4 @@
-"""Figures of the devices that a plan can be made for: how fast each multiplies, moves bytes and starts an op."""
+"""Performance figures of devices: FLOP/s, bandwidths, memory and launch time."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from sac.errors import PlanError, Problem, listing, nearest
 
 # Note [Figures of devices]
 #
-# FLOP/s are what the vendor's data sheet promises for dense operands, one multiply-add counted as two, through the
-# matrix units where the device has them for that dtype. NVIDIA prints most figures "with sparsity": those are halved
-# here. "float32" is full precision and "tf32" what `torch.set_float32_matmul_precision("high")` turns it into.
-# Memory is the capacity on the data sheet, with the 2**30 bytes per GB that memory is built with; the driver keeps
-# about one per cent of it, so a budget needs a margin below it. Links are counted in one direction, which is what a
-# ring sends; data sheets print the sum of both.
-# `launch_s` is an engineering prior: what eager PyTorch spends on one op whatever its size.
+# FLOP/s are the vendor's data-sheet figures for dense operands, with one multiply-add counted as two, on the matrix
+# units if the device has them for that dtype. NVIDIA gives most figures "with sparsity": these are halved here.
+# "float32" is full precision, and "tf32" is float32 under `torch.set_float32_matmul_precision("high")`.
+# Memory is the capacity on the data sheet, at 2**30 bytes per GB, as memory is built. The driver uses about one per
+# cent of it, so a budget needs a margin. Link bandwidths are for one direction, which is what a ring uses; data sheets
+# give the sum of both directions.
+# `launch_s` is an engineering prior: the time that eager PyTorch spends on one op whatever its size.
 
 _GIB = 2**30
 _GPU_LAUNCH_S = 4e-6
@@ -26,11 +26,11 @@ _GPU_LAUNCH_S = 4e-6
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A device's figures, see Note [Figures of devices].
+    """The figures of a device, see Note [Figures of devices].
 
-    ``flops_per_s`` is by name of a dtype as torch writes it, and ``tf32`` and ``float8`` (every fp8 format).
-    ``bytes_per_s`` is the memory's and ``link_bytes_per_s`` that of the links to the other devices of a node, in one
-    direction. ``spelling`` is a regular expression over what the device is called, without blanks, hyphens and case.
+    The keys of ``flops_per_s`` are torch's dtype names, ``tf32`` and ``float8`` (every fp8 format). ``bytes_per_s`` is
+    the bandwidth of the memory, ``link_bytes_per_s`` that of the links to the other devices of a node, in one
+    direction. ``spelling`` is a regular expression over names of the device in lower case without blanks and hyphens.
     """
 
     name: str
@@ -44,11 +44,11 @@ class Device:
     launch_s: float = _GPU_LAUNCH_S
 
     def peak(self, dtype: str) -> float:
-        """Return the FLOP/s for ``dtype``, named as torch names it; those of float32 where there is no such figure."""
+        """Return the FLOP/s for ``dtype`` (torch's name); those of float32 if there is no such figure."""
         return self.flops_per_s.get("float8" if dtype.startswith("float8") else dtype, self.flops_per_s["float32"])
 
     def with_tf32(self) -> Device:
-        """Return the device with matrix products of float32 run as tf32; itself where it has no tf32."""
+        """Return the device with float32 matrix products run as tf32; the device itself if it has no tf32."""
         tf32 = self.flops_per_s.get("tf32")
         return self if tf32 is None else replace(self, flops_per_s={**self.flops_per_s, "float32": tf32})
 
@@ -114,9 +114,9 @@ DEVICES: Mapping[str, Device] = {
             link_bytes_per_s=448e9,  # seven links of 128 GB/s in both directions
         ),
         Device(
-            # Processors differ too much for a data sheet: 16 cores with two 256-bit multiply-adds a cycle at 2.5 GHz
-            # reach 1.28 TFLOP/s, and two channels of DDR4-3200 move 51 GB/s. Many lack units for 16 bit. The link is
-            # 100 Gb/s Ethernet. What matters is the ratio of the figures; calibration knows the processor at hand.
+            # Processors differ too much for a data sheet: 16 cores with two 256-bit multiply-adds per cycle at 2.5 GHz
+            # reach 1.28 TFLOP/s, and two channels of DDR4-3200 move 51 GB/s. Many lack 16-bit units. The link is
+            # 100 Gb/s Ethernet. The ratio of the figures matters; calibration measures the actual processor.
             name="cpu",
             title="a processor, rough figures",
             source="no data sheet: 16 cores with AVX2, two memory channels, assumed",
@@ -132,10 +132,10 @@ DEVICES: Mapping[str, Device] = {
 
 
 def device_named(text: str) -> Device:
-    """Return the device that ``text`` names: ``h100``, ``H-100``, or as its driver does, ``NVIDIA H100 80GB HBM3``.
+    """Return the device called ``text``: ``h100``, ``H-100``, or the driver's name, ``NVIDIA H100 80GB HBM3``.
 
-    Case, blanks and hyphens do not count. Variants with other figures (PCIe boards, 40 GB, slices of a GPU) are not
-    taken for the one in the table. Raises ``PlanError`` for a device that is not there.
+    Case, blanks and hyphens do not matter. Variants with other figures (PCIe boards, 40 GB, slices of a GPU) do not
+    match the device in the table. Raises ``PlanError`` for an unknown device.
     """
     written = re.sub(r"[\s_-]", "", text.lower())
     for device in DEVICES.values():
@@ -147,12 +147,12 @@ def device_named(text: str) -> Device:
 
 
 def device_at_hand(device: torch.device) -> Device:
-    """Return the figures of a device of this machine, with tf32 if torch uses it; raises ``PlanError`` if unknown."""
+    """Return the figures of a local device, with tf32 if torch uses it; raises ``PlanError`` if it is unknown."""
     if device.type != "cuda":
         return device_named(device.type)
     try:
         name = torch.cuda.get_device_name(device)
-    except (AssertionError, RuntimeError) as error:  # torch's own checks, of its build, the driver and the number
+    except (AssertionError, RuntimeError) as error:  # torch's own checks of its build, the driver and the index
         found = f"torch cannot use {device} here: {error}"
         raise PlanError(Problem("device", found, fix='name the GPU, such as "h100"')) from error
     figures = device_named(name)

@@ -1,4 +1,4 @@
-"""Results of ops on fake tensors, made again from what the same op on the same sizes gave before."""
+"""A cache of op results on fake tensors, by op and sizes."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ from sac.torch_private import CAN_MAKE_FAKES, FAKE_DATA, FakeTensor, FakeTensorM
 
 # Note [Quick fakes]
 #
-# A step of a large model is thousands of calls of few ops on few sizes, and what torch does for a fake one takes
-# longer than all else here. So the result of a call is made from that of an earlier one: a new tensor of the same
-# geometry, or, where the op gave a view, a tensor of that geometry in the storage of its first argument. The attributes
-# of a fake tensor are copied from one that torch has made. Ops that write, that read no fake tensor, or whose results
-# lie in memory otherwise than their geometry says, always go torch's way. A tensor with data beside fake ones (FSDP2
-# gathers parameters into such) counts by its geometry, since torch makes a fake one of it before it looks at the op,
-# but not a single number, which may be one of Python's. A view that is none by its schema, of a conjugate, or of a
-# storage that is too small now (FSDP2 empties them), is made by the kernel for tensors without data.
+# A step of a large model consists of thousands of calls of few ops on few sizes, and torch's processing of a fake call
+# takes longer than everything else here. So the result of a call is created from that of an earlier one: a new tensor
+# of the same geometry or, if the op returned a view, a tensor of that geometry in the storage of its first argument.
+# The attributes of a fake tensor are copied from one that torch made. Ops that write, that read no fake tensor, or
+# whose results have another memory layout than their geometry says, always run in torch. A tensor with data next to
+# fake ones (FSDP2 gathers parameters into such tensors) is keyed by its geometry, since torch converts it to a fake
+# tensor before it looks at the op; this does not hold for a single number, which may come from Python. A view that is
+# not a view by its schema, is of a conjugate, or is of a storage that is now too small (FSDP2 empties storages), is
+# made by the kernel for tensors without data.
 
 _SCALARS = (int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _KINDS = frozenset(_SCALARS)
 
 
-class _Unfit(Exception):  # noqa: N818 (it is no error)
+class _Unfit(Exception):  # noqa: N818 (not an error)
     """The call has no key."""
 
 
 @dataclass(frozen=True, slots=True)
 class _New:
-    """A result in memory of its own."""
+    """A result in its own memory."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -45,7 +46,7 @@ class _New:
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """A result in the storage of the first argument, which has to have ``end`` bytes for it."""
+    """A result in the storage of the first argument, which needs at least ``end`` bytes."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -76,12 +77,12 @@ class FakeOpCache:
     """Runs ops on fake tensors; see Note [Quick fakes]."""
 
     def __init__(self) -> None:
-        # By the id of the op, since its hash is a function in Python: the op, and what is known of calls by their key,
-        # or None if its calls have to go torch's way.
+        # Keyed by the id of the op, since its hash is a Python function: the op, and its cached results by call key, or
+        # None if its calls have to run in torch.
         self._ops: dict[int, tuple[Any, dict[Any, Any] | None]] = {}
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return what the op gives."""
+        """Return the result of the op."""
         found = self._ops.get(id(func))
         if found is None:
             is_quick = CAN_MAKE_FAKES and func.namespace == "aten" and not func._schema.is_mutable
@@ -129,7 +130,7 @@ def _key(value: Any) -> Any:
 
 
 def _key_beside_data(args: Any, kwargs: Any) -> Any:
-    """Return the key of a call that reads tensors with data beside fake ones, None if there is none."""
+    """Return the key of a call that reads tensors with data in addition to fake ones, or None if it has no key."""
     if not any(type(one) is FakeTensor for one in _flat((*args, *kwargs.values()))):
         return None
     try:
@@ -145,7 +146,7 @@ def _any_key(value: Any) -> Any:
 
 
 def _learn(func: Any, out: Any, args: Any, kwargs: Any) -> Any:
-    """Return what is to be known of a call, None if nothing is."""
+    """Return the cache entry of a call, or None if its result cannot be cached."""
     given = [one for one in _flat((*args, *kwargs.values())) if isinstance(one, Tensor)]
     parts: Sequence[Any] = [out] if isinstance(out, Tensor) else out if isinstance(out, (list, tuple)) else ()
     fakes: list[Any] = [one for one in parts if isinstance(one, Tensor)]

@@ -21,15 +21,15 @@ from sac.torch_private import (
     tree_map_only,
 )
 
-# -- Copies of a model and its inputs that have shapes but no data, so that a step of any size can be run anywhere
+# -- Copies of a model and its inputs without data, so that a step of any size can run anywhere
 
 # Note [Fake tensors]
 #
 # Parameters, buffers and floating-point inputs of the copy are fake: they have a shape, a dtype and a device, and ops
-# on them give more such tensors. Integer and boolean inputs stay as they are. What a model computes from those alone
-# (positions, whether a mask masks anything) is computed, and the model may look at it: it runs the ops that it would
-# run in training. For that no fake mode is on. Only an op with a fake argument is fake; the mode comes with the
-# argument. (Under a mode, Hugging Face models see that they are traced, and build masks that they else do not.)
+# on them return more fake tensors. Integer and boolean inputs stay real. Values that a model computes from these alone
+# (positions, whether a mask masks anything) are computed, and the model may read them, so it runs the same ops as in
+# training. For this reason no fake mode is active. Only an op with a fake argument is fake; the mode comes with the
+# argument. (Under an active mode, Hugging Face models detect tracing and build masks that they do not build otherwise.)
 
 Inputs = tuple[Any, ...] | dict[str, Any]
 
@@ -39,14 +39,14 @@ _NEEDS_DATA = (DataDependentOutputException, DynamicOutputShapeException, Unsupp
 
 
 def fake_mode() -> FakeTensorMode:
-    """Return what the fake tensors of one step share."""
+    """Return the fake mode that the fake tensors of one step share."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def fake_build(mode: FakeTensorMode) -> Build:
-    """Return what builds a model of a dtype without data: it calls the model's class under ``mode``.
+    """Return a function that builds a model of a given dtype without data: it calls the model's class under ``mode``.
 
-    A class that reads data is called without the mode, and its model copied without the data.
+    A class that reads data is called without the mode, and its model is then copied without the data.
     """
 
     def build(make: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
@@ -54,7 +54,7 @@ def fake_build(mode: FakeTensorMode) -> Build:
             with mode:
                 model = make()
                 _cast(model, dtype)
-        except _NEEDS_DATA:  # to fill weights (ViT), or for its own sizes (stochastic depth)
+        except _NEEDS_DATA:  # for initialising weights (ViT), or for its own sizes (stochastic depth)
             return fake_copy(make().to(dtype), mode)
         return model
 
@@ -62,7 +62,7 @@ def fake_build(mode: FakeTensorMode) -> Build:
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:
-    """Do as ``model.to(dtype)``, which cannot exchange fake parameters (torch 2.11 to 2.13)."""
+    """Do the same as ``model.to(dtype)``, which cannot replace fake parameters (torch 2.11 to 2.13)."""
     done: dict[int, tuple[Tensor, Tensor]] = {}  # by id, with the tensor itself: parameters may be shared
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
@@ -78,9 +78,9 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """Return a deep copy of ``model`` whose parameters and buffers are fake; the model is left as it is.
+    """Return a deep copy of ``model`` whose parameters and buffers are fake; the model is not changed.
 
-    Gradients are not copied. Raises ``PlanError`` where a model cannot be copied.
+    Gradients are not copied. Raises ``PlanError`` if the model cannot be copied.
     """
     if any(is_fake(parameter) for parameter in model.parameters()):
         return _copy_without_data(model)
@@ -106,8 +106,8 @@ def _no_copy(model: nn.Module, error: Exception) -> PlanError:
 def _copy_without_data(model: nn.Module) -> nn.Module:
     """Return a deep copy of a model whose tensors have no data, with fake tensors of the same mode.
 
-    Left to itself, ``deepcopy`` copies the mode of each tensor too, and with it memory that torch does not expect to be
-    copied: the process crashes, often not before it ends (torch 2.13).
+    By default, ``deepcopy`` also copies the mode of each tensor, and with it memory that torch does not expect to be
+    copied: the process crashes, often only at its end (torch 2.13).
     """
     copied: dict[int, Any] = {}
     for tensor in [*model.parameters(), *model.buffers()]:
@@ -129,12 +129,12 @@ def fake_inputs(inputs: Inputs | Mapping[str, Any], mode: FakeTensorMode) -> Inp
 
 
 def call(model: nn.Module, inputs: Inputs) -> Any:
-    """Call the model; raises ``PlanError`` if it does not run, or asks for data that fake tensors do not have."""
+    """Call the model; raises ``PlanError`` if it does not run, or needs data that fake tensors do not have."""
     try:
         return model(**inputs) if isinstance(inputs, Mapping) else model(*inputs)
     except _NEEDS_DATA as error:
         raise needs_data(model, error) from error
-    except (SacError, CannotProfile):  # the latter is of a block that runs, but cannot be replayed
+    except (SacError, CannotProfile):  # the latter: a block runs but is not replayable
         raise
     except Exception as error:
         found = f"its forward does not run with these inputs: {type(error).__name__}: {error}"
@@ -143,7 +143,7 @@ def call(model: nn.Module, inputs: Inputs) -> Any:
 
 
 def run_backward(model: nn.Module, loss: Tensor) -> None:
-    """Run the backward of ``model``'s loss; raises ``PlanError`` if it asks for data that fake tensors do not have."""
+    """Run the backward of ``model``'s loss; raises ``PlanError`` if it needs data that fake tensors do not have."""
     try:
         torch.autograd.backward(loss)
     except _NEEDS_DATA as error:
@@ -151,7 +151,7 @@ def run_backward(model: nn.Module, loss: Tensor) -> None:
 
 
 def needs_data(model: nn.Module, error: Exception) -> PlanError:
-    """Return the error that says which op asked for data."""
+    """Return the error that names the op that needs data."""
     op = getattr(error, "func", None) or (error.args[0] if error.args else "an op")
     return PlanError(
         Problem(
@@ -163,12 +163,12 @@ def needs_data(model: nn.Module, error: Exception) -> PlanError:
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Whether ``tensor`` has no data."""
+    """Return whether ``tensor`` has no data."""
     return isinstance(tensor, FakeTensor) or tensor.is_meta
 
 
 def real_copy(model: nn.Module) -> nn.Module:
-    """Return a deep copy of ``model`` with data, without gradients; raises ``PlanError`` where it cannot be copied."""
+    """Return a deep copy of ``model`` with data, without gradients; raises ``PlanError`` if it cannot be copied."""
     try:
         copied = copy.deepcopy(model)
     except Exception as error:
@@ -178,25 +178,25 @@ def real_copy(model: nn.Module) -> nn.Module:
     return copied
 
 
-# -- Models on the meta device, which are to be planned as if they were on the CPU, without data
+# -- Models on the meta device, planned as if on the CPU, without data
 
 # Note [The meta device]
 #
-# A model that is too large for this machine is built under `torch.device("meta")`. Its ops are those of no device that
-# trains: attention falls apart into products, and what stands in for a GPU's ops (gpu_ops.py) is not called. So its
-# tensors are exchanged for fake ones of the CPU, of which a plan for any device can be made.
+# A model that is too large for this machine is built under `torch.device("meta")`. No device that trains runs the ops
+# of the meta device: attention decomposes into products, and the replacements for a GPU's ops (gpu_ops.py) are not
+# called. So the model's tensors are replaced by fake tensors of the CPU, from which any device can be planned.
 
 
 def is_on_meta(model: nn.Module) -> bool:
-    """Whether a parameter of the model is on the meta device."""
+    """Return whether a parameter of the model is on the meta device."""
     return any(_is_on_meta(parameter) for parameter in model.parameters())
 
 
 def off_meta(model: nn.Module, inputs: Inputs, device: Any, *, real: bool) -> tuple[nn.Module, Inputs]:
-    """Return a copy of a model on the meta device, and its inputs, with fake tensors of the CPU instead.
+    """Return a copy of a model on the meta device, and of its inputs, with fake tensors of the CPU.
 
-    See Note [The meta device]. Raises ``PlanError`` where no ``device`` is named, where the plan is to be made with
-    data (``real``), or where the model cannot be copied.
+    See Note [The meta device]. Raises ``PlanError`` if no ``device`` is named, if the plan needs data (``real``), or if
+    the model cannot be copied.
     """
     name = type(model).__name__
     if real:

@@ -1,4 +1,4 @@
-"""Ops on the CPU's tensors, run as a GPU would run them, so that a plan can be made for a GPU that is not there."""
+"""Run ops on CPU tensors as a GPU would run them, to plan for a GPU that is not present."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from sac.torch_private import scoped_library
 
 # Note [Lowering]
 #
-# Some functions of torch run other ops on a GPU than on the CPU: RMS norm and dropout are one op each there, and
-# attention is a kernel that is chosen by sizes, dtype and device. What those ops keep for backward is not what the
-# CPU's keep, so a plan for a GPU has to see them. On tensors without data no kernel is needed, only shapes. So here
-# torch is told to call the GPU's ops for tensors of the CPU. It is told at autograd's key, below which modes look: all
-# that runs later, backward and recomputation too, sees the same. (A TorchFunctionMode is off in backward.)
+# Some functions of torch run other ops on a GPU than on the CPU: RMS norm and dropout are one op each on a GPU, and
+# attention is a kernel chosen by sizes, dtype and device. These ops save other tensors for backward than the CPU's ops,
+# so a plan for a GPU has to see them. Tensors without data need no kernels, only shapes. So this module makes torch
+# call the GPU's ops for CPU tensors. It registers them at autograd's dispatch key, above the level where modes
+# intercept ops, so everything that runs later, including backward and recomputation, sees the same ops. (A
+# TorchFunctionMode is inactive in backward.)
 #
-# That changes torch for all that is in the process, so it is done in one of its own (planning.py), which the caller
-# never sees. What is known of the choice of attention is that of torch 2.11 to 2.13 (`sdp_utils.cpp`); flags that the
-# model sets (`torch.nn.attention.sdpa_kernel`) count, an order that it sets does not. Layer norm, softmax, losses and
-# products are the same ops on both.
+# This changes torch for the whole process, so it happens in a separate process (planning.py), which the caller never
+# sees. The choice of attention follows torch 2.11 to 2.13 (`sdp_utils.cpp`). Flags that the model sets
+# (`torch.nn.attention.sdpa_kernel`) are respected, an order that it sets is not. Layer norm, softmax, losses and
+# products are the same ops on both devices.
 
 _HALF = (torch.float16, torch.bfloat16)
-_CUDNN_HEADS = {"h100": 256, "h200": 256, "b200": 128}  # prefers cuDNN's attention, with heads up to this size
+_CUDNN_HEADS = {"h100": 256, "h200": 256, "b200": 128}  # devices that prefer cuDNN's attention, up to this head size
 _NEEDED = {
     "_fused_rms_norm": "RMS norm",
     "_fused_rms_norm_backward": "RMS norm",
@@ -41,7 +42,7 @@ _NEEDED = {
 
 
 def not_lowered() -> tuple[str, ...]:
-    """Return what runs as on the CPU all the same because this torch lacks the GPU's op, as notes for a reader."""
+    """Return notes on functions that still run as on the CPU because this torch lacks the GPU's op."""
     return tuple(
         f"this torch ({torch.__version__}) has no aten::{op}: {what} is planned as the CPU runs it"
         for op, what in _NEEDED.items()
@@ -51,9 +52,10 @@ def not_lowered() -> tuple[str, ...]:
 
 @contextmanager
 def lowered_to(device_name: str) -> Iterator[None]:
-    """Run ops on the CPU's tensors without data as ``device_name`` would; see Note [Lowering].
+    """Run ops on CPU tensors without data as ``device_name`` would; see Note [Lowering].
 
-    For a process that does nothing else: it changes torch for every thread. Raises ``PlanError`` for an unknown device.
+    Use it only in a separate process, since it changes torch for every thread. Raises ``PlanError`` for an unknown
+    device.
     """
     device = device_named(device_name).name
     lacking = {what for op, what in _NEEDED.items() if not hasattr(torch.ops.aten, op)}
@@ -71,7 +73,7 @@ def lowered_to(device_name: str) -> Iterator[None]:
 
 
 def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
-    """The result, and one over the root mean square of each row: [..., 1 per normalized dimension], in float32."""
+    """Return the result, and 1 / the root mean square of each row: [..., 1 per normalized dimension], in float32."""
     rows = [*x.shape[: x.dim() - len(shape)], *(1 for _ in shape)]
     return torch.empty_like(x), x.new_empty(rows, dtype=torch.float32 if x.dtype in _HALF else x.dtype)
 
@@ -89,7 +91,7 @@ def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
         return out
     if not train or p == 0 or not x.numel():
         return x
-    return x * torch.zeros((), dtype=x.dtype)  # all of it is dropped
+    return x * torch.zeros((), dtype=x.dtype)  # everything is dropped
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +109,12 @@ class _Call:
 
     @property
     def heads(self) -> tuple[int, int]:
-        """The sizes of a head of query and value."""
+        """The head sizes of query and value."""
         return self.query.shape[-1], self.value.shape[-1]
 
     @property
     def is_alike(self) -> bool:
-        """Whether query, key and value are of one batch and have equally many heads."""
+        """Whether query, key and value have the same batch size and number of heads."""
         return self.query.shape[:2] == self.key.shape[:2] == self.value.shape[:2]
 
 
@@ -170,7 +172,7 @@ def _efficient_takes(call: _Call) -> bool:
 
 
 def _added(call: _Call) -> Tensor | None:
-    """The mask as what is added to the scores."""
+    """Return the mask in the form that is added to the scores."""
     if call.mask is None or call.mask.dtype is not torch.bool:
         return call.mask
     none = torch.zeros((), dtype=call.query.dtype)

@@ -1,4 +1,4 @@
-"""Which save set each layer takes: exact search under a budget of bytes."""
+"""Assign a choice to each layer: exact search under a budget in bytes."""
 
 from __future__ import annotations
 
@@ -11,28 +11,29 @@ from typing import Any
 from sac.errors import PlanError, Problem
 from sac.extras import import_extra
 
-# -- The search for what each layer keeps: partial assignments, the best of which are followed
+# -- The search over partial assignments
 
-TICKS = 2**50  # the longest time that all positions can take together, in the integers that are compared
+TICKS = 2**50  # the longest total time of all positions, as an integer for exact comparison
 FIRST_OPEN = 1_000  # partial assignments that the first pass follows
 MOST_OPEN = 10_000  # partial assignments that are followed at once
 
 # Note [The search for an assignment]
 #
-# Positions are decided in forward order. Of what is decided only two numbers matter to what follows: the bytes that are
-# left behind, and the seconds. A partial assignment is given up if another leaves no more behind in no more seconds, if
-# some row cannot be met any more, or if what the linear relaxation says of the rest (its dual, which bounds it from
-# below for any multipliers) leaves no hope of beating the best assignment known. That one comes from a first pass which
-# follows the most hopeful few. So the result is exact, unless more than `MOST_OPEN` are hopeful at once (many layers of
-# which no two are alike): then only the most hopeful are followed. The result is within the budget all the same, but
-# another one may be faster, and so a larger budget may be slower, by no more than it is above the relaxation.
+# Positions are decided in forward order. Only two numbers of a partial assignment matter for the remaining positions:
+# the bytes that it leaves behind, and its seconds. A partial assignment is dropped in three cases: another one leaves
+# no more bytes in no more seconds; some constraint can no longer be met; or the lower bound of its total time exceeds
+# the time of the best assignment known. The bound comes from the dual of the linear relaxation, which is valid for any
+# multipliers. The best assignment known comes from a first pass that follows only the most promising partial
+# assignments. So the result is exact, unless more than `MOST_OPEN` promising ones exist at once (many layers that are
+# all different); then only the most promising are followed. The result is still within the budget, but another one may
+# be faster. So a larger budget may give a slower result, by no more than the distance to the relaxation.
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryConstraint:
-    """A moment of the step: ``base`` bytes, those that positions before ``upto`` hold, and those of ``upto`` itself.
+    """The bytes at one moment of the step: ``base``, plus those held by positions before ``upto``, plus ``own``.
 
-    ``own``: bytes per choice of position ``upto``; None if that position has no part in it.
+    ``own``: bytes per choice of position ``upto`` itself; None if that position does not contribute.
     """
 
     base: int
@@ -42,7 +43,7 @@ class MemoryConstraint:
 
 @dataclass(frozen=True, slots=True)
 class _Open:
-    """Partial assignments, as arrays: bytes left behind, ticks, which one of the step before it extends, its choice."""
+    """Partial assignments as arrays: bytes left behind, ticks, index of the extended one, and the last choice."""
 
     left: Any
     ticks: Any
@@ -65,7 +66,7 @@ class Search:
         whole = sum(max(one) for one in seconds) or 1.0
         self._held = [np.array(sizes, dtype=np.int64) for sizes in held]
         self._ticks = [np.array([round(time / whole * TICKS) for time in times], dtype=np.int64) for times in seconds]
-        self._room: list[Any] = []  # per position and choice: the most bytes that may be left behind before it
+        self._room: list[Any] = []  # per position and choice: the most bytes that earlier positions may leave behind
         for position in range(count + 1):
             room = np.full(len(held[position]) if position < count else 1, np.iinfo(np.int64).max)
             for constraint in constraints:
@@ -84,7 +85,7 @@ class Search:
         return found[1]
 
     def _bound_by_relaxation(self, constraints: Sequence[MemoryConstraint], budget: int) -> None:
-        """Work out ``slope`` and ``rest``: what follows position p takes at least ``rest[p] + slope[p] * left``."""
+        """Compute ``slope`` and ``rest``: positions from p on take at least ``rest[p] + slope[p] * left`` ticks."""
         np = self._np
         prices = self._prices(constraints, budget)
         count = len(self._held)
@@ -107,13 +108,13 @@ class Search:
             self._slope[position], self._rest[position] = slope, rest
 
     def _prices(self, constraints: Sequence[MemoryConstraint], budget: int) -> Any:
-        """Return the price of a byte, in ticks, in each row: the dual of the relaxation that may mix choices."""
+        """Return the price of a byte in ticks per constraint: the dual of the relaxation that may mix choices."""
         np = self._np
         optimize, sparse = import_extra("scipy.optimize", "tools"), import_extra("scipy.sparse", "tools")
         starts = np.cumsum([0, *(len(sizes) for sizes in self._held)])
         count, total = len(self._held), int(starts[-1])
         scale = float(max(1, max(int(sizes.max()) for sizes in self._held)))
-        # Variables: the share of each choice, then what is left behind before each position.
+        # Variables: the share of each choice, then the bytes left behind before each position.
         equal = sparse.lil_array((2 * count + 1, total + count + 1))
         equal[2 * count, total] = 1
         upper = sparse.lil_array((len(constraints), total + count + 1))
@@ -139,16 +140,16 @@ class Search:
             method="highs",
         )
         if solved.ineqlin is None or solved.x is None:
-            return np.zeros(len(constraints))  # bounds from below all the same
+            return np.zeros(len(constraints))  # still a valid lower bound
         return np.maximum(0.0, -solved.ineqlin.marginals) * TICKS / scale
 
     def _pass(self, limit: float, most: int) -> tuple[int, tuple[int, ...]] | None:
-        """Return the ticks and the choices of the best of the ``most`` hopeful; None if all were given up."""
+        """Follow the ``most`` promising partial assignments; return ticks and choices of the best, None if all drop."""
         np = self._np
         steps: list[_Open] = []
         left, ticks = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
         for position, (sizes, times) in enumerate(zip(self._held, self._ticks, strict=True)):
-            # One row per choice. What is ahead comes in order of what it leaves behind, so rows are sorted already.
+            # One row per choice. The partial assignments are sorted by bytes left behind, so each row is sorted.
             lefts, all_ticks = left + sizes[:, None], ticks + times[:, None]
             bound = all_ticks + self._slope[position + 1] * lefts + self._rest[position + 1]
             fits = (left <= self._room[position][:, None]) & (bound <= limit + 1e-9 * TICKS)
@@ -159,7 +160,7 @@ class Search:
             keep = np.argsort(left, kind="stable")  # merges the rows
             fastest = np.minimum.accumulate(ticks[keep])
             keep = keep[np.append(True, fastest[1:] < fastest[:-1])]
-            keep = keep[np.append(left[keep[1:]] > left[keep[:-1]], True)]  # of those that leave the same, the fastest
+            keep = keep[np.append(left[keep[1:]] > left[keep[:-1]], True)]  # the fastest of those with equal bytes
             if len(keep) > most:
                 keep = keep[np.sort(np.argsort(bound[keep], kind="stable")[:most])]
             left, ticks = left[keep], ticks[keep]
@@ -175,11 +176,11 @@ class Search:
         return int(ticks[best]), tuple(reversed(choice))
 
 
-# -- Which choice each layer gets, so that a step stays within a budget in the least time
+# -- The fastest assignment within a budget
 
 
 class BudgetTooSmallError(PlanError):
-    """No choice keeps every row within the budget: ``least`` bytes do, and ``row`` is the number of that row."""
+    """No choice meets every constraint within the budget; ``least`` is the lowest peak, at number ``constraint``."""
 
     def __init__(self, budget: int, least: int, constraint: int) -> None:
         super().__init__(Problem("budget", f"{budget} bytes", f"at least {least} bytes (row {constraint})"))
@@ -192,7 +193,7 @@ class BudgetTooSmallError(PlanError):
 def peak(
     constraints: Sequence[MemoryConstraint], held: Sequence[Sequence[int]], choice: Sequence[int]
 ) -> tuple[int, int]:
-    """Return the most bytes that are live at a time, and the number of the first row that has so many."""
+    """Return the peak of live bytes, and the number of the first constraint that reaches it."""
     before = [0]
     for position, picked in enumerate(choice):
         before.append(before[-1] + held[position][picked])
@@ -210,11 +211,11 @@ def assign(
     seconds: Sequence[Sequence[float]],
     budget: int,
 ) -> tuple[int, ...]:
-    """Return the choice of each position, with the least total seconds of all that keep every row within ``budget``.
+    """Return the choice of each position with the least total seconds that keeps every constraint within ``budget``.
 
-    ``held[p][c]`` are the bytes that position ``p`` leaves behind under choice ``c``, ``seconds[p][c]`` its time. A
-    larger budget is never slower (but see the Note). Where positions are alike, those that hold more come later if the
-    rows allow it. Needs scipy. Raises ``BudgetTooSmallError``. See Note [The search for an assignment].
+    ``held[p][c]`` is the number of bytes that position ``p`` leaves behind under choice ``c``, ``seconds[p][c]`` its
+    time. A larger budget is never slower (but see the Note). Among equal positions, those that hold more come later if
+    the constraints allow it. Needs scipy. Raises ``BudgetTooSmallError``. See Note [The search for an assignment].
     """
     least, constraint = peak(constraints, held, _smallest(constraints, held))
     if least > budget:
@@ -229,9 +230,10 @@ def assign_alike(
     budget: int,
     groups: Sequence[int],
 ) -> tuple[int, ...]:
-    """Return what `assign` does, with one choice for all positions of a kind. ``kinds``: that of each position.
+    """Like `assign`, with one choice for all positions of a group. ``groups``: the group of each position.
 
-    Positions of a kind have equally many choices. All combinations are tried. Raises ``BudgetTooSmallError``.
+    All positions of a group have the same number of choices. All combinations are tried. Raises
+    ``BudgetTooSmallError``.
     """
     order = sorted(set(groups))
     counts = [len(held[groups.index(group)]) for group in order]
@@ -253,7 +255,7 @@ def assign_alike(
 
 
 def _smallest(constraints: Sequence[MemoryConstraint], held: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Return the choice with the lowest peak. Whether a budget can be met is seen by leaving as little as possible."""
+    """Return the choice with the lowest peak, by bisection over budgets; `_least_left` decides which can be met."""
     low, high = 0, peak(constraints, held, [0] * len(held))[0]
     found = (0,) * len(held)
     tops = _tops(constraints, held)
@@ -270,9 +272,9 @@ def _smallest(constraints: Sequence[MemoryConstraint], held: Sequence[Sequence[i
 def _tops(
     constraints: Sequence[MemoryConstraint], held: Sequence[Sequence[int]]
 ) -> list[tuple[float, tuple[float, ...]]]:
-    """Return of each position, and of the end, the highest row whatever is chosen there, and the highest per choice.
+    """Return, per position and for the end, the highest constraint independent of the choice, and that per choice.
 
-    Both without what is left behind before; minus infinity where there is no row.
+    Both exclude the bytes that earlier positions leave behind, and are minus infinity if there is no constraint.
     """
     tops = []
     for position in range(len(held) + 1):
@@ -315,7 +317,7 @@ def _ordered(
     seconds: Sequence[Sequence[float]],
     budget: int,
 ) -> tuple[int, ...]:
-    """Let positions that are alike hold more the later they come, if the budget allows it."""
+    """Reorder the choices of equal positions so that later ones hold more, if the budget allows it."""
     alike: dict[Any, list[int]] = {}
     for position in range(len(held)):
         alike.setdefault((tuple(held[position]), tuple(seconds[position])), []).append(position)

@@ -1,4 +1,4 @@
-"""Bytes that are alive during a step, op by op, with the scratch memory of kernels."""
+"""Live bytes during a step, op by op, including the workspace of kernels."""
 
 from __future__ import annotations
 
@@ -21,36 +21,37 @@ from sac.recompute.module_tracker import BareMode
 from sac.tensors import STORAGE_WATCHERS, storage_address, tensor_parts, tensors_of
 from sac.torch_private import SAVED_TENSOR_PREFIX, FakeTensor, current_graph_task_id, tree_map_only
 
-# -- What the CPU's kernels take beside their results, measured by running each op once on tensors of its sizes
+# -- Workspace of CPU kernels, measured by running each op once per size
 
 _log = logging.getLogger(__name__)
 
-# Note [KernelWorkspace]
+# Note [Kernel workspace]
 #
-# The memory that a kernel takes and gives back is known to nobody but itself. On the CPU the op is run, once per op and
-# sizes, on zeros, and the profiler says how far the memory went up meanwhile. That is asked for after the step, for the
-# moment in each of its parts at which most was alive when the op began.
+# Only a kernel itself knows the memory that it allocates and frees while it runs. On the CPU, each op is run once per
+# combination of sizes, on zeros, and the profiler measures how far memory rises meanwhile. This happens after the step,
+# for the highest level of live bytes in each phase at which the op began.
 #
-# oneDNN's kernel for LSTMs packs what its backward needs into bytes whose number only it knows: a tensor without data
-# has none of them. Its backward, run on those, takes the process with it (torch 2.13). So the op is refused.
+# oneDNN's kernel for LSTMs packs the data for its backward into a buffer whose size only the kernel knows; a tensor
+# without data does not have this buffer. The backward, run on such tensors, crashes the process (torch 2.13). So the op
+# is refused.
 
 _PACKS_BYTES = "aten::mkldnn_rnn_layer"
 
 
 class KernelWorkspace:
-    """Notes at what level of live bytes ops run, and tells how high each part of a step went with their scratch."""
+    """Records the level of live bytes at which ops run, and computes the peak of each phase with their workspace."""
 
     def __init__(self) -> None:
         self._ops: dict[Hashable, tuple[Any, Any, Any]] = {}
-        self._sizes: dict[Hashable, int] = {}  # bytes that the op takes at most while it runs, results included
-        self._levels: dict[Hashable, int] = {}  # of the part of the step that is going on
+        self._sizes: dict[Hashable, int] = {}  # peak bytes of the op while it runs, results included
+        self._levels: dict[Hashable, int] = {}  # of the current phase of the step
 
     def saw(self, func: Any, args: Any, kwargs: Any, before: int) -> None:
-        """An op has run; ``before`` bytes were alive when it began. ``PlanError`` for one that tells no sizes."""
+        """Record an op that began with ``before`` live bytes; raises ``PlanError`` if its buffer sizes are unknown."""
         if func.is_view:
             return
         if func.name() == _PACKS_BYTES:
-            found = "how many bytes its kernel packs for backward is not known, so no peak can be told"
+            found = "how many bytes its kernel packs for backward is not known, so the peak cannot be computed"
             raise PlanError(Problem(op_name(func), found, fix="use mode: full, or a policy by hand"))
         metas = tree_map_only(Tensor, _meta, (args, kwargs))
         key = func, str(metas)
@@ -59,12 +60,12 @@ class KernelWorkspace:
         self._levels[key] = max(before, self._levels.get(key, 0))
 
     def cut(self) -> dict[Hashable, int]:
-        """A part of the step is over: return the levels of its ops."""
+        """End a phase of the step and return the levels of its ops."""
         levels, self._levels = self._levels, {}
         return levels
 
     def peak(self, levels: dict[Hashable, int]) -> int:
-        """Return how high a part went that ran ops at these levels."""
+        """Return the peak of a phase that ran ops at these levels."""
         self._measure()
         return max((level + self._sizes[key] for key, level in levels.items()), default=0)
 
@@ -90,7 +91,7 @@ class KernelWorkspace:
                 args, kwargs = tree_map_only(_Meta, _zeros, (args, kwargs))
                 mark(f"begin {place}")
                 func(*args, **kwargs)
-            except Exception:  # (zeros are no legal input of some ops)
+            except Exception:  # (zeros are not a legal input of some ops)
                 _log.debug("%s does not run on zeros: its scratch is not known", func)
                 mark(f"begin {place}")
             mark(f"end {place}")
@@ -98,7 +99,7 @@ class KernelWorkspace:
 
 @dataclass(frozen=True, slots=True)
 class _Meta:
-    """How a tensor lies in memory."""
+    """The memory layout of a tensor."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -113,24 +114,23 @@ def _zeros(meta: _Meta) -> Tensor:
     return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype).zero_()
 
 
-# -- Live bytes over one step, from the storages of the tensors that its ops make; it needs no allocator, and no
-#    data
+# -- Live bytes over one step, from the storages of tensors, without an allocator or data
 
 # Note [What the ledger counts]
 #
-# A storage counts from the end of the op that made it to its end, each with its own bytes, rounded up to the
-# allocator's block where there is one. Arguments that are written to and results that lie in known storages are not
-# new; one that is resized, as those of FSDP2 are, counts with its new size. What a kernel takes and gives back while it
-# runs is no tensor of any op; `KernelWorkspace` knows of it.
-# On the CPU two more things count that no dispatcher sees made: the states of random generators, and numbers. Of
-# `x * 0.5` autograd saves the number as a tensor of eight bytes.
+# A storage counts from the end of the op that made it until it is freed, with its own bytes, rounded up to the
+# allocator's block size if there is one. Written arguments and results located in known storages are not new. A resized
+# storage, as in FSDP2, counts with its new size. The memory that a kernel allocates and frees while it runs is not a
+# tensor of any op; `KernelWorkspace` measures it.
+# On the CPU, two more things count whose creation the dispatcher does not see: the states of random generators, and
+# numbers. For `x * 0.5`, autograd saves the number as a tensor of eight bytes.
 
 
 class Ledger(BareMode):
-    """Counts the bytes of storages while it is on; see Note [What the ledger counts].
+    """Counts the bytes of storages while it is active; see Note [What the ledger counts].
 
-    ``block_bytes``: what the allocator rounds sizes up to. ``workspace`` is told of each op. ``on_host``: whether what lies
-    in the host's memory counts, such as states of generators.
+    ``block_bytes``: the block size to which the allocator rounds sizes up. ``workspace`` records each op. ``on_host``:
+    whether host memory counts, such as the states of generators.
     """
 
     def __init__(
@@ -143,13 +143,13 @@ class Ledger(BareMode):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = 0
-        self.peak = 0  # since it was last set
+        self.peak = 0  # since the last reset
         self._block = block_bytes
         self.workspace = workspace
         self._numbers = _Numbers(self) if on_host else None
         self._fakes = fakes or FakeOpCache()
         self._storages: dict[int, tuple[weakref.ref[Any], int]] = {}
-        self._zeros = 0  # address of the storage that the last op has filled with zeros
+        self._zeros = 0  # address of the storage that the last op filled with zeros
 
     def __enter__(self) -> Ledger:
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -168,7 +168,7 @@ class Ledger(BareMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def note_unseen(self, storage: torch.UntypedStorage) -> None:
-        """Count a storage that no op made."""
+        """Count a storage that was not made by an op."""
         if self._numbers is not None or storage.device.type != "cpu":
             self._note_storage(storage)
 
@@ -177,7 +177,7 @@ class Ledger(BareMode):
         for part in tensor_parts(tensor):
             try:
                 storage = part.untyped_storage()
-            except (RuntimeError, NotImplementedError):  # of sparse layouts there is none
+            except (RuntimeError, NotImplementedError):  # sparse layouts have no storage
                 continue
             self._note_storage(storage)
 
@@ -195,7 +195,7 @@ class Ledger(BareMode):
 
     @property
     def _resized(self) -> Callable[[torch.UntypedStorage, int], Any]:
-        """What stands in for the method by which FSDP2 takes and gives back the memory of whole parameters."""
+        """Return the replacement of the method by which FSDP2 allocates and frees the memory of whole parameters."""
         ledger, resize = self, self._resize
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
@@ -243,14 +243,14 @@ class Ledger(BareMode):
         if self.workspace is not None:
             self.workspace.saw(func, args, kwargs or {}, before)
         if torch.Tag.nondeterministic_seeded in func.tags and _would_draw(func, args, kwargs or {}, out):
-            torch.empty(1).uniform_()  # without data nothing is drawn; what looks at generators is to see that it was
+            torch.empty(1).uniform_()  # nothing is drawn without data; advance the generator's state visibly
         return out
 
 
 _DEVICE, _STRIDED = torch.ops.prim.device.default, torch.strided
 
-# Of what was indexed the gradient is zeros with the incoming gradient added at some places. While a mode is on,
-# autograd makes a copy of the zeros for that, and without one it writes to them.
+# The gradient of an indexed tensor is zeros with the incoming gradient added at some places. While a mode is active,
+# autograd copies the zeros for this; without a mode, it writes into them.
 _INDEX_PUT, _INDEX_PUT_INTO = torch.ops.aten.index_put.default, torch.ops.aten._index_put_impl_.default
 _ZEROS = (torch.ops.aten.new_zeros.default, torch.ops.aten.zeros.default, torch.ops.aten.zeros_like.default)
 
@@ -264,7 +264,7 @@ _GROUPED = getattr(torch.ops.aten, "_grouped_mm", None)
 
 
 def _run_grouped(args: Any, kwargs: Any) -> Any:
-    """Run a grouped product of fake tensors, also of dtypes that only the CPU's kernel takes."""
+    """Run a grouped product of fake tensors, including dtypes that only the CPU's kernel accepts."""
     left, right, *rest = args  # torch 2.13 knows the shape for bfloat16 only
     op: Any = _GROUPED
     out = op.default(left.bfloat16(), right.bfloat16(), *rest, **{**kwargs, "out_dtype": None})
@@ -272,7 +272,7 @@ def _run_grouped(args: Any, kwargs: Any) -> Any:
 
 
 def _would_draw(func: Any, args: Any, kwargs: Any, out: Any) -> bool:
-    """Whether a random op without data would have drawn numbers: not if nothing is to be dropped."""
+    """Return whether a random op without data would have drawn numbers: false if nothing is to be dropped."""
     if not any(isinstance(tensor, FakeTensor) for tensor in tensors_of(out)):
         return False
     given = {argument.name: argument.default_value for argument in func._schema.arguments}
@@ -292,7 +292,7 @@ class _Numbers(TorchFunctionMode):
         node = out.grad_fn if isinstance(out, Tensor) else None
         if node is not None and node.name() in ("MulBackward0", "DivBackward0"):
             number = getattr(node, f"{SAVED_TENSOR_PREFIX}other", None)
-            data = getattr(number, "data", None)  # looks, and unpacks nothing
+            data = getattr(number, "data", None)  # a look that does not unpack
             if isinstance(data, Tensor) and not data.dim() and not isinstance(data, FakeTensor):
                 self._note(data)
         return out

@@ -1,4 +1,4 @@
-"""The peak of a whole step under any choice of keep-sets per layer, from steps that were run."""
+"""Predict the peak of a whole step under any choice of save options per layer, from steps that were run."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ from sac.planner.step import BETWEEN, FORWARD, StepRecord
 
 # Note [The peak of a step]
 #
-# A step is cut at the borders of its regions (`Window` in step.py). Live bytes at a moment are those that no policy
-# changes, and what each region has left behind whose forward is over and whose backward is not (`held`). Inside of a
-# region's own forward or backward its keep-set changes the height of the curve too (`own`). So for the choices c
+# A step is divided into phases at the borders of its regions (`StepPhase` in step.py). The live bytes at a moment are
+# the bytes that no policy changes, plus the bytes that each region whose forward is over and whose backward is not has
+# left behind (`held`). During a region's own forward or backward, its save option also changes the peak (`own`). So for
+# the choices c
 #
-#     peak = max over windows w of  base_w + sum of held_p(c_p) over the regions p before w + own_w(c_w)
+#     peak = max over phases w of  base_w + sum of held_p(c_p) over the regions p before w + own_w(c_w)
 #
-# (cf. Beaumont et al. 2019 on chains of layers). A step that was run gives `base` of each of its windows, `held` and
-# `own` of each (kind, choice) that stood in it: so one run of a model with many layers measures as many choices. What
-# has not been measured is estimated from below, so that a plan that uses it is run before it is believed.
+# (cf. Beaumont et al. 2019 on chains of layers). Running a step measures `base` of each of its phases, and `held` and
+# `own` of each (group, choice) that occurs in it. So one run of a model with many layers measures as many choices.
+# Choices that are not measured yet are estimated from below, so a plan that uses them is run before it is accepted.
 #
-# A region leaves its result behind for the next one, which may hold it as its input. Without checkpointing it may be
-# that nobody holds it; it is free then when the caller lets go of it, after that region. So what is freed between two
-# regions, beyond what is freed there under other choices, belongs to the first of them (`late`).
+# A region leaves its result behind for the next region, which may hold it as its input. Without checkpointing, possibly
+# nothing holds it, and it is freed after the region, when the caller releases it. So bytes that are freed between two
+# regions, beyond those freed there under other choices, are attributed to the first region (`late`).
 
-Choice = tuple[int, int]  # kind, and which of its choices
+Choice = tuple[int, int]  # region group, and index of one of its choices
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What a row of the formula is about: a part of the step, and the region at whose place it is."""
+    """The moment of one constraint: a part of the step, and the position of its region."""
 
     part: str
     position: int
@@ -41,26 +42,26 @@ class Moment:
 
 @dataclass(slots=True)
 class StepModel:
-    """See Note [The peak of a step]. ``kinds``: of the region at each position."""
+    """See Note [The peak of a step]. ``groups``: the region group at each position."""
 
     groups: tuple[int, ...]
-    bytes: Sequence[Sequence[int]]  # what each choice of each kind holds beyond its first, as priced by its profile
+    bytes: Sequence[Sequence[int]]  # bytes held per group and choice, as priced by the profile
     paths: tuple[str, ...] = ()
     static: int = 0
-    extra: int = 0  # beside the step: state of the optimizer
-    in_flight: int = 1  # micro-batches whose forward is over when the first of them goes backward
-    rest: int = 0  # what a forward leaves behind beside its regions
+    extra: int = 0  # bytes in addition to the step: state of the optimizer
+    in_flight: int = 1  # micro-batches whose forward is over when the first backward starts
+    rest: int = 0  # bytes that a forward leaves behind in addition to its regions
     moments: list[Moment] = field(default_factory=list)
     bases: list[int] = field(default_factory=list)
     held: dict[Choice, int] = field(default_factory=dict)
     late: dict[Choice, int] = field(default_factory=dict)  # to be added to `held`: 0 or below
     gaps: dict[int, dict[int, int]] = field(default_factory=dict)  # after a position: choice there -> bytes
-    own: dict[tuple[int, int, bool], int] = field(default_factory=dict)  # kind, choice, in backward
+    own: dict[tuple[int, int, bool], int] = field(default_factory=dict)  # group, choice, in backward
 
     def learn(self, record: StepRecord, choices: Sequence[int]) -> None:
-        """Take what a step shows that was run with ``choices``, one per position.
+        """Add the measurements of a step that was run with ``choices``, one per position.
 
-        Raises ``PlanError`` if not the same blocks were called as before.
+        Raises ``PlanError`` if it did not call the same blocks as earlier steps.
         """
         self._refuse_other_calls(record)
         forwards = {phase.position: phase for phase in record.phases if phase.part == FORWARD}
@@ -107,22 +108,22 @@ class StepModel:
                 raise PlanError(Problem("blocks", found, fix=fix))
 
     def peak(self, choices: Sequence[int]) -> tuple[int, int]:
-        """Return the predicted peak under ``choices``, one per position, and the number of the row where it is."""
+        """Return the predicted peak under ``choices``, one per position, and the number of its constraint."""
         held = [self.held_by(group) for group in self.groups]
         high, constraint = peak(self.constraints(), held, choices)
         others = self.rest + sum(held[place][one] for place, one in enumerate(choices))
         return high + (self.in_flight - 1) * others, constraint
 
     def peak_of(self, record: StepRecord) -> int:
-        """Return the peak of a step that was run, with all that is beside it."""
+        """Return the peak of a step that was run, plus optimizer state and the other micro-batches in flight."""
         return record.peak + self.extra + (self.in_flight - 1) * (record.kept - record.static)
 
     def is_measured(self, group: int, choice: int) -> bool:
-        """Whether a step has been run with this choice."""
+        """Return whether a step has been run with this choice."""
         return (group, choice) in self.held
 
     def held_by(self, group: int) -> tuple[int, ...]:
-        """Return what a region of this kind leaves behind, per choice; as priced where it was not measured."""
+        """Return the bytes that a region of this group leaves behind per choice: measured, otherwise estimated."""
         return tuple(self._held(group, choice) for choice in range(len(self.bytes[group])))
 
     def _held(self, group: int, choice: int) -> int:
@@ -138,7 +139,7 @@ class StepModel:
         return min(known, default=0)
 
     def constraints(self) -> tuple[MemoryConstraint, ...]:
-        """Return the rows of the formula, in the order of the step."""
+        """Return the memory constraints, in the order of the step."""
         own = {
             (group, back): tuple(self._own(group, choice, back) for choice in range(len(self.bytes[group])))
             for group in {*self.groups}

@@ -1,4 +1,4 @@
-"""The save sets of one region of which no other is both smaller and faster."""
+"""The Pareto-optimal save options of one region: those that no other beats in both bytes and seconds."""
 
 from __future__ import annotations
 
@@ -10,32 +10,35 @@ from typing import Any, Literal
 from sac.extras import import_extra
 from sac.planner.profile import Entry, Recompute, RegionProfile
 
-# -- What has to run again or be held in one region so that backward gets what it needs, as a list of conditions
+# -- Requirements: what has to run again or be held in one region for backward
 
 Engine = Literal["replay", "rerun"]
-ALWAYS = -1  # stands for a reader that runs again whatever is saved: backward itself, or an entry that is never spared
-NOTHING = -1  # stands for a maker that cannot run instead, or for a storage that cannot be held
+ALWAYS = -1  # a reader that runs again whatever is saved: backward itself, or an entry that is never spared
+NOTHING = -1  # instead of a producer that cannot run, or of a storage that cannot be held
 
-# Note [Demands]
+# Note [Requirements]
 #
-# A demand says: if `reader` runs again, then `maker` does or the storage `root` is held. All that Note [What is
-# replayed] asks for has this form. A value that is read: its maker runs or its storage is held, if its maker may be
-# saved; its maker runs, if it may not; its storage is held, if it must be saved. A write to the storage of a value that
-# is read later runs whatever is held, and so does what has to draw random numbers first. A collective before the last
-# need runs unless it is saved; a wait for its result runs if the collective does.
+# A requirement says: if `reader` runs again, then `maker` (the producer) runs again or the storage `root` is held. All
+# conditions of Note [What is replayed] have this form:
+# - A value that is read: if its producer may be saved, the producer runs or the storage is held. If the producer may
+#   not be saved, it runs. If the producer must be saved, the storage is held.
+# - A write to the storage of a value that is read later runs whatever is held, and so does an entry that has to draw
+#   random numbers first.
+# - A collective before the last need runs unless it is saved. A wait for its result runs if the collective does.
 #
-# For any choice of storages to hold, the least set of entries that meets all demands is what runs again, and what does
-# not run again although something reads it has to be saved. So keep-sets need no variables of their own. A saved entry
-# that runs anyway would hold memory for nothing. (One case is left out: where a collective runs for what it writes or
-# draws, saving it as well would spare the wait for it.)
+# For any choice of storages to hold, the entries that run again are the least set that meets all requirements. An entry
+# that does not run again although something reads its result has to be saved. So save options need no variables of
+# their own. A saved entry that runs anyway would hold memory for nothing. (One case is left out: if a collective runs
+# because of what it writes or draws, saving it as well would spare the wait for it.)
 #
-# Under rerun all runs again that is not saved, up to the last need. Only what those entries read is held. (It ends
-# earlier if all that backward needs of the end is saved. That is not foreseen: it holds less, in less time.)
+# Under rerun, every entry up to the last need runs again unless it is saved, and only values that these entries read
+# are held. (Rerun ends earlier if everything that backward needs from the end is saved. This is not modelled: rerun
+# then holds less and takes less time.)
 
 
 @dataclass(frozen=True, slots=True)
 class Requirement:
-    """See Note [Demands]. An entry or ``ALWAYS``, an entry or ``NOTHING``, a root or ``NOTHING``."""
+    """See Note [Requirements]. An entry or ``ALWAYS``, an entry or ``NOTHING``, a root or ``NOTHING``."""
 
     reader: int
     maker: int
@@ -55,7 +58,7 @@ def recomputed(profile: RegionProfile, saved: Collection[int], engine: Engine) -
 
 
 def requirements_of(profile: RegionProfile, engine: Engine) -> frozenset[Requirement]:
-    """Return the demands of a region. Storages that are held in any case, or of no bytes, are left out of it."""
+    """Return the requirements of a region, without those for storages that are always held or have no bytes."""
     ever = recomputed(profile, (), engine).entries
     rows = _of_replay(profile, ever) if engine == "replay" else _of_rerun(profile, ever)
     idle = [value for value in profile.maker if not profile.bytes[value]]
@@ -68,7 +71,7 @@ def _last(profile: RegionProfile) -> int:
 
 
 def _of_value(profile: RegionProfile, reader: int, value: int) -> Iterator[Requirement]:
-    """Yield what the reading of ``value`` asks of its maker."""
+    """Yield the requirement on the producer of ``value`` if ``reader`` reads it."""
     if value not in profile.maker:
         return
     maker, root = profile.entries[profile.maker[value]], profile.roots[value]
@@ -104,7 +107,7 @@ def _of_replay(profile: RegionProfile, ever: Collection[int]) -> Iterator[Requir
 
 
 def _of_collective(profile: RegionProfile, entry: Entry) -> Iterator[Requirement]:
-    """Yield when a collective that cannot be saved runs: always, or if one of those that it waits for does."""
+    """Yield the requirements of a collective that cannot be saved: it runs always, or if one that it waits for runs."""
     sources = [profile.entries[profile.maker[value]] if value in profile.maker else None for value in entry.reads]
     if not entry.is_view or any(one is None or not (one.savable or one.must_save) for one in sources):
         yield Requirement(ALWAYS, entry.number, NOTHING)
@@ -124,12 +127,12 @@ def _of_rerun(profile: RegionProfile, ever: Collection[int]) -> Iterator[Require
             yield from _of_value(profile, number, value)
 
 
-# -- Making a list of demands shorter without losing any choice that could be best
+# -- Reduction of requirements that keeps every choice that could be best
 
 
 @dataclass(frozen=True, slots=True)
 class Propagated:
-    """What is decided and the demands that are still open: entries that run or are spared, roots that are held."""
+    """The decisions so far (entries that run or are spared, roots that are held) and the open requirements."""
 
     open: frozenset[Requirement]
     runs: frozenset[int]
@@ -138,9 +141,9 @@ class Propagated:
 
 
 def propagate(rows: Collection[Requirement], runs: Iterable[int] = (), spared: Iterable[int] = ()) -> Propagated | None:
-    """Return what follows if the entries ``runs`` run again and ``spared`` do not; None if that cannot be.
+    """Return the consequences if the entries ``runs`` run again and ``spared`` do not; None if this is impossible.
 
-    See Note [Demands]: an entry that nothing asks for does not run.
+    See Note [Requirements]: an entry that no requirement names does not run.
     """
     on, off, held = set(runs), set(spared), set[int]()
     while True:
@@ -171,9 +174,9 @@ def propagate(rows: Collection[Requirement], runs: Iterable[int] = (), spared: I
 def folded(
     rows: Collection[Requirement], seconds: dict[int, float], savable: Collection[int]
 ) -> frozenset[Requirement]:
-    """Fold each entry that cannot be saved, and runs for one reader only, into that reader, with its ``seconds``.
+    """Merge each entry that cannot be saved and runs for only one reader into that reader, with its ``seconds``.
 
-    Changes ``seconds``, which is per entry that is not decided.
+    Changes ``seconds``, which holds the time of each undecided entry.
     """
     for number in sorted(seconds, reverse=True):
         readers = {row.reader for row in rows if row.maker == number} - {number}
@@ -189,12 +192,12 @@ def _renamed(row: Requirement, old: int, new: int) -> Requirement:
 
 
 def _follows(row: Requirement, rows: Collection[Requirement]) -> bool:
-    """Whether another row asks for the same in any case."""
+    """Return whether another requirement implies ``row``."""
     return row.reader != ALWAYS and replace(row, reader=ALWAYS) in rows
 
 
 def joined(rows: Collection[Requirement], size: dict[int, int]) -> frozenset[Requirement]:
-    """Let the first of several storages that are asked for alike stand for all, and add their bytes to its ``size``."""
+    """Merge storages with the same requirements into the first of them, and add their bytes to its ``size``."""
     askers: dict[int, set[tuple[int, int]]] = {}
     for row in rows:
         if row.root != NOTHING:
@@ -210,7 +213,7 @@ def joined(rows: Collection[Requirement], size: dict[int, int]) -> frozenset[Req
 
 
 def parts(rows: Collection[Requirement]) -> list[frozenset[Requirement]]:
-    """Split rows into parts that share neither an entry nor a storage: each can be decided for itself."""
+    """Split requirements into independent parts that share neither an entry nor a storage."""
     groups: list[tuple[set[tuple[str, int]], set[Requirement]]] = []
     for row in sorted(rows, key=lambda row: (row.maker, row.root, row.reader)):
         names = {("entry", number) for number in (row.reader, row.maker) if number >= 0}
@@ -226,24 +229,25 @@ def parts(rows: Collection[Requirement]) -> list[frozenset[Requirement]]:
     return [frozenset(inside) for _, inside in groups]
 
 
-# -- Which of a region's results to save: all choices of which none is both smaller and faster than another
+# -- The search for Pareto-optimal save options
 
-MOST_BEST = 400  # choices of a part that go on
-TICKS = 2**50  # the seconds of all entries, in the integers that are compared
+MOST_BEST = 400  # at most this many choices of a part are kept
+TICKS = 2**50  # the seconds of all entries together, as integers for exact comparison
 
-# Note [The search for keep-sets]
+# Note [The search for save options]
 #
-# The open demands of a region fall apart: what backward reads itself is made or held whatever else is, so a chain of
-# ops ends there. Parts that share nothing are searched apart, and their choices added up, of which only those are kept
-# that no other beats in both bytes and seconds. A part is searched by deciding one of its entries both ways, which lets
-# it fall apart again; what was searched once is remembered. Nothing is rounded, so the set is exact; unless there are
-# more than `MOST_BEST` best choices of a part (regions with many small results, such as a router's). Then of those
-# whose seconds lie within one of so many equal steps only the one with the fewest bytes goes on.
+# The open requirements of a region split into independent parts: a value that backward itself reads is made or held
+# whatever else is decided, so a chain of ops ends there. Independent parts are searched separately, and their choices
+# are added up; only those that no other choice beats in both bytes and seconds are kept. A part is searched by deciding
+# one of its entries both ways, which splits it again; results are cached. Nothing is rounded, so the result is exact,
+# unless a part has more than `MOST_BEST` best choices (regions with many small results, such as those of a router).
+# Then the range of seconds is divided into that many equal steps, and only the choice with the fewest bytes is kept in
+# each step.
 
 
 @dataclass(frozen=True, slots=True)
 class SaveOption:
-    """Entries to save, beside those that must be; the bytes that are held then, and the seconds that run again."""
+    """Entries to save in addition to those that must be saved; the bytes then held, and the recomputed seconds."""
 
     saved: frozenset[int]
     bytes: int
@@ -251,17 +255,17 @@ class SaveOption:
 
 
 def priced(profile: RegionProfile, times: Sequence[float], saved: Collection[int], engine: Engine) -> SaveOption:
-    """Return what it costs to save the entries ``saved``. ``times``: seconds per entry."""
+    """Return the save option of the entries ``saved`` with its cost. ``times``: seconds per entry."""
     cost = recomputed(profile, saved, engine)
     return SaveOption(frozenset(saved), cost.bytes, math.fsum(times[number] for number in cost.entries))
 
 
 def pareto(profile: RegionProfile, times: Sequence[float], engine: Engine = "replay") -> tuple[SaveOption, ...]:
-    """Return the keep-sets of which no other holds fewer bytes in no more time, or takes less time in no more bytes.
+    """Return the Pareto-optimal save options: none is beaten in bytes or seconds by one that is no worse in the other.
 
-    Bytes ascend and seconds descend, with one keep-set for each pair. Of keep-sets that cost the same, one that saves
-    fewer entries is preferred, then one that saves earlier ones. ``times``: seconds per entry, none of them negative.
-    Needs numpy. See Note [The search for keep-sets].
+    Bytes ascend and seconds descend, with one save option for each pair. Among options of equal cost, the one that
+    saves fewer entries is preferred, then the one that saves earlier entries. ``times``: seconds per entry, not
+    negative. Needs numpy. See Note [The search for save options].
     """
     candidates = {entry.number for entry in profile.candidates}
     size = {profile.roots[value]: profile.bytes[value] for value in profile.maker}
@@ -275,16 +279,16 @@ def pareto(profile: RegionProfile, times: Sequence[float], engine: Engine = "rep
     found: list[SaveOption] = []
     for running in _Search(size, seconds).front(rows).running:
         one = _tidied(profile, times, savable - running, engine)
-        if not found or one.seconds < found[-1].seconds:  # ticks may tell apart what seconds do not
+        if not found or one.seconds < found[-1].seconds:  # ticks may differ where seconds are equal
             found.append(one)
     return tuple(found)
 
 
 def _tidied(profile: RegionProfile, times: Sequence[float], saved: frozenset[int], engine: Engine) -> SaveOption:
-    """Price ``saved`` without the entries that hold nothing, if that costs no more."""
+    """Return the save option of ``saved`` without the entries that hold nothing, unless that costs more."""
     held = {profile.maker[value] for value in recomputed(profile, saved, engine).held}
     best = priced(profile, times, saved, engine)
-    idle = sorted(saved - held)  # makers first: a reader that runs would have what they make held
+    idle = sorted(saved - held)  # producers first: a reader that runs would cause their results to be held
     for drop in (idle, *([number] for number in idle)):
         less = priced(profile, times, best.saved.difference(drop), engine)
         if less.bytes <= best.bytes and less.seconds <= best.seconds:
@@ -294,16 +298,16 @@ def _tidied(profile: RegionProfile, times: Sequence[float], saved: frozenset[int
 
 @dataclass(frozen=True, slots=True)
 class _Front:
-    """Choices that no other beats, bytes ascending: arrays [choice], and the entries that run again in each."""
+    """Pareto-optimal choices, bytes ascending: arrays [choice], and the entries that run again in each."""
 
     bytes: Any
     ticks: Any
-    counts: Any  # of the entries that are spared by decision
+    counts: Any  # number of entries that are spared by decision
     running: tuple[frozenset[int], ...]
 
 
 class _Search:
-    """Finds the choices for a list of demands; see Note [The search for keep-sets]."""
+    """Finds the choices for a set of requirements; see Note [The search for save options]."""
 
     def __init__(self, size: dict[int, int], seconds: dict[int, float]) -> None:
         self._np: Any = import_extra("numpy", "tools")
@@ -313,7 +317,7 @@ class _Search:
         self._ticks = {number: round(time / whole * TICKS) for number, time in seconds.items()}
 
     def front(self, rows: frozenset[Requirement]) -> _Front:
-        """Return the best choices for ``rows``, which may fall apart."""
+        """Return the best choices for ``rows``, which may split into parts."""
         fronts = [self._decided(part) for part in parts(rows)]
         total = self._point(Propagated(frozenset(), frozenset(), frozenset(), frozenset()))
         for one in fronts:
@@ -321,7 +325,7 @@ class _Search:
         return total
 
     def _decided(self, rows: frozenset[Requirement]) -> _Front:
-        """Decide the last entry both ways: few others are asked for by it and by earlier ones."""
+        """Decide the last entry both ways: few other entries are required both by it and by earlier ones."""
         if rows in self._known:
             return self._known[rows]
         number = max(max(row.reader, row.maker) for row in rows)
@@ -340,7 +344,7 @@ class _Search:
         )
 
     def _sum(self, one: _Front, other: _Front) -> _Front:
-        """Return the best of all pairs; among equals the pair that holds more in ``one``."""
+        """Return the best of all pairs of choices; among equals, the pair that holds more in ``one``."""
         add = self._np.add.outer
         columns = [add(a, b).ravel() for a, b in zip(_columns(one), _columns(other), strict=True)]
         width = len(other.running)
@@ -353,7 +357,7 @@ class _Search:
         return self._best(columns, self._np.arange(len(running)), running.__getitem__)
 
     def _best(self, columns: list[Any], rank: Any, running: Any) -> _Front:
-        """Return the choices, given as the columns of a front, that no other beats; ``rank`` decides between equals."""
+        """Return the Pareto-optimal choices among the columns of a front; ``rank`` decides between equals."""
         size, ticks, counts = columns
         order = self._np.lexsort((rank, counts, ticks, size))
         least = self._np.minimum.accumulate(ticks[order])
@@ -363,7 +367,7 @@ class _Search:
         return _Front(size[order], ticks[order], counts[order], tuple(running(int(at)) for at in order))
 
     def _thinned(self, ticks: Any) -> Any:
-        """Return which of choices with descending ``ticks`` go on, the first and the last among them."""
+        """Return which of the choices with descending ``ticks`` are kept, including the first and the last."""
         steps = (ticks[0] - ticks) // -(-(ticks[0] - ticks[-1]) // (MOST_BEST - 1))
         return self._np.append(True, steps[1:] != steps[:-1]) | (ticks == ticks[-1])
 

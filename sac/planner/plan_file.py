@@ -1,4 +1,4 @@
-"""From a budget to a plan: which policy fits, and by how much."""
+"""Compute a plan for a budget: the policy that fits, and its predicted cost."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ROUNDS = 12
 
 @dataclass(slots=True)
 class Plan:
-    """What was planned: the policy, what it was planned for, and the alternatives beside it."""
+    """A plan: the policy, the model and device it was made for, and the alternatives to it."""
 
     policy: Policy
     point: Point
@@ -34,8 +34,8 @@ class Plan:
     static: int
     extra: int
     engine: str = "auto"
-    groups: tuple[int, ...] = ()  # of each position
-    paths: tuple[str, ...] = ()  # of the region at each position
+    groups: tuple[int, ...] = ()  # region group of each position
+    paths: tuple[str, ...] = ()  # path of the region at each position
     times: tuple[tuple[float, ...], ...] = ()  # seconds of each entry of each profile
     baselines: tuple[Point, ...] = ()
     curve: tuple[Point, ...] = ()
@@ -45,11 +45,11 @@ class Plan:
 def make_plan(
     planner: Planner, budget: Any, *, name: str = "planned", title: str = "", same_layers: bool = False
 ) -> Plan:
-    """Return the plan that takes least time within ``budget``; raises ``PlanError`` if none fits."""
+    """Return the plan with the least time within ``budget``; raises ``PlanError`` if none fits."""
     wanted = read_budget(budget)
     least, most = planner.least(), planner.point(NONE, planner.without_checkpointing)
     notes: list[str] = []
-    if wanted.bytes is None:  # a share of what there is: both ends have to be true
+    if wanted.bytes is None:  # a share of the range of peaks: both ends have to be exact
         for end in (least, most):
             planner.run(end.choice)
         least, most = planner.point(least.label, least.choice), planner.point(NONE, most.choice)
@@ -76,7 +76,7 @@ def make_plan(
 
 
 def _fitting(planner: Planner, budget: int, least: Point, *, same_layers: bool) -> tuple[int, ...]:
-    """Return the fastest choice within ``budget`` that a step has been run with, and that has not gone above it."""
+    """Return the fastest choice whose measured step is within ``budget``."""
     aim = budget
     for _ in range(_ROUNDS):
         try:
@@ -96,7 +96,7 @@ def _fitting(planner: Planner, budget: int, least: Point, *, same_layers: bool) 
 
 
 def _steps(planner: Planner, *, same_layers: bool) -> list[Point]:
-    """Return what the choices take that a step was run with; where layers hang together, not all is as predicted."""
+    """Return the measured costs of all choices that a step was run with; if layers interact, predictions may be off."""
     alike = [
         choice
         for choice in planner.records
@@ -106,7 +106,7 @@ def _steps(planner: Planner, *, same_layers: bool) -> list[Point]:
 
 
 def _too_small(planner: Planner, budget: int, least: Point) -> PlanError:
-    """Return the error for a budget that nothing fits into: the least that does, and what holds it up."""
+    """Return the error for a budget that is too small: the least budget that fits, and what determines it."""
     _, constraint = planner.step.peak(least.choice)
     moment = planner.step.moments[constraint]
     static = planner.step.static + planner.step.extra

@@ -1,4 +1,4 @@
-"""`sac.plan`: from a budget to a policy, in a process of its own where that is needed."""
+"""`sac.plan`: compute a policy for a budget, in a separate process if necessary."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from sac.planner.prepare import figures_of, prepare, refuse_unfit
 from sac.planner.search import Progress
 from sac.policy.model import Policy
 
-# -- Planning for a device that is not there, in a process of its own
+# -- Planning for an absent device, in a separate process
 
 T = TypeVar("T")
 
 # Note [The process of a lowered plan]
 #
-# The child is forked, as the workers of a DataLoader are: model, inputs and loss function need not be pickled, so they
-# may be anything, and nothing is copied. Only what is handed back is pickled: a plan, or an error. Torch's threads do
-# not live on in a fork, so the child runs on one; and where autograd has run on a GPU it refuses to run in a fork.
+# The child process is forked, like the workers of a DataLoader. So model, inputs and loss function need not be
+# picklable, and nothing is copied. Only the result is pickled: a plan or an error. Torch's threads do not survive a
+# fork, so the child runs on one thread. If autograd has run on a GPU, it refuses to run in a forked process.
 
 
 def planned(
@@ -43,10 +43,10 @@ def planned(
     *,
     real: bool = False,
 ) -> Plan:
-    """Return what ``make`` does; in a process of its own if it is to see other ops than run where the model is.
+    """Return the result of ``make``, run in a separate process if ``device`` runs other ops than the model's device.
 
-    ``make`` is told a function that reports progress, which ``progress`` gets to hear. With ``real`` tensors ops run as
-    they do. For ``device`` and errors see ``sac.plan``.
+    ``make`` is called with a function that reports progress, which is forwarded to ``progress``. With ``real`` tensors,
+    ops run where the model is. For ``device`` and errors see ``sac.plan``.
     """
     refuse_unfit(model)
     figures = figures_of(model, device)
@@ -57,16 +57,16 @@ def planned(
 
 
 def needs_lowering(model: nn.Module, device: Device) -> bool:
-    """Whether a plan of ``model`` for ``device`` is to see other ops than its tensors run where they are."""
+    """Return whether ``device`` runs other ops than the device of the tensors of ``model``."""
     where = {parameter.device.type for parameter in model.parameters()}
     return device.name != "cpu" and where == {"cpu"}
 
 
 def lowered(work: Callable[[Progress], T], device: Device, progress: Progress | None = None) -> T:
-    """Return what ``work`` returns in a process in which ops run as on ``device``; see Note [Lowering].
+    """Run ``work`` in a process in which ops run as on ``device``, and return its result; see Note [Lowering].
 
-    ``work`` is told a function that reports progress, which ``progress`` gets to hear; what it returns is pickled. An
-    error that it raises is raised here. Raises ``PlanError`` where no process can be forked, or if it dies.
+    ``work`` is called with a function that reports progress, which is forwarded to ``progress``. Its result is pickled.
+    Errors that it raises are raised here. Raises ``PlanError`` if no process can be forked, or if the process dies.
     """
     if "fork" not in multiprocessing.get_all_start_methods():
         raise _no_child("this system cannot fork a process")
@@ -74,7 +74,7 @@ def lowered(work: Callable[[Progress], T], device: Device, progress: Progress | 
     mine, its = context.Pipe(duplex=False)
     child = context.Process(target=_run, args=(its, work, device.name), daemon=True)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: it takes no lock that a thread may hold
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: the child takes no lock a thread may hold
         child.start()
     its.close()
     try:
@@ -99,7 +99,7 @@ def lowered(work: Callable[[Progress], T], device: Device, progress: Progress | 
 
 def _run(pipe: Connection, work: Callable[[Progress], Any], device: str) -> None:
     torch.set_num_threads(1)
-    gc.freeze()  # what is there lives as long as the process: the collector need not look at it again and again
+    gc.freeze()  # existing objects live as long as the process: keep the collector from scanning them repeatedly
     try:
         with lowered_to(device):
             message = "result", work(lambda *done: pipe.send(("progress", done)))
@@ -109,7 +109,7 @@ def _run(pipe: Connection, work: Callable[[Progress], Any], device: str) -> None
 
 
 def _portable(error: Exception) -> Exception:
-    """Return an error that arrives as it is, or one that tells of it."""
+    """Return ``error`` if it can be pickled, else an error that describes it."""
     if "fork-based multiprocessing" in str(error):  # torch's own words
         return _no_child("backward has run on a GPU in this process, and autograd cannot run in a fork of it")
     try:
@@ -124,7 +124,7 @@ def _no_child(found: str) -> PlanError:
     return PlanError(Problem("device", f"planning for another device takes a process of its own: {found}", fix=fix))
 
 
-# -- ``sac.plan``: from a model, its inputs and a memory budget to a policy
+# -- ``sac.plan``
 
 
 def plan(
@@ -141,28 +141,31 @@ def plan(
     accumulates: bool = False,
     in_flight: int = 1,
 ) -> Policy:
-    """Return the policy that fits one training step of ``model`` into ``budget`` with the least recomputation.
+    """Return the policy that fits one training step of ``model`` into ``budget`` with the least recomputation time.
 
-    ``inputs``: a tuple or dict of what the model is called with. ``budget``: the peak of allocated bytes over forward
-    and backward of one step, with parameters and gradients, and the state of ``optimizer`` (a name or an optimizer)
-    if one is given; an int, a text such as ``"40GiB"``, or a share of the way from the least peak to that without
-    checkpointing, ``"50%"``. The loss is ``loss_fn(output)``, else ``output.loss``, else a scalar output. ``device``
-    tells whose figures price the ops (``"h100"``, …; default: where the parameters are); of a model on the CPU, or on
-    the meta device, those ops are planned that this device would run, in a process of its own. ``engine``: which one
-    will run; with rerun all that is not kept runs again. The model and torch's random state are left as they are; no
-    data is looked at unless ``real=True``, which trains a copy of the model for some steps instead, where it is.
-    ``parallelize`` is given the copy and shards it in place (``fully_shard``, ``parallelize_module``), over a process
-    group that sends nothing: the budget is that of one rank then. ``accumulates``: gradients of earlier micro-batches
-    are there from the start. ``in_flight``: micro-batches whose activations a pipeline stage holds at once.
+    ``inputs``: the arguments of the model, as a tuple or a dict.
+    ``budget``: the peak of allocated bytes over forward and backward of one step, including parameters, gradients, and
+    the state of ``optimizer`` (a name or an optimizer) if one is given. It is an int (bytes), a text such as
+    ``"40GiB"``, or a share of the way from the least peak to the peak without checkpointing, such as ``"50%"``.
+    ``loss_fn``: the loss is ``loss_fn(output)``, else ``output.loss``, else a scalar output.
+    ``device``: the device whose figures price the ops (``"h100"``, …; default: the device of the parameters). For a
+    model on the CPU or on the meta device, the ops that this device would run are planned, in a separate process.
+    ``engine``: the engine that will run; with rerun, everything that is not saved runs again.
+    ``real``: if True, train a copy of the model for some steps, on its device. Otherwise no data is read.
+    ``parallelize``: a function that shards the copy in place (``fully_shard``, ``parallelize_module``), over a process
+    group that sends nothing; the budget is then that of one rank.
+    ``accumulates``: gradients of earlier micro-batches exist from the start.
+    ``in_flight``: the number of micro-batches whose activations a pipeline stage holds at once.
+    The model and torch's random state are not changed.
 
-    Raises ``PlanError``: a budget below the least peak, a loss or a device that is not known, inputs that are neither a
-    tuple nor a dict, a forward that needs data; ``ModelError`` for a model that sac is on, or that has no blocks.
+    Raises ``PlanError`` for a budget below the least peak, an unknown loss or device, inputs that are neither a tuple
+    nor a dict, or a forward that needs data; ``ModelError`` for a model that sac is already on or that has no blocks.
     """
     refuse_unfit(model)
     if not isinstance(inputs, (tuple, list, Mapping)):
         found = f"a {type(inputs).__name__} is not what a model is called with"
         raise PlanError(Problem("inputs", found, "a tuple or a dict of arguments", fix="write (x,) for one argument"))
-    given: Inputs = dict(inputs) if isinstance(inputs, Mapping) else tuple(inputs)  # of any mapping tensors are seen
+    given: Inputs = dict(inputs) if isinstance(inputs, Mapping) else tuple(inputs)  # pytrees look into dicts only
     if is_on_meta(model):
         model, given = off_meta(model, given, device, real=real)
 
@@ -183,5 +186,5 @@ def plan(
         return make_plan(planner, budget)
 
     gpus = {parameter.device for parameter in model.parameters() if real and parameter.device.type == "cuda"}
-    with torch.random.fork_rng(devices=gpus, device_type="cuda"):  # without data nothing is drawn on a GPU
+    with torch.random.fork_rng(devices=gpus, device_type="cuda"):  # without data, nothing is drawn on a GPU
         return planned(model, device, make, real=real).policy

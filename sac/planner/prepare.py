@@ -1,4 +1,4 @@
-"""From a model to its planner: a copy without data, its profiles and the choices that they leave."""
+"""Build the planner of a model: a copy without data, its profiles and their choices."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def prepare(
     in_flight: int = 1,
     progress: Progress | None = None,
 ) -> Planner:
-    """Return what plans are made with: profiles, prices, and what steps with each choice take.
+    """Return the planner of ``model``: profiles, prices, and the measured steps of each choice.
 
-    ``parallelize`` is given the copy, and shards it in place: ``fully_shard``, ``parallelize_module``. ``accumulates``:
-    the gradients of earlier micro-batches are there from the start. ``in_flight``: micro-batches whose activations a
-    pipeline stage holds at once, this one included. The model is left as it is. For the rest, see ``sac.plan``.
+    ``parallelize`` shards the copy in place: ``fully_shard``, ``parallelize_module``. ``accumulates``: gradients of
+    earlier micro-batches exist from the start. ``in_flight``: the number of micro-batches whose activations a pipeline
+    stage holds at once, this one included. The model is not changed. For the other arguments, see ``sac.plan``.
     """
     refuse_unfit(model)
     if isinstance(in_flight, bool) or not isinstance(in_flight, int) or in_flight < 1:
@@ -118,7 +118,7 @@ def prepare(
     return planner
 
 
-_CUDA_BLOCK = 512  # torch's caching allocator rounds sizes up to it
+_CUDA_BLOCK = 512  # bytes; torch's caching allocator rounds sizes up to a multiple of this
 
 
 def pricing_engine(engine: str) -> Engine:
@@ -127,13 +127,13 @@ def pricing_engine(engine: str) -> Engine:
 
 
 def choice_of(profile: RegionProfile, keep: SaveOption, label: str, run_by: Engine) -> Choice:
-    """Return the choice of saving the entries of ``keep`` in regions of a kind."""
+    """Return the choice of saving the entries of ``keep`` in the regions of a group."""
     flops = sum(profile.entries[number].flops for number in recomputed(profile, keep.saved, run_by).entries)
     return Choice(label, keep, keep.bytes, keep.seconds, flops)
 
 
 def _choices(profile: RegionProfile, times: Sequence[float], run_by: Engine) -> tuple[Choice, ...]:
-    """Return what may be done with regions of a kind: its keep-sets from the smallest on, and no checkpointing."""
+    """Return the choices of a region group: its save options, smallest first, then no checkpointing."""
     found = [
         choice_of(profile, keep, f"{len(keep.saved)} ops" if keep.saved else "full", run_by)
         for keep in pareto(profile, times, run_by)
@@ -142,16 +142,16 @@ def _choices(profile: RegionProfile, times: Sequence[float], run_by: Engine) -> 
 
 
 def refuse_unfit(model: nn.Module) -> None:
-    """Raise ``ModelError`` for a model that sac is on already, or that checkpoints by itself."""
+    """Raise ``ModelError`` for a model that sac is already on, or whose own checkpointing is on."""
     if not isinstance(model, nn.Module):
-        raise ModelError(Problem("model", f"a {type(model).__name__} is no torch.nn.Module"))
+        raise ModelError(Problem("model", f"a {type(model).__name__} is not a torch.nn.Module"))
     if any(ours_on(module) is not None for module in model.modules()):
         raise ModelError(Problem(type(model).__name__, "sac is on this model", fix="call sac.remove(model) first"))
     refuse_existing_checkpointing(model)
 
 
 def figures_of(model: nn.Module, device: str | torch.device | None) -> Device:
-    """Return the figures of the device that is named, or of the one that the parameters are on."""
+    """Return the figures of the named device, or by default of the device of the parameters."""
     if isinstance(device, str) and device.partition(":")[0] not in ("cpu", "cuda"):
         return device_named(device)
     if not isinstance(device, str | torch.device | None):

@@ -1,4 +1,4 @@
-"""What one kind of region runs, as the planner sees it: its ops, what they read and make, and what backward needs."""
+"""Profiles of region groups: their ops, the values that these read and make, and the values that backward needs."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from sac.recompute.schedule import Wanted, schedule_replay
 
 # Note [Profiles]
 #
-# A profile is the tape of one region (Note [The tape]) without tensors: numbered values, each made by one entry or by
-# none (a leaf: an input or a parameter), that lie in storages, each known by its first value, its root. A *keep-set* is
-# the set of entries whose results are saved. What it costs is worked out by `schedule_replay`, which the replay
-# engine itself uses: the entries that run again, and the values that are held because replay starts from them. All that
-# an entry makes which must be saved is held in any case: should replay give way to rerun, its answers are served.
+# A profile is the tape of one region (Note [The tape]) without tensors. It has numbered values; each is made by one
+# entry, or by none (a leaf: an input or a parameter). Values are located in storages; a storage is identified by its
+# first value, the root. A *save option* is the set of entries whose results are saved. `schedule_replay`, which the
+# replay engine itself uses, computes its cost: the entries that run again, and the values that are held because replay
+# starts from them. All results of an entry that must be saved are held in any case, because rerun serves them if replay
+# falls back to it.
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One entry of a region's tape.
 
-    ``module``, ``op`` and ``call`` are how a policy names it; ``op`` is empty where no op was called (an alias came
-    about unseen). ``reads`` and ``makes`` are values, ``writes`` the roots that it writes to in place, ``after`` the
-    entries that have to draw random numbers before it if it runs again. ``moved_bytes`` are those of the storages that
-    it reads and makes: what a kernel moves at least.
+    ``module``, ``op`` and ``call`` identify it in a policy; ``op`` is empty for an alias that was created without a
+    visible op. ``reads`` and ``makes`` are values, ``writes`` the roots that it writes in place, ``after`` the entries
+    that have to draw random numbers before it if it runs again. ``moved_bytes`` is the size of the storages that it
+    reads and makes, a lower bound of what its kernel moves.
     """
 
     number: int
@@ -35,11 +36,11 @@ class Entry:
     makes: tuple[int, ...]
     writes: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
-    savable: bool = False  # a policy may save it, and that would hold memory
-    must_save: bool = False  # it is saved whatever the policy says
+    savable: bool = False  # a policy may save it, and saving it would hold memory
+    must_save: bool = False  # saved whatever the policy says
     is_collective: bool = False
     is_view: bool = False
-    is_causal: bool = False  # attention whose kernel passes over what lies behind each query
+    is_causal: bool = False  # attention whose kernel skips the keys after each query
     flops: int = 0
     moved_bytes: int = 0
     shape: tuple[int, ...] = ()
@@ -56,7 +57,7 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Recompute:
-    """What a keep-set costs: entries that run again, in order, and values that are held, with their bytes."""
+    """The cost of a save option: entries that run again, in order, and values that are held, with their bytes."""
 
     entries: tuple[int, ...]
     held: tuple[int, ...]
@@ -65,9 +66,9 @@ class Recompute:
 
 @dataclass(frozen=True, slots=True)
 class RegionProfile:
-    """See Note [Profiles]. ``roots`` and ``bytes`` are per value; the bytes are those of its storage.
+    """The profile of a region group, see Note [Profiles]. ``roots`` and ``bytes`` (of the storage) are per value.
 
-    ``paths`` are the regions of this kind, in forward order, and ``layers`` their places in the stack ``stack``.
+    ``paths`` are the regions of the group, in forward order, and ``layers`` their positions in the stack ``stack``.
     """
 
     name: str
@@ -92,11 +93,11 @@ class RegionProfile:
 
     @property
     def routed(self) -> tuple[int, ...]:
-        """The values that are held in any case: all that is made by entries that must be saved."""
+        """The values that are held in any case: all results of entries that must be saved."""
         return tuple(value for entry in self.entries if entry.must_save for value in entry.makes)
 
     def replayed(self, saved: Collection[int]) -> Recompute:
-        """Return what the replay engine runs again and holds if the entries ``saved``, and no others, are saved."""
+        """Return what the replay engine runs again and holds if exactly the entries ``saved`` are saved."""
         chosen = {*saved, *(entry.number for entry in self.entries if entry.must_save)}
         kept = {value for number in chosen for value in self.entries[number].makes}
         tape = SimpleNamespace(

@@ -1,4 +1,4 @@
-"""What plans of one model are made with: steps of a copy without data, and what they show of each choice."""
+"""The planner of one model: it runs steps of a copy without data and measures each choice in them."""
 
 from __future__ import annotations
 
@@ -27,23 +27,24 @@ from sac.region.settings import NEVER
 
 # Note [The walk of a plan]
 #
-# model, inputs -> a copy without data (fakes.py) -> a profile of each kind of region (tracing.py) -> what each op takes
-# (cost.py) -> all keep-sets of a kind of which none is better than another (pareto.py) -> a step of the whole model
-# with as many of them as there are layers, which tells what each holds and how high the step goes with it (step.py,
-# memory.py) -> the choice per layer that takes least time within the budget (layers.py) -> a step with that choice. If
-# it goes as high as predicted, or at least not above the budget, the choice becomes a policy (choices.py); otherwise
-# what was learnt from it is solved for again. All before the first step is in prepare.py, all after in plan_file.py.
+# model, inputs -> a copy without data (fakes.py) -> a profile of each region group (tracing.py) -> the time of each op
+# (cost.py) -> the Pareto-optimal save options of each group (pareto.py) -> steps of the whole model with as many
+# of them as there are layers, which measure what each option holds and the peak with it (step.py, memory.py) -> the
+# choice per layer with the least time within the budget (layers.py) -> a step with that choice. If its peak is as
+# predicted, or at least within the budget, the choice becomes a policy (choices.py). Otherwise the problem is solved
+# again with the new measurements. Everything before the first step is in prepare.py, everything after in plan_file.py.
 
 _HALVINGS = 16
-_MOST_MEASURED = 300  # regions, in all steps that are run before anything is asked for
+_MOST_MEASURED = 300  # regions, over all steps that are run before the first query
 Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One way to checkpoint the model: what it keeps and its peak in bytes, and what runs again, in FLOPs and seconds.
+    """One way to checkpoint the model: kept bytes and peak in bytes, and recomputation in FLOPs and seconds.
 
-    ``choice``: of each region, in forward order. ``is_checked``: a step was run with it; else the peak is predicted.
+    ``choice``: the choice of each region, in forward order. ``is_checked``: a step was run with it; otherwise the peak
+    is predicted.
     """
 
     label: str
@@ -57,7 +58,7 @@ class Point:
 
 @dataclass(slots=True)
 class Planner:
-    """One model that is planned: its copy, profiles and what its steps have shown. See Note [The walk of a plan]."""
+    """The state of planning one model: its copy, profiles and measured steps. See Note [The walk of a plan]."""
 
     model: nn.Module  # the copy
     inputs: Inputs
@@ -76,12 +77,12 @@ class Planner:
 
     @property
     def groups(self) -> tuple[int, ...]:
-        """The kind of each position."""
+        """The region group of each position."""
         return self.step.groups
 
     @property
     def repeats(self) -> bool:
-        """Whether a block is called more than once in a step: all its calls are one region, with one choice."""
+        """Whether a block is called more than once in a step: all its calls belong to one region, with one choice."""
         return len({*self.step.paths}) < len(self.step.paths)
 
     def run(self, choice: tuple[int, ...]) -> StepRecord:
@@ -98,7 +99,7 @@ class Planner:
             apply(self.model, {"mode": "selective", "policy": policy, "engine": self.engine, "verify": NEVER})
             try:
                 for block in self.blocks:
-                    if block.path in plain:  # its first call would be watched; all later ones run as without sac
+                    if block.path in plain:  # its first call would be observed; later ones run as without sac
                         for _, module in parts_of(block.module):
                             take_off(module)
                 for installed in regions_of(self.model):
@@ -114,9 +115,9 @@ class Planner:
         return record
 
     def measure(self) -> None:
-        """Run steps until each choice of each kind has stood in one; each step has as many as there are layers.
+        """Run steps until each choice of each group has occurred in one; a step measures one choice per layer.
 
-        Where a kind has few of many layers that takes too many steps: the rest is estimated, and checked if it is used.
+        A group with few layers may need too many steps; its other choices are estimated, and checked if they are used.
         """
         each = {group: 1 if self.repeats else self.groups.count(group) for group in {*self.groups}}
         rounds = max(2, *(-(-len(self.choices[group]) // count) for group, count in each.items()))
@@ -129,17 +130,17 @@ class Planner:
             taken = [one * self.groups.count(group) for group in range(len(self.choices))]
             found = []
             for group in self.groups:
-                # No checkpointing is the second: what the first region is given is held by the model itself.
+                # "No checkpointing" goes to the second region: the model itself holds the first region's input.
                 count = len(self.choices[group])
                 found.append((taken[group] - 2) % count if taken[group] % count else count - 2)
                 taken[group] += 1
             self.run(tuple(found))
 
     def assign(self, budget: int, *, same_layers: bool = False) -> tuple[int, ...]:
-        """Return the fastest choice within ``budget``, as far as is known; raises ``BudgetTooSmallError``."""
+        """Return the fastest choice within ``budget`` by what is known so far; raises ``BudgetTooSmallError``."""
         if self.step.in_flight == 1:
             return self._assign(budget, same_layers=same_layers)
-        # The other micro-batches hold as much again, whatever is asked for: so much less is there for this one.
+        # The other micro-batches hold the same amount each, whatever the choice: subtract it from the budget.
         low, high, found = 0, budget, None
         for _ in range(_HALVINGS):
             middle = (low + high + 1) // 2
@@ -168,7 +169,7 @@ class Planner:
         return assign(self.step.constraints(), held, seconds, budget)
 
     def point(self, label: str, choice: tuple[int, ...]) -> Point:
-        """Return what a choice costs; by a step with it if one was run, else as predicted."""
+        """Return the cost of a choice: measured if a step was run with it, else predicted."""
         record = self.records.get(choice)
         picked = [self.choices[group][one] for group, one in zip(self.groups, choice, strict=True)]
         return Point(
@@ -184,28 +185,28 @@ class Planner:
     def least(self) -> Point:
         """Return the choice with the least peak, and the least time among those."""
         try:
-            return self.point("least", self.assign(0))  # a step of no bytes, which there is not
+            return self.point("least", self.assign(0))  # raises, since no step fits into 0 bytes
         except BudgetTooSmallError as error:
             return self.point("least", self.assign(error.least))
 
     @property
     def without_checkpointing(self) -> tuple[int, ...]:
-        """The choice that is no region at all, everywhere: the last of each kind."""
+        """The choice of no checkpointing for all positions: the last choice of each group."""
         return self.everywhere(lambda group: len(self.choices[group]) - 1)
 
     def everywhere(self, pick: Callable[[int], int]) -> tuple[int, ...]:
-        """Return the choice that gives each region what ``pick`` returns for its kind."""
+        """Return the choice that gives each region the option that ``pick`` returns for its group."""
         return tuple(pick(group) for group in self.groups)
 
 
 def _spread(one: int, rounds: int, count: int) -> int:
-    """Return which of ``count`` choices is run in a round, so that the last is, and the rest are evenly apart."""
+    """Return which of ``count`` choices a round runs, spread evenly so that the last choice is included."""
     return min(count - 1, (one + 1) * count // rounds - 1) if count > rounds else one % count
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """What sac says of a copy of the model is nothing to its user."""
+    """Suppress sac's warnings about the planner's copy of the model."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SacWarning)
         yield

@@ -1,4 +1,4 @@
-"""Sharded models on one machine: a process group that sends nothing, and FSDP2 over it."""
+"""Plan sharded models on one machine: a process group that sends nothing, and FSDP2 over it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from sac.torch_private import silent_store
 
 @contextmanager
 def fake_ranks(count: int) -> Iterator[None]:
-    """Be rank 0 of ``count`` whose collectives send nothing; raises ``PlanError`` if a process group is there.
+    """Act as rank 0 of ``count`` ranks with collectives that send nothing.
 
-    Memory and op streams are those of a real rank; data is not.
+    Memory and ops are those of a real rank; data is not. Raises ``PlanError`` if a process group already exists.
     """
     if isinstance(count, bool) or not isinstance(count, int) or count < 2:
         raise PlanError(Problem("ranks", f"{count!r} ranks to shard over", "2, 3, 4, …"))
@@ -39,9 +39,9 @@ def fake_ranks(count: int) -> Iterator[None]:
 
 
 def fsdp_over(count: int) -> Callable[[nn.Module], None]:
-    """Return what shards a model by FSDP2 over ``count`` ranks: each block a unit, the rest another.
+    """Return a function that shards a model by FSDP2 over ``count`` ranks: one unit per block, and one for the rest.
 
-    For ``parallelize`` of ``prepare``, within ``fake_ranks(count)``.
+    Pass it as ``parallelize`` to ``prepare``, within ``fake_ranks(count)``.
     """
 
     def parallelize(model: nn.Module) -> None:
@@ -58,8 +58,8 @@ def fsdp_over(count: int) -> Callable[[nn.Module], None]:
 
 
 def shard_again(model: nn.Module) -> None:
-    """Let FSDP2 let go of whole parameters, after a forward that no backward followed."""
+    """Make FSDP2 free the gathered parameters after a forward without a backward."""
     for module in model.modules():
         unit: Any = module
-        if hasattr(unit, "set_reshard_after_forward"):  # an FSDPModule; to import that takes a second
+        if hasattr(unit, "set_reshard_after_forward"):  # an FSDPModule; importing that class takes a second
             unit.reshard()

@@ -22,9 +22,9 @@ FORWARD, BACKWARD, BETWEEN = "forward", "backward", "between"
 
 @dataclass(frozen=True, slots=True)
 class StepPhase:
-    """A part of a step: the forward or the backward of the region at ``position``, or what lies between two of them.
+    """A phase of a step: the forward or backward of the region at ``position``, or the time between two regions.
 
-    Positions count the calls of regions in forward order; of what lies between, ``position`` counts the regions whose
+    Positions count the calls of regions in forward order. Between regions, ``position`` is the number of regions whose
     forward is over and whose backward has not ended. ``before``, ``peak`` and ``after`` are live bytes.
     """
 
@@ -37,9 +37,9 @@ class StepPhase:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """What one step took. ``paths``: of the regions, by position. ``static``: parameters, buffers and inputs.
+    """The memory of one step in bytes. ``paths``: the region at each position. ``static``: parameters, buffers, inputs.
 
-    ``kept`` is what lives when the forward is over, ``peak`` the highest point of forward and backward; both with
+    ``kept`` is the live bytes at the end of the forward, ``peak`` the maximum over forward and backward; both include
     ``static``.
     """
 
@@ -69,26 +69,26 @@ def scalar_loss(output: Any, loss_fn: Callable[[Any], Tensor] | None) -> Tensor:
 
 
 class _PhaseMarks:
-    """Cuts a step into windows; told by hooks where regions begin and end."""
+    """Divides a step into phases; hooks report where regions begin and end."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
         self.begin()
 
     def begin(self) -> None:
-        """A step begins."""
+        """Start a step."""
         ledger = self.ledger
         if ledger.workspace is not None:
             ledger.workspace.cut()
         self.paths: list[str] = []
         self.phases: list[StepPhase] = []
-        self.levels: list[dict[Hashable, int]] = []  # of each window, for its scratch
+        self.levels: list[dict[Hashable, int]] = []  # of each phase, for its workspace
         self._part, self._position = BETWEEN, 0
         self._before = ledger.live
         ledger.peak = ledger.live
 
     def cut(self, part: str, position: int) -> None:
-        """What was going on is over; now comes ``part``."""
+        """End the current phase and start ``part``."""
         ledger = self.ledger
         self.phases.append(StepPhase(self._part, self._position, self._before, ledger.peak, ledger.live))
         if ledger.workspace is not None:
@@ -97,7 +97,7 @@ class _PhaseMarks:
         ledger.peak = ledger.live
 
     def enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """A forward begins."""
+        """Record that the forward of a region begins."""
         position = len(self.paths)
         self.paths.append(path)
         for tensor in tree_leaves((args, kwargs)):
@@ -107,7 +107,7 @@ class _PhaseMarks:
         self.cut(FORWARD, position)
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        """A forward ends."""
+        """Record that the forward of a region ends."""
         position = self._position
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
@@ -125,9 +125,9 @@ class _PhaseMarks:
 
 @contextmanager
 def _collector_paused() -> Iterator[None]:
-    """Run without the collector of garbage: it would look again and again at the many objects of a step's graph.
+    """Run without the garbage collector, which would repeatedly scan the many objects of a step's graph.
 
-    What it frees, it frees at moments that hang on what ran before; so what is in a cycle counts to the end of a step.
+    The moments at which it frees memory depend on earlier code, so objects in cycles count until the end of a step.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -148,11 +148,11 @@ def run_step(
     warm_up: bool = False,
     accumulates: bool = False,
 ) -> StepRecord:
-    """Run one step and return what it took; gradients are dropped at the end.
+    """Run one step and return its memory record; gradients are dropped at the end.
 
-    ``regions`` are the modules at whose borders the step is cut. The model may be fake (Note [Fake tensors]).
-    ``warm_up``: run a step before it: regions that save everything are recorded in their first call, and only there.
-    ``accumulates``: gradients of an earlier step are there, and count as static.
+    ``regions`` are the modules at whose borders the step is divided into phases. The model may be fake
+    (Note [Fake tensors]). ``warm_up``: run another step first, because regions that save everything are recorded in
+    their first call only. ``accumulates``: gradients of an earlier step exist and count as static.
     """
     with ExitStack() as stack:
         stack.enter_context(_collector_paused())

@@ -30,30 +30,31 @@ from sac.tensors import storage_bytes
 
 # Note [How a profile comes about]
 #
-# The model runs forward once, each block under the recorder of the replay engine, with a policy that saves whatever can
-# be saved. So the engine itself says what a policy may save, which value is which, and what autograd has saved. Sizes
-# and FLOPs are taken from the arguments as each op runs. Regions with equal tapes are of one kind.
+# The model runs forward once, with each block under the recorder of the replay engine and a policy that saves
+# everything that can be saved. So the engine itself determines what a policy may save, the identity of each value, and
+# what autograd has saved. Sizes and FLOPs come from the arguments as each op runs. Regions with equal tapes form one
+# group.
 
 _EVERYTHING = Policy("everything", (Rule("everything", Decision.SAVE.value, ("*",)),))
 _SETTINGS = Settings(engine=REPLAY, verify=NEVER)
 
 
 class CannotProfile(Exception):  # noqa: N818 (the caller says it in the user's words)
-    """The region cannot be replayed; the text says why."""
+    """The region cannot be replayed; the text gives the reason."""
 
 
 def profile_regions(
     blocks: Sequence[Block], forward: Callable[[], Any], order: list[str] | None = None
 ) -> tuple[RegionProfile, ...]:
-    """Return the profiles of ``blocks``, one per kind in model order; ``forward`` runs the model once, with gradients.
+    """Return the profiles of ``blocks``, one per group in model order; ``forward`` runs the model once, with gradients.
 
-    The path of each block that is called is appended to ``order``; blocks that are not called have no profile.
+    The path of each called block is appended to ``order``; blocks that are not called have no profile.
 
-    Raises ``CannotProfile`` where a block runs what replay cannot.
+    Raises ``CannotProfile`` if a block is not replayable.
     """
     bound = resolve_policy(_EVERYTHING)
     track_modules([block.module for block in blocks])
-    # What one region's inputs have gone into counts for the next of its table. Stacks may have rules of their own.
+    # The uses of one region's inputs count for the next region with the same table. Stacks may have their own rules.
     tables = {stack: bound.table(range(len(bound.rules))) for stack in {block.stack for block in blocks}}
     calls: list[str] = [] if order is None else order
     watchers = [_Profiled(block, tables[block.stack], calls) for block in blocks]
@@ -70,7 +71,7 @@ def profile_regions(
 
 
 class _Profiled(InstalledForward):
-    """Runs a block under the profiling recorder the first time; ``found`` is its profile then."""
+    """Runs a block under the profiling recorder in its first call; ``found`` is then its profile."""
 
     def __init__(self, block: Block, table: DecisionTable, calls: list[str]) -> None:
         self._calls = calls
@@ -82,11 +83,11 @@ class _Profiled(InstalledForward):
 
     @property
     def regions(self) -> tuple[Region, ...]:
-        """None: the block is only looked at."""
+        """Empty: the block is only observed."""
         return ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the block, and take its profile if it has none yet."""
+        """Run the block, and profile it if it has no profile yet."""
         if not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
         self._calls.append(self.block.path)
@@ -113,7 +114,7 @@ def _refuse(reason: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """What is known of an entry only while its op runs."""
+    """Properties of an entry that are known only while its op runs."""
 
     call: int
     flops: int
@@ -125,7 +126,7 @@ class _Sizes:
 
 
 class _ProfileTrace(OpTraceRecorder):
-    """Takes the sizes of each entry of a tape, beside the row."""
+    """Records the sizes of each entry of a tape, in addition to its row of the op trace."""
 
     tape: Tape
 
@@ -137,7 +138,7 @@ class _ProfileTrace(OpTraceRecorder):
     def add(
         self, plan: CallSite, rule: Any, saves: bool, args: Any, kwargs: Any, out: Any, *, call: int | None = None
     ) -> None:
-        """Append the op just run, which is the last entry of the tape unless the tape passes it over."""
+        """Append the op that just ran, which is the last entry of the tape unless the tape skips it."""
         super().add(plan, rule, saves, args, kwargs, out, call=call)
         entry = len(self.tape.sites) - 1
         if entry < 0 or entry in self.sizes or self.tape.sites[entry] is not plan:
@@ -150,7 +151,7 @@ class _ProfileTrace(OpTraceRecorder):
 
 
 class _ProfilingRecorder(ReplayRecorder):
-    """A recorder that holds on to the tape when the forward ends."""
+    """A recorder that keeps the tape when the forward ends."""
 
     op_trace: _ProfileTrace
 
@@ -160,7 +161,7 @@ class _ProfilingRecorder(ReplayRecorder):
         self._found: tuple[Any, ...] = ()
 
     def pack(self, tensor: Tensor, handle: Handle) -> None:
-        """Note which value autograd saves, also where it is kept at once."""
+        """Record the value that autograd saves, even if it is kept right away."""
         super().pack(tensor, handle)
         if handle.index in self._places:
             value, time, _ = self._places[handle.index]
@@ -169,10 +170,10 @@ class _ProfilingRecorder(ReplayRecorder):
             self._needs[handle.index] = Need(known, len(self.tape.sites))
 
     def end(self, kept: list[Handle], missing: list[int]) -> None:
-        """Take what the profile is made of, and go on."""
+        """Store the data of the profile, then end as usual."""
         alive = {handle.index for handle in kept} | {*missing}
         for index in alive & self._needs.keys():
-            if index in self._places:  # it may have been moved behind a write
+            if index in self._places:  # it may have been moved after a write
                 self._needs[index] = Need(*self._places[index][:2])
         tape = self.tape
         needs = tuple(dict.fromkeys(need for index, need in sorted(self._needs.items()) if index in alive))
@@ -230,7 +231,7 @@ class _ProfilingRecorder(ReplayRecorder):
 
 
 def _merged(watchers: Sequence[_Profiled]) -> tuple[RegionProfile, ...]:
-    """Return one profile for all blocks of a stack that run the same on the same sizes."""
+    """Return one profile for all blocks of a stack that run the same ops on the same sizes."""
     kinds: dict[Any, list[RegionProfile]] = {}
     for watcher in watchers:
         one = watcher.found

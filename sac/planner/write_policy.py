@@ -1,4 +1,4 @@
-"""Plans of policies that somebody wrote, and of what full recomputation and none would cost."""
+"""Compare a plan with hand-chosen alternatives, and write it as a commented policy file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from sac.policy.dump import dump_policy
 from sac.policy.model import Rule
 from sac.policy.read import bytes_text
 
-# -- What stands beside a plan: the ways to checkpoint that people choose by hand, and the curve that plans lie on
+# -- Alternatives to a plan: hand-chosen baselines, and the curve of plans
 
 EVERY_SECOND_LAYER = "every 2nd layer full"
 ATTENTION_ALTERNATE = "attention + every 2nd matmul"
@@ -43,10 +43,10 @@ def with_alternatives(planner: Planner, made: Plan, *, same_layers: bool = False
 
 
 def baselines(planner: Planner) -> tuple[Point, ...]:
-    """Return what none, full, and three usual ways between them cost; a step is run with those that save some ops.
+    """Return the costs of none, full, and three common choices between them; a step is run with those that save ops.
 
-    In a region, attention and matrix products are what the save-sets of those names mean. Every second product is the
-    1st, 3rd, 5th … in forward order, as ``do: alternate`` has it.
+    Attention and matrix products in a region are the ops of the save-sets of these names. Every second product means
+    the 1st, 3rd, 5th … in forward order, as with ``do: alternate``.
     """
     by_label = {label: _usual(planner, label) for label in (ATTENTION_ALTERNATE, ATTENTION_MATMULS)}
     layers = {path: layer for one in planner.profiles for path, layer in zip(one.paths, one.layers, strict=True)}
@@ -61,10 +61,10 @@ def baselines(planner: Planner) -> tuple[Point, ...]:
 
 
 def curve(planner: Planner, made: Plan, *, same_layers: bool = False) -> tuple[Point, ...]:
-    """Return the fastest choices for budgets spread evenly from the least peak to that without checkpointing.
+    """Return the fastest choices for budgets spread evenly from the least peak to the peak without checkpointing.
 
-    Each choice comes once. For a budget that nothing fits into it is the choice with the least peak: with the same
-    choice on all layers that is higher, and a step that was run may have gone less high than was predicted.
+    Each choice occurs once. If nothing fits a budget, the choice with the least peak is used. This can happen because
+    the same choice on all layers has a higher least peak, or because a measured peak was lower than predicted.
     """
     found: dict[tuple[int, ...], Point] = {}
     for number in range(_CURVE_POINTS):
@@ -79,19 +79,19 @@ def curve(planner: Planner, made: Plan, *, same_layers: bool = False) -> tuple[P
 
 
 def forward_seconds(made: Plan) -> float:
-    """Return the predicted time of one forward of all blocks that were planned."""
+    """Return the predicted seconds of one forward of all planned blocks."""
     return math.fsum(math.fsum(made.times[group]) for group in made.groups)
 
 
 def _usual(planner: Planner, label: str) -> Point:
-    """Run a step in which all regions save what ``label`` says, and return what it costs."""
+    """Run a step in which all regions save the ops of ``label``, and return its cost."""
     run_by = pricing_engine(planner.engine)
     choices, sizes = [], []
     for profile, times, known in zip(planner.profiles, planner.times, planner.choices, strict=True):
         keep = priced(profile, times, frozenset(_saved(profile, label)), run_by)
         choices.append((*known, choice_of(profile, keep, label, run_by)))
         sizes.append([choice.bytes for choice in choices[-1]])
-    step = copy.deepcopy(planner.step)  # what is learnt here is nothing to the plan
+    step = copy.deepcopy(planner.step)  # measurements made here must not affect the plan
     step.bytes = sizes
     beside = replace(planner, choices=tuple(choices), step=step, records={})
     last = beside.everywhere(lambda group: len(beside.choices[group]) - 1)
@@ -112,8 +112,7 @@ def _saved(profile: RegionProfile, label: str) -> Iterator[int]:
             turn += 1
 
 
-# -- A plan as a policy file that people can read: the policy, with comments on what it is for and what each rule
-#    does
+# -- A plan as a commented policy file
 
 _WIDTH = 100
 _NOTHING: Mapping[str, str] = MappingProxyType({})
@@ -122,7 +121,7 @@ _NOTHING: Mapping[str, str] = MappingProxyType({})
 def write_policy(made: Plan, about: Mapping[str, str] = _NOTHING) -> str:
     """Return the policy of a plan as YAML with comments, which loads to an equal policy.
 
-    ``about``: what else the header says, such as the model, its inputs and the command, by what it is called.
+    ``about``: further lines of the header by title, such as the model, its inputs and the command.
     """
     text = dump_policy(made.policy)
     lines = text.splitlines()
@@ -133,7 +132,7 @@ def write_policy(made: Plan, about: Mapping[str, str] = _NOTHING) -> str:
 
 
 def _rule_lines(text: str) -> list[int]:
-    """Return the number of the line on which each rule begins."""
+    """Return the line number on which each rule begins."""
     root: Any = yaml.compose(text, Loader=yaml.SafeLoader)
     rules = next(value for key, value in root.value if key.value == "rules")
     return [rule.start_mark.line for rule in rules.value]
@@ -166,7 +165,7 @@ def _header(made: Plan, about: Mapping[str, str]) -> Iterator[str]:
 
 
 def _used(made: Plan, group: int) -> dict[int, list[int]]:
-    """Return the layers of a kind by what was chosen for them, in the order of the layers."""
+    """Return the layers of a group by their choice, in the order of the layers."""
     layer = dict(zip(made.profiles[group].paths, made.profiles[group].layers, strict=True))
     used: dict[int, list[int]] = {}
     for path, of, one in zip(made.paths, made.groups, made.point.choice, strict=True):
@@ -205,7 +204,7 @@ def _of_rule(made: Plan, rule: Rule) -> str:
 
 
 def _meant(made: Plan, rule: Rule) -> tuple[int, int]:
-    """Return the kind that a rule speaks of, and what was chosen for its first such region."""
+    """Return the group that a rule matches, and the choice for its first such region."""
     for path, group, one in zip(made.paths, made.groups, made.point.choice, strict=True):
         profile = made.profiles[group]
         layer = profile.layers[profile.paths.index(path)]

@@ -1,1 +1,1 @@
-"""What the user wrote: policies as data, with the place of every word. Nothing here imports torch."""
+"""Policies as data, with source locations. Nothing here imports torch."""

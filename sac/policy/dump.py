@@ -1,4 +1,4 @@
-"""A policy back to YAML."""
+"""Convert a policy to YAML."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sac.policy.syntax import plain_type
 def dump_policy(policy: Policy) -> str:
     """Return ``policy`` as a YAML text that loads to an equal policy.
 
-    The text stands alone: what ``extends`` brought in is written out.
+    The text is self-contained: rules inherited by ``extends`` are written out.
     """
     written: dict[str, object] = {"schema": SCHEMA, "name": policy.name}
     if policy.models:
@@ -35,7 +35,7 @@ def dump_policy(policy: Policy) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes text that would read as something else by YAML 1.1 (PyYAML sees to that) or by 1.2 (we do)."""
+    """Quotes text that YAML 1.1 (handled by PyYAML) or YAML 1.2 (handled here) would not read as text."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True

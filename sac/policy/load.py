@@ -1,4 +1,4 @@
-"""Where a policy comes from: a shipped name, a path, a mapping; and the files that it extends."""
+"""Load a policy from a shipped name, a path or a mapping, together with the files that it extends."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from sac.policy.model import Policy, Rule, SourceLocation
 from sac.policy.read import SCHEMA, Written, read_policy
 from sac.policy.syntax import Findings, compose_yaml, node_from_value, shown
 
-# -- What `extends` means: one line of files, nearest first, folded into one policy
+# -- `extends`: merging a policy with its parents
 
 # Note [Inheritance]
 #
-# A policy and its parents are put into one line: the file itself, its first parent and that one's parents, then the
-# second parent, and so on; a file that is reached twice counts where it comes last, so that it stands behind everything
-# that extends it. Then
-# - rules stand in the order of the line: a child's come before its parents', and the first match wins;
-# - a rule with an ``id`` hides the rules of the same id further down the line: that is how a child replaces one rule;
-# - ``default``, ``regions.blocks`` and ``regions.layers`` are those of the first file that sets them;
-# - ``sets`` of one name are joined, the child's ops first;
-# - ``name`` and ``models`` are the file's own: a child does not serve the families of its parent by itself;
-# - ``plan`` too: with rules of its own a child is not what its parent's plan was made for.
+# A policy and its parents form one line of files, nearest first: the file itself, its first parent and that parent's
+# parents, then the second parent, and so on. A file that is reached twice counts at its last position, after everything
+# that extends it. The files are merged as follows:
+# - Rules are in the order of the line: a child's rules come before its parents', and the first match wins.
+# - A rule with an ``id`` hides rules with the same id later in the line, so a child can replace a single rule.
+# - ``default``, ``regions.blocks`` and ``regions.layers`` come from the first file that sets them.
+# - ``sets`` with the same name are joined, the child's ops first.
+# - ``name`` and ``models`` are not inherited: a child does not serve the families of its parent by itself.
+# - ``plan`` is not inherited either: a child with its own rules is not the policy that its parent's plan describes.
 
 
 def join_lines(written: Written, parents: Sequence[tuple[Written, ...]]) -> tuple[Written, ...]:
@@ -39,7 +39,7 @@ def join_lines(written: Written, parents: Sequence[tuple[Written, ...]]) -> tupl
 
 
 def fold(line: Sequence[Written]) -> Policy:
-    """Return the one policy that a line of files means; see Note [Inheritance]."""
+    """Merge a line of files into one policy; see Note [Inheritance]."""
     policies = [written.policy for written in line]
     child = policies[0]
     sets: dict[str, tuple[str, ...]] = {}
@@ -78,13 +78,13 @@ def _fold_rules(policies: Sequence[Policy]) -> tuple[Rule, ...]:
         if same is None:
             taken[rule.id] = rule
         elif not ("id" in same.key_locations and "id" in rule.key_locations):
-            # Ids that sac made up clash only when two files have one name: that hides nothing.
+            # Ids that sac generated clash only if two files have the same name; then no rule is hidden.
             free = next(f"{rule.id}.{n}" for n in range(2, len(taken) + 3) if f"{rule.id}.{n}" not in taken)
             taken[free] = replace(rule, id=free)
     return tuple(taken.values())
 
 
-# -- The policies that come with sac, and how a name or path becomes a file
+# -- Shipped policies, and file lookup by name or path
 
 _ENDINGS = (".yaml", ".yml")
 
@@ -103,12 +103,12 @@ def shipped_policies() -> tuple[str, ...]:
 
 
 def is_shipped(location: SourceLocation) -> bool:
-    """Return whether what stands at ``mark`` was written by us and not by the user."""
+    """Return whether ``location`` is in a shipped policy and not in a user's file."""
     return Path(location.file).parent == shipped_directory()
 
 
 def shipped_policy_path(name: str) -> Path:
-    """Return the file of a shipped policy; raises ``PolicyError`` for an unknown name. Case and ``-``/``_`` are one."""
+    """Return the file of a shipped policy; case and ``-``/``_`` do not matter. Raises ``PolicyError`` if unknown."""
     findings = Findings()
     path = _find_shipped(name, SourceLocation("policy"), findings)
     if path is None:
@@ -117,17 +117,17 @@ def shipped_policy_path(name: str) -> Path:
 
 
 def looks_like_path(text: str) -> bool:
-    """Return whether ``text`` names a file and not a shipped policy."""
+    """Return whether ``text`` is a file path, as opposed to the name of a shipped policy."""
     return text.lower().endswith(_ENDINGS) or any(sep in text for sep in (os.sep, os.altsep) if sep)
 
 
 def find_file(text: str, base: Path, location: SourceLocation, findings: Findings) -> Path | None:
-    """Return the file that ``text`` names: a shipped policy, or a path (relative ones start at ``base``)."""
+    """Return the file that ``text`` refers to: a shipped policy, or a path (relative to ``base``)."""
     if not looks_like_path(text):
         return _find_shipped(text, location, findings)
     try:
         path = base / os.path.expanduser(text)
-        path.stat()  # not exists(): what else it passes over differs between versions of Python
+        path.stat()  # not exists(): the errors that it suppresses differ between versions of Python
     except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a NUL in the name
         near = nearest(Path(text).stem, shipped_policies())
         fix = f'the shipped policy is written "{near}", without a path' if near else "check the path"
@@ -150,7 +150,7 @@ def _find_shipped(name: str, location: SourceLocation, findings: Findings) -> Pa
     return None
 
 
-# -- Loading policies: from a shipped name, a path, a mapping, with all that they extend
+# -- Loading policies
 
 __all__ = ["PolicySource", "dump_policy", "load_policy", "shipped_policies", "shipped_policy_path"]
 
@@ -161,15 +161,19 @@ MAX_LINEAGE = 16
 
 
 def load_policy(source: PolicySource, *, where: str = "policy") -> Policy:
-    """Return the policy that ``source`` names or says, with the rules of all that it extends.
+    """Return the policy that ``source`` refers to or contains, merged with the policies that it extends.
 
-    ``source`` is a shipped policy's name, a path (a ``PathLike``, or text that ends in ``.yaml`` or ``.yml`` or has a
-    separator in it), a mapping as a YAML file would have it (``schema`` may be left out; what it ``extends`` by a
-    relative path starts at the working directory), or a ``Policy``, which comes back as it is. ``where`` is how
-    messages call the argument. How parents are folded in, see Note [Inheritance].
+    ``source`` is one of:
+    - the name of a shipped policy;
+    - a path: a ``PathLike``, or a string that ends in ``.yaml`` or ``.yml`` or contains a separator;
+    - a mapping with the content of a YAML file; ``schema`` is optional, and relative paths in ``extends`` start at the
+      working directory;
+    - a ``Policy``, which is returned unchanged.
+
+    ``where`` is the name of the argument in messages. Note [Inheritance] describes how parents are merged.
 
     Raises:
-        PolicyError: with every problem of the policy and of its parents.
+        PolicyError: lists every problem of the policy and of its parents.
     """
     if isinstance(source, Policy):
         return source
@@ -199,7 +203,7 @@ def _top_file(source: object, where: str) -> Path:
 
 
 class _Lineage:
-    """Reads a policy and its ancestors, each file once, and gathers the problems of all of them."""
+    """Reads a policy and its ancestors, each file once, and collects the problems of all of them."""
 
     def __init__(self) -> None:
         self.problems: list[Problem] = []
@@ -212,7 +216,7 @@ class _Lineage:
         return self._with_parents(written, Path(), (), findings)
 
     def of_file(self, path: Path, trail: tuple[Path, ...]) -> tuple[Written, ...]:
-        """Return the line of one file; ``trail`` are the files whose `extends` led here."""
+        """Return the line of one file; ``trail`` holds the files whose `extends` led to it."""
         key = path.resolve()
         if key not in self._lines:
             self._lines[key] = ()
@@ -257,7 +261,7 @@ def _read_file(path: Path, findings: Findings) -> Written:
 
 
 def _read_text(path: Path, findings: Findings) -> str:
-    """Return the text of a file; never reads more than the bound, whatever the file says its size is."""
+    """Return the text of a file; never reads more than ``MAX_BYTES`` + 1, whatever size the file claims."""
     location = SourceLocation(str(path))
     if path.is_dir():
         findings.stop(location, "this is a directory, not a policy file", fix="name a file in it")

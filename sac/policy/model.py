@@ -1,6 +1,6 @@
-"""What a policy says, as plain values: no torch, no file, no model.
+"""The content of a policy as plain values, independent of torch, files and models.
 
-Two policies are equal when they mean the same: where they were written (marks, origin, source, parents) is left out.
+Two policies are equal if they have the same meaning: source locations, origin, source and parents are not compared.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ALTERNATE = "alternate"  # a rule's fourth `do`: save its 1st, 3rd, 5th … matc
 
 @dataclass(frozen=True, slots=True)
 class SourceLocation:
-    """Where something was written; ``line`` and ``column`` count from 1, and are 0 for a value that has no file."""
+    """The place of a value in a file; ``line`` and ``column`` count from 1, and are 0 for a value without a file."""
 
     file: str
     line: int = 0
@@ -38,11 +38,11 @@ class SourceLocation:
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """Which layers of a stack, in the form that was written; see ``select``.
+    """A choice of layers of a stack, in the form that was written; see ``select``.
 
-    Exactly one of the fields is set; none of them means all layers. ``fraction``, above 0 and at most 1, is a share of
-    the layers: ``round(fraction * count)`` of them, spread evenly from the first on, so that the stages of a pipeline
-    have about as many each; a half is every second layer.
+    At most one of the fields is set (``offset`` belongs to ``every``); if none is set, all layers are chosen.
+    ``fraction``, above 0 and at most 1, is a share of the layers: ``round(fraction * count)`` of them, spread evenly
+    from the first on, so that each stage of a pipeline has about the same number; 0.5 is every second layer.
     """
 
     first: int | None = None
@@ -69,22 +69,22 @@ class Layers:
 
     @property
     def is_all(self) -> bool:
-        """True when every layer is chosen whatever their number."""
+        """Whether every layer is chosen, whatever their number."""
         return self == Layers()
 
     @property
     def needs_count(self) -> bool:
-        """True when whether a layer is chosen depends on how many there are."""
+        """Whether the choice depends on the number of layers."""
         return self.last is not None or self.fraction is not None
 
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """All layers of a stack, several at a time as one region; the last chunk may be shorter.
+    """All layers of a stack, with ``size`` consecutive layers as one region; the last chunk may be shorter.
 
-    ``size`` None means the square root of the number of layers, rounded up: what is held is then the inputs of
-    ``sqrt(n)`` chunks, and in backward beside them the activations of ``sqrt(n)`` layers. (Layers one by one hold ``n``
-    inputs and the activations of one layer, which is less while these are many times the size of an input.)
+    ``size`` None means the square root of the number of layers, rounded up. Memory then holds the inputs of ``sqrt(n)``
+    chunks, plus, in backward, the activations of ``sqrt(n)`` layers. (Single layers hold ``n`` inputs and the
+    activations of one layer, which is less as long as these are many times the size of an input.)
     """
 
     size: int | None = None
@@ -94,21 +94,21 @@ class Chunks:
         return frozenset(range(count))
 
     def spans(self, count: int) -> tuple[range, ...]:
-        """Return which of ``range(count)`` each chunk holds."""
+        """Return the layers of each chunk as ranges within ``range(count)``."""
         size = self.size or math.isqrt(max(count - 1, 0)) + 1
         return tuple(range(first, min(first + size, count)) for first in range(0, count, size))
 
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """Which uses of one op inside one module of one region: by index, or every k-th from an offset (counted from 0)."""
+    """A choice of calls of one op inside one module of a region: by index, or every k-th from an offset (from 0 on)."""
 
     index: frozenset[int] | None = None
     every: int | None = None
     offset: int = 0
 
     def matches(self, call: int) -> bool:
-        """Return whether use number ``call`` (from 0) is meant."""
+        """Return whether call number ``call`` (from 0) is chosen."""
         if self.index is not None:
             return call in self.index
         if self.every is not None:
@@ -120,14 +120,14 @@ class Calls:
 class Dim:
     """One dimension of a shape pattern: ``op`` is ``any``, ``==``, ``!=``, ``>=``, ``<=``, ``>`` or ``<``.
 
-    The first of a shape may be ``...`` instead: any number of leading dimensions, zero too (see ``Rule.fits_shape``).
+    The first of a shape may be ``...``: any number of leading dimensions, including zero (see ``Rule.fits_shape``).
     """
 
     op: str = "any"
     size: int = 0
 
     def matches(self, size: int) -> bool:
-        """Return whether a dimension of ``size`` elements fits."""
+        """Return whether a dimension of ``size`` elements matches."""
         match self.op:
             case "any" | "...":
                 return True
@@ -147,7 +147,7 @@ class Dim:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Which calls it matches, and the decision for them. A matcher that is None or empty matches everything."""
+    """A rule: matchers of calls, and the decision for matched calls. A matcher that is None or empty matches all."""
 
     id: str
     do: str  # a Decision's value, or ALTERNATE
@@ -163,16 +163,16 @@ class Rule:
     location: SourceLocation = field(default=SourceLocation("<policy>"), compare=False)
     key_locations: Mapping[str, SourceLocation] = field(default_factory=dict, compare=False, hash=False)
     op_locations: tuple[SourceLocation, ...] = field(default=(), compare=False, hash=False)  # one per entry of ops
-    origin: str = field(default="", compare=False)  # the policy that wrote it, which `extends` may have brought in
+    origin: str = field(default="", compare=False)  # the policy that contains it, possibly a parent by `extends`
 
     @property
     def matches_module(self) -> bool:
-        """True for a whole-module rule: `module` without `ops`."""
+        """Whether this is a whole-module rule: `module` without `ops`."""
         return not self.ops
 
     @property
     def is_for_some_regions(self) -> bool:
-        """True when `blocks` or `layers` may leave regions out."""
+        """Whether `blocks` or `layers` may exclude regions."""
         return bool(self.blocks) or self.layers is not None
 
     def matches_region(self, path: str, layer: int, stack_size: int) -> bool:
@@ -180,7 +180,7 @@ class Rule:
         return _is_meant(self.blocks, self.layers, path, layer, stack_size)
 
     def fits_shape(self, sizes: Sequence[int]) -> bool:
-        """Return whether a tensor of ``sizes`` has the shape that the rule asks for."""
+        """Return whether a tensor of ``sizes`` matches the rule's ``shape``."""
         dims, sizes = self.shape or (), tuple(sizes)
         if dims and dims[0].op == "...":
             dims = dims[1:]
@@ -190,13 +190,13 @@ class Rule:
         return len(dims) == len(sizes) and all(dim.matches(size) for dim, size in zip(dims, sizes, strict=True))
 
     def where(self, key: str = "") -> str:
-        """Return the place of the rule, or of one of its keys, for a message."""
+        """Return the source location of the rule, or of one of its keys, for a message."""
         return str(self.key_locations.get(key, self.location))
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedRegion:
-    """Regions that a plan was made for; ``signature``: of the ops they ran then, see ``sac.recompute.op_trace``."""
+    """Regions of a plan; ``signature`` identifies the ops they ran when planned, see ``sac.recompute.op_trace``."""
 
     blocks: tuple[PathPattern, ...]
     layers: Layers | None
@@ -210,13 +210,13 @@ class PlannedRegion:
 
 @dataclass(frozen=True, slots=True)
 class PlanSection:
-    """What a computed policy was computed for."""
+    """The model and regions that a computed policy was computed for."""
 
-    made_for: str  # model, inputs, device, budget, for people
+    made_for: str  # model, inputs, device and budget, as readable text
     regions: tuple[PlannedRegion, ...] = ()
 
     def region_at(self, path: str, layer: int, stack_size: int) -> PlannedRegion | None:
-        """Return the first entry that speaks of the region at ``path``, which is ``layer`` of ``stack_size``."""
+        """Return the first entry that matches the region at ``path``, which is ``layer`` of ``stack_size``."""
         return next((one for one in self.regions if one.matches_region(path, layer, stack_size)), None)
 
 
@@ -228,7 +228,7 @@ def _is_meant(blocks: tuple[PathPattern, ...], layers: Layers | None, path: str,
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """An ordered list of rules plus a default. First match wins; a child's rules stand before its parent's."""
+    """An ordered list of rules plus a default. The first match wins; a child's rules come before its parent's."""
 
     name: str
     rules: tuple[Rule, ...] = ()
@@ -239,10 +239,10 @@ class Policy:
     blocks: tuple[PathPattern, ...] = ()  # empty: the blocks are found
     layers: Layers = Layers()
     plan: PlanSection | None = None
-    extends: tuple[str, ...] = field(default=(), compare=False)  # parents' names, nearest first; `rules` has theirs
+    extends: tuple[str, ...] = field(default=(), compare=False)  # parents, nearest first; `rules` includes theirs
     source: str = field(default="<policy>", compare=False)
     key_locations: Mapping[str, SourceLocation] = field(default_factory=dict, compare=False, hash=False)
 
     def where(self, key: str = "") -> str:
-        """Return the place of the policy, or of one of its top-level keys, for a message."""
+        """Return the source location of the policy, or of one of its top-level keys, for a message."""
         return str(self.key_locations.get(key, SourceLocation(self.source)))

@@ -1,4 +1,4 @@
-"""Patterns over dotted module paths: which modules a rule or a region speaks of."""
+"""Patterns over dotted module paths, used by rules and regions to select modules."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ ANY_SEGMENTS = "**"
 
 @dataclass(frozen=True, slots=True)
 class PathPattern:
-    """A pattern over module paths such as ``self_attn.q_proj``, matched by whole segments and with case.
+    """A pattern over module paths such as ``self_attn.q_proj``, matched by whole segments and case-sensitive.
 
-    ``*`` stands for any characters of one segment (``*_proj``), ``**`` alone between dots for any number of
-    segments, zero too, and ``{a,b}`` for either; alternatives may hold dots and further braces. The empty path is the
-    region itself, and so is the empty pattern. A pattern means exactly the modules it matches, not what lies below
-    them, and ops run inside leaf modules: a rule meant for a whole subtree is written ``self_attn.**``, which matches
-    ``self_attn`` too.
+    ``*`` matches any characters of one segment (``*_proj``); ``**``, alone between dots, matches any number of
+    segments, including zero; ``{a,b}`` matches either, and alternatives may contain dots and nested braces. The empty
+    path is the region itself, and the empty pattern matches it. A pattern matches exactly these modules, not their
+    children, and ops run inside leaf modules. So write a rule for a whole subtree as ``self_attn.**``, which also
+    matches ``self_attn``.
     """
 
     text: str
@@ -27,21 +27,21 @@ class PathPattern:
 
     @classmethod
     def parse(cls, text: str) -> PathPattern:
-        """Return the pattern that ``text`` writes; raises ``ValueError`` with the reason when it writes none."""
+        """Return the parsed pattern; raises ``ValueError`` with the reason if ``text`` is not a pattern."""
         _refuse_foreign_characters(text)
         spelled = _Braces(text).spell_out()
         return cls(text, tuple(dict.fromkeys(_segments(way) for way in spelled)))
 
     @classmethod
     def any_of(cls, texts: Iterable[str]) -> PathPattern:
-        """Return one pattern that matches what any of ``texts`` matches; raises ``ValueError`` like ``parse``."""
+        """Return one pattern that matches if any of ``texts`` matches; raises ``ValueError`` like ``parse``."""
         parts = tuple(texts)
         for part in parts:
             cls.parse(part)
         return cls.parse(parts[0]) if len(parts) == 1 else cls.parse("{" + ",".join(parts) + "}")
 
     def matches(self, path: str) -> bool:
-        """Return whether the module at ``path`` is meant."""
+        """Return whether the pattern matches the module at ``path``."""
         segments = tuple(path.split(".")) if path else ()
         return any(_path_fits(way, segments) for way in self.alternatives)
 
@@ -59,7 +59,7 @@ def _refuse_foreign_characters(text: str) -> None:
 
 
 class _Braces:
-    """Spells out the braces of one pattern: ``a.{b,c}`` is ``a.b`` and ``a.c``."""
+    """Expands the braces of one pattern: ``a.{b,c}`` to ``a.b`` and ``a.c``."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -74,7 +74,7 @@ class _Braces:
         return ways
 
     def _sequence(self, depth: int) -> list[str]:
-        """Read up to the ``,`` or ``}`` that ends this alternative, and return each way to spell it."""
+        """Read up to the ``,`` or ``}`` that ends this alternative, and return all its expansions."""
         ways = [""]
         while self.position < len(self.text) and self.text[self.position] not in ",}":
             choices = self._alternatives(depth + 1) if self.text[self.position] == "{" else [self._literal()]
@@ -90,7 +90,7 @@ class _Braces:
         return self.text[start : self.position]
 
     def _alternatives(self, depth: int) -> list[str]:
-        """Read from a ``{`` to behind its ``}``."""
+        """Read from a ``{`` through its ``}``."""
         if depth > MAX_NESTING:
             raise ValueError(f"its braces nest more than {MAX_NESTING} deep")
         self.position += 1
@@ -117,7 +117,7 @@ def _segments(way: str) -> tuple[str, ...]:
 
 
 def _path_fits(pattern: tuple[str, ...], path: tuple[str, ...]) -> bool:
-    """Match segments one by one; on a mismatch let the last ``**`` take one segment more (no exponential search)."""
+    """Match segments one by one; on a mismatch, extend the last ``**`` by one segment (no exponential search)."""
     at, here, last_any, resume = 0, 0, -1, 0
     while here < len(path):
         if at < len(pattern) and pattern[at] == ANY_SEGMENTS:
@@ -133,7 +133,7 @@ def _path_fits(pattern: tuple[str, ...], path: tuple[str, ...]) -> bool:
 
 
 def _segment_fits(pattern: str, segment: str) -> bool:
-    """Match one segment: the literals between the ``*`` must come in order, the outer ones at the ends."""
+    """Match one segment: the literals between the ``*`` must occur in order, the first and last at the ends."""
     first, *rest = pattern.split("*")
     if not rest:
         return pattern == segment

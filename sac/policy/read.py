@@ -1,4 +1,4 @@
-"""From nodes to a policy: every key, its legal values, and all errors of a file at once."""
+"""Build a policy from nodes: every key, its legal values, and all errors of a file at once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from sac.policy.model import (
 from sac.policy.patterns import PathPattern
 from sac.policy.syntax import Findings, ListNode, MapNode, Node, Scalar, describe, shown
 
-# -- Sizes in bytes as people write and read them
+# -- Sizes in bytes as readable text
 
 LEGAL_BYTES = 'a whole number of bytes, or text such as "64KiB", "1MiB", "1.5GB"'
 MAX_WHOLE = 2**63 - 1
@@ -36,9 +36,9 @@ _SIZE = re.compile(r"([0-9]+\.?[0-9]*(?:[eE]\+?[0-9]{1,2})?)\s*([A-Za-z]*)")
 
 
 def parse_bytes(text: str) -> int:
-    """Return the bytes that ``text`` writes: a number, then nothing, ``B``, ``kB`` … ``TB`` or ``KiB`` … ``TiB``.
+    """Return ``text`` as bytes: a number, followed by nothing, ``B``, ``kB`` … ``TB`` or ``KiB`` … ``TiB``.
 
-    Units are case-insensitive. Raises ``ValueError`` with the reason when ``text`` is no whole number of bytes.
+    Units are case-insensitive. Raises ``ValueError`` with the reason if ``text`` is not a whole number of bytes.
     """
     if text.startswith("-"):
         raise ValueError("it is below zero")
@@ -66,7 +66,7 @@ def bytes_text(count: int) -> str:
     return f"{size:.1f} TiB"
 
 
-# -- Reading words, texts and numbers out of nodes; what is wrong goes into the findings, and None comes back
+# -- Words, texts and numbers: readers that add problems to the findings and then return None
 
 
 def read_entries(node: Node, what: str, legal: Sequence[str], findings: Findings) -> dict[str, Node]:
@@ -88,7 +88,7 @@ def read_entries(node: Node, what: str, legal: Sequence[str], findings: Findings
 
 
 def lacks(key: str, node: MapNode, legal: Sequence[str]) -> bool:
-    """Return whether ``key`` is missing, and not just misspelled (which has been told)."""
+    """Return whether ``key`` is missing and not just misspelled (a misspelled key is reported already)."""
     names = [name.text for name, _ in node.entries]
     return (
         key not in names
@@ -98,7 +98,7 @@ def lacks(key: str, node: MapNode, legal: Sequence[str]) -> bool:
 
 
 def read_named(node: Node, what: str, findings: Findings) -> list[tuple[Scalar, Node]]:
-    """Return the entries of a mapping whose keys the user chooses."""
+    """Return the entries of a mapping with user-chosen keys."""
     if not isinstance(node, MapNode):
         findings.add(node.location, f"{what} is {describe(node)}", expected="a mapping of names")
         return []
@@ -117,13 +117,13 @@ def _is_name(key: Scalar, what: str, findings: Findings) -> bool:
 
 
 def read_text(node: Node, what: str, findings: Findings, *, empty_is_legal: bool = False) -> str | None:
-    """Return a text, letter by letter as written (``1.10`` stays ``1.10``)."""
+    """Return a text exactly as written (``1.10`` stays ``1.10``)."""
     if not isinstance(node, Scalar) or node.kind in ("null", "other"):
         findings.add(node.location, f"{what} is {describe(node)}", expected="text")
     elif node.kind == "bool":
         findings.add(node.location, f"{what} is the boolean {node.text}", expected="text", fix=f'write "{node.text}"')
     elif node.kind == "float" and not node.location.line:
-        # A float of Python no longer says how it was written: 1.10 came as 1.1.
+        # A Python float does not record how it was written: 1.10 becomes 1.1.
         findings.add(
             node.location, f"{what} is the number {node.text}", expected="text", fix="quote it where it is written"
         )
@@ -140,7 +140,7 @@ def read_text(node: Node, what: str, findings: Findings, *, empty_is_legal: bool
 def read_texts(
     node: Node, what: str, findings: Findings, *, empty_is_legal: bool = False
 ) -> tuple[tuple[str, SourceLocation], ...]:
-    """Return one text or a list of them, each with its mark."""
+    """Return one text or a list of texts, each with its source location."""
     if isinstance(node, MapNode):
         findings.add(node.location, f"{what} is {describe(node)}", expected="text, or a list of at least one")
         return ()
@@ -157,7 +157,7 @@ def read_texts(
 
 
 def read_names(node: Node, what: str, findings: Findings) -> tuple[tuple[str, SourceLocation], ...]:
-    """Return one name or a list of them; a name has no spaces or commas in it."""
+    """Return one name or a list of names; a name contains no spaces or commas."""
     names = read_texts(node, what, findings)
     for name, location in names:
         if "," in name or any(character.isspace() for character in name):
@@ -252,7 +252,7 @@ def read_bytes(node: Node, what: str, findings: Findings) -> int | None:
     return None
 
 
-# -- The forms that a rule's matchers are written in: layers, calls, shapes, dtypes and module patterns
+# -- Matchers of a rule: layers, calls, shapes, dtypes and module patterns
 
 LAYER_FORMS = ("first", "block", "last", "every", "offset", "fraction")
 _LEGAL_FORMS = "all, {first: n}, {block: n}, {last: n}, {every: k, offset: j}, {fraction: f}"
@@ -273,7 +273,7 @@ _DIM = re.compile(r"(==|!=|>=|<=|>|<|)\s*([0-9]{1,18})")
 
 
 def read_pattern(node: Node, what: str, findings: Findings) -> PathPattern | None:
-    """Return one pattern over module paths; a list of patterns is folded into one with alternatives."""
+    """Return one pattern over module paths; a list of patterns becomes one pattern with alternatives."""
     patterns = read_patterns(node, what, findings)
     if not patterns:
         return None
@@ -303,7 +303,7 @@ def read_patterns(node: Node, what: str, findings: Findings) -> tuple[PathPatter
 def read_layers(node: Node, what: str, findings: Findings) -> Layers | None:
     """Return the layers chosen by ``all``, one of the forms of ``LAYER_FORMS`` or a list of ranges.
 
-    Chunks, which a config value can ask for, are a finding: a policy speaks of one layer at a time.
+    Chunks, which a config value can ask for, are a finding: a policy applies to single layers.
     """
     plan = _read_layer_spec(node, what, LEGAL_LAYERS, findings)
     if isinstance(plan, Chunks):
@@ -315,7 +315,7 @@ def read_layers(node: Node, what: str, findings: Findings) -> Layers | None:
 
 
 def read_layer_spec(node: Node, what: str, findings: Findings) -> Layers | Chunks | None:
-    """Return what ``read_layers`` does, or chunks: ``sqrt``, ``{uniform: n}``. Chunks of one layer are all layers."""
+    """Like ``read_layers``, but also accepts chunks: ``sqrt``, ``{uniform: n}``. Chunks of one layer are all layers."""
     plan = _read_layer_spec(node, what, LEGAL_PLANS, findings)
     return Layers() if plan == Chunks(1) else plan
 
@@ -379,11 +379,11 @@ def _read_counted_layers(node: MapNode, what: str, legal: str, findings: Finding
 
 
 def _is_one_form(node: MapNode, entries: dict[str, Node], what: str, legal: str, findings: Findings) -> bool:
-    """Return whether one form is chosen; ``offset`` belongs to ``every`` and is no form of its own."""
+    """Return whether exactly one form is used; ``offset`` belongs to ``every`` and does not count as a form."""
     forms = [key for key in entries if key != "offset"]
     if len(forms) == 1 and ("offset" not in entries or "every" in entries):
         return True
-    if len(entries) == len(node.entries):  # otherwise an unknown key has been told, and is likely the form
+    if len(entries) == len(node.entries):  # otherwise an unknown key is reported already, and is likely the form
         found = " and ".join(entries) or "nothing in it"
         findings.add(node.location, f"{what} has {found}", expected=legal, fix="choose one of the forms")
     return False
@@ -410,7 +410,7 @@ def _read_ranges(node: ListNode, what: str, legal: str, findings: Findings) -> L
 
 
 def read_call(node: Node, what: str, findings: Findings) -> Calls | None:
-    """Return which uses of an op are meant: ``index``, or ``every`` with an ``offset``."""
+    """Return the chosen calls of an op: ``index``, or ``every`` with an ``offset``."""
     if not isinstance(node, MapNode):
         text = node.text if isinstance(node, Scalar) and node.kind == "int" else ""
         fix = f"write {{index: {text}}}" if text else ""
@@ -459,7 +459,7 @@ def _read_dim(node: Node, what: str, findings: Findings, *, is_first: bool) -> D
 
 
 def read_dtypes(node: Node, what: str, findings: Findings) -> tuple[str, ...]:
-    """Return dtype names as torch prints them, without ``torch.``; its short names (``half``) are legal too."""
+    """Return dtype names as torch prints them, without ``torch.``; torch's short names (``half``) are accepted too."""
     names = []
     for text, location in read_texts(node, what, findings):
         word = text.lower().removeprefix("torch.")
@@ -473,7 +473,7 @@ def read_dtypes(node: Node, what: str, findings: Findings) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-# -- One rule of a policy: its node to a ``Rule``, and the rules of a file that can never fire
+# -- Rules, and rules that can never fire
 
 RULE_KEYS = ("id", "ops", "blocks", "module", "layers", "call", "shape", "dtype", "min_bytes", "optional", "do")
 DO_WORDS = (*(decision.value for decision in Decision), ALTERNATE)
@@ -481,7 +481,7 @@ _ABOUT_ONE_OP = ("call", "shape", "dtype", "min_bytes")
 
 
 def read_rules(node: Node | None, policy_name: str, findings: Findings) -> tuple[Rule, ...]:
-    """Return the rules of one file; a rule without an id is called ``<policy's name>.<n>``, counted from 1."""
+    """Return the rules of one file; a rule without an id gets the id ``<policy's name>.<n>``, counted from 1."""
     if node is None:
         return ()
     if not isinstance(node, ListNode):
@@ -501,7 +501,7 @@ def read_rules(node: Node | None, policy_name: str, findings: Findings) -> tuple
 
 
 def _read_rule(node: Node, fallback_id: str, origin: str, findings: Findings) -> Rule | None:
-    """Return the rule, None when it is no mapping or says nothing to do."""
+    """Return the rule, or None if it is not a mapping."""
     entries = read_entries(node, "a rule", RULE_KEYS, findings)
     if not isinstance(node, MapNode):
         return None
@@ -531,7 +531,7 @@ def _read_rule(node: Node, fallback_id: str, origin: str, findings: Findings) ->
 
 
 def _check_speaks_of_module(node: MapNode, entries: dict[str, Node], findings: Findings) -> None:
-    """A rule without ops speaks of a module as a whole: it needs the module, and has no one op to measure."""
+    """Check a rule without ops, which matches whole modules: it needs `module`, and no key about one op's output."""
     if lacks("module", node, RULE_KEYS):
         fix = 'add ops, such as "ops: matmul"; "*" means every op that can be saved'
         findings.add(node.location, "this rule has neither ops nor module", expected="ops, module, or both", fix=fix)
@@ -553,7 +553,7 @@ def _find_double_ids(rules: Sequence[Rule], findings: Findings) -> None:
 
 
 def _find_shadowed(rules: Sequence[Rule], findings: Findings) -> None:
-    """Find rules that can never fire because an earlier one takes all that they match, by their text alone."""
+    """Find rules that can never fire because an earlier rule matches all that they match, judging by their texts."""
     for place, later in enumerate(rules):
         for earlier in rules[:place]:
             if takes_all_of(earlier, later):
@@ -566,7 +566,7 @@ def _find_shadowed(rules: Sequence[Rule], findings: Findings) -> None:
 
 
 def takes_all_of(earlier: Rule, later: Rule) -> bool:
-    """Return whether ``earlier`` matches all that ``later`` matches, as far as their texts tell."""
+    """Return whether ``earlier`` matches all that ``later`` matches, judging by their texts."""
     if earlier.matches_module != later.matches_module:
         return False
     return (
@@ -588,16 +588,16 @@ def _has_all_blocks_of(earlier: Rule, later: Rule) -> bool:
 
 
 def _names_at_least(wide: str, narrow: str) -> bool:
-    """Whether ``wide`` names every op that ``narrow`` names: the same, ``*``, a glob over it, or its packet."""
+    """Return whether ``wide`` covers every op of ``narrow``: the same name, ``*``, a glob over it, or its packet."""
     wide, narrow = wide.replace("::", "."), narrow.replace("::", ".")
     if wide in ("*", narrow):
         return True
     if "." not in narrow:
-        return False  # a save-set: what is in it is not told by its name
+        return False  # a save-set: its name does not show its ops
     return narrow.startswith(f"{wide}.") if not set("*?[") & set(wide) else fnmatchcase(narrow, wide)
 
 
-# -- The key ``plan`` of a policy: what a computed policy was computed for
+# -- The key ``plan`` of a computed policy
 
 PLAN_KEYS = ("made_for", "regions")
 PLANNED_KEYS = ("blocks", "layers", "signature")
@@ -605,7 +605,7 @@ _SIGNATURE = re.compile(r"[0-9a-f]{16}")
 
 
 def read_plan(node: Node, findings: Findings) -> PlanSection | None:
-    """Return what a policy was computed for; every problem in it goes into ``findings``."""
+    """Return the ``plan`` section of a policy; every problem in it goes into ``findings``."""
     entries = read_entries(node, "plan", PLAN_KEYS, findings)
     if not isinstance(node, MapNode):
         return None
@@ -655,7 +655,7 @@ def _read_signature(node: Node, findings: Findings) -> str:
     return ""
 
 
-# -- The grammar of policy files, ``sac/v1``: from nodes to what one file says
+# -- Policy files, schema ``sac/v1``
 
 SCHEMA = "sac/v1"
 POLICY_KEYS = ("schema", "name", "extends", "models", "sets", "regions", "plan", "default", "rules")
@@ -665,17 +665,17 @@ _SET_NAME = re.compile(r"\w[\w-]*")
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What one file says by itself: its own rules and keys, and the parents it names, not yet looked up."""
+    """The content of one file: its own rules and keys, and the names of its parents, not yet looked up."""
 
     policy: Policy
     parents: tuple[tuple[str, SourceLocation], ...]
 
 
 def read_policy(node: Node, fallback_name: str, source: str, findings: Findings, *, needs_schema: bool) -> Written:
-    """Return what ``node`` says; every problem in it goes into ``findings``.
+    """Return the policy in ``node``; every problem in it goes into ``findings``.
 
-    ``fallback_name`` is the policy's name when it has no ``name``. A key's mark in ``Policy.key_marks`` says that the
-    file itself sets the key; ``blocks`` and ``layers`` have theirs beside ``regions``.
+    ``fallback_name`` is the policy's name if it has no ``name``. An entry in ``Policy.key_locations`` means that the
+    file itself sets the key; ``blocks`` and ``layers`` have their own entries in addition to ``regions``.
     """
     if not isinstance(node, MapNode):
         fix = f'start with "schema: {SCHEMA}"' if needs_schema else ""
@@ -739,7 +739,7 @@ def _read_sets(node: Node | None, findings: Findings) -> tuple[dict[str, tuple[s
     named = read_named(node, "sets", findings) if node is not None else []
     for key, _ in named:
         if not _SET_NAME.fullmatch(key.text):
-            expected = "a word of letters, digits, _ and -"  # anything else could not be told from an op or a glob
+            expected = "a word of letters, digits, _ and -"  # other names would be confused with ops or globs
             findings.add(key.location, f"the name of a set is {describe(key)}", expected=expected)
     names = {key.text: read_names(value, f"sets.{key.text}", findings) for key, value in named}
     return {key: tuple(name for name, _ in ops) for key, ops in names.items()}, {

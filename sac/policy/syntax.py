@@ -1,4 +1,4 @@
-"""YAML text as nodes that know their line and column."""
+"""Parse YAML text into nodes with source locations."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from yaml._yaml import Mark as CMark  # only its type: a PyYAML built without libyaml has no such module
 
 
-# -- What was written, before it means anything: scalars, lists and mappings, each with its mark
+# -- Nodes: scalars, lists and mappings, each with its source location
 
-MAX_NODES = 10_000  # with every alias written out; the longest shipped policy has a few hundred
+MAX_NODES = 10_000  # with every alias expanded; the longest shipped policy has a few hundred
 MAX_DEPTH = 20
 
 ScalarKind: TypeAlias = Literal["text", "null", "bool", "int", "float", "other"]
@@ -32,7 +32,7 @@ _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\
 
 @dataclass(frozen=True, slots=True)
 class Scalar:
-    """One word, number or text; ``text`` is what stood in the file, letter by letter."""
+    """One word, number or text; ``text`` is exactly as in the file."""
 
     text: str
     kind: ScalarKind
@@ -59,7 +59,7 @@ Node: TypeAlias = Scalar | ListNode | MapNode
 
 
 class Findings:
-    """Gathers the problems of one file, so that all of them are told at once."""
+    """Collects the problems of one file, so that all of them are reported at once."""
 
     def __init__(self) -> None:
         self._found: list[tuple[SourceLocation, Problem]] = []
@@ -70,26 +70,26 @@ class Findings:
     def add(
         self, location: SourceLocation, found: str, *, expected: str = "", nearest: str = "", fix: str = ""
     ) -> None:
-        """Note one problem at ``mark``."""
+        """Record one problem at ``location``."""
         self._found.append((location, Problem(str(location), found, expected, nearest, fix)))
 
     def stop(
         self, location: SourceLocation, found: str, *, expected: str = "", nearest: str = "", fix: str = ""
     ) -> NoReturn:
-        """Note a problem behind which nothing can be read, and raise all that was found."""
+        """Record a problem after which nothing can be read, and raise all problems found."""
         self.add(location, found, expected=expected, nearest=nearest, fix=fix)
         raise PolicyError(self.problems())
 
     def problems(self) -> tuple[Problem, ...]:
-        """Return what was found, in order of place (in order of finding where there are no lines)."""
+        """Return the problems found, in order of location (in order of discovery if there are no lines)."""
         return tuple(problem for _, problem in sorted(self._found, key=lambda found: (found[0].line, found[0].column)))
 
 
 def plain_type(text: str) -> ScalarKind:
-    """Return what an unquoted scalar is.
+    """Return the kind of an unquoted scalar.
 
     These are the rules of YAML 1.2: ``on``, ``no`` and ``1:8`` are text, ``1e-3`` is a number. YAML 1.1, which PyYAML
-    resolves by, has it the other way round in each case.
+    implements, resolves each of these the other way round.
     """
     if _NULL.fullmatch(text):
         return "null"
@@ -101,7 +101,7 @@ def plain_type(text: str) -> ScalarKind:
 
 
 def describe(node: Node) -> str:
-    """Return what stands there, for a message."""
+    """Return a description of ``node`` for a message."""
     if isinstance(node, ListNode):
         return "a list" if node.items else "an empty list"
     if isinstance(node, MapNode):
@@ -114,18 +114,18 @@ def describe(node: Node) -> str:
 
 
 def shown(text: str) -> str:
-    """Return ``text`` as a message can hold it: cut, and what cannot be printed escaped."""
+    """Return ``text`` for a message: truncated, with unprintable characters escaped."""
     text = text if len(text) <= 60 else text[:57] + "..."
     return text if text.isprintable() else text.encode("unicode_escape").decode()
 
 
 def node_from_value(value: object, path: str, findings: Findings) -> Node:
-    """Return the node of a Python value (a policy given as a mapping); marks are paths: ``policy.rules[0]``."""
+    """Return the node of a Python value (a policy given as a mapping); locations are paths: ``policy.rules[0]``."""
     return _Values(findings).convert(value, path, MAX_DEPTH)
 
 
 class _Values:
-    """Converts one Python value, with the same bounds on size and depth as a file has."""
+    """Converts one Python value, with the same bounds on size and depth as for a file."""
 
     def __init__(self, findings: Findings) -> None:
         self.findings = findings
@@ -162,17 +162,17 @@ def _scalar_from_value(value: object, location: SourceLocation) -> Scalar:
         return Scalar(str(value).lower(), "bool", location)
     if isinstance(value, str):
         return Scalar(str(value), "text", location)
-    if isinstance(value, int) and value.bit_length() <= 128:  # far longer ones cannot even be printed
+    if isinstance(value, int) and value.bit_length() <= 128:  # much longer ones cannot even be printed
         return Scalar(str(int(value)), "int", location)
     if isinstance(value, float):
         return Scalar(repr(float(value)), "float", location)
     return Scalar(f"value of type {type(value).__name__}", "other", location)
 
 
-# -- YAML text to nodes with marks: only plain data, bounded in size and depth, no key lost
+# -- YAML text to nodes: only plain data, bounded in size and depth, duplicate keys reported
 
-# The parser's events are composed here, not by PyYAML: its composer recurses (a deep file ends in ``RecursionError``),
-# and its constructor lets a second key win in silence and resolves unquoted words by YAML 1.1.
+# We compose the parser's events ourselves. PyYAML's composer recurses (a deep file ends in ``RecursionError``), and its
+# constructor silently lets a second key win and resolves unquoted words by YAML 1.1.
 
 _NodeEvent: TypeAlias = yaml.AliasEvent | yaml.ScalarEvent | yaml.CollectionStartEvent
 _NODE_EVENTS = (yaml.AliasEvent, yaml.ScalarEvent, yaml.CollectionStartEvent)
@@ -180,9 +180,9 @@ _QUOTE_STAR = 'an unquoted * at the start of a word refers to an anchor; quote p
 
 
 def compose_yaml(text: str, file: str, findings: Findings) -> Node | None:
-    """Return what ``text`` writes, None when it is empty; raises ``PolicyError`` where reading cannot go on.
+    """Return the root node of ``text``, or None if it is empty; raises ``PolicyError`` if reading cannot continue.
 
-    Duplicate keys are noted in ``findings`` and the first one is kept.
+    Duplicate keys are reported in ``findings``, and the first one is kept.
     """
     return _Composer(text, file, findings).compose()
 
@@ -194,7 +194,7 @@ class _Open:
     is_mapping: bool
     location: SourceLocation
     anchor: str | None
-    first_node: int  # how many nodes had been counted before this one
+    first_node: int  # number of nodes counted before this one
     children: list[Node] = field(default_factory=list)
 
 
@@ -204,7 +204,7 @@ class _Composer:
     def __init__(self, text: str, file: str, findings: Findings) -> None:
         self.text, self.file, self.findings = text, file, findings
         self.open: list[_Open] = []
-        self.anchors: dict[str, tuple[Node, int]] = {}  # and its nodes, every alias in it written out
+        self.anchors: dict[str, tuple[Node, int]] = {}  # node and its number of nodes, with every alias expanded
         self.nodes = 0
         self.documents = 0
         self.root: Node | None = None
@@ -233,9 +233,9 @@ class _Composer:
         except yaml.reader.ReaderError as error:
             place = location_in(self.text, error.position, self.file)
             self.findings.stop(place, f"the character {error.character:#06x} is not allowed in YAML", fix="remove it")
-        except (ValueError, OverflowError):  # PyYAML lets these out for an escape such as "\Uffffffff"
+        except (ValueError, OverflowError):  # PyYAML raises these for an escape such as "\Uffffffff"
             place = self._location(loader.get_mark() if loader else None)
-            found = "this is not YAML: an escape in quoted text stands for no character"
+            found = "this is not YAML: an escape in quoted text does not encode a character"
             self.findings.stop(place, found, fix="look for a wrong \\")
 
     def _start_document(self, event: yaml.DocumentStartEvent) -> None:
@@ -269,7 +269,7 @@ class _Composer:
         if anchor in self.anchors:
             return self.anchors[anchor]
         if any(opened.anchor == anchor for opened in self.open):
-            self.findings.stop(location, f"*{anchor} stands inside of what it refers to", fix="write it out")
+            self.findings.stop(location, f"*{anchor} is inside of what it refers to", fix="write it out")
         self.findings.stop(location, f"*{anchor} refers to no anchor", fix=_QUOTE_STAR)
 
     def _count(self, size: int, location: SourceLocation) -> None:
@@ -290,9 +290,7 @@ class _Composer:
 
     def _add_entry(self, entries: dict[str, tuple[Scalar, Node]], key: Node, value: Node) -> None:
         if not isinstance(key, Scalar):
-            self.findings.add(
-                key.location, "a list or mapping stands where a key is meant", fix="quote it if text is meant"
-            )
+            self.findings.add(key.location, "a list or mapping is used as a key", fix="quote it if text is meant")
         elif key.text in entries:
             first = entries[key.text][0].location
             found = f'the key "{shown(key.text)}" is given twice; the first is at {first}'
@@ -329,6 +327,6 @@ def _syntax_fix(error: yaml.MarkedYAMLError, character: str) -> str:
 
 
 def location_in(text: str, offset: int, file: str) -> SourceLocation:
-    """Return the mark of the character at ``offset`` of ``text``."""
+    """Return the source location of the character at ``offset`` of ``text``."""
     before = text[:offset]
     return SourceLocation(file, before.count("\n") + 1, offset - before.rfind("\n"))

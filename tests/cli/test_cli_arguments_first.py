@@ -140,7 +140,7 @@ def test_training(given: list[str], text: str, capsys: pytest.CaptureFixture[str
     ("given", "text"),
     [
         (["--device", "h1000"], "device: the planner has no figures for 'h1000'\n    did you mean: h100"),
-        (["--budget", "lots"], 'budget: "lots" is no budget: it is not a number with a unit'),
+        (["--budget", "lots"], 'budget: "lots" is not a budget: it is not a number with a unit'),
         (["--device", "h100", "--margin", "x"], '--margin: "x" is no margin'),
         (["--margin", "5%"], "--budget: there is none, and how much memory a processor has is not known"),
         (["--optimizer", "adamm"], "optimizer: 'adamm' is not known\n    did you mean: adam"),

@@ -215,7 +215,7 @@ def test_a_budget_below_the_least_peak(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_a_budget_that_is_no_budget(capsys: pytest.CaptureFixture[str]) -> None:
     assert refusal(capsys, "stack", "--budget", "lots") == (
-        f'budget: "lots" is no budget: it is not a number with a unit\n    legal: {LEGAL_BUDGET}'
+        f'budget: "lots" is not a budget: it is not a number with a unit\n    legal: {LEGAL_BUDGET}'
     )
 
 

@@ -9,9 +9,9 @@ from tests.docs.pages import text_of
 
 PAGE = "docs/troubleshooting.md"
 NOT_MET = {  # told of arguments, with what is legal beside them
-    "… is no torch.nn.Module",
+    "… is not a torch.nn.Module",
     "… is not known",
-    "… is no part of a model",
+    "… is not a part of a model",
     "model is a …",
     "recompute_granularity=… is in the config of …",  # a part of the one on the model's own checkpointing
 }

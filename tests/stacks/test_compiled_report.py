@@ -71,10 +71,10 @@ def test_text_of_a_compiled_model() -> None:
     assert kind.traced.saved == 5  # attention, and the 1st, 3rd, 5th and 7th of seven products
     assert str(report) == (
         "activation checkpointing: selective, 2 regions\n"
-        f"blocks.0-1 (x2): compiled; told to save 5 calls and to recompute {kind.traced.recomputed}\n"
+        f"blocks.0-1 (x2): compiled; decisions: save 5 calls, recompute {kind.traced.recomputed}\n"
         "  rule rule-0: 1 calls\n"
         "  rule rule-1: 7 calls\n"
-        "  what of that is kept is the partitioner's choice, and in no bytes here"
+        "  the partitioner chooses what it keeps of these; their bytes are not counted here"
     )
 
 

@@ -177,12 +177,12 @@ ILLEGAL: dict[str, tuple[Any, str]] = {
     ),
     "verify misspelled": (
         {"mode": "full", "verify": "frist"},
-        "activation_checkpointing.verify: 'frist' is no time to verify at\n    did you mean: first\n"
+        "activation_checkpointing.verify: 'frist' is not a time to verify at\n    did you mean: first\n"
         "    legal: first, always, never",
     ),
     "engine misspelled": (
         {"mode": "full", "engine": "re-run"},
-        "activation_checkpointing.engine: 're-run' is no engine\n    did you mean: rerun\n"
+        "activation_checkpointing.engine: 're-run' is not an engine\n    did you mean: rerun\n"
         "    legal: auto, rerun, replay",
     ),
     "blocks": (
@@ -202,24 +202,24 @@ ILLEGAL: dict[str, tuple[Any, str]] = {
     ),
     "scope": (
         {"mode": "none", "scope": "lang"},
-        "activation_checkpointing.scope: 'lang' is no part of a model\n    did you mean: language\n" + SCOPES_LEGAL,
+        "activation_checkpointing.scope: 'lang' is not a part of a model\n    did you mean: language\n" + SCOPES_LEGAL,
     ),
     "scope is a number": (
         {"mode": "full", "scope": 3},
-        "activation_checkpointing.scope: 3 is no part of a model\n" + SCOPES_LEGAL,
+        "activation_checkpointing.scope: 3 is not a part of a model\n" + SCOPES_LEGAL,
     ),
     "scope is empty": (
         {"mode": "full", "scope": []},
-        "activation_checkpointing.scope: [] is no part of a model\n" + SCOPES_LEGAL,
+        "activation_checkpointing.scope: [] is not a part of a model\n" + SCOPES_LEGAL,
     ),
     "two scopes wrong": (
         {"mode": "full", "scope": ["visio", "audio", 4]},
-        "activation_checkpointing.scope: 'visio' is no part of a model\n    did you mean: vision\n"
-        f"{SCOPES_LEGAL}\nactivation_checkpointing.scope: 4 is no part of a model\n{SCOPES_LEGAL}",
+        "activation_checkpointing.scope: 'visio' is not a part of a model\n    did you mean: vision\n"
+        f"{SCOPES_LEGAL}\nactivation_checkpointing.scope: 4 is not a part of a model\n{SCOPES_LEGAL}",
     ),
     "granularity": (
         {"mode": "full", "granularity": "blocks"},
-        "activation_checkpointing.granularity: 'blocks' is no granularity\n    did you mean: block\n"
+        "activation_checkpointing.granularity: 'blocks' is not a granularity\n    did you mean: block\n"
         "    legal: block, submodule",
     ),
     "strict": (
@@ -230,7 +230,7 @@ ILLEGAL: dict[str, tuple[Any, str]] = {
     "all at once": (
         {"strict": 5, "bad": 1, "engine": None},
         f"activation_checkpointing: unknown key 'bad'\n    legal: {KEYS}\n{MODE_MISSING}\n"
-        "activation_checkpointing.engine: None is no engine\n    legal: auto, rerun, replay\n"
+        "activation_checkpointing.engine: None is not an engine\n    legal: auto, rerun, replay\n"
         "activation_checkpointing.strict: 5 is not true or false\n    legal: true, false",
     ),
 }

@@ -46,53 +46,56 @@ COUNTER = Counter()
 
 # What is given, and what follows `FullConfig.` (or the place of the config value).
 ILLEGAL: dict[str, tuple[dict[str, Any], str]] = {
-    "keep misspelled": ({"keep": "frist"}, f"keep: 'frist' is no choice of inputs\n    did you mean: first\n{KEEPS}"),
-    "keep is a boolean": ({"keep": True}, f"keep: True is no choice of inputs\n{KEEPS}\n{QUOTE}"),
-    "keep is empty": ({"keep": None}, f"keep: None is no choice of inputs\n{KEEPS}"),
+    "keep misspelled": (
+        {"keep": "frist"},
+        f"keep: 'frist' is not a choice of inputs\n    did you mean: first\n{KEEPS}",
+    ),
+    "keep is a boolean": ({"keep": True}, f"keep: True is not a choice of inputs\n{KEEPS}\n{QUOTE}"),
+    "keep is empty": ({"keep": None}, f"keep: None is not a choice of inputs\n{KEEPS}"),
     "store misspelled": (
         {"store": "scatered"},
-        f"store: 'scatered' is no store\n    did you mean: scattered\n{STORES}",
+        f"store: 'scatered' is not a store\n    did you mean: scattered\n{STORES}",
     ),
     "one of two stores misspelled": (
         {"store": "scattered+hots"},
-        f"store: 'hots' is no store\n    did you mean: host\n{STORES}",
+        f"store: 'hots' is not a store\n    did you mean: host\n{STORES}",
     ),
-    "store is off": ({"store": False}, f"store: False is no store\n{STORES}\n{QUOTE}"),
-    "store is empty": ({"store": None}, f"store: None is no store\n{STORES}"),
-    "store is an empty text": ({"store": ""}, f"store: '' is no store\n{STORES}"),
+    "store is off": ({"store": False}, f"store: False is not a store\n{STORES}\n{QUOTE}"),
+    "store is empty": ({"store": None}, f"store: None is not a store\n{STORES}"),
+    "store is an empty text": ({"store": ""}, f"store: '' is not a store\n{STORES}"),
     "stores in a list": (
         {"store": ["scattered", "Host"]},
-        f"store: ['scattered', 'Host'] is no store\n{STORES}\n    fix: write \"scattered+host\"",
+        f"store: ['scattered', 'Host'] is not a store\n{STORES}\n    fix: write \"scattered+host\"",
     ),
     "stores with a comma": (
         {"store": "scattered, host"},
-        f"store: 'scattered, host' is no store\n{STORES}\n    fix: write \"scattered+host\"",
+        f"store: 'scattered, host' is not a store\n{STORES}\n    fix: write \"scattered+host\"",
     ),
     "store twice": ({"store": "host+host"}, f"store: 'host+host' does not go together\n{STORES}"),
     "whole and another": ({"store": "whole+host"}, f"store: 'whole+host' does not go together\n{STORES}"),
     "count in quotes": (
         {"store": "contiguous", "num_checkpoints": "4"},
-        f"num_checkpoints: '4' is no number of checkpoints\n{COUNT}\n    fix: write 4, without quotes",
+        f"num_checkpoints: '4' is not a number of checkpoints\n{COUNT}\n    fix: write 4, without quotes",
     ),
     "count that YAML 1.1 reads as text": (
         {"store": "contiguous", "num_checkpoints": "1e1"},
-        f"num_checkpoints: '1e1' is no number of checkpoints\n{COUNT}\n    fix: write 10, without quotes",
+        f"num_checkpoints: '1e1' is not a number of checkpoints\n{COUNT}\n    fix: write 10, without quotes",
     ),
     "count with a point": (
         {"store": "contiguous", "num_checkpoints": 4.0},
-        f"num_checkpoints: 4.0 is no number of checkpoints\n{COUNT}\n    fix: write 4",
+        f"num_checkpoints: 4.0 is not a number of checkpoints\n{COUNT}\n    fix: write 4",
     ),
     "half a checkpoint": (
         {"store": "contiguous", "num_checkpoints": 4.5},
-        f"num_checkpoints: 4.5 is no number of checkpoints\n{COUNT}",
+        f"num_checkpoints: 4.5 is not a number of checkpoints\n{COUNT}",
     ),
     "no checkpoints": (
         {"store": "contiguous", "num_checkpoints": 0},
-        f"num_checkpoints: 0 is no number of checkpoints\n{COUNT}",
+        f"num_checkpoints: 0 is not a number of checkpoints\n{COUNT}",
     ),
     "count is a boolean": (
         {"store": "contiguous", "num_checkpoints": True},
-        f"num_checkpoints: True is no number of checkpoints\n{COUNT}",
+        f"num_checkpoints: True is not a number of checkpoints\n{COUNT}",
     ),
     "contiguous without a count": (
         {"store": "contiguous"},
@@ -109,10 +112,10 @@ ILLEGAL: dict[str, tuple[dict[str, Any], str]] = {
         "verify_replicated: 'on' is not first, true or false\n    legal: first, true, false\n"
         "    fix: write true, without quotes",
     ),
-    "prefetch is true": ({"prefetch": True}, f"prefetch: True is no number of regions\n{AHEAD}"),
-    "prefetch is less than none": ({"prefetch": -1}, f"prefetch: -1 is no number of regions\n{AHEAD}"),
-    "prefetch is empty": ({"prefetch": None}, f"prefetch: None is no number of regions\n{AHEAD}"),
-    "prefetch has no end": ({"prefetch": float("inf")}, f"prefetch: inf is no number of regions\n{AHEAD}"),
+    "prefetch is true": ({"prefetch": True}, f"prefetch: True is not a number of regions\n{AHEAD}"),
+    "prefetch is less than none": ({"prefetch": -1}, f"prefetch: -1 is not a number of regions\n{AHEAD}"),
+    "prefetch is empty": ({"prefetch": None}, f"prefetch: None is not a number of regions\n{AHEAD}"),
+    "prefetch has no end": ({"prefetch": float("inf")}, f"prefetch: inf is not a number of regions\n{AHEAD}"),
     "release is one": (
         {"release_input": 1},
         f"release_input: 1 is not true or false\n{FLAG}\n    fix: write true, without quotes",
@@ -123,7 +126,7 @@ ILLEGAL: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a provider alone": (
         {"state": COUNTER},
-        f"state: Counter() stands alone\n{PROVIDERS}\n    fix: write a comma behind it, in parentheses: (…,)",
+        f"state: Counter() is not in a tuple\n{PROVIDERS}\n    fix: write a comma after it, in parentheses: (…,)",
     ),
     "no provider": ({"state": (COUNTER, 3)}, f"state: 3 is none of them\n{PROVIDERS}"),
     "a class of providers": (
@@ -133,7 +136,7 @@ ILLEGAL: dict[str, tuple[dict[str, Any], str]] = {
     "a seed as generator": ({"generators": 3}, f"generators: 3 is none of them\n{GENERATORS}"),
     "two at once": (
         {"keep": 1, "prefetch": "x"},
-        f"keep: 1 is no choice of inputs\n{KEEPS}\n%sprefetch: 'x' is no number of regions\n{AHEAD}",
+        f"keep: 1 is not a choice of inputs\n{KEEPS}\n%sprefetch: 'x' is not a number of regions\n{AHEAD}",
     ),
 }
 
@@ -164,7 +167,7 @@ CALL_ILLEGAL = {
     "early_stop": (0, f"0 is not true or false\n{FLAG}\n    fix: write false, without quotes"),
     "determinism_check": (
         "defualt",
-        "'defualt' is no check\n    did you mean: default\n    legal: default, none",
+        "'defualt' is not a check\n    did you mean: default\n    legal: default, none",
     ),
 }
 
@@ -185,7 +188,7 @@ def test_arguments_are_no_keys(key: str) -> None:
     with pytest.raises(ConfigError) as caught:
         sac.apply(nn.Linear(2, 2), {"mode": "full", key: None})
     assert str(caught.value) == (
-        f"activation_checkpointing: {key} is no key of a config value\n"
+        f"activation_checkpointing: {key} is not a key of a config value\n"
         f"    fix: pass it as an argument: sac.apply(model, value, {key}=…)"
     )
 
@@ -332,6 +335,6 @@ def test_what_is_no_full_config(config: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         sac.checkpoint(torch.sin, torch.ones(2, requires_grad=True), config=config)
     assert str(caught.value) == (
-        f"sac.checkpoint.config: {config!r} is no FullConfig\n    legal: a FullConfig\n    fix: write "
+        f"sac.checkpoint.config: {config!r} is not a FullConfig\n    legal: a FullConfig\n    fix: write "
         "sac.full.FullConfig(…); for a keyword of the function's own, functools.partial(function, config=…)"
     )

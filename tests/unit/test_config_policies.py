@@ -43,9 +43,7 @@ rules:
           attentionn]
     do: save
 """
-PASSED_OVER = (
-    "    fix: correct the name, or put it into a save-set under `sets:`, where an op that is not there is passed over"
-)
+PASSED_OVER = "    fix: correct the name, or put it into a save-set under `sets:`, where a missing op is skipped"
 
 
 def told(text: str, folder: Path) -> str:

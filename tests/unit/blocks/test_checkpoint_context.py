@@ -88,9 +88,9 @@ def test_rules_on_blocks_need_the_model() -> None:
         save("matmul", blocks="encoder.*", layers={"first": 1}), save("attention"), save("aten.bmm", blocks=["a", "b"])
     )
     told = (
-        'policy.rules[0].blocks: rule "rule-0" speaks of blocks, and sac.context_fn is not told where in the model a '
+        'policy.rules[0].blocks: rule "rule-0" matches blocks, and sac.context_fn does not know where in the model a '
         "block is\n    fix: use sac.apply on the whole model\n"
-        'policy.rules[2].blocks: rule "rule-2" speaks of blocks, and sac.context_fn is not told where in the model a '
+        'policy.rules[2].blocks: rule "rule-2" matches blocks, and sac.context_fn does not know where in the model a '
         "block is\n    fix: use sac.apply on the whole model"
     )
     with pytest.raises(ConfigError) as caught:

@@ -122,7 +122,7 @@ def test_illegal_granularity() -> None:
 def test_not_a_module() -> None:
     with pytest.raises(ConfigError) as caught:
         find_blocks([PlainBlock()])  # type: ignore[arg-type]
-    assert str(caught.value) == "model: list is no torch.nn.Module"
+    assert str(caught.value) == "model: list is not a torch.nn.Module"
 
 
 # --- scope
@@ -138,17 +138,17 @@ def test_illegal_scope() -> None:
     with pytest.raises(ConfigError) as caught:
         find_blocks(plain("titan")[0], scope=["visoin", "text"])
     assert str(caught.value) == (
-        "scope: 'visoin' is no part of a model\n"
+        "scope: 'visoin' is not a part of a model\n"
         "    did you mean: vision\n"
         "    legal: all, language, vision, audio, multimodal, or a list of them\n"
-        "scope: 'text' is no part of a model\n"
+        "scope: 'text' is not a part of a model\n"
         "    legal: all, language, vision, audio, multimodal, or a list of them"
     )
 
 
 @pytest.mark.parametrize("scope", [[], 3, None, [None], ""])
 def test_scope_of_a_wrong_kind(scope) -> None:
-    with pytest.raises(ConfigError, match="is no part of a model"):
+    with pytest.raises(ConfigError, match="is not a part of a model"):
         parse_scope(scope)
 
 

@@ -137,11 +137,11 @@ def test_values_of_the_wrong_sort():
         "deepspeed_config.activation_checkpointing.cpu_checkpointing: 'yes' is not true or false\n"
         "    legal: true, false\n"
         "    fix: write true, without quotes\n"
-        "deepspeed_config.activation_checkpointing.number_checkpoints: 0 is no number of checkpoints\n"
+        "deepspeed_config.activation_checkpointing.number_checkpoints: 0 is not a number of checkpoints\n"
         "    legal: a whole number, 1 or more"
     )
     assert refused(None, profile=1, num_checkpoints="4") == (
-        "deepspeed.configure.num_checkpoints: '4' is no number of checkpoints\n"
+        "deepspeed.configure.num_checkpoints: '4' is not a number of checkpoints\n"
         "    legal: a whole number, 1 or more\n"
         "    fix: write 4, without quotes\n"
         "deepspeed.configure.profile: 1 is not true or false\n"
@@ -227,7 +227,7 @@ def test_partitioning_one_by_one_is_checked_too():
         ConfigError, match=r"^deepspeed\.partition_activations_in_checkpoint: 'on' is not true or false"
     ):
         checkpointing.partition_activations_in_checkpoint("on")
-    with pytest.raises(ConfigError, match=r"^deepspeed\.set_num_layers: 0 is no number of checkpoints"):
+    with pytest.raises(ConfigError, match=r"^deepspeed\.set_num_layers: 0 is not a number of checkpoints"):
         checkpointing.set_num_layers(0)
     assert now() == ActivationCheckpointing()
 

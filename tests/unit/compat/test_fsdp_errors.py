@@ -71,7 +71,7 @@ UNSUPPORTED = {
     ),
     "determinism_check": (
         {"determinism_check": "all"},
-        "checkpoint_wrapper.determinism_check: 'all' is no check\n    legal: default, none",
+        "checkpoint_wrapper.determinism_check: 'all' is not a check\n    legal: default, none",
     ),
 }
 

@@ -159,7 +159,9 @@ def test_the_check_of_recomputation_is_passed_on():
     out = te.checkpoint(region, x, use_reentrant=False)
     with pytest.raises(RegionError, match="was float32"):
         out.backward()
-    with pytest.raises(ConfigError, match=r"transformer_engine.checkpoint.determinism_check: 'sometimes' is no check"):
+    with pytest.raises(
+        ConfigError, match=r"transformer_engine.checkpoint.determinism_check: 'sometimes' is not a check"
+    ):
         te.checkpoint(torch.exp, x, determinism_check="sometimes")
 
 

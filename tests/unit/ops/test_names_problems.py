@@ -62,8 +62,7 @@ def test_an_unknown_op(for_saving):
     assert only_problem("aten::adddmm", for_saving=for_saving) == (
         "p.yaml:3:9: no op aten.adddmm is registered\n"
         "    did you mean: aten.addmm\n"
-        "    fix: correct the name, or put it into a save-set under `sets:`, where an op that is not there is "
-        "passed over"
+        "    fix: correct the name, or put it into a save-set under `sets:`, where a missing op is skipped"
     )
 
 
@@ -71,8 +70,7 @@ def test_an_unknown_higher_order_op():
     assert only_problem("higher_order.flex_atention") == (
         "p.yaml:3:9: no op higher_order.flex_atention is registered\n"
         "    did you mean: higher_order.flex_attention\n"
-        "    fix: correct the name, or put it into a save-set under `sets:`, where an op that is not there is "
-        "passed over"
+        "    fix: correct the name, or put it into a save-set under `sets:`, where a missing op is skipped"
     )
 
 
@@ -80,7 +78,7 @@ def test_an_unknown_namespace():
     assert only_problem("my_lib::flash") == (
         "p.yaml:3:9: no op of a namespace my_lib is registered\n"
         "    fix: import the library that registers it before sac reads the policy, or put the name into a save-set "
-        "under `sets:`, where an op that is not there is passed over"
+        "under `sets:`, where a missing op is skipped"
     )
 
 
@@ -89,7 +87,7 @@ def test_a_misspelled_namespace():
         "p.yaml:3:9: no op of a namespace atne is registered\n"
         "    did you mean: aten.mm\n"
         "    fix: import the library that registers it before sac reads the policy, or put the name into a save-set "
-        "under `sets:`, where an op that is not there is passed over"
+        "under `sets:`, where a missing op is skipped"
     )
 
 

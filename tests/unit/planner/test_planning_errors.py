@@ -46,14 +46,14 @@ LEGAL = f'{LEGAL_BYTES}, or a share of the range such as "50%"'
 @pytest.mark.parametrize(
     ("budget", "found"),
     [
-        (0, "0 is no budget"),
-        (-5, "-5 is no budget"),
-        (True, "True is no budget"),
-        (1.5, "1.5 is no budget"),
-        (None, "None is no budget"),
-        ("101%", '"101%" is no budget: a share is 0% to 100%'),
-        ("-1%", '"-1%" is no budget: a share is 0% to 100%'),
-        ("nan%", '"nan%" is no budget: a share is 0% to 100%'),
+        (0, "0 is not a budget"),
+        (-5, "-5 is not a budget"),
+        (True, "True is not a budget"),
+        (1.5, "1.5 is not a budget"),
+        (None, "None is not a budget"),
+        ("101%", '"101%" is not a budget: a share is 0% to 100%'),
+        ("-1%", '"-1%" is not a budget: a share is 0% to 100%'),
+        ("nan%", '"nan%" is not a budget: a share is 0% to 100%'),
     ],
 )
 def test_what_is_no_budget(budget: Any, found: str) -> None:
@@ -66,7 +66,7 @@ def test_what_is_no_budget(budget: Any, found: str) -> None:
 def test_what_is_no_budget_in_words(text: str) -> None:
     with pytest.raises(PlanError) as error:
         read_budget(text)
-    assert str(error.value).startswith(f'budget: "{text}" is no budget: ')
+    assert str(error.value).startswith(f'budget: "{text}" is not a budget: ')
     assert str(error.value).endswith(f"\n    legal: {LEGAL}")
 
 
@@ -93,7 +93,7 @@ def test_an_optimizer_that_is_not_known() -> None:
         "    fix: pass the optimizer itself"
     )
     assert error_of(Model(), optimizer=torch.optim.Adam) == (
-        "optimizer: a type is no optimizer\n    legal: sgd, momentum, adam, adamw, or a torch.optim.Optimizer"
+        "optimizer: a type is not an optimizer\n    legal: sgd, momentum, adam, adamw, or a torch.optim.Optimizer"
     )
 
 
@@ -123,7 +123,7 @@ def test_a_gpu_that_is_not_there(device: Any) -> None:
 
 def test_an_engine_that_is_not_known() -> None:
     assert error_of(Model(), engine="reply", kind=sac.SacError) == (
-        "activation_checkpointing.engine: 'reply' is no engine\n"
+        "activation_checkpointing.engine: 'reply' is not an engine\n"
         "    did you mean: replay\n"
         "    legal: auto, rerun, replay"
     )
@@ -135,7 +135,7 @@ def test_a_model_that_sac_is_on() -> None:
 
 
 def test_what_is_no_model() -> None:
-    assert error_of(3, kind=ModelError) == "model: a int is no torch.nn.Module"
+    assert error_of(3, kind=ModelError) == "model: a int is not a torch.nn.Module"
 
 
 def test_a_frozen_model() -> None:

@@ -24,7 +24,7 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "a_list_as_a_key": (
         "? [schema]\n: sac/v1\nschema: sac/v1\nrules: []\n",
         (
-            "p.yaml:1:3: a list or mapping stands where a key is meant",
+            "p.yaml:1:3: a list or mapping is used as a key",
             "fix: quote it if text is meant",
         ),
     ),
@@ -158,14 +158,14 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "an_impossible_escape": (
         'schema: sac/v1\nname: "\\Uffffffff"\n',
         (
-            "p.yaml:2:10: this is not YAML: an escape in quoted text stands for no character",
+            "p.yaml:2:10: this is not YAML: an escape in quoted text does not encode a character",
             "fix: look for a wrong \\",
         ),
     ),
     "an_alias_inside_of_itself": (
         "schema: &a [*a]\n",
         (
-            "p.yaml:1:13: *a stands inside of what it refers to",
+            "p.yaml:1:13: *a is inside of what it refers to",
             "fix: write it out",
         ),
     ),

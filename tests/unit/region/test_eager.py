@@ -241,7 +241,7 @@ def test_option_with_one_graph_is_refused_with_our_reason() -> None:
 def test_illegal_option_is_told_as_without_compile() -> None:
     with pytest.raises(ConfigError) as caught:
         compiled(built(lambda: Mixed(sac.checkpoint, determinism_check="no")))(*tokens())
-    assert str(caught.value).startswith("sac.checkpoint.determinism_check: 'no' is no check\n")
+    assert str(caught.value).startswith("sac.checkpoint.determinism_check: 'no' is not a check\n")
 
 
 def gradients(function: Callable[..., Any], *weights: Tensor) -> list[Tensor]:
