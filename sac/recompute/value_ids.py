@@ -22,12 +22,12 @@ from sac.tensors import WeakStorages, layout_key, offset_in_storage, storage_add
 #   value id of an output = the signature (with its index, for several outputs); a write renames the storage it writes
 #   value id of a parameter = its identity; of an input = its position; of anything else = the address of its storage
 #
-# A tensor of the last kind is external: its value id may differ between the passes although nothing is wrong (in forward,
-# autocast reused a cast weight from an earlier region; in recomputation it casts the weight anew). A value computed from
-# an external tensor is external too. If forward did not see the signature of a call, the call is matched by module, op
-# and call number. Then every argument must agree in layout, and in value id unless one side is external. If the forward
-# ran without grad mode, where a module may use other kernels, arguments need only agree in shape and dtype. A call
-# without a match runs.
+# A tensor of the last kind is external: its value id may differ between the passes although nothing is wrong (in
+# forward, autocast reused a cast weight from an earlier region; in recomputation it casts the weight anew). A value
+# computed from an external tensor is external too. If forward did not see the signature of a call, the call is matched
+# by module, op and call number. Then every argument must agree in layout, and in value id unless one side is external.
+# If the forward ran without grad mode, where a module may use other kernels, arguments need only agree in shape and
+# dtype. A call without a match runs.
 #
 # Example. A region computes `h = x @ w` and `h` is saved; x is input 0, w a parameter. The value id of h is the call's
 # signature, hash(mm, (id of input 0, layout of x), (id of w, layout of w)). In recomputation an extra op runs first (an

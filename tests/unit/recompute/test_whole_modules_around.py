@@ -339,8 +339,8 @@ def test_a_module_that_cannot_be_run_again() -> None:
     with pytest.raises(sac.errors.RegionError) as error:
         out.sum().backward()
     assert str(error.value) == (
-        "blocks.0.plain: what this saved module returned was changed in place after it, as in no call before, and the "
-        "module cannot be run again: it writes to its buffers\n    fix: clone the result before writing to it"
+        "blocks.0.plain: the result of this saved module was changed in place after the call, as in no earlier call, "
+        "and the module cannot run again: it writes to its buffers\n    fix: clone the result before writing to it"
     )
 
 
