@@ -1,11 +1,11 @@
-"""torch's ``checkpoint_wrapper`` and ``apply_activation_checkpointing``, carried out by regions.
+"""torch's ``checkpoint_wrapper`` and ``apply_activation_checkpointing``, implemented with regions.
 
-``from sac.compat.fsdp import CheckpointImpl, apply_activation_checkpointing, checkpoint_wrapper`` takes the place of
-the import from ``torch.distributed.algorithms._checkpoint.checkpoint_wrapper``.
+``from sac.compat.fsdp import CheckpointImpl, apply_activation_checkpointing, checkpoint_wrapper`` replaces the import
+from ``torch.distributed.algorithms._checkpoint.checkpoint_wrapper``.
 
-What is different: there is no wrapper. The module itself becomes a region and is returned, so that its class, its name
-and the names of its parameters stay, and ``sac.remove`` takes the region off again. Buffers advance once, routing ops
-keep their results, and a model's K/V cache is turned off. What a wrapper could do and a region cannot is an error.
+Differences: there is no wrapper. The module itself becomes a region and is returned, so its class, its name and the
+names of its parameters stay, and ``sac.remove`` removes the region. Buffers advance once, routing ops keep their
+results, and a model's K/V cache is turned off. What a wrapper can do and a region cannot is an error.
 ``offload_wrapper`` on a module that is not a region moves what autograd saves in it, as torch's does.
 """
 
@@ -38,12 +38,12 @@ from sac.torch_private import wrap_for_checkpointing
 __all__ = ["CheckpointImpl", "apply_activation_checkpointing", "checkpoint_wrapper", "offload_wrapper"]
 
 _NAME = "checkpoint_wrapper"
-_OPTIONS = tuple(one.name for one in fields(CallOptions) if one.name != "use_reentrant")  # its keyword comes apart
+_OPTIONS = tuple(one.name for one in fields(CallOptions) if one.name != "use_reentrant")  # passed separately
 _KEYWORDS = ("use_reentrant", *_OPTIONS, "config", "context_fn", "debug")
 
 
 class CheckpointImpl(enum.Enum):
-    """Which mode a region is recomputed in; torch's enumeration of this name is understood too."""
+    """The mode in which a region is recomputed; torch's enumeration of this name is accepted too."""
 
     REENTRANT = enum.auto()
     NO_REENTRANT = enum.auto()
@@ -59,11 +59,11 @@ def checkpoint_wrapper(
 ) -> nn.Module:
     """Make ``module`` a region that is recomputed in backward, and return it.
 
-    ``checkpoint_fn``: None, torch's ``checkpoint`` or ``sac.checkpoint``, which all mean this. ``offload_to_cpu``: keep
-    the region's inputs in host memory. ``checkpoint_fn_kwargs`` are keywords of ``sac.checkpoint``, and ``context_fn``
-    as ``sac.context_fn`` returns it.
+    ``checkpoint_fn``: None, torch's ``checkpoint`` or ``sac.checkpoint``, which all mean the same here.
+    ``offload_to_cpu``: keep the region's inputs in host memory. ``checkpoint_fn_kwargs`` are keywords of
+    ``sac.checkpoint``, and ``context_fn`` as returned by ``sac.context_fn``.
 
-    Raises ``ConfigError`` for what a region cannot do, ``ModelError`` for a module that is a region already.
+    Raises ``ConfigError`` for what a region cannot do, ``ModelError`` for a module that is already a region.
     """
     given = {"checkpoint_impl": checkpoint_impl, "checkpoint_fn": checkpoint_fn, "offload_to_cpu": offload_to_cpu}
     put_regions(module, [_chosen((module,), {**given, **checkpoint_fn_kwargs})])
@@ -71,12 +71,12 @@ def checkpoint_wrapper(
 
 
 def offload_wrapper(module: nn.Module) -> nn.Module:
-    """Keep in host memory until backward what ``module`` leaves for it, and return the module.
+    """Keep what ``module`` leaves for its backward in host memory, and return the module.
 
-    Of a region that is its inputs. Of any other module it is all that autograd saves in its forward, as with torch's
-    function; nothing is run again. ``sac.remove`` takes it off.
+    For a region, these are its inputs. For any other module, it is all that autograd saves in its forward, as with
+    torch's function; nothing is recomputed. ``sac.remove`` undoes it.
 
-    Raises ``ModelError`` for a module inside a region, and for one whose tensors are kept elsewhere already.
+    Raises ``ModelError`` for a module inside a region, and for one whose tensors are already kept elsewhere.
     """
     forward = ours_on(module)
     if isinstance(forward, RegionForward):
@@ -110,7 +110,7 @@ class OffloadedForward(InstalledForward):
         """Run the module."""
         if not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
-        with save_on_cpu(pin_memory=True):  # which pins only where there is a CUDA device
+        with save_on_cpu(pin_memory=True):  # pins only if there is a CUDA device
             return self.original(*args, **kwargs)
 
 
@@ -123,10 +123,10 @@ def apply_activation_checkpointing(
     """Make the modules below ``model`` for which ``check_fn`` returns True regions, in place.
 
     ``checkpoint_wrapper_fn``: ``checkpoint_wrapper``, a ``functools.partial`` of it, ``offload_wrapper``, or a function
-    that calls one of them. ``auto_wrap_policy`` (a function or a policy object of FSDP) is asked instead of
-    ``check_fn`` where it is given. Modules that are not called themselves (a ModuleList) are passed over.
+    that calls one of them. If ``auto_wrap_policy`` (a function or a policy object of FSDP) is given, it replaces
+    ``check_fn``. Modules that are not called themselves (a ModuleList) are skipped.
 
-    Raises what ``checkpoint_wrapper`` raises; the model is then as it was.
+    Raises what ``checkpoint_wrapper`` raises; the model is then unchanged.
     """
     chosen = _select(model, check_fn, auto_wrap_policy)
     function: Any = checkpoint_wrapper_fn
@@ -148,7 +148,7 @@ def apply_activation_checkpointing(
 
 
 def _grouped(chosen: list[tuple[nn.Module, dict[str, Any]]]) -> list[tuple[tuple[nn.Module, ...], dict[str, Any]]]:
-    """Put modules with the same arguments together."""
+    """Group modules with the same arguments."""
     groups: list[tuple[list[nn.Module], dict[str, Any]]] = []
     for module, own in chosen:
         of_same = next((modules for modules, given in groups if given == own), None)
@@ -169,8 +169,8 @@ def _call_each(function: Callable[..., nn.Module], chosen: list[tuple[nn.Module,
 
 
 def _select(model: nn.Module, check_fn: Any, policy: Any) -> list[tuple[nn.Module, dict[str, Any]]]:
-    """Return the modules that torch would wrap, each once, with the arguments that a policy has for it."""
-    # torch's own function chooses: it is what the script called before (private path, torch 1.12 to 2.13).
+    """Return the modules that torch would wrap, each once, with the arguments that a policy sets for it."""
+    # torch's own function selects: it is what the script called before (private path, torch 1.12 to 2.13).
     of_torch = wrap_for_checkpointing()
 
     found: dict[nn.Module, dict[str, Any]] = {}
@@ -185,7 +185,7 @@ def _select(model: nn.Module, check_fn: Any, policy: Any) -> list[tuple[nn.Modul
 
 
 def _chosen(modules: tuple[nn.Module, ...], given: Mapping[str, Any]) -> Chosen:
-    """Return the modules with what ``given``, arguments of ``checkpoint_wrapper``, means for them."""
+    """Return the modules with the meaning of ``given``, arguments of ``checkpoint_wrapper``, for them."""
     given = dict(given)
     problems = [problem for key in tuple(given) for problem in _refused(key, given[key])]
     impl, context_fn = given.get("checkpoint_impl", CheckpointImpl.NO_REENTRANT), given.get("context_fn")
@@ -210,7 +210,7 @@ _ON_HOST = FullConfig(store="host", keep="all")
 
 
 def policy_of_contexts(context_fn: Any) -> Policy | None:
-    """Return the policy that ``sac.context_fn`` made a context function of; None for all else."""
+    """Return the policy behind a context function made by ``sac.context_fn``; None for anything else."""
     if isinstance(context_fn, partial) and context_fn.func is checkpoint_contexts:
         policy: Policy = context_fn.args[0].policy
         return policy
@@ -218,12 +218,12 @@ def policy_of_contexts(context_fn: Any) -> Policy | None:
 
 
 def _refused(key: str, value: Any) -> list[Problem]:
-    """Return what is wrong with one argument of ``checkpoint_wrapper``."""
+    """Return the problems of one argument of ``checkpoint_wrapper``."""
     where = f"{_NAME}.{key}"
     if key == "checkpoint_impl":
         if getattr(value, "name", None) not in CheckpointImpl.__members__:
             legal = listing([f"CheckpointImpl.{name}" for name in CheckpointImpl.__members__])
-            return [Problem(where, f"{value!r} is no implementation", expected=legal)]
+            return [Problem(where, f"{value!r} is not an implementation", expected=legal)]
     elif key == "checkpoint_fn":
         if value not in (None, torch_checkpoint, checkpoint):
             fix = "leave it out, or call the function in the module's own forward"
@@ -233,7 +233,7 @@ def _refused(key: str, value: Any) -> list[Problem]:
             return [Problem(where, f"{value!r} is not true or false", expected="true, false")]
     elif key == "context_fn":
         if value not in (None, noop_context_fn) and policy_of_contexts(value) is None:
-            found = "contexts of the caller's around forward and recomputation are not entered"
+            found = "the caller's contexts around forward and recomputation are not entered"
             fix = "choose per op with context_fn=sac.context_fn(policy), or put state back with FullConfig(state=...)"
             return [Problem(where, found, fix=fix)]
     elif key == "debug":
@@ -242,7 +242,7 @@ def _refused(key: str, value: Any) -> list[Problem]:
             return [Problem(where, found, expected="false")]
     elif key == "config":
         if value is not None and not isinstance(value, FullConfig):
-            return [Problem(where, f"{value!r} is no FullConfig", expected="a sac.full.FullConfig")]
+            return [Problem(where, f"{value!r} is not a FullConfig", expected="a sac.full.FullConfig")]
     elif key not in _KEYWORDS:
         return [Problem(where, "it is not known", expected=listing(_KEYWORDS), nearest=nearest(key, _KEYWORDS))]
     return []

@@ -1,13 +1,13 @@
-"""Hugging Face's training tools: a callback for the Trainer, and training arguments that a JSON file can hold.
+"""Hugging Face's training tools: a callback for the Trainer, and training arguments that fit into a JSON file.
 
-``sac.apply(model, value)`` before the Trainer is all that is needed; the Trainer's own switch stays off. Two more ways:
+``sac.apply(model, value)`` before the Trainer is enough; the Trainer's own switch stays off. There are two other ways:
 
 ``SacCallback(value)``, for a model that the Trainer (or TRL) builds or wraps itself::
 
     Trainer(model, args, callbacks=[SacCallback("selective")], ...)
 
-``take_over(model)``, for a training config that turns activation checkpointing on in its own words. The mapping is a
-config value of ``sac.apply``, and plain JSON::
+``take_over(model)``, for a training config that turns activation checkpointing on with its own keys. The mapping is a
+config value of ``sac.apply`` and is plain JSON::
 
     TrainingArguments(activation_checkpointing=True, activation_checkpointing_kwargs={"mode": "selective"}, ...)
     Trainer(take_over(model), args, ...)
@@ -39,12 +39,13 @@ _DISABLE = ("activation_checkpointing_disable", "gradient_checkpointing_disable"
 
 
 class SacCallback(TrainerCallback):
-    """Puts ``sac.apply(model, value)`` on the model of a Trainer, and logs ``sac.report`` after the first step.
+    """Applies ``sac.apply(model, value)`` to the model of a Trainer, and logs ``sac.report`` after the first step.
 
-    It is put on when the Trainer has been built, before anything wraps the model; on a model that ``model_init`` makes
-    when training begins. The report goes to the logger of this module, at level INFO, on the first process only.
+    This happens when the Trainer has been built, before anything wraps the model. If ``model_init`` makes the model, it
+    happens when training begins. The report goes to the logger of this module, at level INFO, on the first process
+    only.
 
-    Raises ``ConfigError`` for the value, and when the Trainer is built with ``activation_checkpointing=True``; what
+    Raises ``ConfigError`` for the value, and if the Trainer is built with ``activation_checkpointing=True``; also what
     ``sac.apply`` raises.
     """
 
@@ -54,7 +55,7 @@ class SacCallback(TrainerCallback):
         self._told = False
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Put it on the model that the Trainer was given."""
+        """Apply the value to the model that the Trainer was given."""
         if getattr(args, "activation_checkpointing", False) or getattr(args, "gradient_checkpointing", False):
             raise ConfigError(
                 Problem(
@@ -68,28 +69,28 @@ class SacCallback(TrainerCallback):
         apply(model, self.value)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Put it on a model that has come since."""
+        """Apply the value to a model that was created later."""
         self._told = False
         if not _is_on(model):
             apply(model, self.value)
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Log the report, once a training."""
+        """Log the report, once per training."""
         if not self._told and _is_on(model) and state.is_world_process_zero:
             _log.info("%s", report(model))
         self._told = True
 
 
 def take_over(model: nn.Module, value: Any = "selective") -> nn.Module:
-    """Let the model's own methods that turn activation checkpointing on and off be carried out by sac; return it.
+    """Redirect the model's own methods that turn activation checkpointing on and off to sac; return the model.
 
-    ``model.activation_checkpointing_enable(kwargs, every_n_layers, offload)``, by whomever it is called, is then
-    ``sac.apply(model, ...)``. Its ``kwargs`` are the config value if they have a ``mode``, and are added to ``value``
-    otherwise, such as ``{"use_reentrant": False}``. ``every_n_layers=n`` is ``layers: {every: n}``, ``offload=True`` is
-    ``store: host``. Nothing happens before it is called; ``sac.remove(model)`` gives the methods back.
+    A call of ``model.activation_checkpointing_enable(kwargs, every_n_layers, offload)``, by any caller, is then
+    ``sac.apply(model, ...)``. Its ``kwargs`` are the config value if they have a ``mode``; otherwise they are added to
+    ``value``, for example ``{"use_reentrant": False}``. ``every_n_layers=n`` is ``layers: {every: n}``,
+    ``offload=True`` is ``store: host``. Nothing happens before the call; ``sac.remove(model)`` restores the methods.
 
     Raises ``ConfigError`` or ``PolicyError`` for the value; ``ModelError`` for a model without such methods, or with
-    activation checkpointing on already, its own or ours.
+    activation checkpointing already on, its own or ours.
     """
     parse_config(value)
     where = type(model).__name__
@@ -106,7 +107,7 @@ def take_over(model: nn.Module, value: Any = "selective") -> nn.Module:
         if callable(getattr(type(module), name, None))
     ]
     if not switches:
-        missing = f"this model has no {_ENABLE[0]}(), and so nothing that could be taken over"
+        missing = f"this model has no {_ENABLE[0]}(), so there is nothing to take over"
         raise ModelError(Problem(where, missing, fix="call sac.apply(model, value)"))
     for switch in switches:
         switch.put_on()
@@ -126,14 +127,14 @@ class _TakenOver(Switch):
 
 
 class _Enable(_TakenOver):
-    def __call__(  # PEFT asks the signature for the second of the two names
+    def __call__(  # PEFT looks for the second of the two names in the signature
         self,
         activation_checkpointing_kwargs: Mapping[str, Any] | None = None,
         every_n_layers: int = 1,
         offload: bool = False,
         gradient_checkpointing_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Turn it on, instead of what is on."""
+        """Turn activation checkpointing on, replacing what is on."""
         given = dict(activation_checkpointing_kwargs or gradient_checkpointing_kwargs or {})
         if every_n_layers != 1:
             _add(given, "layers", {"every": every_n_layers}, f"every_n_layers={every_n_layers}")
@@ -147,15 +148,15 @@ class _Enable(_TakenOver):
 
 class _Disable(_TakenOver):
     def __call__(self) -> None:
-        """Turn it off; it can be turned on again."""
+        """Turn activation checkpointing off; it can be turned on again."""
         self._disable()
 
 
 def _add(given: dict[str, Any], key: str, value: Any, written: str) -> None:
-    """Add what an argument of transformers' means; raises ``ConfigError`` where the key says it already."""
+    """Add the meaning of an argument of transformers; raises ``ConfigError`` if the key is already set."""
     if key in given:
         where = f"activation_checkpointing_kwargs.{key}"
-        raise ConfigError(Problem(where, f"{written} says it too", fix="leave one of the two out"))
+        raise ConfigError(Problem(where, f"{written} sets it too", fix="leave one of the two out"))
     given[key] = value
 
 

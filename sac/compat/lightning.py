@@ -1,12 +1,12 @@
 """Lightning: a callback, for a module that cannot call ``sac.apply`` itself.
 
-In a module of one's own a line at the end of ``configure_model`` is all that is needed::
+If you own the module, a line at the end of ``configure_model`` is enough::
 
     def configure_model(self):
         ...
         sac.apply(self, self.hparams.activation_checkpointing)
 
-``SacCallback(value)`` is for a module from somewhere else::
+``SacCallback(value)`` is for a module from elsewhere::
 
     Trainer(callbacks=[SacCallback("selective")], ...).fit(module, data)
 """
@@ -19,7 +19,7 @@ from typing import Any
 try:
     from lightning.pytorch.callbacks import Callback
     from lightning.pytorch.utilities.model_helpers import is_overridden
-except ImportError:  # the same under its old name
+except ImportError:  # the old name of the package
     from pytorch_lightning.callbacks import Callback  # type: ignore[assignment]
     from pytorch_lightning.utilities.model_helpers import is_overridden
 
@@ -34,14 +34,14 @@ _log = logging.getLogger(__name__)
 
 
 class SacCallback(Callback):
-    """Puts ``sac.apply(module, value)`` on the module that a Trainer fits, and logs ``sac.report`` after one batch.
+    """Applies ``sac.apply(module, value)`` to the module that a Trainer fits, and logs ``sac.report`` after one batch.
 
-    It is put on before the strategy wraps the module and before optimizers are made; where the module has a
-    ``configure_model``, which builds or shards it later, right after the strategy has set it up. It stays after
-    ``fit``, and a second ``fit`` finds it there. The report goes to the logger of this module, at level INFO, on the
-    first process only.
+    This happens before the strategy wraps the module and before optimizers are made. If the module has a
+    ``configure_model``, which builds or shards it later, it happens right after the strategy has set it up. The regions
+    stay after ``fit``, and a second ``fit`` finds them. The report goes to the logger of this module, at level INFO, on
+    the first process only.
 
-    Raises ``ConfigError`` for the value, when it is built, and in ``fit`` what ``sac.apply`` raises.
+    Raises ``ConfigError`` for the value on construction, and in ``fit`` what ``sac.apply`` raises.
     """
 
     def __init__(self, value: Any) -> None:
@@ -51,18 +51,18 @@ class SacCallback(Callback):
         self._told = False
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Put it on a module that is complete."""
+        """Apply the value to a module that is complete."""
         if stage == "fit" and not is_overridden("configure_model", pl_module):
             self._put_on(pl_module)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Put it on a module that ``configure_model`` has completed."""
+        """Apply the value to a module that ``configure_model`` has completed."""
         if is_overridden("configure_model", pl_module):
             self._put_on(pl_module)
         self._told = False
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Log the report, once a fit."""
+        """Log the report, once per fit."""
         if not self._told and trainer.is_global_zero and next(regions_of(pl_module), None) is not None:
             _log.info("%s", report(pl_module))
         self._told = True

@@ -1,4 +1,4 @@
-"""A row per op that a region ran, for trace and report, and figures of what a call keeps."""
+"""One row per op that a region ran, for trace and report, and figures of what a call keeps."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from sac.recompute.table import CallSite, ResolvedRule, first_tensor
 from sac.tensors import storage_bytes, tensors_of
 from sac.torch_private import tree_leaves
 
-# -- What was decided for each op that one call of a region ran, a row per op, for trace and report
+# -- Rows of the op trace: the decision on each op of one region call
 
 
 @dataclass(frozen=True, slots=True)
 class OpTraceRow:
-    """One op of a region's forward, or one module that is saved as a whole: then ``op`` is ``module`` and its class.
+    """One op of a region's forward, or one module saved as a whole (then ``op`` is ``module`` and its class).
 
-    ``bytes`` are those of an op's results, and of all that is kept of a module. ``flops`` by torch's formulas (0: none
-    known).
+    ``bytes`` are those of an op's results, or everything that is kept of a module. ``flops`` come from torch's formulas
+    (0: none known).
 
-    ``decision`` is ``save`` or ``recompute``; ``reason`` says who decided: a rule's id, ``must-save``, ``default``, or
+    ``decision`` is ``save`` or ``recompute``. ``reason`` says what decided: a rule's id, ``must-save``, ``default``, or
     why the op cannot be saved.
     """
 
@@ -48,7 +48,7 @@ class OpTraceRow:
 
 
 class OpTraceRecorder:
-    """Collects one row per op that the dispatcher shows."""
+    """Collects one row per op that reaches the dispatcher."""
 
     def __init__(self) -> None:
         self.rows: list[OpTraceRow] = []
@@ -65,7 +65,7 @@ class OpTraceRecorder:
         *,
         call: int | None = None,
     ) -> None:
-        """Append the op just run."""
+        """Append the op that has just run."""
         name = op_name(site.op)
         count = self._calls.get((site.path, name), 0)
         self._calls[site.path, name] = count + 1
@@ -108,7 +108,7 @@ class OpTraceRecorder:
 
 
 def signature(rows: Iterable[OpTraceRow]) -> str:
-    """Return what a sequence of ops is known by, whatever their sizes: sixteen hex digits. Views are left out."""
+    """Return a hash of a sequence of ops, independent of sizes and without views: sixteen hex digits."""
     text = "\n".join(f"{row.module} {row.op}" for row in rows if row.bytes)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -121,19 +121,19 @@ def _reason(site: CallSite, rule: ResolvedRule | None, saves: bool) -> str:
     return "must-save" if saves and site.must_save else "default"
 
 
-# -- What one region's last call kept, for the report
+# -- What the last call of one region kept, for the report
 
-NO_RULE = -1  # the key of what the must-save tier or the policy's default saved
+NO_RULE = -1  # the key for what the must-save tier or the policy's default saved
 
 
 @dataclass(slots=True)
 class RegionStats:
     """What the last call of one region kept, in bytes of whole storages, each counted once.
 
-    ``saved_bytes``: for backward, the inputs apart; ``input_host_bytes``: of inputs kept in host memory for a device;
-    ``dead_bytes``: decided to be saved, and let go since backward can
-    never read it; ``by_rule`` and ``hits`` are keyed by the rule's index in the table. ``compiled_graphs``: those of
-    ``torch.compile`` that the first call ran. ``engine``: that of the last call, empty if it needed none.
+    ``saved_bytes``: for backward, without the inputs. ``input_host_bytes``: of inputs kept in host memory for a device.
+    ``dead_bytes``: decided to be saved, but freed because backward can never read it. ``by_rule`` and ``hits`` are
+    keyed by the rule's index in the table. ``compiled_graphs``: those of ``torch.compile`` that the first call ran.
+    ``engine``: that of the last call, empty if it needed none.
     """
 
     calls: int = 0
@@ -147,12 +147,12 @@ class RegionStats:
     engine: str = ""
 
     def figures(self) -> tuple[object, ...]:
-        """Return all but the number of calls, to be compared."""
+        """Return everything except the number of calls, for comparison."""
         kept = (self.saved_bytes, self.input_bytes, self.input_host_bytes, self.dead_bytes, self.compiled_graphs)
         return (*kept, tuple(sorted(self.by_rule.items())), tuple(sorted(self.hits.items())))
 
     def take(self, kept: SavedFigures | None, input_bytes: tuple[int, int]) -> None:
-        """Overwrite with what the call just run keeps; ``kept`` is None where no mode was needed."""
+        """Overwrite with what the call that has just run keeps; ``kept`` is None if no mode was needed."""
         self.calls += 1
         self.input_bytes, self.input_host_bytes = input_bytes
         self.saved_bytes = kept.saved_bytes if kept is not None else 0
@@ -163,7 +163,7 @@ class RegionStats:
 
 @dataclass(frozen=True, slots=True)
 class SavedFigures:
-    """What one call's record and handles keep, counted before anything is handed to surrounding hooks."""
+    """What the state and the handles of one call keep, counted before anything is passed to outer hooks."""
 
     saved_bytes: int
     dead_bytes: int
@@ -175,10 +175,10 @@ class SavedFigures:
 
 
 def check_planned_signature(planned: PlannedRegion | None, rows: OpTraceRecorder | None, path: str) -> None:
-    """Raise ``RegionError`` if ``rows``, of the first call of a kind, are not those that the plan was made for.
+    """Raise ``RegionError`` if ``rows``, of a region group's first call, are not those that the plan was made for.
 
-    ``planned`` is what the plan says of the kind (None: nothing), ``rows`` are None in later calls, ``path`` names the
-    region.
+    ``planned`` is the plan's entry for the region group (None: there is none). ``rows`` is None in later calls.
+    ``path`` names the region.
     """
     if planned is None or rows is None:
         return
@@ -188,7 +188,7 @@ def check_planned_signature(planned: PlannedRegion | None, rows: OpTraceRecorder
         raise RegionError(
             Problem(
                 str(planned.location),
-                f"{path or 'the model'} runs {count} ops that are not those which the plan was made for "
+                f"{path or 'the model'} runs {count} ops that differ from those that the plan was made for "
                 f"(signature {found}, planned {planned.signature})",
                 fix="plan again for this model, torch version and device: `sac plan …`",
             )
@@ -219,7 +219,7 @@ def check_trace_target() -> None:
 
 
 def log_decisions(region: str, rows: Sequence[OpTraceRow]) -> None:
-    """Tell the decisions of one region kind, if ``SAC_TRACE`` asks for them; ``region`` is its first region's path."""
+    """Log the decisions of one region group if ``SAC_TRACE`` asks for it; ``region`` is its first region's path."""
     value = os.environ.get(VARIABLE, "")
     if value.lower() in _OFF:
         return
@@ -233,7 +233,7 @@ def log_decisions(region: str, rows: Sequence[OpTraceRow]) -> None:
 
 def _log_rows(region: str, rows: Sequence[OpTraceRow]) -> None:
     if not _log.isEnabledFor(logging.INFO) and not _log.hasHandlers():
-        logging.basicConfig(format="%(name)s: %(message)s")  # the user asked to see it and has set up no logging
+        logging.basicConfig(format="%(name)s: %(message)s")  # the user asked for the log but has not set up logging
     if not _log.isEnabledFor(logging.INFO):
         _log.setLevel(logging.INFO)
     told: set[tuple[str, str, str, str]] = set()

@@ -13,29 +13,30 @@ from torch.nn import Parameter
 from sac.recompute.tape import Tape
 from sac.tensors import storage_address, storage_bytes, tensor_parts, tensors_of, wrapped_parts
 
-# -- Which values of a region are made from parameters alone: those are made again, and not kept
+# -- Values of a region that are computed from parameters alone: recomputed, not kept
 
 # Note [Made from parameters alone]
 #
-# A value into which nothing but parameters and constants goes is the same in recomputation, and as large as a weight: a
-# dequantised or cast weight, a merged adapter, a weight gathered from its shards. To keep it would undo the
-# quantisation or the sharding, in every region, until backward. So a rule that saves it is passed over. Kept are values
-# that are small beside the parameter, as the scales of low-precision recipes are, and those that must be saved.
+# A value computed only from parameters and constants is the same in recomputation, and as large as a weight: a
+# dequantised or cast weight, a merged adapter, a weight gathered from its shards. Keeping it would undo the
+# quantisation or the sharding, in every region, until backward. So a rule that saves it is ignored. Exceptions, which
+# are kept: values that are small compared with the parameter, such as the scales of low-precision recipes, and values
+# that must be saved.
 #
-# What a parameter is made of counts as the parameter, since forwards use it without passing the parameter to any op:
-# the tensors inside a wrapper subclass, and those that it carries as attributes (the quantisation state of
-# bitsandbytes). They are looked up when the first tensor of unknown origin is met.
+# The components of a parameter count as the parameter, because forwards use them without passing the parameter to any
+# op: the tensors inside a wrapper subclass, and those in its attributes (the quantisation state of bitsandbytes). They
+# are looked up when the first tensor of unknown origin appears.
 
 NOT_PARAMETERS = -1
-SMALL_PART = 16  # a value is small if the parameter is this many times as large
+SMALL_PART = 16  # a value is small if the parameter is at least this many times as large
 
-_CARRIED_DEPTH = 3  # parameter -> its state -> the state of that
+_CARRIED_DEPTH = 3  # parameter -> its state -> the state's own state
 
 
 class ParameterOnlyIds:
-    """What went into each storage of a region, by its label.
+    """The parameters and constants behind each storage of a region, by value id.
 
-    A label that is not known here has to do with an input, with something from outside, or with random numbers.
+    A value id that is missing here depends on an input, an external tensor or random numbers.
     """
 
     __slots__ = ("_bytes", "_owners", "_parts")
@@ -43,40 +44,40 @@ class ParameterOnlyIds:
     def __init__(self, owners: tuple[nn.Module, ...]) -> None:
         self._owners = owners
         self._parts: dict[int, int] | None = None
-        self._bytes: dict[int, int] = {}  # label -> bytes of the largest parameter in it; 0 of a constant
+        self._bytes: dict[int, int] = {}  # value id -> bytes of the largest parameter behind it; 0 for a constant
 
     def name_parameter(self, value_id: int, parameter: torch.Tensor) -> None:
-        """``label`` stands for a parameter."""
+        """``value_id`` belongs to a parameter."""
         self._bytes[value_id] = _logical_bytes(parameter)
 
     def name_foreign(self, value_id: int, address: int) -> None:
-        """``label`` stands for a storage from outside, at ``address``: that of a part of a parameter, perhaps."""
+        """``value_id`` belongs to an external storage at ``address``, possibly a component of a parameter."""
         if self._parts is None:
             self._parts = dict(_parts_of_parameters(self._owners))
         if address in self._parts:
             self._bytes[value_id] = self._parts[address]
 
     def name_result(self, value_id: int, parameter_bytes: int) -> None:
-        """``label`` stands for a result of what ``parameter_bytes`` (see ``of``) was said."""
+        """``value_id`` belongs to a result whose ``of`` is ``parameter_bytes``."""
         if parameter_bytes >= 0:
             self._bytes[value_id] = parameter_bytes
 
     def of(self, value_id: int) -> int:
-        """Return the bytes of the largest parameter in what is made from parameters alone, 0 for a constant.
+        """Return the bytes of the largest parameter behind a value made from parameters alone, 0 for a constant.
 
-        ``NOT_PARAMETERS`` for all else.
+        ``NOT_PARAMETERS`` for all other values.
         """
         return self._bytes.get(value_id, NOT_PARAMETERS)
 
     def joined(self, made_of: int, value_id: int) -> int:
-        """Return what ``of`` says of something made of ``label`` too, besides what it says of the rest."""
+        """Return ``of`` for something made of ``value_id`` and of values whose joint ``of`` is ``made_of``."""
         if made_of < 0:
             return NOT_PARAMETERS
         found = self._bytes.get(value_id, NOT_PARAMETERS)
         return found if found < 0 else max(found, made_of)
 
     def of_all(self, value_ids: Iterable[int]) -> int:
-        """Return what ``of`` says of something made of ``labels`` together."""
+        """Return ``of`` for something made of all ``value_ids``."""
         made_of = 0
         for value_id in value_ids:
             made_of = self.joined(made_of, value_id)
@@ -84,16 +85,16 @@ class ParameterOnlyIds:
 
 
 def is_large(out: Any, parameter_bytes: int) -> bool:
-    """Return whether a result made from parameters alone is too large beside the largest of them to be kept."""
+    """Return whether a result made from parameters alone is too large, next to the largest of them, to be kept."""
     return parameter_bytes > 0 and SMALL_PART * sum(map(storage_bytes, tensors_of(out))) > parameter_bytes
 
 
 def _logical_bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()  # of a DTensor: of all shards, the same on every rank
+    return tensor.numel() * tensor.element_size()  # of a DTensor: the bytes of all shards, equal on every rank
 
 
 def _parts_of_parameters(owners: Iterable[nn.Module]) -> Iterator[tuple[int, int]]:
-    """Yield the address of each storage that belongs to a parameter of a kind of its own, and the parameter's bytes."""
+    """Yield the address of each storage that belongs to a parameter of a subclass, and the parameter's bytes."""
     for owner in owners:
         for parameter in owner._parameters.values():
             if parameter is not None and type(parameter) is not Parameter:
@@ -102,7 +103,7 @@ def _parts_of_parameters(owners: Iterable[nn.Module]) -> Iterator[tuple[int, int
 
 
 def _carried(value: Any, depth: int) -> Iterator[torch.Tensor]:
-    """Yield the tensors among the attributes of ``value``, and among theirs."""
+    """Yield the tensors among the attributes of ``value``, and among the attributes of those."""
     for held in getattr(value, "__dict__", {}).values():
         if isinstance(held, torch.Tensor):
             yield from wrapped_parts(held) if hasattr(type(held), "__tensor_flatten__") else (held,)
@@ -110,11 +111,11 @@ def _carried(value: Any, depth: int) -> Iterator[torch.Tensor]:
             yield from _carried(held, depth - 1)
 
 
-# -- Whether a value of a tape is made from parameters alone; see Note [Made from parameters alone]
+# -- Parameter-only values of a tape; see Note [Made from parameters alone]
 
 
 class ParameterOnlyValues:
-    """Answers for one tape, when asked: most values never are."""
+    """Answers on demand for one tape: most values are never asked about."""
 
     def __init__(self, tape: Tape, owners: tuple[nn.Module, ...]) -> None:
         self._tape = tape
@@ -122,7 +123,7 @@ class ParameterOnlyValues:
         self._known: dict[int, int] = {}
 
     def all_of(self, values: tuple[int, ...] | list[int]) -> int:
-        """Return what ``ParameterOnlyIds.of`` says of something made of these values together."""
+        """Return ``ParameterOnlyIds.of`` for something made of all these values."""
         made_of = 0
         for value in values:
             found = self._of(value)
@@ -132,7 +133,7 @@ class ParameterOnlyValues:
         return made_of
 
     def _of(self, value: int) -> int:
-        # Not by recursion: a region may hold more ops than Python has frames.
+        # Iterative, because a region may hold more ops than Python's recursion limit.
         known, tape = self._known, self._tape
         stack = [value]
         while stack:
@@ -151,7 +152,7 @@ class ParameterOnlyValues:
                 reads = [read for read in self._reads(one, entry) if read != one]
                 unknown = [read for read in reads if read not in known and read not in stack]
                 if unknown and not any(known.get(read, 0) < 0 for read in reads):
-                    stack.append(unknown[0])  # one at a time: the first that has to do with an input decides
+                    stack.append(unknown[0])  # one at a time: the first that depends on an input decides
                     continue
                 found = [known.get(read, NOT_PARAMETERS if read not in stack else 0) for read in reads]
                 known[one] = NOT_PARAMETERS if any(each < 0 for each in found) else max(found, default=0)
@@ -159,7 +160,7 @@ class ParameterOnlyValues:
         return known[value]
 
     def _reads(self, value: int, entry: int) -> list[int]:
-        """Return what the entry that made ``value`` reads, and what those read that have written to it since."""
+        """Return what the entry that produced ``value`` reads, and what later entries that wrote to ``value`` read."""
         tape = self._tape
         writers = tape.writers.get(tape.roots[value], ()) if tape.writers else ()
         return [*tape.reads[entry], *(read for writer in writers for read in tape.reads[writer])]

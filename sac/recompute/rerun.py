@@ -1,4 +1,4 @@
-"""Rerun: the region's Python runs again, and calls whose results are saved are served instead."""
+"""Rerun: the region's Python runs again, and saved results are served instead of running their ops."""
 
 from __future__ import annotations
 
@@ -42,31 +42,39 @@ if TYPE_CHECKING:
     from sac.recompute.module_tracker import TrackedForward
 
 
-# -- What one region call holds for its recomputation: saved values, generator states, images of what it wrote to
+# -- State of one region call for its recomputation: saved values, generator states, snapshots of written storages
 
 # Note [What is kept, and what is not]
 #
-# A saved op's output is used in two ways. Autograd may save it: then the handle keeps exactly what autograd would have
-# kept. And recomputation serves it instead of running the op: then it has to be held until the last missing handle is
-# filled. At the end of the forward an output that does neither is let go (it is dead: backward can never read it):
-#  - no handle is missing: nothing is run again, so only what handles keep stays;
-#  - the op runs after the last missing handle is filled: early stop never reaches it;
-#  - only saved ops read it, which recomputation serves without their arguments. The Python that runs again still passes
-#    the op: it runs anew, so that whatever looks at the value unseen by the dispatcher sees the true one. That is done
-#    for ops without FLOPs only (a norm's inner sums, say); a matmul whose result nothing recomputed reads stays held.
-# A handle whose tensor is a small view of a big output that nothing else needs keeps a copy of the view instead.
+# A saved op's output has two uses. Autograd may save it: the handle then keeps exactly what autograd would have kept.
+# And recomputation serves it instead of running the op: it is then held until the last missing handle is filled. When
+# the forward ends, an output with neither use is freed (it is dead: backward can never read it):
+#  - no handle is missing: nothing is recomputed, so only what handles keep stays;
+#  - the op runs after the last missing handle is filled: early stop ends the recomputation before it;
+#  - only saved ops read it, and recomputation serves these without their arguments. The rerun Python still reaches the
+#    op, so the op runs again and code that reads the value without the dispatcher sees the true one. This applies only
+#    to ops without FLOPs (for example the inner sums of a norm). The result of a matmul stays held even if nothing
+#    recomputed reads it.
+# If a handle's tensor is a small view of a large output that nothing else needs, the handle keeps a copy of the view.
 #
-# In-place writes. A held output is copied right before an op of the region writes to its storage, and served as a copy.
-# A tensor from outside that the region writes to (a buffer, an input) is imaged right before the first write; the image
-# is put back for recomputation, and the present value after it. So statistics and counters advance once. Not with
-# `freeze_buffers=False`: then only inputs and held outputs are copied.
+# In-place writes. Right before an op of the region writes to the storage of a held output, the output is copied.
+# Recomputation serves a fresh copy of it. Right before the first write to an external tensor (a buffer, an input), a
+# snapshot is taken. Recomputation starts from the snapshot and then restores the present value, so statistics and
+# counters advance once. With `freeze_buffers=False` there are no snapshots of buffers: only inputs, parameters and held
+# outputs are copied.
+#
+# Example. A rule saves `aten.mm` in a region that computes `h = x @ w1; g = gelu(h); y = g @ w2`. Autograd saves w1, x,
+# h, w2 and g, in this order: handles 0 to 4. Only handle 4 (g) is missing: x is an input, w1 and w2 are parameters, h
+# is a saved output. The recorder holds h and y. When the forward ends, y is freed, because its matmul runs after handle
+# 4 is filled. h stays held, because the gelu reads it and is not saved. Recomputation serves h, runs the gelu, fills
+# handle 4 and stops before the second matmul.
 
 
-_GATHERING = frozenset({"aten.split_with_sizes_copy", "aten.set_", "aten.resize_"})  # FSDP's
+_GATHERING = frozenset({"aten.split_with_sizes_copy", "aten.set_", "aten.resize_"})  # the ops with which FSDP gathers
 
 
 class SavedValue:
-    """One saved call: its result, and how to find it again; see Note [ValueIds]."""
+    """One saved call: its result, and how recomputation finds it again; see Note [Value ids]."""
 
     __slots__ = (
         "call",
@@ -93,21 +101,21 @@ class SavedValue:
         self.call = call
         self.rule = rule
         self.signature = signature
-        self.occurrence = occurrence  # how many calls had the same signature before
+        self.occurrence = occurrence  # how many earlier calls had the same signature
         self.external = external
         self.must_save = site.must_save
         self.description: Description = ()
         self.outputs: Any = None
         self.packs_before = 0
         self.rng_after: list[tuple[torch.Generator, torch.Tensor]] = []
-        self.read = False  # an op that is not saved reads it, and so will be in need of it in recomputation
+        self.read = False  # an op that is not saved reads it, so recomputation needs it
         self.sums: Sums = ()  # checksums of the results, if they are compared
-        self.overwritten = False  # something that is no op has written to the results: the op runs again
-        self.written = False  # the region writes to it later: it is held, and served, as a copy
+        self.overwritten = False  # something other than an op wrote to the results: the op runs again
+        self.written = False  # the region writes to it later: it is held and served as a copy
 
 
 class RerunState:
-    """State of one call of a region under a table; the forward fills it, the recomputation reads it."""
+    """State of one region call under a decision table: the forward fills it, the recomputation reads it."""
 
     def __init__(
         self,
@@ -120,20 +128,20 @@ class RerunState:
         verifies: bool = True,
     ) -> None:
         self.table = table
-        self.verifies = verifies  # whether what is served is compared with what was saved
+        self.verifies = verifies  # whether served values are compared with what was saved
         self.modules = modules
-        self.inside: SavedModuleCall | None = None  # the saved module that runs now, and is watched
+        self.inside: SavedModuleCall | None = None  # the saved module that runs now and is watched
         self.path = path
         self.freeze_buffers = freeze_buffers
         self.value_ids = ValueIds(owners)
         self.input_ids = self.value_ids.input_ids
         self.saved: list[SavedValue] = []
-        self.decided: list[SavedValue] = []  # after the forward: all that was decided to be saved, for the report
+        self.decided: list[SavedValue] = []  # after the forward: every value decided to be saved, for the report
         self.by_storage: dict[int, list[SavedValue]] = {}
         self.written_parameters: set[int] = set()  # addresses of parameters that the region itself writes to
         self._versions: dict[int, int] = {}  # storage address -> version counter when its result was saved
         self.generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
-        self.snapshots: StorageSnapshots = {}  # by the address of the storage: what lay there before the first write
+        self.snapshots: StorageSnapshots = {}  # storage address -> contents before the first write
         self.calls: defaultdict[CallSite, int] = defaultdict(int)
         self.alternations: defaultdict[int, int] = defaultdict(int)
         self.hits: defaultdict[int, int] = defaultdict(int)
@@ -143,24 +151,25 @@ class RerunState:
         self.known: Collection[int] = ()  # after the forward: the signatures of all its calls
         self.occurrences: defaultdict[int, int] = defaultdict(
             int
-        )  # signature -> how many calls that may be saved had it
+        )  # signature -> number of calls with it that may be saved
         self.packs = 0
-        # Per tensor that autograd saved: label (None: not to be compared), foreign, maker.
+        # Per tensor that autograd saved: value id (None: not compared), whether it is external, producer.
         self.packed: list[tuple[int | None, bool, CallSite | None]] = []
         self.inputs: RegionInputs | None = None
         self.inputs_written = False
-        # Inputs and parameters are kept as they are, but not through hooks around the region: those may belong to an
-        # outer checkpoint, which counts, and has to see the same with and without a recorder.
+        # Whether handles keep inputs and parameters. They do not under saved-tensor hooks around the region: these may
+        # belong to an outer checkpoint, which counts packed tensors and must see the same ones with and without a
+        # recorder.
         self.keeps_persistent = True
-        self.lenient = False  # a gradient was taken inside the forward: what that unpacked has no label of its own
-        # The forward of a reentrant region runs without: some modules choose other kernels then, and labels say little.
+        self.lenient = False  # a gradient was taken inside the forward: what it unpacked has no value id of its own
+        # False in the forward of a reentrant region: some modules then choose other kernels, and value ids say little.
         self.saw_grad = True
-        self.may_save = False  # some op ran that another call of this region may save
-        self.reads_values = False  # the value of a tensor was read: the program may have branched on it
+        self.may_save = False  # an op ran that may be saved in another call of this region
+        self.reads_values = False  # the program read the value of a tensor and may have branched on it
         self.late_write = False  # an op wrote to a tensor that autograd had saved right before the op ran
         self.forward_over = False
-        self.paused = False  # a recomputation runs inside the region's own forward: nothing of it is recorded
-        self.kept_places: set[int] | None = None  # inside torch.utils.checkpoint: which packed tensors are ours
+        self.paused = False  # a recomputation runs inside the region's own forward: none of it is recorded
+        self.kept_places: set[int] | None = None  # in torch.utils.checkpoint: indices of packed tensors that we keep
         self.held_addresses: frozenset[int] = frozenset()
         self._packed_since_op: list[Handle] = []
         self._is_packed_outside = False
@@ -168,9 +177,9 @@ class RerunState:
     # Forward
 
     def save(self, value: SavedValue, out: Any) -> None:
-        """Hold ``out``, the result of the call that ``value`` stands for, without its graph."""
+        """Hold ``out``, the result of the call that ``value`` describes, without its graph."""
         value.outputs = map_tensors(out, _detached)
-        if self.verifies and not value.site.is_collective:  # whose result is there when it has been waited for
+        if self.verifies and not value.site.is_collective:  # the result of a collective is complete only after its wait
             value.sums = sums_of(value.outputs)
         value.packs_before = self.packs
         self.saved.append(value)
@@ -181,7 +190,7 @@ class RerunState:
                 self._versions[address] = version_of(part)
 
     def _look_at_version(self, tensor: torch.Tensor, address: int) -> bool:
-        """Whether what is held at ``address`` is as the op left it. Something that is no op may have written there."""
+        """Whether the value held at ``address`` is as its op left it; drop it if something else wrote to it."""
         if version_of(tensor) <= self._versions[address]:
             return True
         lost = self.by_storage.pop(address)
@@ -189,7 +198,7 @@ class RerunState:
         return False
 
     def note_reads(self, args: tuple[Any, ...]) -> None:
-        """An op that is not saved has read ``args``."""
+        """Record that an op that is not saved has read ``args``."""
         if self.by_storage:
             for tensor in tensors_of(args):
                 for part in tensor_parts(tensor):
@@ -199,7 +208,7 @@ class RerunState:
                             value.read = True
 
     def pack(self, tensor: torch.Tensor, handle: Handle) -> None:
-        """Autograd saves ``tensor``: keep it if it is, or is a view of, a saved output, a parameter or an input."""
+        """Keep ``tensor``, which autograd saves, if it is or views a saved output, a parameter or an input."""
         self.packs += 1
         handle.storage = address = storage_address(tensor)
         kind = type(tensor)
@@ -208,7 +217,7 @@ class RerunState:
             return
         value_ids = self.value_ids
         value_id = value_ids.of_plain(tensor, kind, address)
-        # Without rules parameters and inputs are saved again in recomputation; their data may be elsewhere (ZeRO-3).
+        # Without rules, recomputation saves parameters and inputs again; their data may have moved by then (ZeRO-3).
         is_compared = bool(self.table.rules) or not value_ids.is_persistent_id(value_id)
         self.packed.append(
             (value_id if is_compared else None, value_id in value_ids.external, value_ids.producers.get(value_id))
@@ -225,7 +234,7 @@ class RerunState:
             handle.is_external = True
 
     def _pack_other(self, tensor: torch.Tensor, handle: Handle) -> None:
-        """Do what ``pack`` does, for a subclass of tensor: it may have several storages."""
+        """Do the work of ``pack`` for a tensor subclass, which may have several storages."""
         parts = tensor_parts(tensor)
         value_id = self.value_ids.of(tensor)
         self.packed.append((value_id, value_id in self.value_ids.external, self.value_ids.producers.get(value_id)))
@@ -241,7 +250,7 @@ class RerunState:
             handle.is_external = True
 
     def before_write(self, site: CallSite, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """An op is about to write to some of its arguments: copy or image what lies there, if it is wanted as it is."""
+        """Copy or snapshot those arguments that an op is about to write to and that are needed as they are."""
         for tensor in written_tensors(site, args, kwargs):
             for part in written_parts(tensor):
                 address = storage_address(part)
@@ -259,20 +268,20 @@ class RerunState:
                     self.late_write = True
 
     def after_module(self, written: Iterable[torch.Tensor], where: str) -> None:
-        """A saved module has run, and has written to these; raises if it wrote to a saved value that nobody copied."""
+        """A saved module has written to ``written``; raise if it wrote to a saved value of which there is no copy."""
         for part in (part for tensor in written for part in tensor_parts(tensor)):
             if storage_address(part) in self.by_storage:
                 raise UnseenWriteError(
                     Problem(
                         where=where,
                         found=f"this saved module wrote in place to a value ({describe(part)}) that another rule "
-                        "saves, as in no call with such inputs before, so that nothing was kept to recompute it from",
-                        fix="go back to a checkpoint of the training: from now on the region keeps what it writes to",
+                        "saves; it did not in earlier calls with such inputs, so no copy was kept to recompute from",
+                        fix="resume from a checkpoint of the training: from now on the region keeps a copy",
                     )
                 )
 
     def after_op(self) -> None:
-        """An op has run: what autograd saved before it is no longer about to be written by it."""
+        """An op has run: it can no longer write to what autograd saved before it."""
         if self._packed_since_op:
             self._packed_since_op.clear()
 
@@ -301,7 +310,7 @@ class RerunState:
         note_generator(self.generators, generator)
 
     def close(self, kept: list[Handle], last_missing: int) -> bool:
-        """Let dead outputs go; return whether the region can be run again without this record."""
+        """Free dead outputs; return whether the region can be recomputed without this state."""
         self.forward_over = True
         self._packed_since_op.clear()
         in_handles = {handle.storage for handle in kept}
@@ -324,19 +333,19 @@ class RerunState:
         self.held_addresses = addresses_of(value for value in alive if not value.written)
         self.by_storage.clear()
         forget_freed(self.snapshots)
-        for address in self.value_ids.parameter_addresses:  # FSDP gathers a parameter into a storage by an out= op
+        for address in self.value_ids.parameter_addresses:  # FSDP gathers parameters into storages by out= ops
             if address not in self.written_parameters:
                 self.snapshots.pop(address, None)
         self.known = self.value_ids.producers.keys()
         self.external_storages = (
             self.value_ids.external_storages
-        )  # a foreign tensor of the recomputation never has the label of one of these
+        )  # no external tensor of the recomputation has the value id of one of these
         self.value_ids = ValueIds()
         return not (alive or self.writes_or_draws or (self.modules is not None and self.modules.calls))
 
     @property
     def needs_mode(self) -> bool:
-        """Whether later calls like this one have to run under a dispatch mode."""
+        """Whether later calls like this one must run under a dispatch mode."""
         return self.may_save or self.writes_or_draws
 
     @property
@@ -346,7 +355,7 @@ class RerunState:
 
     @staticmethod
     def _is_dead(value: SavedValue, in_handles: set[int]) -> bool:
-        """Whether only saved ops read the result, so that nothing recomputed is made from it, and it is cheap."""
+        """Whether the result is cheap and only saved ops read it, so that nothing recomputed is computed from it."""
         if value.read or value.written or value.must_save or value.rng_after or not value.site.is_cheap:
             return False
         return in_handles.isdisjoint(addresses_of([value]))
@@ -359,12 +368,12 @@ class RerunState:
         value.outputs = None
 
     def look_for_overwritten(self) -> None:
-        """Compare what is held with what the ops returned: Python or a kernel may have written there, seen by no mode.
+        """Mark the held values that differ from what their ops returned.
 
-        To hand that out would be to write twice.
+        Python code or a kernel may have written to them, unseen by any mode. Serving them would apply the write twice.
         """
         if self._is_packed_outside:
-            return  # hooks on saved tensors were given them as they were
+            return  # they were compared before the outer hooks packed them
         values = [value for value in self.saved if value.sums and not value.overwritten]
         different = find_different([(value.sums, sums_of(value.outputs)) for value in values])
         for place in different:
@@ -374,7 +383,7 @@ class RerunState:
         """Hand the held values to the saved-tensor hooks around the region."""
         self.look_for_overwritten()
         self._is_packed_outside = True
-        self.held_addresses = frozenset()  # what comes back from the hooks is nobody else's to write to
+        self.held_addresses = frozenset()  # nothing else can write to what the hooks return
         for value in self.saved:
             value.outputs = map_tensors(value.outputs, lambda tensor: pack_with_outer_hooks(tensor, hooks))
         if self.modules is not None:
@@ -383,7 +392,7 @@ class RerunState:
     # Recomputation
 
     def drop(self) -> None:
-        """Let every held value go."""
+        """Release every held value."""
         self.saved = []
         self.snapshots = {}
         self.generators = {}
@@ -392,7 +401,7 @@ class RerunState:
 
 
 def addresses_of(values: Iterable[SavedValue]) -> frozenset[int]:
-    """Return the addresses of the storages in which the results of saved calls lie."""
+    """Return the addresses of the storages that hold the results of saved calls."""
     tensors = (tensor for value in values for tensor in tensors_of(value.outputs))
     return frozenset(storage_address(part) for tensor in tensors for part in tensor_parts(tensor))
 
@@ -419,28 +428,28 @@ def _detached(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def gathers(site: CallSite) -> bool:
-    """Whether an op fills parameters with what their shards hold, so that its writes are not the region's own."""
+    """Whether an op fills parameters from their shards, so that its writes are not the region's own."""
     return site.traits.is_infrastructure or site.is_collective or site_name(site) in _GATHERING
 
 
 def written_tensors(site: CallSite, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Return the tensors among the arguments that the plan's op writes to."""
+    """Return the tensors among the arguments that the call site's op writes to."""
     traits = site.traits
     written = [args[place] for place in traits.mutated_args if place < len(args)]
     return tensors_of([*written, *(kwargs[name] for name in traits.mutated_kwargs if name in kwargs)])
 
 
-# -- The message for a saved value that recomputation cannot be matched with
+# -- Messages about saved values that recomputation cannot match
 
 
 def unmatched_problem(path: str, value: SavedValue, rivals: Sequence[tuple[CallSite, Any]]) -> Problem:
-    """Return the problem that ``value``'s call did not come again in recomputation; ``rivals`` came instead."""
+    """Return the problem that ``value``'s call did not run in recomputation; ``rivals`` ran instead."""
     module = value.site.path or "the region itself"
     forward = ", ".join(_argument(part) for part in value.description)
     if rivals:
         seen = f"in recomputation with ({', '.join(_argument(part) for part in rivals[0][1])})"
     else:
-        seen = "in recomputation not at all"
+        seen = "not at all in recomputation"
     return Problem(
         where=path or "region",
         found=f"call {value.call} of {site_name(value.site)} in {module} ran in forward with ({forward}) and {seen}",
@@ -451,9 +460,9 @@ def unmatched_problem(path: str, value: SavedValue, rivals: Sequence[tuple[CallS
 def swapped_problem(
     path: str, place: int, tensor: torch.Tensor, forward: CallSite | None, recomputed: CallSite | None
 ) -> Problem:
-    """Return the problem that recomputation saves another value than forward did as the ``place``-th.
+    """Return the problem that the ``place``-th tensor that autograd saves in recomputation is another value.
 
-    ``forward`` and ``recomputed`` are the plans of the ops that made the two, where an op did.
+    ``forward`` and ``recomputed`` are the call sites of the ops that produced the two; None if no op did.
     """
     return Problem(
         where=path or "region",
@@ -465,7 +474,7 @@ def swapped_problem(
 
 
 def overwritten_problem(path: str, op: Any) -> Problem:
-    """Return the problem that a result of ``op``, which chooses, was overwritten unseen, and that it chooses anew."""
+    """Return the problem that a result of ``op``, which chooses, was overwritten unseen, and ``op`` chooses anew."""
     return Problem(
         where=path or "region",
         found=f"what {op} returned in forward was overwritten afterwards by something that is not an op (NumPy, or a "
@@ -484,7 +493,7 @@ def _argument(description: Any) -> str:
     if _is_tensor(description):
         value_id, external, _ = description
         shape, dtype = _sort(description)
-        origin = "from outside" if external else f"value {value_id & 0xFFFF:04x}"
+        origin = "external" if external else f"value {value_id & 0xFFFF:04x}"
         return f"{str(dtype).removeprefix('torch.')}{shape if isinstance(shape, str) else list(shape)} {origin}"
     if isinstance(description, tuple):
         return "[" + ", ".join(_argument(part) for part in description) + "]"
@@ -492,9 +501,9 @@ def _argument(description: Any) -> str:
 
 
 def arguments_agree(forward: Any, recomputed: Any, *, closely: bool = True) -> bool:
-    """Return whether two argument descriptions may mean the same call: equal but for labels that are foreign.
+    """Return whether two argument descriptions may mean the same call: equal except for external value ids.
 
-    Not ``closely``: tensors need only have the same shapes and dtypes.
+    If not ``closely``, tensors need only have the same shapes and dtypes.
     """
     if len(forward) != len(recomputed):
         return False
@@ -523,45 +532,45 @@ def _is_tensor(description: Any) -> bool:
     return isinstance(description, tuple) and len(description) == 3 and isinstance(description[1], bool)
 
 
-# -- The two dispatch modes of the rerun engine: one decides and holds in forward, one serves in recomputation
+# -- Dispatch modes: one decides and holds in forward, one serves in recomputation
 
 _LIFT_FRESH = torch.ops.aten.lift_fresh.default
 
 
 class CallCounter(Protocol):
-    """What decisions hang on beside the call itself: how many calls there were before it."""
+    """The counters that decisions depend on in addition to the call itself."""
 
     calls: defaultdict[CallSite, int]
     alternations: defaultdict[int, int]
 
 
 class StopsEarly(Protocol):
-    """What the recomputation mode asks before each op: has everything been filled, and what then."""
+    """The progress of a recomputation: ``RecomputeMode`` asks it before each op whether to stop."""
 
     @property
     def done(self) -> bool:
-        """Whether nothing more is wanted, once the op that comes next is known not to matter."""
+        """Whether everything is filled, so that the run can stop unless the next op still matters."""
 
     verify: Callable[[int, torch.Tensor], None] | None
 
     def stop_before(self, written: Sequence[torch.Tensor]) -> None:
-        """An op that writes to ``written`` is about to run although ``done``."""
+        """Stop if possible: ``done`` is true, and an op that writes to ``written`` is about to run."""
 
     def after_op(self) -> None:
         """An op has run."""
 
 
 class ForwardMode(RegionMode):
-    """Runs a region's forward: decides per op, and holds what is saved on the call's record."""
+    """Runs a region's forward: decides per op, and holds saved results in the region call's state."""
 
     def __init__(self, state: RerunState, op_trace: OpTraceRecorder | None) -> None:
         super().__init__(state.table)
         self.state = state
         self.op_trace = op_trace
-        self.hooks = 1  # how many of the innermost saved-tensor hooks are the region's
+        self.hooks = 1  # how many of the innermost saved-tensor hooks belong to the region
 
     def whole_modules(self) -> SavingPass | None:
-        """Return what keeps them."""
+        """Return the pass that saves whole modules."""
         state = self.state
         if state.modules is None:
             return None
@@ -644,10 +653,10 @@ class ForwardMode(RegionMode):
             )
 
     def _run_inside(self, call: SavedModuleCall, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an op of a saved module: see what it writes to, and count its FLOPs."""
+        """Run an op of a saved module: handle its writes, and count its FLOPs."""
         table, path = self.state.table, call.call_key[0]
         site = table.sites_of(path).get(id(func)) or table.add_site(func, path)
-        if site.is_bookkeeping:  # torch asks nested tensors for their layout where an error would end the process
+        if site.is_bookkeeping:  # torch queries the layout of nested tensors where an error would end the process
             return site.run(*args, **kwargs)
         if site.writes:
             self.state.before_write(site, args, kwargs)
@@ -656,7 +665,7 @@ class ForwardMode(RegionMode):
         return out
 
     def _run_decided(self, site: CallSite, signature: int, external: bool, made_of: int, args: Any, kwargs: Any) -> Any:
-        """Run an op that may be saved, decide, and hold its result if so."""
+        """Run an op that may be saved, decide, and hold its result if it is saved."""
         state = self.state
         before = []
         if site.draws and site.may_save:
@@ -685,7 +694,7 @@ class ForwardMode(RegionMode):
 
 
 class RecomputeMode(RegionMode):
-    """Runs a region again: serves held values in place of their ops, and stops when nothing more is needed."""
+    """Runs a region again: serves held values instead of running their ops, and stops when nothing more is needed."""
 
     def __init__(self, state: RerunState, inputs: list[tuple[int, torch.Tensor]], progress: StopsEarly) -> None:
         super().__init__(state.table)
@@ -703,10 +712,10 @@ class RecomputeMode(RegionMode):
         self.progress.verify = self.verify
         self._was_paused, self.state.paused = self.state.paused, not self.state.forward_over
         self.state.lenient = self.state.lenient or not self.state.forward_over
-        self.live: list[tuple[CallSite, Any]] = []  # calls that ran although a saved value of the same op waits
+        self.live: list[tuple[CallSite, Any]] = []  # calls that ran although a saved value of the same op is waiting
         self.state.look_for_overwritten()
         self.waiting = {(value.signature, value.occurrence): value for value in self.state.saved}
-        # Now, above autograd and outside of this mode: an outer region runs again for them, whole.
+        # Fetch now, above autograd and outside this mode: fetching may rerun a whole outer region.
         self._fetched: dict[int, torch.Tensor] = {}
         for value in self.state.saved:
             map_tensors(value.outputs, self._fetch)
@@ -714,14 +723,14 @@ class RecomputeMode(RegionMode):
         self._results = modules.fetch_recomputed() if modules is not None else {}
         self.occurrences: defaultdict[int, int] = defaultdict(int)
         self.calls: defaultdict[CallSite, int] = defaultdict(int)
-        served = (g for value in self.state.saved for g, _ in value.rng_after)  # serving moves these
+        served = (g for value in self.state.saved for g, _ in value.rng_after)  # serving advances these
         self._forward_state = PreForwardState(self.state.snapshots, self.state.generators, served)
         self._forward_state.put_back()
         super().__enter__()
         return self
 
     def whole_modules(self) -> ServingPass | None:
-        """Return what serves them."""
+        """Return the pass that serves whole modules."""
         modules = self.state.modules
         if modules is None:
             return None
@@ -731,7 +740,7 @@ class RecomputeMode(RegionMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self.progress.verify = None
-        self.progress = NoEarlyStop()  # it leads to the frame, and if this was an error the frame still leads here
+        self.progress = NoEarlyStop()  # breaks a cycle: it refers to the frame, which after an error still refers here
         self.state.paused = self._was_paused
         self._forward_state.undo()
 
@@ -754,7 +763,7 @@ class RecomputeMode(RegionMode):
         if site.is_random:
             signature = value_ids.draw(site.key, signature)
         value = None
-        if site.may_save or site.conditional_rules:  # the calls that forward counted, and no others
+        if site.may_save or site.conditional_rules:  # exactly the calls that forward counted
             value = self._find(site, signature, args, kwargs)
             if value is not None and not value.overwritten:
                 progress.after_op()
@@ -787,7 +796,7 @@ class RecomputeMode(RegionMode):
         return self._fetched.pop(id(kept), kept)
 
     def _find(self, site: CallSite, signature: int, args: Any, kwargs: Any) -> SavedValue | None:
-        """Return the saved value of this call, if it has one, and take it off the waiting list."""
+        """Return this call's saved value, if it has one, and remove it from the waiting values."""
         call = self.calls[site]
         occurrence = self.occurrences[signature]
         self.calls[site] = call + 1
@@ -800,7 +809,7 @@ class RecomputeMode(RegionMode):
         return value
 
     def _match_by_order(self, site: CallSite, call: int, args: Any, kwargs: Any) -> SavedValue | None:
-        """Return the waiting value of this call in order if its arguments may be the same, see Note [ValueIds]."""
+        """Return the waiting value with this call number if the arguments may be the same; see Note [Value ids]."""
         seen = self.value_ids.describe(args, kwargs)
         for value in self.state.saved:
             if value.site is site and value.call == call and (value.signature, value.occurrence) in self.waiting:
@@ -825,7 +834,7 @@ class RecomputeMode(RegionMode):
                 )
 
     def _check_write(self, site: CallSite, args: Any, kwargs: Any) -> None:
-        """Raise if the region now writes to a held value that it did not write to in forward."""
+        """Raise if the region now writes to a held value, but did not in forward."""
         held = self.state.held_addresses
         for part in _written_parts(site, args, kwargs):
             if storage_address(part) in held:
@@ -838,9 +847,9 @@ class RecomputeMode(RegionMode):
                 )
 
     def check(self, reached: int) -> None:
-        """Raise if a saved value found no call although a call of its op found no value.
+        """Raise if a saved value was not served, but a call of its op ran, or the op chooses or draws.
 
-        ``reached`` is the last of the tensors saved in forward that this run was to fill: what comes later was not run.
+        ``reached``: the last handle that this run had to fill. Ops after it did not run.
         """
         for value in self.state.saved:
             if (value.signature, value.occurrence) not in self.waiting or value.packs_before > reached:
@@ -859,7 +868,7 @@ def _fresh(kept: torch.Tensor | OuterPacked) -> torch.Tensor:
 
 
 def decide(state: CallCounter, site: CallSite, args: Any, kwargs: Any, out: Any) -> tuple[bool, ResolvedRule | None]:
-    """Return whether this call's result is saved, and the rule that matched; counts the call."""
+    """Return whether this call's result is saved, and the rule that matched; count the call."""
     call = state.calls[site]
     state.calls[site] = call + 1
     saves, rule = site.final_saves, site.final_rule
@@ -908,16 +917,16 @@ def _note_generators(state: RerunState, args: Any, kwargs: Any) -> None:
 
 
 def _aliases(args: Any, kwargs: Any, out: Any) -> bool:
-    """Whether an op gave back one of its arguments, or a view of it: such a result is never held."""
+    """Whether an op returned one of its arguments, or a view of one: such a result is never held."""
     inputs = {storage_address(part) for t in tensors_of([*args, *kwargs.values()]) for part in tensor_parts(t)}
     return any(storage_address(part) in inputs for t in tensors_of(out) for part in tensor_parts(t))
 
 
-# -- The rerun engine: what one region call's recorder is, and when a kind of region needs none
+# -- The rerun engine's recorder
 
 
 class RerunRecorder:
-    """Carries a table out on one region call; the ``Recorder`` that a frame talks to."""
+    """Applies a decision table to one region call; the ``Recorder`` that a frame calls."""
 
     sees_ops = True
 
@@ -939,8 +948,8 @@ class RerunRecorder:
         self.early_stop = early_stop
         self.op_trace = op_trace
         self.needs_mode = self.reads_values = False
-        self.writes_or_draws = True  # after the forward: whether this alone needs a recorder
-        self.chose_at: frozenset[str] = frozenset()  # after the forward: paths of modules in which ops chose
+        self.writes_or_draws = True  # after the forward: whether this alone requires a recorder
+        self.chose_at: frozenset[str] = frozenset()  # after the forward: paths of modules in which an op chose
         self.figures: SavedFigures | None = None
         self._recompute: RecomputeMode | None = None
         self._reached = -1
@@ -950,9 +959,9 @@ class RerunRecorder:
         self.state.inputs = inputs
         if self.state.modules is not None:
             self.state.modules.begin(inputs)
-        # Without rules the calls of a region that have a recorder and those that have none must run the same ops again:
-        # the collectives among them have to meet those of other ranks. To the end: what is kept asks for no
-        # recomputation, and every rank has to run one.
+        # Region calls with and without a recorder must rerun the same ops if there are no rules, because their
+        # collectives must match those of other ranks. Without early stop, every rank must run a recomputation, which
+        # kept tensors would avoid.
         has_rules = bool(self.state.table.rules)
         self.state.keeps_persistent = has_rules and self.early_stop and active_hooks() is None
         for kept in inputs.tensors:
@@ -979,7 +988,7 @@ class RerunRecorder:
         return free
 
     def pack_with_outer_hooks(self, hooks: PackHooks) -> None:
-        """See ``RerunState.park``."""
+        """See ``RerunState.pack_with_outer_hooks``."""
         self.state.pack_with_outer_hooks(hooks)
 
     def recompute_mode(self, inputs: list[tuple[int, torch.Tensor]], progress: Progress) -> RecomputeMode:
@@ -995,12 +1004,12 @@ class RerunRecorder:
             mode.check(self._reached)
 
     def drop(self) -> None:
-        """Let every held value go."""
+        """Release every held value."""
         self.state.drop()
 
 
 def figures_of(state: RerunState, kept: Iterable[Handle]) -> SavedFigures:
-    """Count the storages that ``record`` and the handles of its region hold, each once and under its rule."""
+    """Count the storages that ``state`` and the region's handles hold, each once and under its rule."""
     sizes: dict[int, tuple[int, int]] = {}  # address -> (bytes, rule)
     whole = state.table.whole_rule("") if state.table.saves_whole("") else None
     of_no_op = whole.index if whole is not None else NO_RULE

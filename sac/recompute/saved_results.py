@@ -1,4 +1,4 @@
-"""What is held of a module that is saved as a whole: results, written arguments, state it left behind."""
+"""What is held of a module that is saved as a whole: its result, arguments that it wrote to, and state that it left."""
 
 from __future__ import annotations
 
@@ -38,15 +38,16 @@ from sac.tensors import (
 )
 from sac.torch_private import tree_flatten, tree_leaves, tree_unflatten
 
-# -- What stands for each leaf of a saved module's result, from forward to recomputation
+# -- The saved leaves of a module's result
 
 
 @dataclass(frozen=True, slots=True)
 class Serving:
     """One recomputation's call of a saved module.
 
-    ``given``: the leaves of its arguments. ``name`` is told which tensor now holds each kept value. ``fetched``: values
-    that are at hand, by the id of the leaf. ``storages``: the copies made for it so far.
+    ``given``: the leaves of its arguments. ``name`` is called with each kept value and the tensor that now holds it.
+    ``fetched``: values that were fetched in advance, by the id of the leaf. ``storages``: the copies made for the call
+    so far.
     """
 
     given: list[Any]
@@ -58,8 +59,8 @@ class Serving:
 class SavedLeaf:
     """One tensor without its graph.
 
-    ``places``: label and offset of each of its parts, where labels are used. ``is_borrowed``: it is a leaf that needs a
-    gradient, a parameter as a rule, and stays itself.
+    ``indices``: value id and offset of each of its parts, where value ids are used. ``is_external``: it is a leaf that
+    needs a gradient, usually a parameter, and is held itself.
     """
 
     __slots__ = ("_layout", "_needs_grad", "_version", "_watch", "copied", "data", "indices", "is_external")
@@ -70,28 +71,28 @@ class SavedLeaf:
         self.data: torch.Tensor | OuterPacked | None = tensor if self.is_external else detached(tensor)
         self._watch: torch.Tensor | None = self.data
         self._version = version_of(tensor)
-        self._layout: torch.Tensor | None = None  # without data: how it lay in memory, where it is held otherwise
-        self.copied = False  # the region writes to it: it is held, and given out, as a copy
+        self._layout: torch.Tensor | None = None  # without data: the original layout, if `data` has another
+        self.copied = False  # the region writes to it: it is held and served as a copy
         self.indices: list[tuple[int, int]] = []
 
     @property
     def held(self) -> torch.Tensor:
-        """The tensor, in forward."""
+        """The tensor, during the forward."""
         assert isinstance(self.data, torch.Tensor)
         return self.data
 
     @property
     def was_changed(self) -> bool:
-        """Whether it was written to since, with no copy made before."""
+        """Whether it was written to since without being copied first."""
         return self._watch is not None and version_of(self._watch) != self._version
 
     def copy(self, storages: dict[int, torch.UntypedStorage]) -> None:
-        """Hold a copy from here on; ``storages`` holds the copies made so far."""
+        """Hold a copy from now on; ``storages`` holds the copies made so far."""
         if isinstance(self.data, torch.Tensor) and not self.is_external and not self.copied:
             self.data, self._watch, self.copied = copied(self.data, storages), None, True
 
     def compact(self) -> None:
-        """Hold the elements only, and not the whole storage."""
+        """Hold only the elements, not the whole storage."""
         if isinstance(self.data, torch.Tensor) and (layout := layout_of(self.data)) is not None:
             self._layout = layout
             self._watch = version_watch(self.data) if self._watch is not None else None
@@ -104,7 +105,7 @@ class SavedLeaf:
             self.data = pack_with_outer_hooks(self.data, hooks)
 
     def drop(self) -> None:
-        """Hold nothing any more."""
+        """Release the data."""
         self.data = self._watch = None
 
     def made(self, serving: Serving) -> torch.Tensor:
@@ -123,7 +124,7 @@ class SavedLeaf:
         if self.is_external:
             return data
         if self._layout is not None and not _lies_as(data, self._layout):
-            data = laid_out(data, self._layout)  # kernels choose their order of sums by it
+            data = laid_out(data, self._layout)  # kernels choose their summation order by the layout
         fresh = copied(data, serving.storages) if self.copied else detached(data)
         if not self._needs_grad:
             return fresh.detach() if fresh.requires_grad else fresh
@@ -131,7 +132,7 @@ class SavedLeaf:
         return Alias.apply(fresh) if self.copied else fresh  # type: ignore[no-untyped-call]
 
     def write_to(self, target: torch.Tensor, serving: Serving) -> None:
-        """Let ``target`` hold this value, as an op in place would have left it."""
+        """Write this value to ``target``, as the in-place op left it in forward."""
         value = self._value(serving)
         if storage_address(value) != storage_address(target):
             write_onto(target, value)
@@ -144,7 +145,7 @@ def _lies_as(tensor: torch.Tensor, layout: torch.Tensor) -> bool:
 
 
 class Argument:
-    """One of the arguments, returned as it is."""
+    """An argument that the module returned as it is."""
 
     __slots__ = ("_position",)
 
@@ -152,12 +153,12 @@ class Argument:
         self._position = position
 
     def made(self, serving: Serving) -> Any:
-        """Return the argument of the recomputation."""
+        """Return the recomputation's argument."""
         return serving.given[self._position]
 
 
 class ArgumentView:
-    """A view of one of the arguments."""
+    """A returned view of one of the arguments."""
 
     __slots__ = ("_geometry", "_needs_grad", "_of", "_position")
 
@@ -173,7 +174,7 @@ class ArgumentView:
         return type(argument) is torch.Tensor and (argument.shape, argument.stride()) == self._of
 
     def made(self, serving: Serving) -> Any:
-        """Return the view of the argument of the recomputation."""
+        """Return the view of the recomputation's argument."""
         shape, stride, offset = self._geometry
         argument = serving.given[self._position]
         with torch.set_grad_enabled(self._needs_grad):
@@ -181,7 +182,7 @@ class ArgumentView:
 
 
 class HoldingObject:
-    """An object that holds tensors under names: a dataclass, say."""
+    """An object with tensors in its attributes, for example a dataclass."""
 
     __slots__ = ("_attributes", "_kind")
 
@@ -190,7 +191,7 @@ class HoldingObject:
         self._attributes = attributes
 
     def made(self, serving: Serving) -> Any:
-        """Return such an object anew."""
+        """Return a new object of this class."""
         built: Any = object.__new__(self._kind)
         for name, (leaves, spec) in self._attributes.items():
             object.__setattr__(built, name, tree_unflatten([made(leaf, serving) for leaf in leaves], spec))
@@ -201,31 +202,33 @@ STANDING = (SavedLeaf, Argument, ArgumentView, HoldingObject)
 
 
 def made(leaf: Any, serving: Serving) -> Any:
-    """Return what ``leaf``, kept of a result, stands for: itself, if it is a plain value."""
+    """Return the recomputation's value for ``leaf`` of a result; a plain value is returned as it is."""
     return leaf.made(serving) if isinstance(leaf, STANDING) else leaf
 
 
-# -- What one call of a saved module left behind: kept in forward, given out again in recomputation
+# -- What one call of a saved module leaves behind: kept in forward, served in recomputation
 
 # Note [What a saved module leaves behind]
 #
-# Autograd holds what the backward of the module reads. What the rest of the region reads of it is kept here, and given
-# out in recomputation as if the module had run:
-#  - a tensor that it returned, without its graph: it comes back as a leaf that needs a gradient as the original did;
-#  - one of its arguments, or a view of one, that it returned: that is taken from the arguments of the recomputation;
-#  - what it wrote to its arguments: the values after the call are kept, and written again;
-#  - where random generators and the user's state providers stood after it.
+# Autograd holds what the backward of the module reads. What the rest of the region reads is kept here, and
+# recomputation serves it as if the module had run:
+#  - a tensor that the module returned, without its graph: it comes back as a leaf that needs a gradient if the original
+#    did;
+#  - a returned argument, or a returned view of one: it is taken from the recomputation's arguments;
+#  - writes to arguments: the values after the call are kept and written again;
+#  - the states of random generators and of the user's state providers after the call.
 #
-# What the region writes in place to a kept tensor later must not be in it. A call that is watched sees such a write
-# coming (Note [Whole modules]), and copies before it; the next calls copy as soon as the module returns. A write that
-# nobody saw coming shows in the version counter: then the module is run again in recomputation, unseen by the region.
+# Later in-place writes of the region to a kept tensor must not be part of what is served. A watched call sees such a
+# write in advance (Note [Whole modules]) and copies first; the next calls copy as soon as the module returns. A write
+# that was not seen in advance shows in the version counter: recomputation then runs the module again, unseen by the
+# region.
 
-_DEEPEST = 3  # objects in one another that are looked into for tensors
+_DEEPEST = 3  # nesting depth of objects that are searched for tensors
 _OPAQUE = (nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType, torch.Generator)
 
 
 def given_leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Return the leaves of a call's arguments, in an order that is the same for equal calls."""
+    """Return the leaves of a call's arguments, in the same order for equal calls."""
     leaves = [*args, *kwargs.values()]
     for leaf in leaves:
         if not isinstance(leaf, torch.Tensor) and type(leaf) not in PLAIN:
@@ -234,7 +237,7 @@ def given_leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
 
 
 def versions_of(leaves: list[Any]) -> list[int]:
-    """Return the version counter of each leaf that is a tensor, 0 of the others."""
+    """Return the version counter of each leaf that is a tensor, and 0 for the others."""
     return [version_of(leaf) if isinstance(leaf, torch.Tensor) else 0 for leaf in leaves]
 
 
@@ -266,7 +269,7 @@ class ModuleResult:
         self._arguments, self._storages = {}, {}
 
     def _keep(self, leaf: Any, depth: int) -> Any:
-        """Return what stands for one leaf of the result."""
+        """Return what is kept for one leaf of the result."""
         if type(leaf) in PLAIN:
             return leaf
         if id(leaf) in self._arguments:
@@ -294,27 +297,27 @@ class ModuleResult:
 
     @property
     def was_changed(self) -> bool:
-        """Whether something that is kept was written to since, and nobody had made a copy."""
+        """Whether a kept tensor was written to since without being copied first."""
         return any(kept.was_changed for kept in self.kept)
 
     def serves(self, given: list[Any]) -> bool:
         """Return whether ``build`` gives what the module would return for these leaves of its arguments.
 
-        It does not if nobody made a copy of what was written to since, if what is needed was let go, or if an argument
-        of which a view was returned is laid out otherwise than in forward.
+        It does not if a kept tensor was written to without a copy, if a needed value was released, or if the argument
+        of a returned view has another layout than in forward.
         """
         if self.was_changed or any(kept.data is None for kept in self.kept):
             return False
         return all(view.fits(given) for view in self._views)
 
     def copy(self) -> None:
-        """Hold copies: the region writes to what the module returned."""
+        """Hold copies, because the region writes to what the module returned."""
         storages: dict[int, torch.UntypedStorage] = {}
         for kept in self.kept:
             kept.copy(storages)
 
     def compact(self) -> None:
-        """Let small parts of a large storage not hold all of it."""
+        """Hold small parts of a large storage as copies, so that they do not pin all of it."""
         groups: dict[int, list[SavedLeaf]] = {}
         for kept in self.kept:
             if type(kept.data) is torch.Tensor and not kept.copied:
@@ -327,12 +330,12 @@ class ModuleResult:
                     one.compact()
 
     def addresses(self) -> set[int]:
-        """Return the addresses of the storages that are held."""
+        """Return the addresses of the held storages."""
         tensors = [kept.data for kept in self.kept if isinstance(kept.data, torch.Tensor)]
         return {storage_address(part) for tensor in tensors for part in tensor_parts(tensor)}
 
     def build(self, serving: Serving) -> Any:
-        """Return what the module would have returned; its arguments are written to as it would have written to them."""
+        """Return what the module would have returned, and write to its arguments as it would have."""
         for call_key, written in self.writes:
             written.write_to(serving.given[call_key], serving)
             serving.name(written, serving.given[call_key])
@@ -340,13 +343,13 @@ class ModuleResult:
         return leaves[0] if self._spec is None else tree_unflatten(leaves, self._spec)
 
     def drop(self) -> None:
-        """Let all that is held go."""
+        """Release everything that is held."""
         for kept in self.kept:
             kept.drop()
 
 
 def _lies_in(tensor: torch.Tensor, argument: torch.Tensor) -> bool:
-    """Return whether ``tensor`` is a view of elements that ``argument``, which shares its storage, spans."""
+    """Return whether ``tensor`` is a view inside the range of ``argument``, which shares its storage."""
     if tensor.dtype != argument.dtype or any(one.is_conj() or one.is_neg() for one in (tensor, argument)):
         return False
     first, last = _span(argument)
@@ -369,20 +372,19 @@ def _hidden(leaf: Any, where: str) -> Problem:
     )
 
 
-# -- What a saved module did beside returning something: to generators and Python state; repeated where it is not
-#    run
+# -- Side effects of a saved module on generators and Python state, repeated where the module does not run
 
 
 def generators_at(settings: Settings) -> list[torch.Generator]:
-    """Return the generators that a module of the region may draw from, as far as the region puts them back."""
+    """Return the generators that a module of the region may draw from, as far as the region restores them."""
     return generators_now(settings) if settings.preserve_rng_state else []
 
 
 class ModuleStates:
-    """Made before ``modules`` run, and closed after that: then it holds what has changed of what they can reach.
+    """The state that ``modules`` change: made before they run, and closed after.
 
-    That is the states of generators, and Python state (Note [Python state]). Of trackers and of the user's state
-    providers nobody can tell what has changed: they are put back always.
+    It then holds what changed: the states of generators, and Python state (Note [Python state]). Changes of trackers
+    and of the user's state providers cannot be detected, so these are always restored.
     """
 
     __slots__ = ("_before", "_host_rng", "_moved", "_provided", "_reachable", "_settings", "_trackers")
@@ -409,7 +411,7 @@ class ModuleStates:
         self._provided = [(provider, provider.snapshot()) for provider in settings.providers]
 
     def put_back(self) -> None:
-        """Let all stand where it stood after the module."""
+        """Restore the state from after the module's call."""
         if self._trackers is not None:
             self._trackers.put_back()
         put_back(self._moved)
@@ -420,13 +422,13 @@ class ModuleStates:
             provider.restore(state)
 
 
-# -- Counts what autograd keeps while a module runs; it keeps the same as without
+# -- Counting what autograd keeps while a module runs, without changing it
 
 
 def counted(sizes: dict[int, int], module: nn.Module, inputs: Collection[int]) -> saved_tensors_hooks:
-    """Return the context that puts the bytes of each storage that autograd keeps into ``sizes``, by its address.
+    """Return the context that records the bytes of each storage that autograd keeps in ``sizes``, by address.
 
-    Left out is what lives without it too: the module's parameters and buffers, and the storages at ``inputs``.
+    It leaves out what exists anyway: the module's parameters and buffers, and the storages at ``inputs``.
     """
     theirs = active_hooks()
     left_out = set(inputs)

@@ -44,15 +44,21 @@ from sac.torch_private import (
     push_hooks,
 )
 
-# -- The same two modes for ``torch.utils.checkpoint``, in eager mode and under ``torch.compile``
+# -- The two rerun modes for ``torch.utils.checkpoint``, in eager mode and under ``torch.compile``
 
 # Note [Inside torch.utils.checkpoint]
 #
-# torch's own frame counts what autograd saves and stops the recomputation; ours does not take part. To keep the same
-# promises our modes push saved-tensor hooks of their own inside torch's: in forward the handle of a kept value is ours
-# (torch never hears of it), every other tensor is passed on to torch's pack hook. In recomputation tensors of kept
-# handles are passed over, and the others are passed on one op late, so that an op which fills what autograd saved
-# right before it has run when torch takes the tensor, and stops.
+# torch's own frame counts what autograd saves and stops the recomputation; our frame is not used. To keep the same
+# promises, our modes push their own saved-tensor hooks inside torch's. In forward, a kept value gets one of our
+# handles, which torch never sees; every other tensor is passed on to torch's pack hook. In recomputation, tensors of
+# kept handles are skipped, and the others are passed on one op late. If an op fills a tensor that autograd saved right
+# before it, that op has then run by the time torch takes the tensor and stops.
+#
+# Example. A rule saves `aten.mm` in `h = x @ w1; g = gelu(h); y = g @ w2`. Autograd saves w1, x, h, w2 and g, numbers 0
+# to 4. Our handles keep 0, 2 and 3 (parameters and a saved output). torch's hook gets 1 and 4, so it counts two
+# tensors. In recomputation, x waits until the first matmul is about to run, then goes to torch; h is served, the gelu
+# runs, and g waits. The second matmul does not write to g. So g goes to torch right before it, torch has its two
+# tensors and stops, and the matmul does not run.
 
 # See Note [Whole modules].
 _EVIDENCE: weakref.WeakKeyDictionary[DecisionTable, ModuleEvidence] = weakref.WeakKeyDictionary()
@@ -73,13 +79,13 @@ class CheckpointForwardMode(ForwardMode):
         if self._watch is not None:
             self._hooks = saved_tensors_hooks(self._watch.pack, partial(_unpack, self._watch.theirs[1]))
             self._hooks.__enter__()
-        self.hooks = 0 if self._watch is None else 2  # ours, and torch's below
+        self.hooks = 0 if self._watch is None else 2  # ours, and torch's below them
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        # Let go of both: hooks and what they belong to would hold each other, and torch's frame with them.
+        # Clear both: hooks and their owners would keep each other alive, and torch's frame with them.
         watch, self._watch = self._watch, None
         hooks, self._hooks = self._hooks, None
         if hooks is not None:
@@ -105,26 +111,27 @@ _SETTINGS = Settings()
 
 
 class _Ambient:
-    """What surrounded the forward and torch's checkpoint does not put back; buffers are those of ``module``."""
+    """Ambient state of the forward that torch's checkpoint does not restore; ``module`` owns the buffers."""
 
     def __init__(self, module: nn.Module | None, *, in_graph: bool) -> None:
         self._module = module
         self._in_graph = in_graph
         self._surroundings: AmbientState | None = None
-        self._entered: list[ExitStack] = []  # a region can be recomputed inside its own recomputation
+        self._entered: list[ExitStack] = []  # nested: a region can be recomputed inside its own recomputation
 
     def note(self) -> None:
-        """The forward begins; raises ``RegionError`` if modules would make their parameters in it."""
+        """The forward begins; raises ``RegionError`` if modules would create their parameters in it."""
         if has_uninitialized(owners_of(self._module)):
             found = "a lazy module would make its parameters in this checkpointed call, and its recomputation would not"
             raise RegionError(Problem("sac.context_fn", found, fix=_FIRST))
-        # In a graph torch leaves random states to the compiler, which a backend that runs the graph as it is is not.
+        # In a graph torch leaves random states to the compiler. A backend that runs the graph as it is does not handle
+        # them.
         self._surroundings = AmbientState(
             (), owners_of(self._module), _SETTINGS, _objects_torch_was_given(), beside_torch=not self._in_graph
         )
 
     def forward_is_over(self) -> None:
-        """Keep nothing of buffers that are what they were."""
+        """Release buffers that have not changed."""
         if self._surroundings is not None:
             self._surroundings.close("")
 
@@ -155,9 +162,9 @@ def hooks_below_top() -> PackHooks | None:
 
 
 def _objects_torch_was_given() -> list[Any]:
-    """Return the arguments of the checkpointed call that may hold state, which torch hands to the recomputation too.
+    """Return the arguments of the checkpointed call that may hold state, which torch passes to the recomputation too.
 
-    They are in torch's frame, which enters our mode. Where that has another name none are found.
+    They are read from torch's Python frame, which enters our mode. If that frame has another name, none are found.
     """
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename == __file__:
@@ -169,7 +176,7 @@ def _objects_torch_was_given() -> list[Any]:
 
 
 class _Watch:
-    """Looks on while torch's checkpoint packs, and keeps for us what need not be run again."""
+    """Observes what torch's checkpoint packs, and keeps the tensors that need no recomputation."""
 
     def __init__(self, state: RerunState, theirs: PackHooks) -> None:
         self.state = state
@@ -190,11 +197,11 @@ class _Watch:
         return handle
 
     def kept(self) -> list[Handle]:
-        """Return the handles that hold their value and are alive."""
+        """Return the live handles that hold their value."""
         return [handle for handle in (reference() for reference in self.handles) if handle is not None]
 
     def last_missing(self) -> int:
-        """Return the place of the last tensor that torch was given, -1 if it was given none."""
+        """Return the index of the last tensor that was passed to torch, -1 if there is none."""
         return max(self.passed_on, default=-1)
 
 
@@ -236,7 +243,7 @@ class CheckpointRecomputeMode(RecomputeMode):
 
 
 class _LatePacking:
-    """Passes to torch's pack hook what autograd saves in recomputation, one op late."""
+    """Passes what autograd saves in recomputation to torch's pack hook, one op late."""
 
     def __init__(self, state: RerunState, pack: Callable[[torch.Tensor], Any]) -> None:
         self.theirs = pack
@@ -248,11 +255,11 @@ class _LatePacking:
 
     @property
     def done(self) -> bool:
-        """Whether a tensor waits to be passed on."""
+        """Whether a tensor is waiting to be passed on."""
         return bool(self.waiting)
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Let this tensor wait."""
+        """Queue this tensor."""
         tensor = detached(tensor) if tensor.requires_grad else tensor
         place, self.count = self.count, self.count + 1
         if place not in self.kept_places:
@@ -262,17 +269,17 @@ class _LatePacking:
         return tensor
 
     def stop_before(self, written: Sequence[torch.Tensor]) -> None:
-        """Pass on what waits, unless the op about to run writes to some of it."""
+        """Pass on the waiting tensors, unless the op about to run writes to one of them."""
         if not any(shares_storage(tensor, written) for tensor in self.waiting):
             self.flush()
 
     def after_op(self) -> None:
-        """Pass on what the op that has run was waited for, and what it has saved itself."""
+        """An op has run: pass on the tensors that waited for it, and those that it saved itself."""
         if self.waiting:
             self.flush()
 
     def flush(self) -> None:
-        """Pass on what waits; torch raises from here when it has all it wants."""
+        """Pass on the waiting tensors; torch raises from here when it has all it needs."""
         waiting, self.waiting = self.waiting, []
         try:
             for tensor in waiting:
@@ -289,9 +296,9 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 def checkpoint_contexts(
     table: DecisionTable, path: str = "", module: nn.Module | None = None, *, in_graph: bool = False
 ) -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    """Return the pair of modes for one call of ``torch.utils.checkpoint``, which calls this once per call.
+    """Return the pair of modes for one call of ``torch.utils.checkpoint``, which calls this function once per call.
 
-    ``in_graph``: the call is one in a graph of Dynamo's, which is traced, or run as it is (backend "eager").
+    ``in_graph``: the call is part of a Dynamo graph that is traced, or run as it is (backend "eager").
     """
     if is_traced():
         forward, recompute = create_selective_checkpoint_contexts(TracedPolicy(table, path, module))
@@ -307,10 +314,10 @@ def checkpoint_contexts(
 
 # Note [Regions under torch.compile]
 #
-# Our frame cannot be traced. Inside a compiled function a region is a call of `torch.utils.checkpoint`, which Dynamo
-# puts into its graph, with our decisions as tags for the partitioner. What only our frame can do
-# (`Settings.needs_frame`) is not dropped: such a region runs in eager, as a call that Dynamo does not look into. That
-# breaks the graph there; under `fullgraph=True` it is torch's own error, which gives our reason.
+# Our frame cannot be traced. Inside a compiled function a region is a call of `torch.utils.checkpoint`: Dynamo puts it
+# into its graph, with our decisions as tags for the partitioner. What only our frame can do (`Settings.needs_frame`) is
+# not dropped: such a region runs in eager mode, as a call that Dynamo does not trace. This breaks the graph there;
+# under `fullgraph=True` torch raises its own error, which states our reason.
 
 _TAKEN = {"function", "use_reentrant", "context_fn", "determinism_check", "debug", "early_stop", "preserve_rng_state"}
 
@@ -319,8 +326,8 @@ def run_traced(
     function: Callable[..., Any], table: DecisionTable, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
     """Run ``function(*args, **kwargs)`` as a region of a graph that is being traced."""
-    contexts = partial(checkpoint_contexts, table, in_graph=True)  # no path: Dynamo would compile each region anew
-    if not _TAKEN.isdisjoint(kwargs):  # the function's own, which torch would take for its own
+    contexts = partial(checkpoint_contexts, table, in_graph=True)  # with a path Dynamo would compile each region
+    if not _TAKEN.isdisjoint(kwargs):  # the function's own arguments, which torch would take as its own
         function, kwargs = partial(function, **kwargs), {}
     return torch_checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
@@ -335,35 +342,35 @@ run_in_eager = kept_out_of_graphs(
 
 # Note [Modules under torch.compile]
 #
-# Nothing of a module runs when its ops are traced: Dynamo has inlined it, and leaves on each node of its graph the
-# stack of modules that the node came from, outermost first: id, the way by which Dynamo came to it, class (torch 2.13,
-# see tests/stacks/test_compile_modules.py). Which module of the region that is, the ids tell where the region's block
-# is at hand. Otherwise the ways do: torch calls the context function before it traces the first op of a region, with
-# the call of the region itself as the node at work, so that the innermost module is the block then. None is at work
-# where the block is what is compiled (`block.compile()`): ways then begin at our own forward (`L['self'].module.mlp`).
+# No module code runs when a module's ops are traced. Dynamo has inlined it, and each node of its graph carries the
+# stack of modules that the node came from, outermost first: id, access path from Dynamo's root, class (torch 2.13, see
+# tests/stacks/test_compile_modules.py). If the region's block is known, the ids tell which module of the region this
+# is. Otherwise the access paths do: torch calls the context function before it traces the first op of a region, while
+# the current node is the call of the region itself, so the innermost module is the block. There is no current module if
+# the block itself is compiled (`block.compile()`); access paths then begin at our own forward (`L['self'].module.mlp`).
 
 
 def _tell_of_results(table: DecisionTable) -> None:
-    """Warn of rules that speak of an op's result where torch does not show it."""
+    """Warn about rules that match on an op's result if torch does not show results to policies."""
     blind = [one.rule for one in table.rules if one.rule.shape is not None or one.rule.dtype or one.rule.min_bytes]
     if blind and not SHOWS_RESULTS_TO_POLICIES:
         problem = Problem(
             blind[0].where(),
-            f'rule "{blind[0].id}" speaks of the shape, dtype or size of results, which torch {torch.__version__} does '
-            "not show to a policy under torch.compile: it matches nothing there",
+            f'rule "{blind[0].id}" matches on the shape, dtype or size of results, which torch {torch.__version__} '
+            "does not show to a policy under torch.compile: it matches nothing there",
             fix="use a later torch, or say which op is meant by module or call",
         )
         warnings.warn(str(problem), SacWarning, stacklevel=2)
 
 
 def _tell_of_budget() -> None:
-    """Warn if the partitioner has a memory budget of its own."""
+    """Warn if the partitioner has its own memory budget."""
     budget = partitioner_budget()
     if budget == 1:
         return
-    wins = "it has no say in regions: what sac saves is saved there, and what it does not is recomputed"
+    wins = "it has no effect in regions: what sac saves is saved there, and everything else is recomputed"
     if budget == 0:
-        wins = "at 0 it wins: everything is recomputed, what sac saves too"
+        wins = "at 0 it takes precedence: everything is recomputed, including what sac saves"
     problem = Problem(
         "torch._functorch.config.activation_memory_budget",
         f"it is {budget}, and sac.apply has been called on what is compiled; {wins}",
@@ -373,9 +380,9 @@ def _tell_of_budget() -> None:
 
 
 class TracedPolicy:
-    """A table as the policy function that torch's own modes ask under ``torch.compile``: tags for the partitioner.
+    """A decision table as the policy function that torch's modes call under ``torch.compile``: partitioner tags.
 
-    ``module`` is the region's block, where it is at hand.
+    ``module`` is the region's block, if known.
     """
 
     def __init__(self, table: DecisionTable, path: str, module: nn.Module | None = None) -> None:
@@ -387,10 +394,10 @@ class TracedPolicy:
         stack = _modules_at_work()
         self._base = stack[-1][1] if stack else ""
         self._whole: dict[str, ResolvedRule | None] = {}
-        self._turns: dict[int, list[str]] = {}  # rule that alternates -> modules that it has met
+        self._turns: dict[int, list[str]] = {}  # rule with `do: alternate` -> modules it has met
 
     def __call__(self, context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        """Return torch's word for the decision on this call."""
+        """Return the decision on this call as torch's ``CheckpointPolicy``."""
         table, record = self.record.table, self.record
         path = self._module()
         site = table.sites_of(path).get(op) or table.add_site(op, path)
@@ -407,7 +414,7 @@ class TracedPolicy:
     def _rule_of_module(self, path: str) -> ResolvedRule | None:
         """Return the rule that saves the module at ``path``, or one around it, as a whole; all ops inside are saved.
 
-        Of modules that a rule alternates it is every other one, in the order in which they are traced.
+        A rule with ``do: alternate`` saves every other module, in the order in which they are traced.
         """
         table = self.record.table
         if not table.matches_modules:
@@ -433,7 +440,7 @@ class TracedPolicy:
             calls.hits[rule.index] = calls.hits.get(rule.index, 0) + 1
 
     def _module(self) -> str:
-        """Return the path, relative to the region, of the module that is being traced now."""
+        """Return the path, relative to the region, of the module that is being traced."""
         stack = _modules_at_work()
         if self._paths:
             return next((self._paths[key] for key, _ in reversed(stack) if key in self._paths), "")
@@ -444,7 +451,7 @@ class TracedPolicy:
 
 
 def _modules_at_work() -> list[tuple[str, str]]:
-    """Return id and way of each module from which the node now traced came, outermost first."""
+    """Return id and access path of each module that the traced node came from, outermost first."""
     stack = torch.fx.traceback.current_meta.get("nn_module_stack") or {}
     return [(str(key).partition("@")[0], _clean(way)) for key, (way, _) in stack.items()]
 

@@ -1,4 +1,4 @@
-"""Where each tensor of a region came from, as one number: equal in forward and recomputation for equal values."""
+"""One number per tensor of a region that says where it came from: equal in both passes for equal values."""
 
 from __future__ import annotations
 
@@ -12,21 +12,28 @@ from torch.nn import Parameter
 from sac.recompute.parameter_only import NOT_PARAMETERS, ParameterOnlyIds
 from sac.tensors import WeakStorages, layout_key, offset_in_storage, storage_address, tensor_parts, wrapped_parts
 
-# Note [ValueIds]
+# Note [Value ids]
 #
-# A saved value is found again in recomputation by what it was computed from, not by counting ops: extra ops (FSDP's
-# all-gathers, autocast's casts, `record_function`) then shift nothing, and two calls that change places find their own
-# values. Every storage has a label, every call a signature:
+# Recomputation finds a saved value by what it was computed from, not by counting ops. So extra ops (FSDP's all-gathers,
+# autocast's casts, `record_function`) shift nothing, and two calls that change places find their own values. Every
+# storage has a value id, every call a signature:
 #
-#   signature = hash(op, arguments), a tensor argument being (label of its storage, shape, stride, offset, dtype)
-#   label of an output = signature (with its place, for several outputs); a write relabels the storage it writes
-#   label of a parameter = its identity; of an input = its place; of anything else = the address of its storage
+#   signature = hash(op, arguments); a tensor argument is (value id of its storage, shape, stride, offset, dtype)
+#   value id of an output = the signature (with its index, for several outputs); a write renames the storage it writes
+#   value id of a parameter = its identity; of an input = its position; of anything else = the address of its storage
 #
-# The last kind is called foreign: it may differ between the passes although nothing is wrong (autocast kept a cast
-# weight from an earlier region in forward and casts it anew in recomputation). What is computed from something foreign
-# is foreign too. A call whose signature forward did not see at all is matched by module, op and call, and then every
-# argument has to agree in layout, and in label too unless one side is foreign; in shape and dtype only if the forward
-# ran without grad mode, where a module may use other kernels. A call that finds nothing runs.
+# A tensor of the last kind is external: its value id may differ between the passes although nothing is wrong (in
+# forward, autocast reused a cast weight from an earlier region; in recomputation it casts the weight anew). A value
+# computed from an external tensor is external too. If forward did not see the signature of a call, the call is matched
+# by module, op and call number. Then every argument must agree in layout, and in value id unless one side is external.
+# If the forward ran without grad mode, where a module may use other kernels, arguments need only agree in shape and
+# dtype. A call without a match runs.
+#
+# Example. A region computes `h = x @ w` and `h` is saved; x is input 0, w a parameter. The value id of h is the call's
+# signature, hash(mm, (id of input 0, layout of x), (id of w, layout of w)). In recomputation an extra op runs first (an
+# all-gather, say): the signature of the mm is the same and h is served. If the region now computes `(x + 1) @ w`, the
+# signature is new. The call number of the mm leads to h, but the ids of the first argument differ and neither is
+# external. So the mm runs, h stays unmatched, and `RecomputeMode.check` raises.
 
 _PLAIN = frozenset(
     {int, bool, type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size}
@@ -38,7 +45,7 @@ Description = tuple[Any, ...]
 
 
 class ValueIds:
-    """The labels of one pass over one region; see Note [ValueIds]."""
+    """The value ids of one pass over one region; see Note [Value ids]."""
 
     __slots__ = (
         "_by_storage",
@@ -62,20 +69,20 @@ class ValueIds:
         self.parameter_only = ParameterOnlyIds(owners)
         self._inputs: set[int] = set()
         self._elsewhere: set[int] = set()
-        self._moved: dict[int, int] = {}  # storage of an input -> how much further on it lay in forward
-        self.input_ids: dict[int, list[tuple[int, int]]] = {}  # position of an input -> label and offset of each part
+        self._moved: dict[int, int] = {}  # storage of an input -> how much larger its offset was in forward
+        self.input_ids: dict[int, list[tuple[int, int]]] = {}  # input position -> value id and offset of each part
         self._parameters: set[int] = set()
         self.external: set[int] = set()
         self.parameter_addresses: set[int] = set()
         self._draws: dict[int, int] = {}
-        self.producers: dict[int, Any] = {}  # label -> plan of the op that made it, for messages
-        self.external_storages = WeakStorages()  # those of foreign tensors
+        self.producers: dict[int, Any] = {}  # value id -> call site of the op that produced it, for messages
+        self.external_storages = WeakStorages()  # the storages of external tensors
         self._weak = WeakStorages()
 
     def name_input(self, tensor: torch.Tensor, position: int, *, lasts: bool = True) -> None:
-        """Give the storage of a region's input the label of its place.
+        """Give the storage of a region's input the value id of its position.
 
-        ``lasts``: the region holds the caller's tensor until backward; not if it keeps a copy elsewhere.
+        ``lasts``: the region holds the caller's tensor until backward. It does not if it keeps a copy elsewhere.
         """
         input_ids = self.input_ids[position] = []
         for part in tensor_parts(tensor):
@@ -86,9 +93,10 @@ class ValueIds:
                 self._elsewhere.add(value_id)
 
     def name_input_again(self, tensor: torch.Tensor, input_ids: list[tuple[int, int]]) -> None:
-        """Give an input of a recomputation the label and the offset that it had in forward: ``places`` of its position.
+        """Give an input of a recomputation the value id and offset from forward: the ``input_ids`` of its position.
 
-        What was kept elsewhere comes back in a storage of its own, though it may have been a view of another input.
+        An input that was kept elsewhere comes back in its own storage, although it may have been a view of another
+        input.
         """
         for part, (value_id, offset) in zip(tensor_parts(tensor), input_ids, strict=True):
             address = storage_address(part)
@@ -99,7 +107,7 @@ class ValueIds:
                 self._weak.watch(part)
 
     def name_new(self, tensor: torch.Tensor, value_id: int) -> list[tuple[int, int]]:
-        """Give storages that nothing in the region has met ``label``; return label and offset of each part."""
+        """Name storages that are new to the region after ``value_id``; return value id and offset of each part."""
         input_ids = []
         for number, part in enumerate(tensor_parts(tensor)):
             if storage_address(part) not in self._by_storage:
@@ -108,14 +116,14 @@ class ValueIds:
         return input_ids
 
     def of(self, tensor: torch.Tensor) -> int:
-        """Return the label of a tensor's storage."""
+        """Return the value id of a tensor's storage."""
         kind = type(tensor)
         if kind is not Tensor and kind is not Parameter and hasattr(kind, "__tensor_flatten__"):
             return self._of_wrapper(tensor)
         return self.of_plain(tensor, kind, storage_address(tensor))
 
     def of_plain(self, tensor: Tensor, kind: type, key: int) -> int:
-        """Return the label of the storage at ``key``, in which ``tensor``, of type ``kind``, lies."""
+        """Return the value id of the storage at ``key``, which holds ``tensor``, of type ``kind``."""
         value_id = self._by_storage.get(key)
         if value_id is None:
             if kind is Parameter or (kind is not Tensor and isinstance(tensor, Parameter)):
@@ -131,13 +139,14 @@ class ValueIds:
             self.parameter_addresses.add(key)
             if not self.is_persistent_id(
                 value_id
-            ):  # FSDP makes the storage inside the region, and fills it; the name stays
+            ):  # FSDP makes and fills the storage inside the region; the name stays
                 value_id = self._name_parameter(tensor, key)
         return value_id
 
     def _name_parameter(self, tensor: Tensor, key: int) -> int:
-        # `data` of a class of parameters may be a parameter too, another in each pass: that of bitsandbytes is. It
-        # needs no gradient. What does is the module's own, whose data may be exchanged between the passes (ZeRO-3).
+        # The `data` of a parameter subclass may be a parameter too, and a different one in each pass (bitsandbytes).
+        # That one needs no gradient. A parameter that needs one is the module's own; its data may be exchanged between
+        # the passes (ZeRO-3).
         name = id(tensor) if type(tensor) is Parameter or tensor.requires_grad else key
         value_id = self._by_storage[key] = hash(("parameter", name))
         self._parameters.add(value_id)
@@ -145,24 +154,24 @@ class ValueIds:
         return value_id
 
     def see(self, args: tuple[Any, ...]) -> None:
-        """Take note of a parameter that a view is about to be made of: the view's storage then has its label."""
+        """Name a parameter before a view is made of it, so that the view's storage has the parameter's value id."""
         if args:
             value = args[0]
             if type(value) is not torch.Tensor and isinstance(value, Parameter):
                 self.of(value)
 
     def name_constant(self, tensor: Any) -> None:
-        """Label a small tensor made from Python numbers by those numbers, since its storage is new in each pass."""
+        """Name a small tensor made from Python numbers after those numbers, because its storage is new in each pass."""
         if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu" and tensor.numel() <= _CONSTANT_NUMEL:
             value_id = self._by_storage[storage_address(tensor)] = hash(("constant", str(tensor.tolist())))
             self.parameter_only.name_result(value_id, 0)
 
     def is_persistent(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor lies in an input or a parameter that nothing in the region has written to."""
+        """Whether the tensor is in an input or a parameter to which nothing in the region has written."""
         return self.is_persistent_id(self._by_storage.get(storage_address(tensor)))
 
     def is_persistent_id(self, value_id: int | None) -> bool:
-        """Whether ``label`` is that of a parameter, or of an input that the region holds as it is."""
+        """Whether ``value_id`` belongs to a parameter, or to an input that the region holds as it is."""
         return value_id in self._parameters or (value_id in self._inputs and value_id not in self._elsewhere)
 
     def source(self, tensor: torch.Tensor) -> str:
@@ -184,7 +193,7 @@ class ValueIds:
             return value_id
         value_ids = [self.of(part) for part in wrapped_parts(tensor)]
         if value_ids and value_ids[0] in self._parameters and value_ids.count(value_ids[0]) == len(value_ids):
-            return value_ids[0]  # of a wrapped parameter without its graph, as recomputation compares it
+            return value_ids[0]  # a wrapped parameter without its graph, as recomputation compares it
         value_id = hash(tuple(value_ids))
         self.parameter_only.name_result(value_id, self.parameter_only.of_all(value_ids))
         if not self.external.isdisjoint(value_ids):
@@ -192,7 +201,7 @@ class ValueIds:
         return value_id
 
     def signature(self, key: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, bool, int]:
-        """Return the signature of a call, whether anything external went into it, and ``ParameterOnlyIds.of`` it."""
+        """Return a call's signature, whether an external value went into it, and its ``ParameterOnlyIds.of``."""
         parts: list[Any] = [key]
         self._parameter_bytes = 0
         external = self._describe(args, parts)
@@ -226,7 +235,7 @@ class ValueIds:
                 parts.append(len(value))
                 external = self._describe(value, parts) or external
             else:
-                parts.append(kind)  # a Generator, an Enum, a graph module: its kind has to do
+                parts.append(kind)  # a Generator, an Enum, a graph module: its type must do
         return external
 
     def _metadata(self, tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -239,12 +248,12 @@ class ValueIds:
         return shape, stride, offset + moved, dtype
 
     def draw(self, key: int, signature: int) -> int:
-        """Return the signature of a call that draws random numbers: two draws from equal arguments are not equal."""
+        """Return the signature of a call that draws random numbers: two draws with equal arguments differ."""
         number = self._draws[key] = self._draws.get(key, 0) + 1
         return hash((signature, "draw", number))
 
     def describe(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Description:
-        """Return what ``signature`` hashes, for matching by eye: tensors as ``(label, foreign, shape, …)``."""
+        """Return what ``signature`` hashes, to be compared by parts: tensors as ``(value id, external, layout)``."""
         return tuple(self._describe_one(value) for value in (*args, *kwargs.values()))
 
     def _describe_one(self, value: Any) -> Any:
@@ -267,7 +276,7 @@ class ValueIds:
         self._by_storage[address] = value_id
 
     def name_output(self, out: Any, signature: int, external: bool, made_of: int = NOT_PARAMETERS) -> None:
-        """Label an op's result, which is ``made_of`` what ``ParameterOnlyIds.of`` says."""
+        """Name an op's result; ``made_of`` is what ``ParameterOnlyIds.of`` returns for it."""
         if isinstance(out, Tensor):
             if type(out) is Tensor or not hasattr(type(out), "__tensor_flatten__"):
                 self._name(out, signature)

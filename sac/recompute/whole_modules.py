@@ -1,4 +1,4 @@
-"""Modules that are saved as a whole: their results stand in for the module in recomputation."""
+"""Modules that are saved as a whole: in recomputation, their saved results replace the module."""
 
 from __future__ import annotations
 
@@ -39,37 +39,44 @@ if TYPE_CHECKING:
     from sac.recompute.value_ids import ValueIds
 
 
-# -- Modules that a rule saves as a whole: what one region call keeps of them, and how its recomputation goes
-#    without
+# -- Whole modules that a rule saves: what one region call keeps of them
 
 # Note [Whole modules]
 #
-# A rule with `module` and without `ops` decides on calls of modules. What it saves runs in forward as if there were no
-# region: the region's saved-tensor hooks and its dispatch mode are off, those of others stay on. So autograd keeps what
-# it would keep, and nobody counts it. Recomputation is given what the call left behind (Note [What a saved module
-# leaves behind]), by the module's path and the number of the call of that path. Modules inside a saved one are part of
-# it, and no rule reaches them. The forwards that tell which module runs (`TrackedForward`) ask the pass that is active.
+# A rule with `module` and without `ops` decides on calls of modules. A module that it saves runs in forward as if there
+# were no region: the region's saved-tensor hooks and its dispatch mode are off, all others stay on. So autograd keeps
+# what it would keep anyway, and the region does not count it. Recomputation is given what the call left behind (Note
+# [What a saved module leaves behind]); the key is the module's path and the number of the call at that path. Modules
+# inside a saved one are part of it, and no rule reaches them. The instance-level forwards that report which module runs
+# (`TrackedForward`) ask the active pass.
 #
-# The first call of a region on a sort of inputs is *watched*: the region's dispatch mode stays on inside saved modules,
-# and decides nothing there. It sees what they write to, copies it before if it is kept or an input of the region, and
-# counts FLOPs; hooks count what autograd keeps. What it has seen (`ModuleEvidence`) holds for later such calls. If no
-# rule of a region speaks of ops, those enter no dispatch mode at all (Note [Evidence]).
+# The first call of a region with an input signature is *watched*: the region's dispatch mode stays on inside saved
+# modules but decides nothing there. It sees their writes, copies the target first if it is kept or an input of the
+# region, and counts FLOPs. Hooks count what autograd keeps. The resulting `ModuleEvidence` holds for later calls with
+# the same input signature. If no rule of a region matches ops, these later calls enter no dispatch mode (Note
+# [Evidence]).
 #
-# A recomputation that is stopped early never comes to the modules after the last missing handle: what they have left
-# behind is let go when forward is over.
+# A recomputation with early stop never reaches the modules after the last missing handle: what they left behind is
+# freed when the forward ends.
+#
+# Example. A rule saves `attn` in a block `h = x + attn(norm1(x)); return h + mlp(norm2(h))`. In forward, autograd keeps
+# the activations inside `attn`, and the region holds the module's result under ("attn", 0). Recomputation runs norm1,
+# returns that result as a leaf instead of running `attn`, and runs the rest up to the last missing handle, inside
+# `mlp`. If the rule saves `mlp` instead, the last missing handle belongs to norm2. The result of `mlp` is freed when
+# the forward ends, and recomputation ends before `mlp`.
 
-Place = tuple[str, int]  # path of a module, and which call of it in the region
+Place = tuple[str, int]  # path of a module, and the number of its call in the region
 
 
 @dataclass(slots=True)
 class ModuleEvidence:
-    """What a watched call of a region has shown of its saved modules; holds for inputs of one sort.
+    """What a watched call of a region has shown about its saved modules; holds for one input signature.
 
     ``copies``: calls of modules to whose results the region writes. ``bytes_inside``: what autograd keeps in saved
-    modules, by rule. ``figures``: what such a call keeps in all. ``apart``: modules that recomputation never runs, by
-    id. ``keeps_watching``: a saved module writes to what the region keeps for itself, so that every call is watched.
-    ``differentiated``: calls through which the region's own forward takes a gradient. Recomputation takes it again,
-    through a graph of its own: it has to run those modules.
+    modules, by rule. ``figures``: everything that such a call keeps. ``not_recomputed``: modules that recomputation
+    never runs, by id. ``keeps_watching``: a saved module writes to something that the region itself keeps, so every
+    call is watched. ``differentiated``: calls through which the region's own forward takes a gradient. Recomputation
+    takes it again, through its own graph, so it must run those modules.
     """
 
     copies: set[Place] = field(default_factory=set)
@@ -81,7 +88,7 @@ class ModuleEvidence:
 
 
 class SavedModuleCall:
-    """One call of a saved module: its rule, and what it left behind. ``flops``: of a call that was watched."""
+    """One call of a saved module: its rule, and what it left behind. ``flops``: only of a watched call."""
 
     __slots__ = ("call_key", "flops", "inside", "packs_before", "result", "rule", "states")
 
@@ -95,20 +102,21 @@ class SavedModuleCall:
         self.flops = 0
 
     def result_sizes(self) -> dict[int, int]:
-        """Return the bytes of each storage that is kept of its result, by its address."""
+        """Return the bytes of each storage that is kept of its result, by address."""
         kept = self.result.kept if self.result is not None else []
         tensors = [one.data for one in kept if isinstance(one.data, torch.Tensor) and not one.is_external]
         return {address: size for tensor in tensors for address, size in storage_sizes(tensor).items()}
 
     def drop(self) -> None:
-        """Let go what it left behind."""
+        """Release what it left behind."""
         self.result = self.states = None
 
 
 class SavedModules:
-    """What one call of a region keeps of the modules that its rules save as a whole; see Note [Whole modules].
+    """What one region call keeps of the modules that its rules save as a whole; see Note [Whole modules].
 
-    ``path`` names the region. ``learnt``: what an earlier call on such inputs has shown; None: this one is watched.
+    ``path`` names the region. ``evidence``: what an earlier call with such inputs has shown. If None, this call is
+    watched.
     """
 
     def __init__(self, table: DecisionTable, path: str, settings: Settings, evidence: ModuleEvidence | None) -> None:
@@ -120,8 +128,8 @@ class SavedModules:
         self.calls: dict[Place, SavedModuleCall] = {}
         self.hits: defaultdict[int, int] = defaultdict(int)
         self.inputs: frozenset[int] = frozenset()  # addresses of the storages of the region's inputs
-        self._hooks: list[Any] = []  # in forward: on the nodes of results
-        self._owners: dict[int, SavedModuleCall] = {}  # in forward: address of a storage that is kept -> by which call
+        self._hooks: list[Any] = []  # in forward: hooks on the autograd nodes of results
+        self._owners: dict[int, SavedModuleCall] = {}  # in forward: address of a kept storage -> the call that keeps it
 
     def begin(self, inputs: RegionInputs) -> None:
         """The region is about to run on ``inputs``."""
@@ -140,7 +148,7 @@ class SavedModules:
             call.result.copy()
 
     def watch_gradients(self, call: SavedModuleCall, out: Any) -> None:
-        """Notice if a gradient passes through ``out``, the result of ``call``, before the forward is over."""
+        """Record whether a gradient passes through ``out``, the result of ``call``, before the forward is over."""
 
         def passes(grads: Any) -> None:
             self.evidence.differentiated.add(call.call_key)
@@ -151,7 +159,7 @@ class SavedModules:
         self._hooks += [node.register_prehook(passes) for node in nodes if node is not None]
 
     def addresses(self) -> set[int]:
-        """Return the addresses of the storages that are held."""
+        """Return the addresses of the held storages."""
         results = [call.result for call in self.calls.values() if call.result is not None]
         return {address for result in results for address in result.addresses()}
 
@@ -163,7 +171,7 @@ class SavedModules:
             self.evidence.copies.add(call.call_key)
 
     def close(self, last_missing: int) -> None:
-        """The forward is over: let go what no recomputation up to ``last_missing`` asks for."""
+        """The forward is over: release what no recomputation up to ``last_missing`` needs."""
         if self.is_watched:
             self._count_inside()
         for hook in self._hooks:
@@ -177,7 +185,7 @@ class SavedModules:
 
     @property
     def holds(self) -> bool:
-        """Whether there is something that a recomputation has to be given."""
+        """Whether a recomputation needs anything that is held here."""
         return any(call.result is not None for call in self.calls.values())
 
     def held(self) -> Iterable[tuple[SavedLeaf, ResolvedRule]]:
@@ -187,10 +195,10 @@ class SavedModules:
                 yield kept, call.rule
 
     def fetch_recomputed(self) -> dict[int, torch.Tensor]:
-        """Return, by the id of each kept leaf, what an outer region runs again to give back.
+        """Return the kept tensors that an outer region must recompute, by the id of their leaf.
 
-        Called before a recomputation makes anything of its own active: the ops and modules of the outer region are not
-        those of this one.
+        Called before a recomputation activates its own hooks and modes: the ops and modules of the outer region do not
+        belong to this one.
         """
         parked = [(kept, kept.data) for kept, _ in self.held() if isinstance(kept.data, OuterPacked)]
         return {id(kept): data.fetch() for kept, data in parked if data.is_recomputed}
@@ -201,12 +209,12 @@ class SavedModules:
             kept.pack_with_outer_hooks(hooks)
 
     def drop(self) -> None:
-        """Let everything go."""
+        """Release everything."""
         for call in self.calls.values():
             call.drop()
 
     def _count_inside(self) -> None:
-        """Add up what autograd keeps in saved modules, each storage once, and no result that is counted by itself."""
+        """Count what autograd keeps in saved modules: each storage once, without results, which are counted apart."""
         seen = self.addresses()
         found: defaultdict[int, int] = defaultdict(int)
         for call in self.calls.values():
@@ -216,35 +224,35 @@ class SavedModules:
 
 
 def saved_modules(owners: Iterable[nn.Module], table: DecisionTable) -> frozenset[int]:
-    """Return, by id, which of a region's modules never run in its recomputation: those saved, and those inside them."""
+    """Return the ids of the modules that recomputation never runs: saved modules and the modules inside them."""
     forwards = [(owner, getattr(owner.__dict__.get("forward"), "__self__", None)) for owner in owners]
     paths = {id(owner): forward.path for owner, forward in forwards if isinstance(forward, TrackedForward)}
     return frozenset(key for key, path in paths.items() if any(map(table.saves_whole, paths_up(path))))
 
 
-# -- How modules that are saved as a whole run in forward, and are answered for in recomputation
+# -- The passes that run saved modules in forward and serve them in recomputation
 
-_SMALL_BUFFER = 1 << 9  # bytes; of larger ones a region that runs without a recorder has no copy
+_SMALL_BUFFER = 1 << 9  # bytes; a region without a recorder has no copy of larger buffers
 
 
 class Watcher(Protocol):
     """A region's dispatch mode in forward, as far as saved modules are concerned."""
 
     def passed_generators(self) -> list[torch.Generator]:
-        """Return the generators that ops of the region have been passed so far."""
+        """Return the generators that have been passed to ops of the region so far."""
 
     def watches(self, call: SavedModuleCall) -> AbstractContextManager[Any]:
-        """Return the context in which the mode stays on in a saved module, and decides nothing."""
+        """Return the context in which the mode stays on in a saved module and decides nothing."""
 
     def returned(self, call: SavedModuleCall, forward: TrackedForward, out: Any) -> None:
-        """The module has returned ``out``; what is kept of it is no copy yet."""
+        """The module has returned ``out``; what is kept of it is not copied yet."""
 
 
 class SavingPass:
-    """What a forward makes active: runs saved modules outside of the region, and keeps what they leave behind.
+    """The pass of a forward: runs saved modules outside the region, and keeps what they leave behind.
 
-    ``count_packs`` tells how many tensors the region has packed so far, ``watcher`` is the mode that is on. ``hooks``:
-    how many of the innermost saved-tensor hooks are the region's.
+    ``count_packs`` returns how many tensors the region has packed so far. ``watcher`` is the active mode. ``hooks``:
+    how many of the innermost saved-tensor hooks belong to the region.
     """
 
     def __init__(
@@ -259,7 +267,7 @@ class SavingPass:
         self._generators = generators_at(modules.settings)
 
     def call_key_of(self, path: str) -> tuple[Place, ResolvedRule] | None:
-        """Return which call of the module at ``path`` begins, and the rule that saves it; None if none does."""
+        """Return which call of the module at ``path`` begins, and the rule that saves it; None if none saves it."""
         modules = self.modules
         rule = modules.table.whole_rule(path)
         if rule is None or not rule.saves:
@@ -298,7 +306,7 @@ class SavingPass:
             self.watcher.returned(call, forward, out)
         if modules.is_watched:
             modules.watch_gradients(call, out)
-        with without_mode(self.watcher):  # a copy that is made of a result is not an op of the region
+        with without_mode(self.watcher):  # copying a result is not an op of the region
             modules.add(call)
         return out
 
@@ -315,9 +323,9 @@ class SavingPass:
 
 
 class ServingPass:
-    """What a recomputation makes active: gives out what saved modules left behind, and does not run them.
+    """The pass of a recomputation: serves what saved modules left behind instead of running them.
 
-    ``fetched``: what ``fetch_recomputed`` has returned. ``mode`` is the one that is on, ``labels`` are its labels.
+    ``fetched`` is the result of ``fetch_recomputed``. ``mode`` is the active mode, ``labels`` are its value ids.
     """
 
     def __init__(
@@ -330,7 +338,7 @@ class ServingPass:
         self._counts: defaultdict[str, int] = defaultdict(int)
 
     def call_key_of(self, path: str) -> Place | None:
-        """Return which call of the module at ``path`` begins, if forward has saved that; else None."""
+        """Return which call of the module at ``path`` begins if forward saved that call; else None."""
         rule = self.modules.table.whole_rule(path)
         if rule is None or not rule.saves:
             return None
@@ -341,7 +349,7 @@ class ServingPass:
     def call(self, call_key: Place, forward: TrackedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what the module returned in forward."""
         if self._mode is not None and self._mode.progress.done:
-            self._mode.progress.stop_before(())  # what modules after the last missing handle left behind is let go
+            self._mode.progress.stop_before(())  # results of modules after the last missing handle are freed
         call = self.modules.calls[call_key]
         given = given_leaves(args, kwargs)
         if call.result is None or call.states is None:
@@ -365,16 +373,17 @@ class ServingPass:
             self._labels.name_input_again(tensor, kept.indices)
 
     def _run_again(self, forward: TrackedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the module, unseen by the region; its buffers do not advance.
+        """Run the module unseen by the region; its buffers do not advance.
 
-        Raises ``RegionError`` if it is seen to write to a large one: it may have read what it wrote there in forward.
+        Raises ``RegionError`` if the module is seen to write to a large buffer: in forward it may have read what it
+        wrote.
         """
         buffers = [*forward.module.buffers()]
         storages = {one: one.untyped_storage() for one in buffers if plain_address(one) is not None}
         large = [one for one in buffers if one.nbytes > _SMALL_BUFFER]
         versions = [version_of(one) for one in large]
         with without_mode(self._mode), saved_tensors_hooks(detached, _same):
-            # Of each: batch norms write to theirs unseen by version counters.
+            # Copy all of them: batch norms write to theirs without raising version counters.
             before = {one: copy_of(storage) for one, storage in storages.items()}
             out = forward.run_unheard(args, kwargs)
             for one, storage in storages.items():
@@ -383,8 +392,8 @@ class ServingPass:
             raise RegionError(
                 Problem(
                     where=_name(self.modules.path, forward),
-                    found="what this saved module returned was changed in place after it, as in no call before, and "
-                    "the module cannot be run again: it writes to its buffers",
+                    found="the result of this saved module was changed in place after the call, as in no earlier "
+                    "call, and the module cannot run again: it writes to its buffers",
                     fix="clone the result before writing to it",
                 )
             )
@@ -399,11 +408,11 @@ def _name(region: str, forward: TrackedForward) -> str:
     return ".".join(filter(None, (region, forward.path))) or type(forward.module).__name__
 
 
-# -- The recorder of a region in which only whole modules are saved: no dispatch mode, in neither pass
+# -- The recorder of a region in which only whole modules are saved: no dispatch mode in either pass
 
 
 class ModuleRecorder:
-    """Saves whole modules in one region call, by what a watched call has learnt; the ``Recorder`` of a frame."""
+    """Saves whole modules in one region call, using the evidence of a watched call; the ``Recorder`` of a frame."""
 
     sees_ops = False
 
@@ -417,7 +426,7 @@ class ModuleRecorder:
         self.modules.begin(inputs)
 
     def forward_mode(self) -> AbstractContextManager[Any]:
-        """Return the context in which saved modules are run outside of the region."""
+        """Return the context in which saved modules run outside the region."""
         return _active(SavingPass(self.modules, lambda: self._packs))
 
     def pack(self, tensor: torch.Tensor, handle: Handle) -> None:
@@ -430,18 +439,18 @@ class ModuleRecorder:
         return not self.modules.calls
 
     def pack_with_outer_hooks(self, hooks: PackHooks) -> None:
-        """See ``SavedModules.park``."""
+        """See ``SavedModules.pack_with_outer_hooks``."""
         self.modules.pack_with_outer_hooks(hooks)
 
     def recompute_mode(self, inputs: list[tuple[int, torch.Tensor]], progress: Progress) -> AbstractContextManager[Any]:
-        """Return the context in which saved modules are not run."""
+        """Return the context in which saved modules are served."""
         return _active(ServingPass(self.modules, self.modules.fetch_recomputed()))
 
     def check_recomputed(self) -> None:
-        """Nothing: what is kept is asked for by path and call."""
+        """Nothing to check: kept results are looked up by path and call."""
 
     def drop(self) -> None:
-        """Let everything go."""
+        """Release everything."""
         self.modules.drop()
 
 

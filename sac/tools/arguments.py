@@ -1,4 +1,4 @@
-"""Checks of a command's arguments, before a model is built: that may take minutes, and most of the memory."""
+"""Checks of a command's arguments before a model is built, which may take minutes and most of the memory."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ def scale_of(arguments: argparse.Namespace) -> Scale:
 
 
 def training_of(arguments: argparse.Namespace) -> Training:
-    """Return how `sac compare` is to train."""
+    """Return how `sac compare` trains."""
     return Training(arguments.steps, arguments.optimizer, arguments.lr, arguments.seed, arguments.device)
 
 
 def modes_of(arguments: argparse.Namespace) -> list[str]:
-    """Return the modes that `sac compare` is to measure."""
+    """Return the modes that `sac compare` measures."""
     return [mode.strip() for mode in arguments.modes.split(",") if mode.strip()]
 
 
 def check_trace(arguments: argparse.Namespace) -> None:
-    """Raise ``ConfigError`` with all that is wrong with the arguments of `sac trace`."""
+    """Raise ``ConfigError`` with all problems in the arguments of `sac trace`."""
     checks = [lambda: check_device(arguments.device), lambda: check_value(arguments.policy, "--policy")]
     _refuse([*_of_model(arguments), *checks, *_of_output(arguments)])
 
 
 def check_compare(arguments: argparse.Namespace) -> None:
-    """Raise ``ConfigError`` with all that is wrong with the arguments of `sac compare`."""
+    """Raise ``ConfigError`` with all problems in the arguments of `sac compare`."""
     checks: list[Check] = [lambda: training_of(arguments), lambda: _check_rate(arguments.lr)]
     checks += [_value_check(mode) for mode in modes_of(arguments) if mode != NONE]
     _refuse([*_of_model(arguments), *checks, *_of_output(arguments)])
 
 
 def check_plan(arguments: argparse.Namespace, request: PlanRequest) -> None:
-    """Raise ``ConfigError`` with all that is wrong with the arguments of `sac plan`."""
+    """Raise ``ConfigError`` with all problems in the arguments of `sac plan`."""
     checks: list[Check] = [lambda: check_wish(request, calibrates=arguments.calibrate)]
     if arguments.out:
         checks.append(lambda: check_writable(arguments.out))
@@ -58,7 +58,7 @@ def check_plan(arguments: argparse.Namespace, request: PlanRequest) -> None:
 
 
 def check_value(value: str, where: str) -> None:
-    """Raise ``ConfigError`` if ``value`` is no config value, or names a policy that cannot be used here."""
+    """Raise ``ConfigError`` if ``value`` is not a config value, or names a policy that cannot be used here."""
     try:
         config = parse_config(value)
         if config.policy is not None:
@@ -85,7 +85,7 @@ def check_writable(path: str) -> None:
 
 
 def check_picture(path: str) -> None:
-    """Raise ``ConfigError`` if a picture cannot be saved at ``path``, whose folder will be made."""
+    """Raise ``ConfigError`` if a picture cannot be saved at ``path``, whose folder is created on saving."""
     import_extra("matplotlib", "tools")
     kinds: Sequence[str] = sorted(import_extra("matplotlib.backend_bases", "tools").FigureCanvasBase.filetypes)
     ending = Path(path).suffix.removeprefix(".").lower()
@@ -114,7 +114,7 @@ def _check_model(arguments: argparse.Namespace) -> None:
     try:
         scale = scale_of(arguments)
     except SacError:
-        scale = Scale()  # what is wrong with the sizes has been said
+        scale = Scale()  # the problems of the sizes are reported elsewhere
     check_spec(arguments.model, scale, text_path=arguments.text)
 
 
@@ -139,7 +139,7 @@ def _check_seed(seed: int) -> None:
 
 
 def _no_out() -> None:
-    raise ConfigError(Problem("--out", "where to store the calibration is not said", "the name of a file"))
+    raise ConfigError(Problem("--out", "no file is given for the calibration", "the name of a file"))
 
 
 def _at(problem: Problem, where: str) -> Problem:

@@ -18,7 +18,7 @@ COLUMNS = ("rule", "do", "ops", "names here", "only where", "of policy", "place"
 
 @dataclass(frozen=True, slots=True)
 class CheckedRule:
-    """A rule and the op names that it means: those that this build of torch has, and those that it lacks."""
+    """A rule and its op names: those that this build of torch has, and those that it lacks."""
 
     rule: Rule
     present: tuple[str, ...]
@@ -26,7 +26,7 @@ class CheckedRule:
 
 
 def check_file(source: str, *, verbose: bool, as_json: bool) -> int:
-    """Print what the policy of a file or of a shipped name means; raises ``PolicyError`` with all that is wrong."""
+    """Print what the policy of a file or of a shipped name means; raises ``PolicyError`` with all problems."""
     policy = load_policy(source)
     rules = tuple(_checked(policy))
     if as_json:
@@ -69,7 +69,7 @@ def _cells(checked: CheckedRule) -> tuple[str, ...]:
 
 
 def limits_of(rule: Rule) -> list[str]:
-    """Return the matchers of a rule besides its ops, each as a short text in the words of a policy file."""
+    """Return a rule's matchers other than its ops, each as a short text in the words of a policy file."""
     limits = []
     if rule.blocks:
         limits.append(f"blocks {' or '.join(pattern.text for pattern in rule.blocks)}")

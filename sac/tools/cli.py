@@ -18,17 +18,17 @@ from sac.tools.models import FORMS, BuiltModel, load_model
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; return 0, or 1 when sac refused something (its text is on stderr), or 2 for wrong usage."""
+    """Run one command; return 0, 1 if sac refused something (its text is on stderr), or 2 for wrong usage."""
     arguments = _parser().parse_args(argv)
     arguments.typed = shlex.join(["sac", *(sys.argv[1:] if argv is None else argv)])
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler writes to stderr whenever it starts and stops
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler writes to stderr at start and stop
     if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # a console script does not see the modules of the folder that it is run in
+        sys.path.insert(0, os.getcwd())  # a console script does not see modules in its working directory
     command: Callable[[argparse.Namespace], int] = arguments.command
     try:
         return command(arguments)
-    except BrokenPipeError:  # the reader of a long table has seen enough, as `| head` has
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains when it flushes
+    except BrokenPipeError:  # the reader of a long table closed the pipe, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise the interpreter complains on flush
         return 1
     except SacError as error:
         print(error, file=sys.stderr)
@@ -100,7 +100,7 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     from sac.planner.cost import save_calibration
     from sac.tools.plan_table import calibrate_model
 
-    arguments.layers = arguments.layers or 1  # only the first is timed
+    arguments.layers = arguments.layers or 1  # only the first layer is timed
     calibration = calibrate_model(_build(arguments), arguments.device)
     save_calibration(calibration, arguments.out)
     if arguments.json:
@@ -113,14 +113,14 @@ def _calibrate(arguments: argparse.Namespace) -> int:
 
 
 def _comparison(arguments: argparse.Namespace) -> str:
-    """Return the command that measures a planned policy beside the modes, on the same model."""
+    """Return the command that measures a planned policy next to the modes, on the same model."""
     words = ["sac", "compare"]
     for name in ("model", "layers", "seq", "batch", "vocab", "dtype", "text", "seed"):
         value = getattr(arguments, name)
         if value is not None:
             words += [f"--{name}", str(value)]
     if arguments.device != "cpu" and not arguments.real:
-        words += ["--device", "cuda"]  # a CPU runs other ops, and refuses the policy
+        words += ["--device", "cuda"]  # a CPU runs other ops and refuses the policy
     path = arguments.out if os.path.isabs(arguments.out) else os.path.join(os.curdir, os.path.normpath(arguments.out))
     return shlex.join([*words, "--modes", f"none,full,selective,{path}"])
 
@@ -190,19 +190,22 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
         "to that without checkpointing (default: the memory of --device less --margin)",
     )  # fmt: skip
     parser.add_argument("--margin", metavar="SHARE", help='of the device\'s memory to leave free (default: "10%%")')
-    parser.add_argument("--optimizer", metavar="NAME", help="whose state counts: sgd, momentum, adam, adamw")
+    parser.add_argument("--optimizer", metavar="NAME", help="the one whose state counts: sgd, momentum, adam, adamw")
     parser.add_argument(
-        "--engine", default="auto", choices=("auto", "replay", "rerun"), help="that will run (default: %(default)s)"
+        "--engine",
+        default="auto",
+        choices=("auto", "replay", "rerun"),
+        help="engine to use (default: %(default)s)",
     )
-    parser.add_argument("--same-layers", action="store_true", help="the same rules on all layers of a kind")
+    parser.add_argument("--same-layers", action="store_true", help="use the same rules on all layers of a region group")
     parser.add_argument("--real", action="store_true", help="run on tensors with data (default: on shapes alone)")
-    parser.add_argument("--fsdp", type=int, metavar="N", help="for one of N ranks that shard the model by FSDP2")
-    parser.add_argument("--accumulate", action="store_true", help="gradients of earlier micro-batches are there")
+    parser.add_argument("--fsdp", type=int, metavar="N", help="plan for one of N ranks that shard the model by FSDP2")
+    parser.add_argument("--accumulate", action="store_true", help="gradients of earlier micro-batches exist")
     parser.add_argument(
         "--in-flight", type=int, default=1, metavar="N", help="micro-batches that a pipeline stage holds at once"
     )
     parser.add_argument("--calibrate", action="store_true", help="time a block on --device, store it in --out, and end")
-    parser.add_argument("--calibration", metavar="FILE", help="what --calibrate has stored")
+    parser.add_argument("--calibration", metavar="FILE", help="the file that --calibrate wrote")
     parser.add_argument("--out", metavar="FILE", help="write the policy here (default: to stdout, after the table)")
     parser.add_argument("--picture", metavar="FILE", help="save recompute time over peak (png, svg, pdf)")
 

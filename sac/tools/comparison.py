@@ -24,12 +24,12 @@ from sac.ops.flops import added_formulas
 from sac.tools.models import BuiltModel, Inputs
 from sac.torch_private import tree_map_only
 
-# -- What a comparison of modes found: numbers only, ready for a table, a picture or JSON
+# -- The result of a comparison of modes: numbers only, for a table, a picture or JSON
 
 
 @dataclass(frozen=True, slots=True)
 class ModeResult:
-    """One mode's row. A mode that failed has ``error`` and none of the numbers."""
+    """One mode's row. A mode that failed has an ``error`` and no numbers."""
 
     mode: str
     error: str = ""
@@ -40,22 +40,22 @@ class ModeResult:
     recompute_flops: int | None = None  # this mode's step minus that of `none`
     step_ms: tuple[float, ...] = ()  # without the first step, which warms up
     losses: tuple[float, ...] = ()  # one per step
-    max_gradient_difference: float | None = None  # to `none` after the first step's backward, over all parameters
-    report: Mapping[str, Any] | None = None  # what sac itself says it kept
+    max_gradient_difference: float | None = None  # from `none`, after the first step's backward, over all parameters
+    report: Mapping[str, Any] | None = None  # what sac itself reports as kept
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes alive during one forward and backward, relative to its start."""
+        """The maximum of live bytes during one forward and backward, relative to its start."""
         return self.memory.peak_bytes if self.memory else 0
 
     @property
     def median_step_ms(self) -> float:
-        """The middle step time."""
+        """The median step time."""
         return median(self.step_ms) if self.step_ms else 0.0
 
     @property
     def typical_region_bytes(self) -> int | None:
-        """The middle of what the regions kept, or None when no blocks were found."""
+        """The median of what the regions kept, or None if no blocks were found."""
         return int(median(self.region_kept_bytes.values())) if self.region_kept_bytes else None
 
     def to_dict(self) -> dict[str, Any]:
@@ -79,7 +79,7 @@ class ModeResult:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The rows of all modes, ``none`` first, and what they were measured on."""
+    """The rows of all modes, ``none`` first, and the model and machine they were measured on."""
 
     model: str
     parameters: int
@@ -94,7 +94,7 @@ class Comparison:
         return any(row.error for row in self.rows)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all numbers for JSON; the curves of the picture are left out."""
+        """Return all numbers for JSON, without the curves of the picture."""
         return {
             "model": self.model,
             "parameters": self.parameters,
@@ -105,11 +105,11 @@ class Comparison:
         }
 
 
-# -- Floating-point operations of one call, counted by torch's dispatcher and not by sac
+# -- Floating-point operations of one call, counted by torch's dispatcher, not by sac
 
 
 class _NoModules(nullcontext[None]):
-    """Stands for the counter's module tracker, whose hooks refuse ``torch.autograd.grad`` (torch 2.13)."""
+    """Replaces the counter's module tracker, whose hooks refuse ``torch.autograd.grad`` (torch 2.13)."""
 
     parents = frozenset({"Global"})
 
@@ -117,7 +117,7 @@ class _NoModules(nullcontext[None]):
 def count_flops(fn: Callable[[], object]) -> int:
     """Run ``fn`` once and return the FLOPs of its matmuls, convolutions and attentions (one multiply-add is two).
 
-    The counter stands around the whole call, so what backward recomputes is counted as well.
+    The counter is active during the whole call, so it also counts what backward recomputes.
     """
     counter = FlopCounterMode(display=False, custom_mapping=added_formulas())
     counter.mod_tracker = _NoModules()  # type: ignore[assignment]
@@ -143,7 +143,7 @@ class Training:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be run; raises ``ConfigError``."""
+        """Refuse settings that cannot run; raises ``ConfigError``."""
         problems = []
         if self.steps < 2:
             found = f"{self.steps} steps cannot be timed: the first one warms up"
@@ -168,7 +168,7 @@ def check_device(device: str) -> None:
     try:
         torch.device(device)
     except RuntimeError as error:
-        raise ConfigError(Problem("--device", f"'{device}' is no device of torch", "cpu, cuda, cuda:0, …")) from error
+        raise ConfigError(Problem("--device", f"'{device}' is not a torch device", "cpu, cuda, cuda:0, …")) from error
 
 
 def inputs_on(device: str, inputs: Inputs) -> Inputs:
@@ -177,15 +177,15 @@ def inputs_on(device: str, inputs: Inputs) -> Inputs:
 
 
 def forward_backward(model: nn.Module, inputs: Inputs) -> float:
-    """Run the model forward and backward and return the loss; ``mark("forward")`` stands between them."""
+    """Run the model forward and backward, with ``mark("forward")`` between them, and return the loss."""
     loss = loss_of(model(**inputs) if isinstance(inputs, Mapping) else model(*inputs))
-    mark("forward")  # the output is dropped by now: what lives is what backward needs, and the loss
+    mark("forward")  # the output is freed by now: what lives is what backward needs, and the loss
     torch.autograd.backward(loss)
     return loss.item()
 
 
 def loss_of(output: Any) -> Tensor:
-    """Return the scalar to train on: ``output.loss`` where there is one, else the mean square of its first tensor."""
+    """Return the scalar to train on: ``output.loss`` if it exists, else the mean square of the first tensor."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if loss is not None:
         return loss  # type: ignore[no-any-return]
@@ -198,7 +198,7 @@ def loss_of(output: Any) -> Tensor:
 
 @final
 class ModeRun:
-    """One mode's copy of the model while it is measured; ``error`` is set once sac has refused, and ends its part."""
+    """One mode's copy of the model under measurement; ``error`` is set when sac refuses, and ends its part."""
 
     def __init__(
         self, mode: str, model: nn.Module, inputs_of_step: Callable[[int], Inputs], training: Training
@@ -218,7 +218,7 @@ class ModeRun:
         self._region_kept_bytes: dict[str, int] = {}
 
     def attempt(self, part: Callable[[], None]) -> None:
-        """Run a part of the measuring unless an earlier one failed; an error of sac's becomes the row's text."""
+        """Run a part of the measurement unless an earlier part failed; an error of sac becomes the row's text."""
         if self.error:
             return
         try:
@@ -229,11 +229,11 @@ class ModeRun:
             self._optimizer.param_groups.clear()
 
     def apply(self) -> None:
-        """Put the mode on the model."""
+        """Apply the mode to the model."""
         sac.apply(self._live_model, self.mode)
 
     def train_step(self, step: int, reference: dict[str, Tensor] | None) -> None:
-        """Train one step; with ``reference`` compare the gradients to it, or fill it where it is empty."""
+        """Train one step; with ``reference``, compare the gradients to it, or fill it if it is empty."""
         inputs = self._inputs(step)
         self._synchronize()
         started = time.perf_counter()
@@ -251,15 +251,15 @@ class ModeRun:
         self._losses.append(loss)
 
     def count_flops(self) -> None:
-        """Count one forward and backward; its gradients stay, for ``measure_memory``."""
+        """Count one forward and backward; its gradients stay for ``measure_memory``."""
         inputs = self._inputs(self._training.steps)
         self.step_flops = count_flops(partial(forward_backward, self._live_model, inputs))
 
     def measure_memory(self) -> None:
-        """Measure one forward and backward by the profiler, with marks around each block.
+        """Measure one forward and backward with the profiler, with marks around each block.
 
-        It adds to the gradients that are there, as with gradient accumulation: on a model that is cut to a few layers,
-        gradients that backward allocates would hide the activations.
+        It adds to existing gradients, as with gradient accumulation: on a model cut to a few layers, gradients that
+        backward allocates would hide the activations.
         """
         inputs = self._inputs(self._training.steps)
         blocks = blocks_of(self._live_model)
@@ -316,7 +316,7 @@ class ModeRun:
 
 
 def largest_difference(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> float:
-    """Return the largest absolute difference over all tensors; infinite when the names differ."""
+    """Return the largest absolute difference over all tensors; infinite if the names differ."""
     if expected.keys() != found.keys():
         return float("inf")
     unequal = [name for name in expected if not torch.equal(expected[name], found[name])]
@@ -337,11 +337,11 @@ def _mark_exit(path: str, *_: object) -> None:
     mark(f"out {path}")
 
 
-# -- Trains copies of one model, one per mode, side by side, and measures what each costs
+# -- Training copies of one model side by side, one per mode, and measuring what each costs
 
 # Every mode starts from the same weights and sees the same batches and seeds, so losses and gradients must be equal.
-# Steps are interleaved, one of each mode in turn, so that a machine that slows down slows all modes. Memory and FLOPs
-# are measured in two further passes after the training steps, in which nothing is timed.
+# Steps are interleaved, one of each mode in turn, so a machine that slows down slows all modes. Memory and FLOPs are
+# measured in two extra passes after the training steps, in which nothing is timed.
 
 Progress = Callable[[int, int, str], None]
 
@@ -356,7 +356,7 @@ def compare(
     """Measure each of ``modes`` (config values: none, full, selective, a policy's name or file) on one model.
 
     ``none`` is always the first row: the others are measured against it, and it never goes through sac. A mode that sac
-    refuses keeps its row, with the error. ``progress`` is told (passes done, passes in all, what runs now).
+    refuses keeps its row, with the error. ``progress`` is called with (passes done, total passes, current pass).
     """
     training = training or Training()
     built = build()
@@ -394,7 +394,7 @@ def _counted(progress: Progress | None, total: int) -> Callable[[str], None]:
 def _train(runs: list[ModeRun], steps: int, advance: Callable[[str], None]) -> None:
     for step in range(steps):
         reference: dict[str, Tensor] = {}
-        turn = step % len(runs)  # another mode begins each round; `none` begins the first, whose gradients count
+        turn = step % len(runs)  # each round starts with another mode; the first, whose gradients count, with `none`
         for run in runs[turn:] + runs[:turn]:
             advance(f"{run.mode}: step {step + 1}")
             run.attempt(partial(run.train_step, step, reference if step == 0 else None))

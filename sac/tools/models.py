@@ -1,4 +1,4 @@
-"""Models that the command line can build: from a config, a name, a function; and inputs for them."""
+"""Models that the command line can build, from a config file or a function, and inputs for them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sac.errors import ConfigError, Problem, SacError, listing, nearest
 from sac.extras import import_extra
 from sac.planner.fakes import Build
 
-# -- A model and its batches, and the sizes that both are built with
+# -- A model, its batches, and the sizes that both are built with
 
 Inputs: TypeAlias = "tuple[Any, ...] | Mapping[str, Any]"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -27,7 +27,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How large the model and its batch are built; None leaves what the config file says.
+    """The size of the model and its batch; None keeps the value of the config file.
 
     ``layers`` counts per stack, ``seq`` in tokens, ``batch`` in rows, ``vocab`` in tokens.
     """
@@ -60,7 +60,7 @@ class BuiltModel:
     name: str
 
 
-# -- The inputs of each training step for a Hugging Face model: bytes of a text, or numbers from a seed
+# -- The inputs of each training step for a Hugging Face model: bytes of a text, or seeded random numbers
 
 OWN_MODEL = "write a function that returns (model, inputs) and name it as package.module:function"
 
@@ -68,7 +68,7 @@ OWN_MODEL = "write a function that returns (model, inputs) and name it as packag
 def batches_of(
     model: nn.Module, scale: Scale, *, text_path: str | None, seed: int
 ) -> Callable[[int], Mapping[str, Tensor]]:
-    """Return a function from step to the keyword inputs of ``model``, labels among them where it takes any."""
+    """Return a function from step to the keyword inputs of ``model``, including labels if it takes any."""
     name = _main_input(type(model))
     if name == "input_ids":
         tokens_of_step = _text_tokens(text_path, scale) if text_path else _random_tokens(model, scale, seed)
@@ -81,19 +81,19 @@ def batches_of(
 
 
 def check_batches(model_class: Any, config: Any, scale: Scale, *, text_path: str | None) -> None:
-    """Raise ``ConfigError`` if no batches can be made up for models of this class and config."""
+    """Raise ``ConfigError`` if no batches can be generated for models of this class and config."""
     name = _main_input(model_class)
     if name != "input_ids" and name not in _VALUES:
         raise ConfigError(
             Problem(
                 "--model",
-                f"no batch can be made up for {model_class.__name__}, which reads '{name}'",
+                f"no batch can be generated for {model_class.__name__}, which reads '{name}'",
                 f"models that read {listing(['input_ids', *_VALUES])}",
                 fix=OWN_MODEL,
             )
         )
     if name == "input_ids" and not isinstance(_vocab(config), int):
-        found = f"no batch can be made up for {model_class.__name__}: its config does not say how many tokens there are"
+        found = f"no batch can be generated for {model_class.__name__}: its config does not give the number of tokens"
         raise ConfigError(Problem("--model", found, "a config with vocab_size", fix=OWN_MODEL))
     if text_path is None:
         return
@@ -105,7 +105,7 @@ def check_batches(model_class: Any, config: Any, scale: Scale, *, text_path: str
 
 
 def _main_input(model_class: Any) -> str:
-    """Return the name of what a model mostly reads; of two towers side by side, that of the text tower."""
+    """Return the name of a model's main input; for two parallel towers, that of the text tower."""
     accepted = inspect.signature(model_class.forward).parameters
     name = str(getattr(model_class, "main_input_name", "input_ids"))
     return "input_ids" if "input_ids" in accepted and "return_loss" in accepted else name
@@ -143,12 +143,12 @@ def _pixels(config: Any, scale: Scale, seed: int) -> Tensor:
     size = getattr(config, "image_size", None) or getattr(backbone, "image_size", None) or _SIDE
     height, width = size if isinstance(size, (tuple, list)) else (size, size)
     channels = getattr(config, "num_channels", None) or getattr(config, "in_channels", None) or 3
-    frames = (config.num_frames,) if isinstance(getattr(config, "num_frames", None), int) else ()  # of a film
+    frames = (config.num_frames,) if isinstance(getattr(config, "num_frames", None), int) else ()  # of a video
     return _random((scale.batch, *frames, channels, height, width), scale, seed)
 
 
 def _samples(config: Any, scale: Scale, seed: int) -> Tensor:
-    """Return a wave from which ``seq`` frames are made, whatever they are strided by."""
+    """Return a waveform that yields ``seq`` frames under the model's strides."""
     stride = 1
     for one in getattr(config, "conv_stride", ()):
         stride *= one
@@ -156,7 +156,7 @@ def _samples(config: Any, scale: Scale, seed: int) -> Tensor:
 
 
 def _mel(config: Any, scale: Scale, seed: int) -> Tensor:
-    """Return a spectrogram: of the length that the model asks for, if it asks for one."""
+    """Return a spectrogram, of the length that the model requires if it requires one."""
     frames = 2 * config.max_source_positions if hasattr(config, "max_source_positions") else scale.seq
     bins: Any = getattr(config, "num_mel_bins", None) or getattr(config, "input_feat_per_channel", 80)
     return _random((scale.batch, bins, frames), scale, seed)
@@ -174,7 +174,7 @@ _VALUES: dict[str, Callable[[Any, Scale, int], Tensor]] = {
 
 
 def _pictures_too(model: nn.Module, scale: Scale, seed: int) -> Mapping[str, Any]:
-    """Return the pictures of a model that compares texts with them, and that its loss is wanted."""
+    """Return the pictures for a model that compares texts with pictures, and the request for its loss."""
     accepted = inspect.signature(model.forward).parameters
     if "return_loss" not in accepted or "pixel_values" not in accepted:
         return {}
@@ -208,9 +208,9 @@ def _generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-# -- Models from a Hugging Face config file, scaled to what is at hand, with random weights
+# -- Models from a Hugging Face config file, scaled to the available hardware, with random weights
 
-# Every name under which a config of transformers counts the layers of a stack.
+# All names under which a transformers config counts the layers of a stack.
 _LAYER_KEYS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_decoder_layers", "encoder_layers",
                "decoder_layers")  # fmt: skip
 _SUB_CONFIGS = ("text_config", "vision_config", "audio_config", "encoder", "decoder")
@@ -218,7 +218,7 @@ _TOP = "--model"
 
 
 def build_with_data(make: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
-    """Return the model that ``make`` gives, in ``dtype``."""
+    """Return the model that ``make`` returns, in ``dtype``."""
     return make().to(dtype)
 
 
@@ -235,13 +235,13 @@ def build_from_config(
     except Exception as error:
         found = f"{path}: {made_by.__name__} cannot be built: {type(error).__name__}: {error}"
         raise ConfigError(Problem(_TOP, found, fix=OWN_MODEL)) from error
-    turn_off_cache(model)  # training does not read it: no mode is to pay for it
+    turn_off_cache(model)  # training does not read it: no mode should pay for it
     inputs_of_step = batches_of(model, scale, text_path=text_path, seed=seed)
     return BuiltModel(model, inputs_of_step, f"{type(model).__name__} ({Path(path).name})")
 
 
 def class_and_config(path: str, scale: Scale) -> tuple[Any, Any]:
-    """Return the model's class and its config, at this scale; raises ``ConfigError`` where the file makes none."""
+    """Return the model's class and its config at this scale; raises ``ConfigError`` if the file describes none."""
     raw = scale_config(_read_config(path), scale)
     transformers = import_extra("transformers", "hf")
     model_type = raw.pop("model_type", None)
@@ -252,17 +252,17 @@ def class_and_config(path: str, scale: Scale) -> tuple[Any, Any]:
     architectures = raw.get("architectures") or []
     try:
         config = transformers.AutoConfig.for_model(model_type, **raw)
-    except Exception as error:  # of checks that each config makes in its own way
-        found = f"{path}: transformers makes no config of it: {type(error).__name__}: {error}"
+    except Exception as error:  # from checks that each config makes in its own way
+        found = f"{path}: transformers cannot make a config from it: {type(error).__name__}: {error}"
         fix = "leave --layers out, or write the sizes into the file" if scale.layers is not None else ""
         raise ConfigError(Problem(_TOP, found, fix=fix)) from error
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
-        config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0  # what labels are shifted by
+        config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0  # shifted into the labels
     return _model_class(transformers, architectures, config, path), config
 
 
 def scale_config(raw: Mapping[str, Any], scale: Scale) -> dict[str, Any]:
-    """Return ``raw`` with fewer layers and tokens, in every sub-config too; lists with one entry per layer are cut."""
+    """Return ``raw`` with fewer layers and tokens, also in sub-configs; lists with one entry per layer are cut."""
     scaled = {key: value for key, value in raw.items() if key not in ("torch_dtype", "dtype")}
     if scale.layers is not None and isinstance(raw.get("depths"), list):  # one stack per stage
         scaled["depths"] = [scale.layers] * len(raw["depths"])
@@ -308,7 +308,7 @@ def _model_class(transformers: Any, architectures: list[str], config: Any, path:
             if type(config) in mapping:
                 found = mapping[type(config)]
                 return found[0] if isinstance(found, tuple) else found
-        problem = f"{path} names no architecture, and transformers has no usual one for {type(config).__name__}"
+        problem = f"{path} names no architecture, and transformers has no default one for {type(config).__name__}"
         raise ConfigError(Problem(_TOP, problem, fix='add "architectures": ["…"] to the file'))
     found = getattr(transformers, architectures[0], None)
     if found is None:
@@ -328,9 +328,9 @@ def load_model(
 ) -> BuiltModel:
     """Build the model that ``spec`` names, with random weights from ``seed``.
 
-    ``text_path`` is a file whose bytes are the tokens of a language model; without it tokens are random. ``build``
-    makes the model of a config file, given what calls its class and a dtype: it may leave out the data. Raises
-    ``ConfigError`` when the spec, the file or the function it names cannot be used.
+    ``text_path`` is a file whose bytes are the tokens of a language model; without it, tokens are random. ``build``
+    makes the model of a config file, given a function that calls the model's class, and a dtype; it may leave out the
+    data. Raises ``ConfigError`` if the spec, the file or the function that it names cannot be used.
     """
     torch.manual_seed(seed)
     form, _, rest = spec.partition(":")
@@ -342,7 +342,7 @@ def load_model(
 
 
 def check_spec(spec: str, scale: Scale, *, text_path: str | None = None) -> None:
-    """Raise ``ConfigError`` if ``spec`` names no model that can be built at this scale; none is built."""
+    """Raise ``ConfigError`` if ``spec`` names no model that can be built at this scale; nothing is built."""
     form, _, rest = spec.partition(":")
     if form == "hf" and rest:
         check_batches(*class_and_config(rest, scale), scale, text_path=text_path)
@@ -354,7 +354,7 @@ def check_spec(spec: str, scale: Scale, *, text_path: str | None = None) -> None
 
 def _no_spec(spec: str) -> ConfigError:
     hint = f"hf:{spec}" if spec.endswith(".json") else ""
-    return ConfigError(Problem("--model", f"'{spec}' is no model spec", FORMS, hint))
+    return ConfigError(Problem("--model", f"'{spec}' is not a model spec", FORMS, hint))
 
 
 def _build_by_function(spec: str, module_name: str, function_name: str, scale: Scale) -> BuiltModel:

@@ -15,13 +15,14 @@ from sac.tools.comparison import Comparison, ModeResult
 
 # -- The picture of a comparison: memory over one step, one curve per mode; needs the ``tools`` extra
 
-# Eight colours that stay apart for colour-blind readers and in grey (Okabe and Ito's order, black first for `none`).
+# Eight colours that remain distinct for colour-blind readers and in grey (Okabe and Ito's order, black first for
+# `none`).
 COLOURS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8A8A8A")
 MIB = 2**20
 
 
 def save_picture(comparison: Comparison, path: str | Path) -> Path:
-    """Draw the memory of each mode over its step and save it, by the ending of ``path`` (png, svg, pdf)."""
+    """Draw the memory of each mode over its step and save it in the format of ``path``'s suffix (png, svg, pdf)."""
     import_extra("matplotlib", "tools").use("agg")
     pyplot = import_extra("matplotlib.pyplot", "tools")
     rows = [row for row in comparison.rows if row.memory is not None]
@@ -33,15 +34,15 @@ def save_picture(comparison: Comparison, path: str | Path) -> Path:
 
 
 def save_figure(figure: Any, path: str | Path) -> Path:
-    """Save a figure by the ending of ``path``, whose folder is made, and close it.
+    """Save a figure in the format of ``path``'s suffix and close it; create the folder if it is missing.
 
-    Raises ``ConfigError`` where the ending is not known or the file cannot be written.
+    Raises ``ConfigError`` if the suffix is unknown or the file cannot be written.
     """
     path = Path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=150)
-    except ValueError as error:  # what matplotlib says of an ending
+    except ValueError as error:  # matplotlib's error for an unknown suffix
         raise ConfigError(Problem(str(path), f"the picture cannot be saved: {error}")) from error
     except OSError as error:
         raise ConfigError(Problem(str(path), f"the file cannot be written: {error.strerror}")) from error
@@ -53,7 +54,7 @@ def save_figure(figure: Any, path: str | Path) -> Path:
 def _draw(axes: Any, row: ModeResult, colour: str) -> None:
     memory = row.memory
     assert memory is not None
-    # Passes take different time; stretching forward and backward to the same length each puts blocks under each other.
+    # Modes take different times. Forward and backward are each stretched to the same length, so that blocks line up.
     forward_ms, total_ms = memory.marks["forward"][-1][0], memory.times_ms[-1]
     x = [_progress(time_ms, forward_ms, total_ms) for time_ms in memory.times_ms]
     y = [live / MIB for live in memory.live_bytes]
@@ -91,7 +92,7 @@ _MARKERS = "ovsD^"
 
 
 def save_plan_picture(made: Plan, title: str, path: str | Path) -> Path:
-    """Draw the curve, the baselines, the plan and the budget and save it, by the ending of ``path`` (png, svg, pdf)."""
+    """Draw the curve, baselines, plan and budget, and save them in the format of ``path``'s suffix (png, svg, pdf)."""
     import_extra("matplotlib", "tools").use("agg")
     pyplot = import_extra("matplotlib.pyplot", "tools")
     figure, axes = pyplot.subplots(figsize=(10, 6), layout="constrained")

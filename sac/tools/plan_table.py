@@ -1,4 +1,4 @@
-"""`sac plan`: from a model and a memory budget to a policy file, beside the usual ways and the trade-off curve."""
+"""`sac plan`: from a model and a memory budget to a policy file, with baselines and the trade-off curve."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from sac.tools.render import flops_text, print_rows
 
 COLUMNS = ("", "peak", "kept", "recomputed", "time", "of forward", "fits", "")
 _NUMBERS = ("peak", "kept", "recomputed", "time", "of forward")
-MARGIN = "10%"  # of a device's memory: the context, the allocator's rests, libraries
+MARGIN = "10%"  # of a device's memory: the context, the allocator's fragments, libraries
 
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """What is asked of the planner, as it was written; ``budget`` None means the device's memory less ``margin``."""
+    """The user's request to the planner, as written; ``budget`` None means the device's memory minus ``margin``."""
 
     device: str = "cpu"
     budget: str | None = None
@@ -55,7 +55,7 @@ class PlanRequest:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A plan, and what it was made of."""
+    """A plan, and the model, inputs and command that it was made from."""
 
     plan: Plan
     model: str
@@ -67,7 +67,7 @@ class Planned:
         return write_policy(self.plan, {"model": self.model, "inputs": self.inputs, "made by": self.made_by})
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all that is known of the plan, as JSON holds it."""
+        """Return all figures of the plan, as JSON holds them."""
         made = self.plan
         forward = forward_seconds(made)
         return {
@@ -94,9 +94,9 @@ class Planned:
 def plan_model(
     load: Callable[[Build | None], BuiltModel], request: PlanRequest, made_by: str, progress: Progress | None = None
 ) -> Planned:
-    """Return the plan for the model that ``load`` gives: with data if it is given None, else as `fake_build` does.
+    """Return the plan for the model that ``load`` returns: with data if it is given None, else as `fake_build` does.
 
-    Raises ``PlanError`` for a wish that cannot be met, and what ``prepare`` and ``make_plan`` raise.
+    Raises ``PlanError`` for a request that cannot be met, and what ``prepare`` and ``make_plan`` raise.
     """
     device = _figures(request.device)
     budget = _budget(request, device)
@@ -115,9 +115,7 @@ def plan_model(
 
     made = planned(model, request.device, make, progress, real=request.real)
     if request.real and needs_lowering(model, device):
-        note = (
-            f"with data the ops are those that the CPU runs; those that {device.name} runs are planned without --real"
-        )
+        note = f"with --real the ops are those that the CPU runs; plan without --real for those that {device.name} runs"
         made = replace(made, notes=(*made.notes, note))
     return Planned(made, built.name, shapes, made_by)
 
@@ -135,7 +133,7 @@ def _made(
         shard = None
         if request.fsdp is not None:
             if request.real:
-                found = "ranks that are not there can send no data"
+                found = "ranks that do not exist cannot send data"
                 raise PlanError(Problem("--fsdp", found, fix="leave --real out"))
             stack.enter_context(fake_ranks(request.fsdp))
             shard = fsdp_over(request.fsdp)
@@ -158,7 +156,7 @@ def _made(
     unpriced = dict.fromkeys(op for profile in planner.profiles for op in unpriced_ops(profile))
     if not unpriced:
         return made
-    note = f"no formula of FLOPs is known for {', '.join(unpriced)}: priced by the bytes they move, which is too low"
+    note = f"no FLOPs formula is known for {', '.join(unpriced)}: priced by the bytes they move, which is too low"
     return replace(made, notes=(*made.notes, note))
 
 
@@ -184,9 +182,9 @@ def calibrate_model(built: BuiltModel, device: str) -> Calibration:
 
 
 def check_wish(request: PlanRequest, *, calibrates: bool = False) -> None:
-    """Raise ``PlanError`` with all that is wrong with a wish, whatever the model is.
+    """Raise ``PlanError`` with all problems of a request that do not depend on the model.
 
-    ``calibrates``: ops are to be timed, and nothing is to be planned.
+    ``calibrates``: ops are to be timed, and nothing is planned.
     """
     checks: list[Callable[[], object]] = [lambda: _figures(request.device)]
     if calibrates:
@@ -218,7 +216,7 @@ def _check_budget(request: PlanRequest) -> None:
 
 def _check_calibration(path: str) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of another torch: planning says so, once
+        warnings.simplefilter("ignore")  # the warning about another torch version: planning gives it, once
         load_calibration(path)
 
 
@@ -229,14 +227,14 @@ def _check_counts(request: PlanRequest) -> None:
     if request.fsdp is not None and request.fsdp < 2:
         problems.append(Problem("ranks", f"{request.fsdp!r} ranks to shard over", "2, 3, 4, …"))
     if request.fsdp is not None and request.real:
-        problems.append(Problem("--fsdp", "ranks that are not there can send no data", fix="leave --real out"))
+        problems.append(Problem("--fsdp", "ranks that do not exist cannot send data", fix="leave --real out"))
     if problems:
         raise PlanError(problems)
 
 
 def _check_timed(device: str) -> None:
     if device.partition(":")[0] not in ("cpu", "cuda"):
-        found = f"ops are timed where they run, and '{device}' does not say which device of this machine"
+        found = f"ops are timed where they run, and '{device}' does not name a device of this machine"
         raise PlanError(Problem("--device", found, "cpu, cuda"))
 
 
@@ -251,11 +249,11 @@ def _figures(name: str) -> Device:
 def _budget(request: PlanRequest, device: Device) -> str | int:
     if request.budget is not None:
         if request.margin is not None:
-            found = "a margin is left free of a device's memory, and --budget says how much may be used"
+            found = "a margin is left free of a device's memory, but --budget already gives the memory to use"
             raise PlanError(Problem("--margin", found, fix="give one of them"))
         return request.budget
     if device.name == "cpu":
-        found = "there is none, and how much memory a processor has is not known"
+        found = "it is missing, and the memory of a CPU is not known"
         raise PlanError(Problem("--budget", found, LEGAL_BUDGET))
     return int(device.memory_bytes * (1 - _share(request.margin or MARGIN)))
 
@@ -266,12 +264,14 @@ def _share(text: str) -> float:
     except ValueError:
         share = -1.0
     if not (text.endswith("%") and 0 <= share < 1):
-        raise PlanError(Problem("--margin", f'"{text}" is no margin', 'a share of the device\'s memory: "0%" to "99%"'))
+        raise PlanError(
+            Problem("--margin", f'"{text}" is not a margin', 'a share of the device\'s memory: "0%" to "99%"')
+        )
     return share
 
 
 def save_policy(text: str, path: str) -> None:
-    """Write a policy file; raises ``PlanError`` where it cannot be written."""
+    """Write a policy file; raises ``PlanError`` if it cannot be written."""
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
@@ -279,7 +279,7 @@ def save_policy(text: str, path: str) -> None:
 
 
 def print_plan(found: Planned) -> None:
-    """Print the plan beside what people choose by hand, and the curve that it lies on."""
+    """Print the plan next to the usual manual choices, and the curve that it is on."""
     made = found.plan
     print(f"{found.model}, {found.inputs}")
     print(
@@ -328,7 +328,7 @@ def _point_dict(point: Point, made: Plan) -> dict[str, Any]:
 
 
 def inputs_text(inputs: Inputs) -> str:
-    """Return what a model is called with as a short text: names, dtypes and shapes."""
+    """Return the inputs of a model as a short text: names, dtypes and shapes."""
     pairs = inputs.items() if isinstance(inputs, dict) else enumerate(inputs)
     return ", ".join(f"{name if isinstance(name, str) else f'argument {name}'} {_kind(value)}" for name, value in pairs)
 

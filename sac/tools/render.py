@@ -17,7 +17,7 @@ from sac.reporting import DecisionRow, decisions_of
 from sac.tools.comparison import Comparison, ModeResult, forward_backward, inputs_on
 from sac.tools.models import BuiltModel
 
-# -- Numbers as people read them
+# -- Numbers in human-readable units
 
 
 def flops_text(count: int) -> str:
@@ -45,12 +45,12 @@ def parameters_text(count: int) -> str:
 
 # -- Tables for the terminal; needs the ``tools`` extra
 
-PROGRESS_AFTER_S = 2.0  # what is done sooner needs no bar
+PROGRESS_AFTER_S = 2.0  # what finishes sooner needs no bar
 _NUMBERS = ("kept", "kept per block", "peak", "recomputed", "step", "loss", "gradient difference")
 
 
 def print_comparison(comparison: Comparison) -> None:
-    """Print the comparison as one table, with what it was measured on below, and the errors of modes that failed."""
+    """Print the comparison as one table, then the measuring conditions and the errors of modes that failed."""
     table = _table("mode", *_NUMBERS)
     baseline = next((row for row in comparison.rows if not row.error), None)
     for row in comparison.rows:
@@ -64,7 +64,7 @@ def print_comparison(comparison: Comparison) -> None:
 
 
 def print_rows(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> None:
-    """Print rows of text under ``columns``; those named in ``right`` are aligned to the right."""
+    """Print rows of text under ``columns``; the columns named in ``right`` are right-aligned."""
     table = _table(*columns, right=right)
     for row in rows:
         table.add_row(*row)
@@ -73,7 +73,7 @@ def print_rows(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: 
 
 @contextmanager
 def progress_bar() -> Iterator[Callable[[int, int, str], None]]:
-    """Give a function for ``compare(progress=)``; it draws a bar on stderr once two seconds have passed."""
+    """Yield a function for ``compare(progress=)``; it draws a bar on stderr once two seconds have passed."""
     rich = import_extra("rich.progress", "tools")
     columns = (
         rich.TextColumn("{task.description}"), rich.BarColumn(), rich.MofNCompleteColumn(), rich.TimeElapsedColumn()
@@ -137,7 +137,7 @@ def _table(*columns: str, right: Sequence[str] = _NUMBERS) -> Any:
 def _console(*, stderr: bool = False) -> Any:
     console = import_extra("rich.console", "tools").Console(stderr=stderr)
     if not console.is_terminal:
-        console.width = 160  # a file or a pipe has no width of its own; do not wrap numbers there
+        console.width = 160  # a file or a pipe has no width: do not wrap numbers there
     return console
 
 
@@ -147,7 +147,7 @@ _TRACE_COLUMNS = ("module", "op", "call", "decision", "rule", "bytes", "FLOPs", 
 
 
 def print_trace(built: BuiltModel, value: str, *, device: str, as_json: bool) -> int:
-    """Put the config ``value`` on the model, run one step's forward and backward, and print a table per region kind."""
+    """Apply the config ``value``, run one forward and backward, and print a table per region group."""
     model = sac.apply(built.model.to(device), value)
     forward_backward(model, inputs_on(device, built.inputs_of_step(0)))
     rows = decisions_of(model)
@@ -161,7 +161,7 @@ def print_trace(built: BuiltModel, value: str, *, device: str, as_json: bool) ->
 
 
 def print_decisions(region: str, rows: Sequence[DecisionRow]) -> None:
-    """Print one region kind: its ops in forward order, and what was decided in sum; views are counted only."""
+    """Print one region group: its ops in forward order and totals per decision; views are only counted."""
     shown = [row for row in rows if row.bytes or row.flops or row.rule]
     print(region)
     print_rows(_TRACE_COLUMNS, [_trace_cells(row) for row in shown], right=("call", "bytes", "FLOPs"))
@@ -170,7 +170,7 @@ def print_decisions(region: str, rows: Sequence[DecisionRow]) -> None:
         sizes = bytes_text(sum(row.bytes for row in decided))
         print(f"  {decision}: {len(decided)} ops, {sizes}, {flops_text(sum(row.flops for row in decided))}")
     if len(shown) < len(rows):
-        print(f"  not shown: {len(rows) - len(shown)} ops without memory of their own; --json has them")
+        print(f"  not shown: {len(rows) - len(shown)} ops without their own memory; --json lists them")
     print()
 
 

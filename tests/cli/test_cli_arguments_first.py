@@ -83,7 +83,7 @@ def test_sizes_and_texts(name: str, given: list[str], text: str, capsys: pytest.
         ),
         ("tests.nowhere:f", "--model: 'tests.nowhere:f': no module named 'tests.nowhere'"),
         ("tests.unit.planner.plan_models:stak", "--model: 'tests.unit.planner.plan_models:stak': module "),
-        ("llama", "--model: 'llama' is no model spec"),
+        ("llama", "--model: 'llama' is not a model spec"),
     ],
 )
 def test_models(name: str, model: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -141,15 +141,15 @@ def test_training(given: list[str], text: str, capsys: pytest.CaptureFixture[str
     [
         (["--device", "h1000"], "device: the planner has no figures for 'h1000'\n    did you mean: h100"),
         (["--budget", "lots"], 'budget: "lots" is not a budget: it is not a number with a unit'),
-        (["--device", "h100", "--margin", "x"], '--margin: "x" is no margin'),
-        (["--margin", "5%"], "--budget: there is none, and how much memory a processor has is not known"),
+        (["--device", "h100", "--margin", "x"], '--margin: "x" is not a margin'),
+        (["--margin", "5%"], "--budget: it is missing, and the memory of a CPU is not known"),
         (["--optimizer", "adamm"], "optimizer: 'adamm' is not known\n    did you mean: adam"),
         (["--in-flight", "0"], "in_flight: 0 micro-batches\n    legal: 1, 2, 3, …"),
         (["--fsdp", "1"], "ranks: 1 ranks to shard over\n    legal: 2, 3, 4, …"),
-        (["--fsdp", "2", "--real"], "--fsdp: ranks that are not there can send no data\n    fix: leave --real out"),
+        (["--fsdp", "2", "--real"], "--fsdp: ranks that do not exist cannot send data\n    fix: leave --real out"),
         (["--calibration", "nowhere"], "nowhere: the file cannot be read: No such file or directory"),
         (["--out", "nowhere/p.yaml"], "nowhere/p.yaml: the file cannot be written: No such file or directory"),
-        (["--calibrate"], "--out: where to store the calibration is not said\n    legal: the name of a file"),
+        (["--calibrate"], "--out: no file is given for the calibration\n    legal: the name of a file"),
         (["--calibrate", "--out", "x", "--device", "h100"], "--device: ops are timed where they run, and 'h100' does"),
     ],
 )

@@ -182,9 +182,9 @@ def test_function_may_give_inputs_by_name():
 
 def test_spec_of_no_known_form():
     assert refusal("llama.json") == (
-        f"--model: 'llama.json' is no model spec\n    did you mean: hf:llama.json\n    legal: {FORMS}"
+        f"--model: 'llama.json' is not a model spec\n    did you mean: hf:llama.json\n    legal: {FORMS}"
     )
-    assert refusal("hf:") == f"--model: 'hf:' is no model spec\n    legal: {FORMS}"
+    assert refusal("hf:") == f"--model: 'hf:' is not a model spec\n    legal: {FORMS}"
 
 
 def test_missing_module_and_function():

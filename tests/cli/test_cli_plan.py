@@ -163,7 +163,7 @@ def test_what_is_planned_for_a_gpu_is_compared_on_one(capsys: pytest.CaptureFixt
 def test_with_data_a_gpu_is_planned_for_by_the_ops_of_the_processor(capsys: pytest.CaptureFixture[str]) -> None:
     assert planned(capsys, "stack", "--device", "h100", "--real")["notes"] == [
         "no checkpointing is needed",
-        "with data the ops are those that the CPU runs; those that h100 runs are planned without --real",
+        "with --real the ops are those that the CPU runs; plan without --real for those that h100 runs",
     ]
 
 
@@ -174,7 +174,7 @@ def test_a_budget_above_everything_needs_no_checkpointing(capsys: pytest.Capture
 
 def test_ops_without_a_formula_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert planned(capsys, "of_library", "--budget", "50%")["notes"] == [
-        "no formula of FLOPs is known for sac_tests_plan.twice.default: priced by the bytes they move, which is too low"
+        "no FLOPs formula is known for sac_tests_plan.twice.default: priced by the bytes they move, which is too low"
     ]
 
 
@@ -221,18 +221,18 @@ def test_a_budget_that_is_no_budget(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_no_budget_for_a_processor(capsys: pytest.CaptureFixture[str]) -> None:
     assert refusal(capsys, "stack") == (
-        f"--budget: there is none, and how much memory a processor has is not known\n    legal: {LEGAL_BUDGET}"
+        f"--budget: it is missing, and the memory of a CPU is not known\n    legal: {LEGAL_BUDGET}"
     )
 
 
 def test_margins_that_mean_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert refusal(capsys, "stack", "--budget", "1MiB", "--margin", "5%") == (
-        "--margin: a margin is left free of a device's memory, and --budget says how much may be used\n"
+        "--margin: a margin is left free of a device's memory, but --budget already gives the memory to use\n"
         "    fix: give one of them"
     )
     for margin in ("5", "x%", "100%", "-1%", "nan%"):
         assert refusal(capsys, "stack", "--device", "h100", f"--margin={margin}") == (
-            f'--margin: "{margin}" is no margin\n    legal: a share of the device\'s memory: "0%" to "99%"'
+            f'--margin: "{margin}" is not a margin\n    legal: a share of the device\'s memory: "0%" to "99%"'
         )
 
 
@@ -262,7 +262,7 @@ def test_a_picture_that_cannot_be_saved(capsys: pytest.CaptureFixture[str], tmp_
 
 def test_a_device_that_is_not_at_hand_is_not_timed(capsys: pytest.CaptureFixture[str]) -> None:
     assert refusal(capsys, "stack", "--device", "h100", "--calibrate", "--out", "x") == (
-        "--device: ops are timed where they run, and 'h100' does not say which device of this machine\n"
+        "--device: ops are timed where they run, and 'h100' does not name a device of this machine\n"
         "    legal: cpu, cuda"
     )
 
@@ -296,5 +296,5 @@ def test_files_that_cannot_be_written(capsys: pytest.CaptureFixture[str], tmp_pa
         f"{path}: the file cannot be written: No such file or directory"
     )
     assert refusal(capsys, "stack", "--calibrate") == (
-        "--out: where to store the calibration is not said\n    legal: the name of a file"
+        "--out: no file is given for the calibration\n    legal: the name of a file"
     )

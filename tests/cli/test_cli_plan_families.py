@@ -115,7 +115,7 @@ def test_a_config_that_transformers_refuses(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         class_and_config(str(path), Scale(layers=2))
     first, fix = str(error.value).splitlines()
-    assert first.startswith(f"--model: {path}: transformers makes no config of it: ")
+    assert first.startswith(f"--model: {path}: transformers cannot make a config from it: ")
     assert "stage9" in first
     assert fix == "    fix: leave --layers out, or write the sizes into the file"
 
@@ -146,7 +146,7 @@ def test_a_model_for_which_no_batch_can_be_made_up() -> None:
     with pytest.raises(ConfigError) as error:
         check_batches(Reads, None, Scale(), text_path=None)
     assert str(error.value) == (
-        "--model: no batch can be made up for Reads, which reads 'point_cloud'\n"
+        "--model: no batch can be generated for Reads, which reads 'point_cloud'\n"
         "    legal: models that read input_ids, pixel_values, input_values, input_features\n"
         "    fix: write a function that returns (model, inputs) and name it as package.module:function"
     )

@@ -116,7 +116,7 @@ def test_rules_on_results_that_torch_does_not_show_are_told(monkeypatch: pytest.
     with pytest.warns(SacWarning) as caught:
         train_compiled(llama_stack, lambda m: sac.apply(m, value))
     assert {str(one.message) for one in caught if issubclass(one.category, SacWarning)} == {
-        'activation_checkpointing.policy.rules[1]: rule "rule-1" speaks of the shape, dtype or size of results, which '
-        f"torch {torch.__version__} does not show to a policy under torch.compile: it matches nothing there\n"
+        'activation_checkpointing.policy.rules[1]: rule "rule-1" matches on the shape, dtype or size of results, '
+        f"which torch {torch.__version__} does not show to a policy under torch.compile: it matches nothing there\n"
         "    fix: use a later torch, or say which op is meant by module or call"
     }

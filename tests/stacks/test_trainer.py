@@ -239,7 +239,7 @@ def test_what_cannot_be_taken_over() -> None:
     with pytest.raises(ModelError) as caught:
         take_over(nn.Linear(2, 2))
     assert str(caught.value) == (
-        "Linear: this model has no activation_checkpointing_enable(), and so nothing that could be taken over\n"
+        "Linear: this model has no activation_checkpointing_enable(), so there is nothing to take over\n"
         "    fix: call sac.apply(model, value)"
     )
     with pytest.raises(ConfigError, match='"selectiv" is not known'):
@@ -262,7 +262,7 @@ def test_arguments_that_mean_nothing_to_us() -> None:
     with pytest.raises(ConfigError) as caught:
         model.activation_checkpointing_enable({"layers": "all"}, every_n_layers=2)
     assert str(caught.value) == (
-        "activation_checkpointing_kwargs.layers: every_n_layers=2 says it too\n    fix: leave one of the two out"
+        "activation_checkpointing_kwargs.layers: every_n_layers=2 sets it too\n    fix: leave one of the two out"
     )
     with pytest.raises(ConfigError, match="unknown key 'context_fn'"):
         model.activation_checkpointing_enable({"context_fn": print})

@@ -126,7 +126,7 @@ def test_an_unknown_key():
 
 def test_keys_outside_of_their_section():
     assert refused(None, {"cpu_checkpointing": True}) == (
-        "deepspeed_config.cpu_checkpointing: it stands outside of activation_checkpointing\n"
+        "deepspeed_config.cpu_checkpointing: it is outside of activation_checkpointing\n"
         "    fix: put it into activation_checkpointing"
     )
 
@@ -152,7 +152,7 @@ def test_values_of_the_wrong_sort():
 
 def test_a_section_that_is_no_mapping():
     assert refused(None, {"activation_checkpointing": True}) == (
-        "deepspeed_config.activation_checkpointing: True is no mapping\n    legal: a mapping"
+        "deepspeed_config.activation_checkpointing: True is not a mapping\n    legal: a mapping"
     )
 
 
@@ -169,8 +169,8 @@ def test_files_that_cannot_be_read(tmp_path):
     twice.write_text('{"activation_checkpointing": {"profile": true, "profile": false}}', encoding="utf-8")
     listed.write_text("[]", encoding="utf-8")
     assert refused(None, str(missing)) == f"{missing}: it cannot be read: No such file or directory"
-    assert refused(None, str(broken)).startswith(f"{broken}:2:32: it is no JSON: ")
-    assert refused(None, str(twice)) == f"{twice}: it is no JSON: key 'profile' stands twice in one object"
+    assert refused(None, str(broken)).startswith(f"{broken}:2:32: it is not JSON: ")
+    assert refused(None, str(twice)) == f"{twice}: it is not JSON: key 'profile' appears twice in one object"
     assert refused(None, str(listed)) == f"{listed}: it holds a list\n    legal: a mapping"
 
 

@@ -25,7 +25,7 @@ from tests.unit.compat.wrapping import (
 UNSUPPORTED = {
     "checkpoint_impl": (
         {"checkpoint_impl": "reentrant"},
-        "checkpoint_wrapper.checkpoint_impl: 'reentrant' is no implementation\n"
+        "checkpoint_wrapper.checkpoint_impl: 'reentrant' is not an implementation\n"
         "    legal: CheckpointImpl.REENTRANT, CheckpointImpl.NO_REENTRANT",
     ),
     "checkpoint_fn": (
@@ -36,7 +36,7 @@ UNSUPPORTED = {
     ),
     "context_fn": (
         {"context_fn": int},
-        "checkpoint_wrapper.context_fn: contexts of the caller's around forward and recomputation are not entered\n"
+        "checkpoint_wrapper.context_fn: the caller's contexts around forward and recomputation are not entered\n"
         "    fix: choose per op with context_fn=sac.context_fn(policy), or put state back with FullConfig(state=...)",
     ),
     "reentrant context_fn": (
@@ -55,7 +55,7 @@ UNSUPPORTED = {
     ),
     "config": (
         {"config": {"store": "host"}},
-        "checkpoint_wrapper.config: {'store': 'host'} is no FullConfig\n    legal: a sac.full.FullConfig",
+        "checkpoint_wrapper.config: {'store': 'host'} is not a FullConfig\n    legal: a sac.full.FullConfig",
     ),
     "both stores": (
         {"config": FullConfig(store="host"), "offload_to_cpu": True},

@@ -345,7 +345,7 @@ def test_other_sorts_of_trackers_are_refused(call, where):
         call()
     flag = where.rpartition(".")[2]
     assert str(error.value) == (
-        f"megatron.{where}: this sort of tracker is Megatron's own\n    fix: leave {flag} out, or import megatron"
+        f"megatron.{where}: this type of tracker belongs to Megatron\n    fix: leave {flag} out, or import megatron"
     )
 
 

@@ -306,7 +306,7 @@ def test_what_a_manager_cannot_take():
     with pytest.raises(ConfigError) as error:
         manager.add_checkpoint("region")
     assert str(error.value) == (
-        "megatron.CheckpointWithoutOutputManager.add_checkpoint: a str is no CheckpointWithoutOutput\n"
+        "megatron.CheckpointWithoutOutputManager.add_checkpoint: a str is not a CheckpointWithoutOutput\n"
         "    legal: a CheckpointWithoutOutput that has run"
     )
     with pytest.raises(ConfigError) as error:

@@ -134,7 +134,7 @@ def test_contexts_of_the_callers_own_are_refused() -> None:
     with pytest.raises(ConfigError) as error:
         nemo.apply_submodule_checkpointing(list(model), False, context_fn=snapshot_of(mine))
     assert str(error.value) == (
-        "apply_submodule_checkpointing.context_fn: mine makes contexts of the caller's around forward and "
+        "apply_submodule_checkpointing.context_fn: mine makes its own contexts around forward and "
         "recomputation, which regions do not enter\n"
         "    fix: choose per op with context_fn=sac.context_fn(policy), or leave it out"
     )

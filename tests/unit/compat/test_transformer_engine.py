@@ -131,7 +131,7 @@ def test_contexts_of_the_caller_are_refused():
     with pytest.raises(ConfigError) as error:
         te.checkpoint(torch.exp, torch.ones(2), context_fn=lambda: (contextlib.nullcontext(), contextlib.nullcontext()))
     assert str(error.value) == (
-        "transformer_engine.checkpoint.context_fn: contexts of the caller's around forward and recomputation are not "
+        "transformer_engine.checkpoint.context_fn: the caller's contexts around forward and recomputation are not "
         "entered\n"
         '    fix: choose per op with sac.apply(model, "selective"), or put state back with '
         "sac.full.FullConfig(state=...)"

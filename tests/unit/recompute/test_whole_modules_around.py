@@ -311,9 +311,9 @@ def test_saved_beside_a_rule_on_ops_and_written_in_a_module_as_never_before() ->
     with pytest.raises(sac.errors.RegionError) as error:
         model(3 * torch.ones(8, 8, requires_grad=True))
     assert str(error.value) == (
-        "blocks.0.part: this saved module wrote in place to a value (float32[8, 8]) that another rule saves, as in no "
-        "call with such inputs before, so that nothing was kept to recompute it from\n"
-        "    fix: go back to a checkpoint of the training: from now on the region keeps what it writes to"
+        "blocks.0.part: this saved module wrote in place to a value (float32[8, 8]) that another rule saves; it did "
+        "not in earlier calls with such inputs, so no copy was kept to recompute from\n"
+        "    fix: resume from a checkpoint of the training: from now on the region keeps a copy"
     )
     model.zero_grad()
     plain = built(lambda: stack_of(body, 1))
@@ -339,8 +339,8 @@ def test_a_module_that_cannot_be_run_again() -> None:
     with pytest.raises(sac.errors.RegionError) as error:
         out.sum().backward()
     assert str(error.value) == (
-        "blocks.0.plain: what this saved module returned was changed in place after it, as in no call before, and the "
-        "module cannot be run again: it writes to its buffers\n    fix: clone the result before writing to it"
+        "blocks.0.plain: the result of this saved module was changed in place after the call, as in no earlier call, "
+        "and the module cannot run again: it writes to its buffers\n    fix: clone the result before writing to it"
     )
 
 
