@@ -63,27 +63,27 @@ def find_different(pairs: Sequence[tuple[Sums, Sums]]) -> list[int]:
     """Return the indices of the pairs whose checksums differ; waits at most once for each device."""
     different = []
     compared: dict[torch.device, tuple[list[int], list[Tensor]]] = {}
-    for place, (left, right) in enumerate(pairs):
+    for index, (left, right) in enumerate(pairs):
         if left and type(left[0]) is int:  # on the CPU
             if (right and type(right[0]) is not int) or left != right:
-                different.append(place)
+                different.append(index)
             continue
         if len(left) != len(right):
-            different.append(place)
+            different.append(index)
             continue
         for one, other in zip(left, right, strict=True):
             if not isinstance(one, Tensor) or not isinstance(other, Tensor):
                 if isinstance(one, Tensor) or isinstance(other, Tensor) or one != other:
-                    different.append(place)
+                    different.append(index)
             elif one.shape != other.shape or one.device != other.device:
-                different.append(place)
+                different.append(index)
             elif not (one.is_cuda and torch.cuda.is_current_stream_capturing()):
-                places, answers = compared.setdefault(one.device, ([], []))
-                places.append(place)
+                indices, answers = compared.setdefault(one.device, ([], []))
+                indices.append(index)
                 answers.append(_equal(one, other))
-    for places, answers in compared.values():
+    for indices, answers in compared.values():
         found: list[bool] = _unseen(lambda answers=answers: torch.stack(answers).tolist())
-        different += [place for place, is_equal in zip(places, found, strict=True) if not is_equal]
+        different += [index for index, is_equal in zip(indices, found, strict=True) if not is_equal]
     return sorted(set(different))
 
 
@@ -93,15 +93,15 @@ def same(left: Sums, right: Sums) -> bool:
 
 
 def _of_plain(tensor: Tensor, in_order: bool) -> Sums:
-    kind = type(tensor)
+    cls = type(tensor)
     if tensor.layout is not torch.strided or tensor.is_quantized:
         return ()
-    if tensor.is_cpu and (kind is Tensor or kind is Parameter):
+    if tensor.is_cpu and (cls is Tensor or cls is Parameter):
         size = tensor.nbytes
         is_small = size <= _SMALL_BYTES and not (tensor.is_conj() or tensor.is_neg())
         if is_small and (tensor.is_contiguous() or (not in_order and _has_no_gaps(tensor))):
             return (_crc(tensor, size),)
-    elif tensor.device.type == "meta" or kind.__name__ == "FakeTensor":
+    elif tensor.device.type == "meta" or cls.__name__ == "FakeTensor":
         return ()
     return _unseen(partial(_sums, tensor, in_order))  # type: ignore[no-any-return]
 

@@ -149,17 +149,17 @@ def _check_generators(value: Any) -> Finding | None:
     return _check_members(value, torch.Generator, "a tuple of torch.Generator")
 
 
-def _check_members(value: Any, kind: type, legal: str) -> Finding | None:
-    if _is_one(value, kind):
+def _check_members(value: Any, cls: type, legal: str) -> Finding | None:
+    if _is_one(value, cls):
         return f"{shown(repr(value))} is not in a tuple", legal, "", "write a comma after it, in parentheses: (…,)"
-    if isinstance(value, (list, tuple)) and all(_is_one(member, kind) for member in value):
+    if isinstance(value, (list, tuple)) and all(_is_one(member, cls) for member in value):
         return None
-    wrong = next((one for one in value if not _is_one(one, kind)), value) if isinstance(value, (list, tuple)) else value
+    wrong = next((one for one in value if not _is_one(one, cls)), value) if isinstance(value, (list, tuple)) else value
     return _shown(wrong, "none of them"), legal, "", ""
 
 
-def _is_one(value: Any, kind: type) -> bool:
-    return isinstance(value, kind) and not isinstance(value, type)  # a class has the methods too, without a self
+def _is_one(value: Any, cls: type) -> bool:
+    return isinstance(value, cls) and not isinstance(value, type)  # a class has the methods too, without a self
 
 
 def _check_determinism(value: Any) -> Finding | None:
@@ -619,9 +619,9 @@ def _family_names(model: nn.Module) -> Iterator[str]:
     for module in model.modules():
         config = getattr(module, "config", None)
         for one in (config, getattr(config, "text_config", None)):
-            kind = getattr(one, "model_type", None)
-            if isinstance(kind, str) and kind:
-                yield kind
+            model_type = getattr(one, "model_type", None)
+            if isinstance(model_type, str) and model_type:
+                yield model_type
         yield type(module).__name__
         if not any(True for _ in module.children()):
             return

@@ -66,13 +66,19 @@ def group_label(paths: Iterable[str]) -> str:
     if len(paths) == 1:
         return paths[0] or "(model)"
     split = [path.split(".") for path in paths]
-    places = [place for place in range(len(split[0])) if len({part[place] for part in split if place < len(part)}) > 1]
+    parts_that_differ = [
+        index for index in range(len(split[0])) if len({part[index] for part in split if index < len(part)}) > 1
+    ]
     same_length = len({len(part) for part in split}) == 1
-    if not same_length or len(places) != 1 or not all(part[places[0]].isdigit() for part in split):
+    if (
+        not same_length
+        or len(parts_that_differ) != 1
+        or not all(part[parts_that_differ[0]].isdigit() for part in split)
+    ):
         return f"{paths[0]}, … (x{len(paths)})"
-    numbers = sorted(int(part[places[0]]) for part in split)
+    numbers = sorted(int(part[parts_that_differ[0]]) for part in split)
     joined = [*split[0]]
-    joined[places[0]] = _ranges(numbers)
+    joined[parts_that_differ[0]] = _ranges(numbers)
     return f"{'.'.join(joined)} (x{len(paths)})"
 
 
@@ -303,8 +309,8 @@ def _unmatched(group: RegionGroup) -> Iterable[UnmatchedOp]:
     sums: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
     for row in group.op_trace:
         if row.reason == "default" and row.decision == "recompute":
-            for place, amount in enumerate((1, row.bytes, row.flops)):
-                sums[row.op][place] += amount
+            for index, amount in enumerate((1, row.bytes, row.flops)):
+                sums[row.op][index] += amount
     dearest = sorted(sums.items(), key=lambda item: (-item[1][2], -item[1][1], item[0]))
     return (UnmatchedOp(op, *amounts) for op, amounts in dearest[:UNMATCHED_SHOWN])
 

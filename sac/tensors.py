@@ -78,8 +78,8 @@ def tell_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def detached(tensor: torch.Tensor) -> torch.Tensor:
     """Return ``tensor.detach()``: the same data, the same version counter, no graph."""
-    kind = type(tensor)
-    if UnseenByModes is None or (kind is not torch.Tensor and kind is not torch.nn.Parameter):
+    cls = type(tensor)
+    if UnseenByModes is None or (cls is not torch.Tensor and cls is not torch.nn.Parameter):
         return tensor.detach()
     guard = UnseenByModes()
     try:
@@ -234,8 +234,8 @@ def map_tensors(value: Any, function: Any) -> Any:
 
 def tensor_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the plain tensors that hold the data of ``tensor``: itself, or those inside a wrapper subclass."""
-    kind = type(tensor)
-    if kind is Tensor or kind is Parameter or not hasattr(kind, "__tensor_flatten__"):
+    cls = type(tensor)
+    if cls is Tensor or cls is Parameter or not hasattr(cls, "__tensor_flatten__"):
         return [tensor]
     return wrapped_parts(tensor)
 

@@ -490,8 +490,8 @@ MUTATIONS = (
         9,
         "stores/scatter.py",
         "a tensor that differs between ranks is scattered",
-        "if place not in self.verify:",
-        "if place in self.verify:",
+        "if position not in self.verify:",
+        "if position in self.verify:",
     ),
     Mutation(
         "alone-in-python",

@@ -201,10 +201,10 @@ def _check_static(resolved: ResolvedPolicy, blocks: Sequence[Block], *, strict: 
     of_rules = {
         rule.id: Problem(
             rule.where(key),
-            f'rule "{rule.id}" speaks of {place} no region has',
+            f'rule "{rule.id}" speaks of {where} no region has',
             fix="`sac trace` lists the modules there are; mark the rule `optional: true` if it may match nothing",
         )
-        for rule, (key, place) in ((rule, _place(rule, blocks)) for rule in idle)
+        for rule, (key, where) in ((rule, _place(rule, blocks)) for rule in idle)
     }
     problems = idle_problems(idle, of_rules, any_hit=len(idle) < len(needed) or stage)
     if not problems:
@@ -255,9 +255,9 @@ def groups_of(resolved: ResolvedPolicy, blocks: Sequence[Block], mode: str) -> l
     groups: dict[tuple[object, ...], RegionGroup] = {}
     pairs = []
     for block in blocks:
-        place = block.path, block.layer, block.stack_size
-        rules = tuple(rule.index for rule in resolved.rules_of(*place, _has_module(block)))
-        planned = plan.region_at(*place) if plan is not None else None
+        position = block.path, block.layer, block.stack_size
+        rules = tuple(rule.index for rule in resolved.rules_of(*position, _has_module(block)))
+        planned = plan.region_at(*position) if plan is not None else None
         part = block.path.removeprefix(block.stack).lstrip(".").partition(".")[2]
         structure = tuple((path, type(module)) for path, module in parts_of(block.module))
         key = (rules, planned, block.stack, part, structure)

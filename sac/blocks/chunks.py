@@ -56,9 +56,9 @@ def find_chains(model: nn.Module, blocks: Sequence[Block], chunks: Chunks) -> tu
     problems, chains = [], []
     for path, layers in stacks.items():
         node = nodes[path]
-        places = _places(node, layers) if _is_chain(node.module) else []
-        if places:
-            runs = [range(places[run.start], places[run.stop - 1] + 1) for run in chunks.spans(len(places))]
+        indices = _places(node, layers) if _is_chain(node.module) else []
+        if indices:
+            runs = [range(indices[run.start], indices[run.stop - 1] + 1) for run in chunks.spans(len(indices))]
             chains.append(Chain(path, node.module, tuple(runs)))
         else:
             problems.append(_no_chain(path, nodes))
@@ -75,7 +75,7 @@ def _is_chain(module: nn.Module) -> bool:
 def _places(node: Node, layers: set[int]) -> list[int]:
     """Return the positions at which the chain calls one of ``layers`` (ids of modules without their wrappers)."""
     children = enumerate(node.module._modules.values())
-    return [place for place, child in children if child is not None and id(root_node(child).module) in layers]
+    return [index for index, child in children if child is not None and id(root_node(child).module) in layers]
 
 
 def _no_chain(path: str, nodes: dict[str, Node]) -> Problem:
@@ -97,13 +97,13 @@ def _no_chain(path: str, nodes: dict[str, Node]) -> Problem:
 class ChunkedForward(InstalledForward):
     """Runs a Sequential with each chunk of its children as one region; see Note [Chunks]."""
 
-    def __init__(self, chain: Chain, kinds: Sequence[RegionGroup], applied: Applied) -> None:
+    def __init__(self, chain: Chain, groups: Sequence[RegionGroup], applied: Applied) -> None:
         super().__init__(chain.module, applied)
         self.path = chain.path
         self.size = len(chain.module._modules)
         self.chunks = chain.chunks
         self._regions = tuple(
-            Region(group, _region_path(chain, chunk)) for chunk, group in zip(chain.chunks, kinds, strict=True)
+            Region(group, _region_path(chain, chunk)) for chunk, group in zip(chain.chunks, groups, strict=True)
         )
 
     @property
@@ -159,7 +159,7 @@ def _region_path(chain: Chain, chunk: range) -> str:
 
 def install_chunks(chains: Sequence[Chain], table: DecisionTable, applied: Applied) -> None:
     """Install the regions of ``chains``; the caller has checked that none is installed yet."""
-    kinds: dict[tuple[object, ...], RegionGroup] = {}
+    groups: dict[tuple[object, ...], RegionGroup] = {}
     for chain in chains:
         of_chain = []
         for chunk in chain.chunks:
@@ -167,7 +167,7 @@ def install_chunks(chains: Sequence[Chain], table: DecisionTable, applied: Appli
             layers = [(name, chain.module._modules[name]) for name in names]
             parts = [part for name, layer in layers if layer is not None for part in layer.named_modules(prefix=name)]
             structure = tuple((path.partition(".")[2], type(part)) for path, part in parts)
-            of_chain.append(kinds.setdefault((chain.path, structure), RegionGroup(table, applied.mode)))
+            of_chain.append(groups.setdefault((chain.path, structure), RegionGroup(table, applied.mode)))
             for path, part in parts:
                 track_module(part, path)
         set_forward(chain.module, ChunkedForward(chain, of_chain, applied))

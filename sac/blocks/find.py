@@ -238,7 +238,7 @@ def _recognised(model: nn.Module) -> tuple[Block, ...]:
             found.append(Block(node.path, node.module, layer, stack.path, size, towers.of(node.path)))
     if not found and not emptied:
         raise ModelError(_not_found(model))
-    order = {id(node.module): place for place, node in enumerate(nodes)}
+    order = {id(node.module): index for index, node in enumerate(nodes)}
     return tuple(sorted(found, key=lambda block: order[id(block.module)]))
 
 
@@ -294,14 +294,14 @@ def numbered_blocks(model: nn.Module, chosen: dict[str, Node]) -> Iterator[Block
     members: dict[str, list[str]] = {}
     for path in chosen:
         members.setdefault(path.rpartition(".")[0], []).append(path)
-    places: dict[str, tuple[int, int]] = {}
+    numbered: dict[str, tuple[int, int]] = {}
     for stack, paths in members.items():
         names = [path.rpartition(".")[2] for path in paths]
         layers, size = numbering(modules.get(stack), names)
         size = _counted_size(modules, stack, size)
-        places.update({path: (layer, size) for path, layer in zip(paths, layers, strict=True)})
+        numbered.update({path: (layer, size) for path, layer in zip(paths, layers, strict=True)})
     for path, node in chosen.items():
-        layer, size = places[path]
+        layer, size = numbered[path]
         yield Block(path, node.module, layer, path.rpartition(".")[0], size, towers.of(path))
 
 
@@ -330,8 +330,8 @@ def _is_scripted(node: Node) -> Problem:
 
 def _largest_lists(model: nn.Module, limit: int = 3) -> list[tuple[str, str]]:
     """Return path and description of the lists with the most children."""
-    kinds = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-    lists = [node for node in walk(model) if isinstance(node.module, kinds) and len(node.module)]
+    classes = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+    lists = [node for node in walk(model) if isinstance(node.module, classes) and len(node.module)]
     lists.sort(key=lambda node: -len(node.module._modules))
     return [(node.path, _described(node)) for node in lists[:limit]]
 
@@ -362,8 +362,8 @@ def _matches_nothing(model: nn.Module, pattern: Pattern, fits: Sequence[Node], n
     if fits and isinstance(fits[0].module, torch.jit.ScriptModule):
         return _is_scripted(fits[0])
     if fits:
-        kind = type(fits[0].module).__name__
-        found = f'"{pattern.text}" matches only {fits[0].path}, a {kind}, which is not called itself'
+        class_name = type(fits[0].module).__name__
+        found = f'"{pattern.text}" matches only {fits[0].path}, a {class_name}, which is not called itself'
         return Problem("regions.blocks", found, fix=f'write "{pattern.text}.*" for its children')
     families = list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", node.path) for node in nodes))
     tail = [path for path in families if path.endswith("." + pattern.text)]

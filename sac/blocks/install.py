@@ -49,7 +49,7 @@ class UnmatchedRules:
 
     def saw(self, path: str, table: DecisionTable, stats: RegionStats) -> None:
         """Record that a region has run; ``stats`` holds the hits of its call. May raise ``RegionError`` if strict."""
-        self._hit.update(table.rules[place].rule.id for place in _places(table, stats))
+        self._hit.update(table.rules[at].rule.id for at in _places(table, stats))
         self._pending.discard(path)
         if stats.compiled_graphs:
             self._compiled.append(path)
@@ -92,7 +92,7 @@ def idle_problems(idle: Sequence[Rule], problems: Mapping[str, Problem], *, any_
 
 
 def _places(table: DecisionTable, stats: RegionStats) -> list[int]:
-    chosen = {resolved.index: place for place, resolved in enumerate(table.rules)}
+    chosen = {resolved.index: at for at, resolved in enumerate(table.rules)}
     return [chosen[index] for index in stats.hits if index in chosen]
 
 

@@ -91,8 +91,8 @@ def _configured(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _named(path: str, module: nn.Module) -> str:
-    kind = type(module).__name__
-    return f"{path} ({kind})" if path else f"the model ({kind})"
+    cls = type(module).__name__
+    return f"{path} ({cls})" if path else f"the model ({cls})"
 
 
 # -- Guards on a model's own switches for activation checkpointing: they raise while sac is on the model
@@ -199,11 +199,11 @@ def refuse_callers(module: nn.Module, path: str) -> None:
     while frame is not None:
         caller = _self_in(frame) if frame.f_code.co_name == "forward" else None
         if isinstance(caller, nn.Module):
-            kind = type(caller).__name__
+            cls = type(caller).__name__
             if is_checkpoint_wrapper(caller):
-                raise RegionError(_both(path, f"a checkpoint_wrapper ({kind}) has been put around this block"))
+                raise RegionError(_both(path, f"a checkpoint_wrapper ({cls}) has been put around this block"))
             for flag in flags_of(caller):
-                raise RegionError(_both(path, f"{flag} is on in {kind}, which calls this block"))
+                raise RegionError(_both(path, f"{flag} is on in {cls}, which calls this block"))
             if _is_at(caller, path, module):
                 return
         frame = frame.f_back

@@ -47,7 +47,7 @@ def join(parent: str, name: str) -> str:
 
 def class_names(module: nn.Module) -> tuple[str, ...]:
     """Return the names of a module's class and its bases, since FSDP2 replaces the class by a subclass."""
-    return tuple(kind.__name__ for kind in type(module).__mro__)
+    return tuple(cls.__name__ for cls in type(module).__mro__)
 
 
 def wrapped_name(module: nn.Module) -> str:
@@ -57,8 +57,8 @@ def wrapped_name(module: nn.Module) -> str:
     for name in WRAPPED_NAMES:
         if name in module._modules:
             return name
-    for kind in class_names(module):
-        name = WRAPPER_CLASSES.get(kind, "")
+    for cls in class_names(module):
+        name = WRAPPER_CLASSES.get(cls, "")
         if name in module._modules:
             return name
     return ""

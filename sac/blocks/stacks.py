@@ -184,10 +184,12 @@ def _declared_names(model: nn.Module) -> frozenset[str]:
 
 
 def _is_declared(module: nn.Module, names: frozenset[str]) -> bool:
-    kinds = class_names(module)
+    classes = class_names(module)
     if isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
         return True
-    return "GradientCheckpointingLayer" in kinds or (not names.isdisjoint(kinds) and not _is_one_convolution(module))
+    return "GradientCheckpointingLayer" in classes or (
+        not names.isdisjoint(classes) and not _is_one_convolution(module)
+    )
 
 
 def _is_one_convolution(module: nn.Module) -> bool:
@@ -264,18 +266,18 @@ def _parts(node: Node) -> list[Node]:
 
 def _are_alike(nodes: Sequence[Node]) -> bool:
     """Return whether some class occurs twice or there is only one node: a hybrid stack is still a stack."""
-    kinds = {(type(node.module), has_mixer(node.module)) for node in nodes}
-    return len(nodes) == 1 or len(kinds) < len(nodes)
+    classes = {(type(node.module), has_mixer(node.module)) for node in nodes}
+    return len(nodes) == 1 or len(classes) < len(nodes)
 
 
 def _without_ends(blocks: list[Node]) -> list[Node]:
     """Return the blocks of a Sequential without the modules before and after them: an embedding, a head."""
-    mixing = [place for place, block in enumerate(blocks) if has_mixer(block.module)]
+    mixing = [index for index, block in enumerate(blocks) if has_mixer(block.module)]
     if not mixing:
         return blocks
     first, last = mixing[0], mixing[-1]
-    kinds = {type(block.module) for block in blocks[first : last + 1]}
-    return [b for place, b in enumerate(blocks) if first <= place <= last or type(b.module) in kinds]
+    classes = {type(block.module) for block in blocks[first : last + 1]}
+    return [b for index, b in enumerate(blocks) if first <= index <= last or type(b.module) in classes]
 
 
 def _is_one_block(root: Node, stacks: list[Stack]) -> bool:

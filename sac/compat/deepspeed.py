@@ -372,8 +372,8 @@ def _in_columns(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
     lines = [
         "  ".join(
-            cell.ljust(width) if place == 0 else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+            cell.ljust(width) if number == 0 else cell.rjust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
         )
         for row in (columns, *rows)
     ]
@@ -385,8 +385,8 @@ def _drawn_by_rich(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str
     from rich.table import Table
 
     table = Table()
-    for place, column in enumerate(columns):
-        table.add_column(column, justify="left" if place == 0 else "right")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number == 0 else "right")
     for row in rows:
         table.add_row(*row)
     text = io.StringIO()

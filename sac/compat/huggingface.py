@@ -99,11 +99,11 @@ def take_over(model: nn.Module, value: Any = "selective") -> nn.Module:
         raise ModelError(Problem(where, before, fix="call sac.remove(model) first, or leave take_over out"))
     refuse_existing_checkpointing(model)
     disable_guards(model)
-    kinds = dict.fromkeys(_ENABLE, _Enable) | dict.fromkeys(_DISABLE, _Disable)
+    switch_classes = dict.fromkeys(_ENABLE, _Enable) | dict.fromkeys(_DISABLE, _Disable)
     switches = [
-        kind(module, name, model, value)
+        switch_class(module, name, model, value)
         for module in model.modules()
-        for name, kind in kinds.items()
+        for name, switch_class in switch_classes.items()
         if callable(getattr(type(module), name, None))
     ]
     if not switches:

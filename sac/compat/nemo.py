@@ -222,8 +222,8 @@ def apply_submodule_checkpointing(
     policy = _policy_in(context_fn)
     parts = tuple(part for layer in layers for part in _parts(root_node(layer), without_attention=has_kv_sharing))
     if layers and not parts:
-        kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
-        raise ModelError(Problem(kinds, "these layers have no sub-modules with parameters that could be regions"))
+        class_names = ", ".join(sorted({type(layer).__name__ for layer in layers}))
+        raise ModelError(Problem(class_names, "these layers have no sub-modules with parameters that could be regions"))
     put_regions(nn.ModuleList(layers), [Chosen(parts, policy)])
 
 

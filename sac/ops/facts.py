@@ -177,8 +177,8 @@ def _of_schema(op: Any, schema: Any) -> OpTraits:
         takes_optional=any("Optional[Tensor]" in str(argument.type) for argument in schema.arguments),
         is_flat=_is_flat(schema),
         tensor_positions=tuple(
-            place
-            for place, argument in enumerate(schema.arguments)
+            position
+            for position, argument in enumerate(schema.arguments)
             if str(argument.type) in ("Tensor", "Optional[Tensor]") and not argument.kwarg_only
         ),
         view_of=_view_of(f"{namespace}.{packet}", schema) if is_view else -1,
@@ -191,8 +191,8 @@ def _written_arguments(packet: str, schema: Any) -> list[tuple[int, Any]]:
     hidden = HIDDEN_WRITES.get(packet, ())
     overstated = {name for glob, names in OVERSTATED_WRITES if fnmatchcase(packet, glob) for name in names}
     written = [
-        (place, argument)
-        for place, argument in enumerate(schema.arguments)
+        (position, argument)
+        for position, argument in enumerate(schema.arguments)
         if argument.name in hidden
         or (argument.alias_info is not None and argument.alias_info.is_write and argument.name not in overstated)
     ]
@@ -201,7 +201,7 @@ def _written_arguments(packet: str, schema: Any) -> list[tuple[int, Any]]:
 
 
 def _positional(arguments: list[tuple[int, Any]]) -> tuple[int, ...]:
-    return tuple(place for place, argument in arguments if not argument.kwarg_only)
+    return tuple(position for position, argument in arguments if not argument.kwarg_only)
 
 
 def _keyword_only(arguments: list[tuple[int, Any]]) -> tuple[str, ...]:
@@ -221,7 +221,7 @@ def _view_of(packet: str, schema: Any) -> int:
         return -1
     if packet == "aten.lift_fresh":  # returns its argument
         return -1
-    marked = [place for place, argument in enumerate(schema.arguments) if argument.alias_info is not None]
+    marked = [position for position, argument in enumerate(schema.arguments) if argument.alias_info is not None]
     sure = schema.returns[0].alias_info is not None and len(marked) == 1
     return marked[0] if sure and packet.startswith("aten.") else -1
 
@@ -242,10 +242,10 @@ def _reads_data(packet: str, op: Any) -> bool:
 
 def _is_flat(schema: Any) -> bool:
     for argument in schema.arguments:
-        kind = str(argument.type)
-        if "Tensor" in kind and (argument.kwarg_only or kind not in ("Tensor", "Optional[Tensor]")):
+        schema_type = str(argument.type)
+        if "Tensor" in schema_type and (argument.kwarg_only or schema_type not in ("Tensor", "Optional[Tensor]")):
             return False
-        if kind in ("Any", "t") or kind.startswith("__torch__"):
+        if schema_type in ("Any", "t") or schema_type.startswith("__torch__"):
             return False
     return True
 
@@ -285,4 +285,4 @@ def _savable_if(written: list[tuple[int, Any]]) -> str:
     marked = all(argument.alias_info is not None and argument.alias_info.is_write for _, argument in written)
     if not written or not marked or not all("Optional" in str(argument.type) for _, argument in written):
         return ""
-    return "absent:" + ",".join(f"{'' if arg.kwarg_only else place}/{arg.name}" for place, arg in written)
+    return "absent:" + ",".join(f"{'' if arg.kwarg_only else position}/{arg.name}" for position, arg in written)

@@ -23,16 +23,16 @@ def device_to_host(args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -
     return target is not None and torch.device(target).type == "cpu"
 
 
-def _absent(places: tuple[str, ...]) -> Condition:
-    return lambda args, kwargs, out: all(_argument(args, kwargs, place) is None for place in places)
+def _absent(arguments: tuple[str, ...]) -> Condition:
+    return lambda args, kwargs, out: all(_argument(args, kwargs, argument) is None for argument in arguments)
 
 
-def _truthy(places: tuple[str, ...]) -> Condition:
-    return lambda args, kwargs, out: all(bool(_argument(args, kwargs, place)) for place in places)
+def _truthy(arguments: tuple[str, ...]) -> Condition:
+    return lambda args, kwargs, out: all(bool(_argument(args, kwargs, argument)) for argument in arguments)
 
 
-def _argument(args: tuple[Any, ...], kwargs: Mapping[str, Any], place: str) -> Any:
-    position, _, name = place.partition("/")
+def _argument(args: tuple[Any, ...], kwargs: Mapping[str, Any], argument: str) -> Any:
+    position, _, name = argument.partition("/")
     return args[int(position)] if position and int(position) < len(args) else kwargs.get(name)
 
 
@@ -61,8 +61,8 @@ def _read(name: str) -> Condition:
         return lambda args, kwargs, out: first(args, kwargs, out) and second(args, kwargs, out)
     if name in _PLAIN:
         return _PLAIN[name]
-    kind, _, places = name.partition(":")
-    return _WITH_PLACES[kind](tuple(places.split(",")))
+    test, _, arguments = name.partition(":")
+    return _WITH_PLACES[test](tuple(arguments.split(",")))
 
 
 CONDITIONS: Mapping[str, Condition] = _Conditions()

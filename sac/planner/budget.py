@@ -83,7 +83,7 @@ def optimizer_bytes(optimizer: Any, parameters: Iterable[nn.Parameter]) -> int:
     parts = Counter(
         (tuple(part.shape), part.dtype) for parameter in trained for part in tensor_parts(parameter.detach())
     )
-    return sum(count * _state_bytes(optimizer, *kind) for kind, count in parts.items())
+    return sum(count * _state_bytes(optimizer, *cls) for cls, count in parts.items())
 
 
 def _elements(parameter: nn.Parameter) -> int:
@@ -108,8 +108,8 @@ def _state_bytes(optimizer: torch.optim.Optimizer, shape: tuple[int, ...], dtype
             with contextlib.suppress(DataDependentOutputException):  # for example of a norm; by then the state exists
                 tried.step()
         except Exception as error:
-            kind = type(optimizer).__name__
-            found = f"a step of {kind} cannot be tried without data: {type(error).__name__}: {error}"
+            cls = type(optimizer).__name__
+            found = f"a step of {cls} cannot be tried without data: {type(error).__name__}: {error}"
             fix = f"name one that has as many states ({listing([*STATES])}), or give none and leave room"
             raise PlanError(Problem("optimizer", found, fix=fix)) from error
         states = [one for one in tried.state[parameter].values() if isinstance(one, torch.Tensor) and one.dim()]

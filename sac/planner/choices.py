@@ -42,7 +42,7 @@ def policy_for(
     stacks = {profile.stack for profile in profiles}
     rules: list[Rule] = []
     for group, profile in enumerate(profiles):
-        place = (stack_pattern(profile),) if len(stacks) > 1 else ()
+        stack = (stack_pattern(profile),) if len(stacks) > 1 else ()
         layer = dict(zip(profile.paths, profile.layers, strict=True))
         used: dict[int, list[int]] = {}
         for path, of, one in zip(paths, groups, chosen, strict=True):
@@ -50,7 +50,7 @@ def policy_for(
                 used.setdefault(one, []).append(layer[path])
         for number, (one, layers) in enumerate(sorted(used.items(), key=lambda pair: min(pair[1]))):
             word = letters(group) if len(profiles) > 1 else ""
-            rules += rules_for(profile, choices[group][one], layers, f"{word}{number + 1}", place)
+            rules += rules_for(profile, choices[group][one], layers, f"{word}{number + 1}", stack)
     regions = tuple(
         PlannedRegion((stack_pattern(profile),), layers_of(profile.layers), profile.signature) for profile in profiles
     )
@@ -69,13 +69,13 @@ def layers_of(numbers: Iterable[int]) -> Layers:
 
 
 def rules_for(
-    profile: RegionProfile, choice: Choice, chosen: Sequence[int], name: str, place: tuple[PathPattern, ...]
+    profile: RegionProfile, choice: Choice, chosen: Sequence[int], name: str, stack: tuple[PathPattern, ...]
 ) -> list[Rule]:
-    """Return the rules that apply ``choice`` to the layers ``chosen`` of a group; ``place`` matches their stack."""
+    """Return the rules that apply ``choice`` to the layers ``chosen`` of a group; ``stack`` matches their stack."""
     layers = None if len({*chosen}) == profile.stack_size else layers_of(chosen)
     if choice.keep is None:
         whole = PathPattern.parse("")
-        return [Rule(f"{name}-none", Decision.SAVE.value, module=whole, layers=layers, blocks=place)]
+        return [Rule(f"{name}-none", Decision.SAVE.value, module=whole, layers=layers, blocks=stack)]
     calls: dict[tuple[str, str], list[int]] = {}
     for number in sorted(choice.keep.saved):
         entry = profile.entries[number]
@@ -99,7 +99,7 @@ def rules_for(
                 ops=(op,),
                 module=PathPattern.any_of(modules),
                 layers=layers,
-                blocks=place,
+                blocks=stack,
                 call=Calls(index=frozenset(calls_of)) if calls_of is not None else None,
             )
         )

@@ -50,8 +50,8 @@ def op_class(entry: Entry) -> str:
 
 def is_causal(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Return whether this call of an attention op is causal."""
-    place = _causal_place(op)
-    return place is not None and (kwargs.get(_CAUSAL, False) if place >= len(args) else args[place]) is True
+    index = _causal_place(op)
+    return index is not None and (kwargs.get(_CAUSAL, False) if index >= len(args) else args[index]) is True
 
 
 @cache

@@ -99,16 +99,16 @@ class FakeOpCache:
             if key is None:
                 return func(*args, **kwargs)
         known = calls.get(key, _Unfit)
-        kind = type(known)
-        if kind is _New:
+        cls = type(known)
+        if cls is _New:
             return _new(known)
-        if kind is _View and (storage := args[0].untyped_storage()).nbytes() >= known.end:
+        if cls is _View and (storage := args[0].untyped_storage()).nbytes() >= known.end:
             elem = torch.empty_strided((0,), (1,), dtype=known.dtype, device="meta")
             elem.set_(storage, known.offset, known.shape, known.stride)
             return _fake(elem, known.device, known.state)
-        if kind is _View or kind is _ByKernel:
+        if cls is _View or cls is _ByKernel:
             return _by_kernel(func, args, kwargs, known)
-        if kind is _Several:
+        if cls is _Several:
             return known.container([_new(one) if type(one) is _New else one for one in known.results])
         out = func(*args, **kwargs)
         if known is _Unfit:
@@ -117,15 +117,15 @@ class FakeOpCache:
 
 
 def _key(value: Any) -> Any:
-    kind = type(value)
-    if kind is FakeTensor:
+    cls = type(value)
+    if cls is FakeTensor:
         return value.shape, value.stride(), value.dtype, value.storage_offset(), value.is_conj(), value.is_neg()
-    if kind in _KINDS:
-        return kind, value
+    if cls in _KINDS:
+        return cls, value
     if isinstance(value, (list, tuple)):
         return tuple(map(_key, value))
     if isinstance(value, _SCALARS):
-        return kind, value
+        return cls, value
     raise _Unfit
 
 

@@ -79,22 +79,22 @@ class KernelWorkspace:
                 timeline = measure_memory(lambda: self._run(waiting))
         finally:
             torch.set_rng_state(state)
-        for place, key in enumerate(waiting):
-            began, ended = timeline.marks[f"begin {place}"][-1][0], timeline.marks[f"end {place}"][-1][0]
+        for index, key in enumerate(waiting):
+            began, ended = timeline.marks[f"begin {index}"][-1][0], timeline.marks[f"end {index}"][-1][0]
             first, last = bisect_left(timeline.times_ms, began), bisect_left(timeline.times_ms, ended)
             self._sizes[key] = max(timeline.live_bytes[first : last + 1]) - timeline.live_bytes[first]
 
     def _run(self, keys: list[Hashable]) -> None:
-        for place, key in enumerate(keys):
+        for index, key in enumerate(keys):
             func, args, kwargs = self._ops[key]
             try:
                 args, kwargs = tree_map_only(_Meta, _zeros, (args, kwargs))
-                mark(f"begin {place}")
+                mark(f"begin {index}")
                 func(*args, **kwargs)
             except Exception:  # (zeros are not a legal input of some ops)
                 _log.debug("%s does not run on zeros: its scratch is not known", func)
-                mark(f"begin {place}")
-            mark(f"end {place}")
+                mark(f"begin {index}")
+            mark(f"end {index}")
 
 
 @dataclass(frozen=True, slots=True)

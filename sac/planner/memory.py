@@ -65,15 +65,15 @@ class StepModel:
         """
         self._refuse_other_calls(record)
         forwards = {phase.position: phase for phase in record.phases if phase.part == FORWARD}
-        for place, choice in enumerate(choices):
-            key = self.groups[place], choice
-            count = forwards[place].after - forwards[place].before
+        for index, choice in enumerate(choices):
+            key = self.groups[index], choice
+            count = forwards[index].after - forwards[index].before
             self.held[key] = max(count, self.held.get(key, 0))
-            if place + 1 in forwards:
-                self.gaps.setdefault(place, {})[choice] = forwards[place + 1].before - forwards[place].after
-        for place, gaps in self.gaps.items():
+            if index + 1 in forwards:
+                self.gaps.setdefault(index, {})[choice] = forwards[index + 1].before - forwards[index].after
+        for index, gaps in self.gaps.items():
             for choice, count in gaps.items():
-                key = self.groups[place], choice
+                key = self.groups[index], choice
                 self.late[key] = min(count - max(gaps.values()), self.late.get(key, 0))
         held = [self._held(group, choice) for group, choice in zip(self.groups, choices, strict=True)]
         self.rest = max(self.rest, record.kept - record.static - sum(held))
@@ -81,19 +81,19 @@ class StepModel:
         bases: list[int] = []
         in_backward = False
         for phase in record.phases:
-            place = phase.position
-            in_backward = in_backward or (phase.part == BETWEEN and place == len(held) and bool(moments))
-            before = sum(held[:place])
+            index = phase.position
+            in_backward = in_backward or (phase.part == BETWEEN and index == len(held) and bool(moments))
+            before = sum(held[:index])
             if phase.part == BETWEEN:
-                moments.append(Moment(BETWEEN, place, "", in_backward))
+                moments.append(Moment(BETWEEN, index, "", in_backward))
                 bases.append(phase.peak - before)
                 continue
-            own = phase.peak - phase.before + (held[place] if in_backward else 0)
-            self.own[self.groups[place], choices[place], in_backward] = max(
-                own, self.own.get((self.groups[place], choices[place], in_backward), 0)
+            own = phase.peak - phase.before + (held[index] if in_backward else 0)
+            self.own[self.groups[index], choices[index], in_backward] = max(
+                own, self.own.get((self.groups[index], choices[index], in_backward), 0)
             )
-            moments.append(Moment(phase.part, place, record.paths[place], in_backward))
-            bases.append(phase.before - before - (held[place] if in_backward else 0))
+            moments.append(Moment(phase.part, index, record.paths[index], in_backward))
+            bases.append(phase.before - before - (held[index] if in_backward else 0))
         if self.moments == moments:
             bases = [max(pair) for pair in zip(bases, self.bases, strict=True)]
         self.moments, self.bases = moments, bases
@@ -111,7 +111,7 @@ class StepModel:
         """Return the predicted peak under ``choices``, one per position, and the number of its constraint."""
         held = [self.held_by(group) for group in self.groups]
         high, constraint = peak(self.constraints(), held, choices)
-        others = self.rest + sum(held[place][one] for place, one in enumerate(choices))
+        others = self.rest + sum(held[index][one] for index, one in enumerate(choices))
         return high + (self.in_flight - 1) * others, constraint
 
     def peak_of(self, record: StepRecord) -> int:

@@ -60,10 +60,12 @@ def recomputed(profile: RegionProfile, saved: Collection[int], engine: Engine) -
 def requirements_of(profile: RegionProfile, engine: Engine) -> frozenset[Requirement]:
     """Return the requirements of a region, without those for storages that are always held or have no bytes."""
     ever = recomputed(profile, (), engine).entries
-    rows = _of_replay(profile, ever) if engine == "replay" else _of_rerun(profile, ever)
+    requirements = _of_replay(profile, ever) if engine == "replay" else _of_rerun(profile, ever)
     idle = [value for value in profile.maker if not profile.bytes[value]]
     free = {profile.roots[value] for value in (*idle, *profile.routed)}
-    return frozenset(row for row in rows if row.root == NOTHING or row.root not in free)
+    return frozenset(
+        requirement for requirement in requirements if requirement.root == NOTHING or requirement.root not in free
+    )
 
 
 def _last(profile: RegionProfile) -> int:
@@ -140,68 +142,78 @@ class Propagated:
     held: frozenset[int]
 
 
-def propagate(rows: Collection[Requirement], runs: Iterable[int] = (), spared: Iterable[int] = ()) -> Propagated | None:
+def propagate(
+    requirements: Collection[Requirement], runs: Iterable[int] = (), spared: Iterable[int] = ()
+) -> Propagated | None:
     """Return the consequences if the entries ``runs`` run again and ``spared`` do not; None if this is impossible.
 
     See Note [Requirements]: an entry that no requirement names does not run.
     """
     on, off, held = set(runs), set(spared), set[int]()
     while True:
-        makers = {row.maker for row in rows}
+        makers = {requirement.maker for requirement in requirements}
         left = set()
-        for row in rows:
-            reader = ALWAYS if row.reader in on else row.reader
-            maker = NOTHING if row.maker in off else row.maker
-            if maker in on or row.root in held or reader in off or (reader != ALWAYS and reader not in makers):
+        for requirement in requirements:
+            reader = ALWAYS if requirement.reader in on else requirement.reader
+            maker = NOTHING if requirement.maker in off else requirement.maker
+            if maker in on or requirement.root in held or reader in off or (reader != ALWAYS and reader not in makers):
                 continue
-            if maker != NOTHING and (reader != ALWAYS or row.root != NOTHING):
-                left.add(Requirement(reader, maker, row.root))
+            if maker != NOTHING and (reader != ALWAYS or requirement.root != NOTHING):
+                left.add(Requirement(reader, maker, requirement.root))
             elif maker != NOTHING:
                 on.add(maker)
-            elif row.root == NOTHING:
+            elif requirement.root == NOTHING:
                 if reader == ALWAYS:
                     return None
                 off.add(reader)
             elif reader == ALWAYS:
-                held.add(row.root)
+                held.add(requirement.root)
             else:
-                left.add(Requirement(reader, NOTHING, row.root))
-        if left == rows:
+                left.add(Requirement(reader, NOTHING, requirement.root))
+        if left == requirements:
             return Propagated(frozenset(left), frozenset(on), frozenset(off), frozenset(held))
-        rows = left
+        requirements = left
 
 
 def folded(
-    rows: Collection[Requirement], seconds: dict[int, float], savable: Collection[int]
+    requirements: Collection[Requirement], seconds: dict[int, float], savable: Collection[int]
 ) -> frozenset[Requirement]:
     """Merge each entry that cannot be saved and runs for only one reader into that reader, with its ``seconds``.
 
     Changes ``seconds``, which holds the time of each undecided entry.
     """
     for number in sorted(seconds, reverse=True):
-        readers = {row.reader for row in rows if row.maker == number} - {number}
+        readers = {requirement.reader for requirement in requirements if requirement.maker == number} - {number}
         if number not in savable and len(readers) == 1:
             into = readers.pop()
             seconds[into] += seconds.pop(number)
-            rows = [_renamed(row, number, into) for row in rows]
-    return frozenset(row for row in rows if row.maker != row.reader and not _follows(row, rows))
+            requirements = [_renamed(requirement, number, into) for requirement in requirements]
+    return frozenset(
+        requirement
+        for requirement in requirements
+        if requirement.maker != requirement.reader and not _follows(requirement, requirements)
+    )
 
 
-def _renamed(row: Requirement, old: int, new: int) -> Requirement:
-    return replace(row, reader=new if row.reader == old else row.reader, maker=new if row.maker == old else row.maker)
+def _renamed(requirement: Requirement, old: int, new: int) -> Requirement:
+    return replace(
+        requirement,
+        reader=new if requirement.reader == old else requirement.reader,
+        maker=new if requirement.maker == old else requirement.maker,
+    )
 
 
-def _follows(row: Requirement, rows: Collection[Requirement]) -> bool:
-    """Return whether another requirement implies ``row``."""
-    return row.reader != ALWAYS and replace(row, reader=ALWAYS) in rows
+def _follows(requirement: Requirement, requirements: Collection[Requirement]) -> bool:
+    """Return whether another requirement implies ``requirement``."""
+    return requirement.reader != ALWAYS and replace(requirement, reader=ALWAYS) in requirements
 
 
-def joined(rows: Collection[Requirement], size: dict[int, int]) -> frozenset[Requirement]:
+def joined(requirements: Collection[Requirement], size: dict[int, int]) -> frozenset[Requirement]:
     """Merge storages with the same requirements into the first of them, and add their bytes to its ``size``."""
     askers: dict[int, set[tuple[int, int]]] = {}
-    for row in rows:
-        if row.root != NOTHING:
-            askers.setdefault(row.root, set()).add((row.reader, row.maker))
+    for requirement in requirements:
+        if requirement.root != NOTHING:
+            askers.setdefault(requirement.root, set()).add((requirement.reader, requirement.maker))
     first: dict[frozenset[tuple[int, int]], int] = {}
     gone = set()
     for root in sorted(askers):
@@ -209,16 +221,18 @@ def joined(rows: Collection[Requirement], size: dict[int, int]) -> frozenset[Req
         if kept != root:
             size[kept] += size[root]
             gone.add(root)
-    return frozenset(row for row in rows if row.root not in gone)
+    return frozenset(requirement for requirement in requirements if requirement.root not in gone)
 
 
-def parts(rows: Collection[Requirement]) -> list[frozenset[Requirement]]:
+def parts(requirements: Collection[Requirement]) -> list[frozenset[Requirement]]:
     """Split requirements into independent parts that share neither an entry nor a storage."""
     groups: list[tuple[set[tuple[str, int]], set[Requirement]]] = []
-    for row in sorted(rows, key=lambda row: (row.maker, row.root, row.reader)):
-        names = {("entry", number) for number in (row.reader, row.maker) if number >= 0}
-        names |= {("root", row.root)} if row.root != NOTHING else set()
-        inside = {row}
+    for requirement in sorted(
+        requirements, key=lambda requirement: (requirement.maker, requirement.root, requirement.reader)
+    ):
+        names = {("entry", number) for number in (requirement.reader, requirement.maker) if number >= 0}
+        names |= {("root", requirement.root)} if requirement.root != NOTHING else set()
+        inside = {requirement}
         apart = []
         for group in groups:
             if names.isdisjoint(group[0]):
@@ -271,13 +285,13 @@ def pareto(profile: RegionProfile, times: Sequence[float], engine: Engine = "rep
     size = {profile.roots[value]: profile.bytes[value] for value in profile.maker}
     start = propagate(requirements_of(profile, engine))
     assert start is not None, "all that runs without saving is a choice"
-    undecided = {row.maker for row in start.open} - {NOTHING}
+    undecided = {requirement.maker for requirement in start.open} - {NOTHING}
     seconds = {number: times[number] for number in undecided}
-    rows = joined(folded(start.open, seconds, candidates), size)
+    requirements = joined(folded(start.open, seconds, candidates), size)
     ever = recomputed(profile, (), engine).entries
     savable = frozenset(candidates.intersection(ever) - start.runs)
     found: list[SaveOption] = []
-    for running in _Search(size, seconds).front(rows).running:
+    for running in _Search(size, seconds).front(requirements).running:
         one = _tidied(profile, times, savable - running, engine)
         if not found or one.seconds < found[-1].seconds:  # ticks may differ where seconds are equal
             found.append(one)
@@ -316,23 +330,23 @@ class _Search:
         whole = math.fsum(seconds.values()) or 1.0
         self._ticks = {number: round(time / whole * TICKS) for number, time in seconds.items()}
 
-    def front(self, rows: frozenset[Requirement]) -> _Front:
-        """Return the best choices for ``rows``, which may split into parts."""
-        fronts = [self._decided(part) for part in parts(rows)]
+    def front(self, requirements: frozenset[Requirement]) -> _Front:
+        """Return the best choices for ``requirements``, which may split into parts."""
+        fronts = [self._decided(part) for part in parts(requirements)]
         total = self._point(Propagated(frozenset(), frozenset(), frozenset(), frozenset()))
         for one in fronts:
             total = self._sum(total, one)
         return total
 
-    def _decided(self, rows: frozenset[Requirement]) -> _Front:
+    def _decided(self, requirements: frozenset[Requirement]) -> _Front:
         """Decide the last entry both ways: few other entries are required both by it and by earlier ones."""
-        if rows in self._known:
-            return self._known[rows]
-        number = max(max(row.reader, row.maker) for row in rows)
-        ways = [propagate(rows, spared=(number,)), propagate(rows, runs=(number,))]
+        if requirements in self._known:
+            return self._known[requirements]
+        number = max(max(requirement.reader, requirement.maker) for requirement in requirements)
+        ways = [propagate(requirements, spared=(number,)), propagate(requirements, runs=(number,))]
         fronts = [self._sum(self._point(way), self.front(way.open)) for way in ways if way is not None]
-        self._known[rows] = self._union(fronts)
-        return self._known[rows]
+        self._known[requirements] = self._union(fronts)
+        return self._known[requirements]
 
     def _point(self, way: Propagated) -> _Front:
         array = self._np.array

@@ -104,9 +104,9 @@ class Planner:
                             take_off(module)
                 for installed in regions_of(self.model):
                     installed.region.group.lists_ops = False
-                places = [(block.path, block.module) for block in self.blocks]
+                modules = [(block.path, block.module) for block in self.blocks]
                 record = run_step(
-                    self.model, self.inputs, places, self.ledger(), self.loss_fn, accumulates=self.accumulates
+                    self.model, self.inputs, modules, self.ledger(), self.loss_fn, accumulates=self.accumulates
                 )
             finally:
                 remove(self.model)

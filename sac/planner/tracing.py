@@ -232,18 +232,18 @@ class _ProfilingRecorder(ReplayRecorder):
 
 def _merged(watchers: Sequence[_Profiled]) -> tuple[RegionProfile, ...]:
     """Return one profile for all blocks of a stack that run the same ops on the same sizes."""
-    kinds: dict[Any, list[RegionProfile]] = {}
+    groups: dict[Any, list[RegionProfile]] = {}
     for watcher in watchers:
         one = watcher.found
         assert one is not None
         parts = watcher.block.path.removeprefix(one.stack).lstrip(".").partition(".")[2]
         key = (one.stack, parts, one.entries, one.roots, one.bytes, one.needs, one.signature)
-        kinds.setdefault(key, []).append(one)
+        groups.setdefault(key, []).append(one)
     return tuple(
         replace(
             of_kind[0],
             paths=tuple(path for one in of_kind for path in one.paths),
             layers=tuple(layer for one in of_kind for layer in one.layers),
         )
-        for of_kind in kinds.values()
+        for of_kind in groups.values()
     )

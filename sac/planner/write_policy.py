@@ -125,8 +125,8 @@ def write_policy(made: Plan, about: Mapping[str, str] = _NOTHING) -> str:
     """
     text = dump_policy(made.policy)
     lines = text.splitlines()
-    for rule, place in reversed([*zip(made.policy.rules, _rule_lines(text), strict=True)]):
-        lines[place:place] = _comment(_of_rule(made, rule))
+    for rule, where in reversed([*zip(made.policy.rules, _rule_lines(text), strict=True)]):
+        lines[where:where] = _comment(_of_rule(made, rule))
     header = [line for item in _header(made, about) for line in _comment(item)]
     return "\n".join([*header, *lines]) + "\n"
 

@@ -34,8 +34,8 @@ from sac.policy.syntax import Findings, compose_yaml, node_from_value, shown
 def join_lines(written: Written, parents: Sequence[tuple[Written, ...]]) -> tuple[Written, ...]:
     """Return the line of a file from the lines of its parents; see Note [Inheritance]."""
     line = [written, *(ancestor for parent in parents for ancestor in parent)]
-    last = {id(one): place for place, one in enumerate(line)}
-    return tuple(one for place, one in enumerate(line) if last[id(one)] == place)
+    last = {id(one): where for where, one in enumerate(line)}
+    return tuple(one for where, one in enumerate(line) if last[id(one)] == where)
 
 
 def fold(line: Sequence[Written]) -> Policy:
@@ -242,7 +242,7 @@ class _Lineage:
         path = find_file(name, base, location, findings)
         if path is None:
             return None
-        same = [place for place, earlier in enumerate(trail) if earlier.resolve() == path.resolve()]
+        same = [where for where, earlier in enumerate(trail) if earlier.resolve() == path.resolve()]
         if same:
             chain = " -> ".join(str(one) for one in (*trail[same[0] :], path))
             findings.add(location, f"extends goes in a circle: {chain}", fix="remove one of these `extends`")
@@ -284,5 +284,5 @@ def _read_text(path: Path, findings: Findings) -> str:
     except UnicodeDecodeError as error:
         line_start = data.rfind(b"\n", 0, error.start) + 1
         column = len(data[line_start : error.start].decode("utf-8")) + 1
-        place = SourceLocation(str(path), data.count(b"\n", 0, error.start) + 1, column)
-        findings.stop(place, f"the byte 0x{data[error.start]:02x} is not UTF-8", fix="save the file as UTF-8")
+        where = SourceLocation(str(path), data.count(b"\n", 0, error.start) + 1, column)
+        findings.stop(where, f"the byte 0x{data[error.start]:02x} is not UTF-8", fix="save the file as UTF-8")

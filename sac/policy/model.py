@@ -64,7 +64,7 @@ class Layers:
             return frozenset(i for low, high in self.ranges for i in range(low, min(high, count - 1) + 1))
         if self.fraction is not None:
             chosen = round(self.fraction * count)
-            return frozenset(place * count // chosen for place in range(chosen))
+            return frozenset(index * count // chosen for index in range(chosen))
         return frozenset(range(count))
 
     @property

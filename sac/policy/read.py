@@ -439,7 +439,7 @@ def read_shape(node: Node, what: str, findings: Findings) -> tuple[Dim, ...] | N
     if not isinstance(node, ListNode) or not node.items:
         findings.add(node.location, f"{what} is {describe(node)}", expected=LEGAL_SHAPE)
         return None
-    dims = (_read_dim(item, what, findings, is_first=not place) for place, item in enumerate(node.items))
+    dims = (_read_dim(item, what, findings, is_first=not index) for index, item in enumerate(node.items))
     return tuple(dim for dim in dims if dim is not None)
 
 
@@ -554,8 +554,8 @@ def _find_double_ids(rules: Sequence[Rule], findings: Findings) -> None:
 
 def _find_shadowed(rules: Sequence[Rule], findings: Findings) -> None:
     """Find rules that can never fire because an earlier rule matches all that they match, judging by their texts."""
-    for place, later in enumerate(rules):
-        for earlier in rules[:place]:
+    for index, later in enumerate(rules):
+        for earlier in rules[:index]:
             if takes_all_of(earlier, later):
                 found = (
                     f'the rule "{later.id}" can never fire: "{earlier.id}" at {earlier.where()} matches all it matches'

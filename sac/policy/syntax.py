@@ -231,12 +231,12 @@ class _Composer:
             fix = _syntax_fix(error, self.text[location.index : location.index + 1] if location else "")
             self.findings.stop(self._location(location), f"this is not YAML: {found}", fix=fix)
         except yaml.reader.ReaderError as error:
-            place = location_in(self.text, error.position, self.file)
-            self.findings.stop(place, f"the character {error.character:#06x} is not allowed in YAML", fix="remove it")
+            where = location_in(self.text, error.position, self.file)
+            self.findings.stop(where, f"the character {error.character:#06x} is not allowed in YAML", fix="remove it")
         except (ValueError, OverflowError):  # PyYAML raises these for an escape such as "\Uffffffff"
-            place = self._location(loader.get_mark() if loader else None)
+            where = self._location(loader.get_mark() if loader else None)
             found = "this is not YAML: an escape in quoted text does not encode a character"
-            self.findings.stop(place, found, fix="look for a wrong \\")
+            self.findings.stop(where, found, fix="look for a wrong \\")
 
     def _start_document(self, event: yaml.DocumentStartEvent) -> None:
         self.documents += 1
@@ -309,8 +309,8 @@ class _Composer:
         else:
             self.root = node
 
-    def _location(self, place: YamlMark | CMark | None) -> SourceLocation:
-        return SourceLocation(self.file, place.line + 1, place.column + 1) if place else SourceLocation(self.file)
+    def _location(self, where: YamlMark | CMark | None) -> SourceLocation:
+        return SourceLocation(self.file, where.line + 1, where.column + 1) if where else SourceLocation(self.file)
 
 
 def _syntax_fix(error: yaml.MarkedYAMLError, character: str) -> str:

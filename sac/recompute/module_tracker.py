@@ -31,7 +31,7 @@ class ModulePass(Protocol):
     def call_key_of(self, path: str) -> Any:
         """Return the key of the call of the module at ``path`` that begins now; None if ``call`` shall not run it."""
 
-    def call(self, place: Any, forward: TrackedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, call_key: Any, forward: TrackedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the module."""
 
 
@@ -75,8 +75,8 @@ class TrackedForward:
         if torch.compiler.is_compiling():
             return type(module).forward(module, *args, **kwargs) if original is None else original(*args, **kwargs)
         modules = _ACTIVE.modules
-        if modules is not None and (place := modules.call_key_of(self.path)) is not None:
-            return modules.call(place, self, args, kwargs)
+        if modules is not None and (call_key := modules.call_key_of(self.path)) is not None:
+            return modules.call(call_key, self, args, kwargs)
         mode = _ACTIVE.mode
         if mode is None:
             return type(module).forward(module, *args, **kwargs) if original is None else original(*args, **kwargs)

@@ -86,11 +86,11 @@ class OpTraceRecorder:
         )
 
     def add_module(
-        self, place: tuple[str, int], rule: ResolvedRule, module: nn.Module, out: Any, *, kept_bytes: int, flops: int
+        self, call_key: tuple[str, int], rule: ResolvedRule, module: nn.Module, out: Any, *, kept_bytes: int, flops: int
     ) -> None:
         """Append a call of a module that is saved as a whole; ``out`` is what it returned."""
         tensor = first_tensor(out if isinstance(out, torch.Tensor) else tree_leaves(out))
-        path, number = place
+        path, number = call_key
         self.rows.append(
             OpTraceRow(
                 module=path,
@@ -241,5 +241,5 @@ def _log_rows(region: str, rows: Sequence[OpTraceRow]) -> None:
         key = (row.module, row.op, row.decision, row.reason)
         if key not in told:
             told.add(key)
-            place = f"{region}.{row.module}" if row.module else region
-            _log.info("%-9s %s in %s (%s)", row.decision.upper(), row.op, place or "the region", row.reason)
+            where = f"{region}.{row.module}" if row.module else region
+            _log.info("%-9s %s in %s (%s)", row.decision.upper(), row.op, where or "the region", row.reason)

@@ -229,10 +229,10 @@ class TapeMode(RegionMode):
         reads = []
         rest: Any = args
         try:
-            for place in site.tensor_positions:
-                if place >= len(args):
+            for position in site.tensor_positions:
+                if position >= len(args):
                     break
-                value: Any = args[place]
+                value: Any = args[position]
                 found = ids.get(id(value))
                 if found is None or found[0]() is not value:
                     if not isinstance(value, Tensor):  # an omitted argument, or a number
@@ -245,7 +245,7 @@ class TapeMode(RegionMode):
                 reads.append(number)
                 if rest is args:
                     rest = [*args]
-                rest[place] = TENSOR_HOLE
+                rest[position] = TENSOR_HOLE
         except RuntimeError:  # an inference tensor has no version counter
             return self._run(site, func, args, kwargs or {})
         if tape.needs_attention:  # the tape is not replayable
@@ -566,7 +566,7 @@ class TapeRecorder:
         assert self.checksums is not None
         there = [(handle, value) for handle, value in values if isinstance(value, Tensor)]
         pairs = [(self.checksums[handle], checksum(value, in_order=self._in_order)) for handle, value in there]
-        return [there[place] for place in find_different(pairs)]
+        return [there[position] for position in find_different(pairs)]
 
     def _look_at_recent(self, entry: int) -> None:
         """Check whether the op that has run wrote to a tensor that autograd saved right before it."""
@@ -859,8 +859,8 @@ class ReplayRecorder(TapeRecorder):
 
     def wanted(self, handles: list[int]) -> list[Wanted]:
         """Return what the tape knows of these handles, without those that were modified after the save."""
-        places = self._places
-        return [Wanted(handle, *places[handle][:2]) for handle in handles if handle not in self.modified_after_save]
+        saved_at = self._places
+        return [Wanted(handle, *saved_at[handle][:2]) for handle in handles if handle not in self.modified_after_save]
 
     def schedule_of(self, handles: list[int]) -> ReplaySchedule:
         """Return the replay schedule for these handles."""

@@ -412,8 +412,8 @@ def _fingerprint_of(function: Any) -> FunctionFingerprint:
 def _key(fingerprint: FunctionFingerprint) -> Hashable:
     parts = fingerprint.parts
     known = _changing_parts.get(parts[0])  # usually None: most functions change nothing
-    for place in known.get(_stable_parts(parts), ()) if known else ():
-        parts = [*parts[:place], None, *parts[place + 1 :]]
+    for index in known.get(_stable_parts(parts), ()) if known else ():
+        parts = [*parts[:index], None, *parts[index + 1 :]]
     return tuple(parts)
 
 
@@ -426,7 +426,7 @@ def _note_changes(before: FunctionFingerprint, after: FunctionFingerprint) -> No
     stable = _stable_parts(after.parts)
     if after.is_known and stable == _stable_parts(before.parts):
         pairs = enumerate(zip(before.parts, after.parts, strict=True))
-        changed = {place for place, (one, other) in pairs if one != other}
+        changed = {index for index, (one, other) in pairs if one != other}
         if changed:
             known = _changing_parts.get(after.parts[0]) or _put(_changing_parts, after.parts[0], {})
             _put(known, stable, known.get(stable, frozenset()) | changed)
@@ -475,10 +475,10 @@ class OutputAnchor:
         is_first = self.chosen is None
         if self.chosen is None:
             taken = {None, *map(plain_address, tree_leaves(inputs))}
-            self.chosen = tuple(place for place, leaf in enumerate(leaves) if plain_address(leaf) not in taken)
+            self.chosen = tuple(index for index, leaf in enumerate(leaves) if plain_address(leaf) not in taken)
         if not self.chosen or not torch.is_grad_enabled():
             return
-        tensors = tuple(leaves[place] for place in self.chosen if isinstance(leaves[place], torch.Tensor))
+        tensors = tuple(leaves[index] for index in self.chosen if isinstance(leaves[index], torch.Tensor))
         anchor = torch.empty(0, requires_grad=True)
         node = _Anchor.apply(anchor, *(tensor.detach() for tensor in tensors))  # type: ignore[no-untyped-call]
         if is_first:

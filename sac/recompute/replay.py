@@ -113,16 +113,16 @@ def _run(schedule: ReplaySchedule, tape: Tape, values: list[Any], fill: Fill) ->
         fill(handle, values[value])
     rests, states, keywords = tape.arg_templates, tape.states, tape.keywords
     works: list[Any] = []  # of point-to-point calls, several of which must be in flight at once
-    for number, run, places, result, fills, frees in schedule.orders or _orders(schedule, tape):
+    for number, run, positions, result, fills, frees in schedule.orders or _orders(schedule, tape):
         if result < 0 or works or number in states:
             _run_unusual(schedule, tape, number, values, works)
         else:
             args = [*rests[number]]
-            for place, value in places:
-                if args[place] is not TENSOR_HOLE:  # a number, where another call with this tape layout had a tensor
+            for index, value in positions:
+                if args[index] is not TENSOR_HOLE:  # a number, where another call with this tape layout had a tensor
                     args = _arguments(rests[number], tape.reads[number], values)
                     break
-                args[place] = values[value]
+                args[index] = values[value]
             values[result] = run(*args, **keywords[number]) if number in keywords else run(*args)
         for handle, value in fills:
             fill(handle, values[value])
@@ -143,17 +143,17 @@ def _orders(schedule: ReplaySchedule, tape: Tape) -> list[Any]:
         number = step.number
         op, rest = tape.sites[number], tape.arg_templates[number]
         result = -1
-        places: tuple[tuple[int, int], ...] = ()
+        positions: tuple[tuple[int, int], ...] = ()
         if (
             type(op) is CallSite
             and op.is_ordinary
             and not op.traits.takes_optional
             and tape.output_counts.get(number, 1) == 1
         ):
-            holes = [place for place, one in enumerate(rest) if one is TENSOR_HOLE]
-            places = tuple(zip(holes, tape.reads[number], strict=True))
+            holes = [index for index, one in enumerate(rest) if one is TENSOR_HOLE]
+            positions = tuple(zip(holes, tape.reads[number], strict=True))
             result = step.outputs[0][1] if step.outputs else -1
-        schedule.orders.append((number, getattr(op, "run", None), places, result, step.fills, step.frees))
+        schedule.orders.append((number, getattr(op, "run", None), positions, result, step.fills, step.frees))
     return schedule.orders
 
 
@@ -182,8 +182,8 @@ def _run_unusual(schedule: ReplaySchedule, tape: Tape, number: int, values: list
             if schedule.steps_by_number[number].fills:
                 _wait(works)
     made = [out] if isinstance(out, Tensor) else tensors_of(out)
-    for place, value in schedule.steps_by_number[number].outputs:
-        values[value] = made[place]
+    for index, value in schedule.steps_by_number[number].outputs:
+        values[value] = made[index]
 
 
 def _arguments(rest: Sequence[Any], reads: Sequence[int], values: list[Any]) -> list[Any]:
@@ -202,17 +202,17 @@ def _wait(works: list[Any]) -> None:
         works.pop(0).wait()
 
 
-def _made(kind: Any, rest: Any, reads: list[Any]) -> Tensor:
+def _made(marker: Any, rest: Any, reads: list[Any]) -> Tensor:
     """Make a tensor that was created unseen in the forward; see Note [The tape]."""
-    if kind is ALIAS:
+    if marker is ALIAS:
         return _alias(reads[0], rest[0])
-    if kind is CAST:
+    if marker is CAST:
         cast: Tensor = reads[0].to(rest[0])
         return cast
-    if kind is PART:
+    if marker is PART:
         part = wrapped_parts(reads[0])[rest[0]]
         return part if layout_key(part) == rest[1] else _alias(part, rest[1])
-    assert kind is WRAP
+    assert marker is WRAP
     cls, inside, context, size, stride = rest
     left = iter(reads)
     held = {name: next(left) if value is TENSOR_HOLE else value for name, value in inside}

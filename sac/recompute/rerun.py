@@ -211,12 +211,12 @@ class RerunState:
         """Keep ``tensor``, which autograd saves, if it is or views a saved output, a parameter or an input."""
         self.packs += 1
         handle.storage = address = storage_address(tensor)
-        kind = type(tensor)
-        if kind is not torch.Tensor and kind is not torch.nn.Parameter:
+        cls = type(tensor)
+        if cls is not torch.Tensor and cls is not torch.nn.Parameter:
             self._pack_other(tensor, handle)
             return
         value_ids = self.value_ids
-        value_id = value_ids.of_plain(tensor, kind, address)
+        value_id = value_ids.of_plain(tensor, cls, address)
         # Without rules, recomputation saves parameters and inputs again; their data may have moved by then (ZeRO-3).
         is_compared = bool(self.table.rules) or not value_ids.is_persistent_id(value_id)
         self.packed.append(
@@ -376,8 +376,8 @@ class RerunState:
             return  # they were compared before the outer hooks packed them
         values = [value for value in self.saved if value.sums and not value.overwritten]
         different = find_different([(value.sums, sums_of(value.outputs)) for value in values])
-        for place in different:
-            values[place].overwritten = True
+        for index in different:
+            values[index].overwritten = True
 
     def pack_with_outer_hooks(self, hooks: PackHooks) -> None:
         """Hand the held values to the saved-tensor hooks around the region."""
@@ -435,7 +435,7 @@ def gathers(site: CallSite) -> bool:
 def written_tensors(site: CallSite, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Return the tensors among the arguments that the call site's op writes to."""
     traits = site.traits
-    written = [args[place] for place in traits.mutated_args if place < len(args)]
+    written = [args[index] for index in traits.mutated_args if index < len(args)]
     return tensors_of([*written, *(kwargs[name] for name in traits.mutated_kwargs if name in kwargs)])
 
 
@@ -458,15 +458,15 @@ def unmatched_problem(path: str, value: SavedValue, rivals: Sequence[tuple[CallS
 
 
 def swapped_problem(
-    path: str, place: int, tensor: torch.Tensor, forward: CallSite | None, recomputed: CallSite | None
+    path: str, index: int, tensor: torch.Tensor, forward: CallSite | None, recomputed: CallSite | None
 ) -> Problem:
-    """Return the problem that the ``place``-th tensor that autograd saves in recomputation is another value.
+    """Return the problem that the ``index``-th tensor that autograd saves in recomputation is another value.
 
     ``forward`` and ``recomputed`` are the call sites of the ops that produced the two; None if no op did.
     """
     return Problem(
         where=path or "region",
-        found=f"saved tensor {place} was {_made_by(forward)} in forward; in recomputation it is "
+        found=f"saved tensor {index} was {_made_by(forward)} in forward; in recomputation it is "
         f"{_made_by(recomputed)}, "
         f"{describe(tensor)}, computed from other values",
         fix=OTHER_VALUE,
@@ -819,18 +819,18 @@ class RecomputeMode(RegionMode):
         self.live.append((site, seen))
         return None
 
-    def verify(self, place: int, tensor: torch.Tensor) -> None:
-        """Raise if the ``place``-th tensor that autograd saves is known to be another value than in forward."""
+    def verify(self, index: int, tensor: torch.Tensor) -> None:
+        """Raise if the ``index``-th tensor that autograd saves is known to be another value than in forward."""
         packed = self.state.packed
-        if place < len(packed):
-            value_id, external, maker = packed[place]
+        if index < len(packed):
+            value_id, external, maker = packed[index]
             if self.state.lenient or value_id is None:
                 return
             seen = self.value_ids.of(tensor)
             tolerated = (external or seen in self.value_ids.external) and seen not in self.state.known
             if value_id != seen and not tolerated:
                 raise RegionError(
-                    swapped_problem(self.state.path, place, tensor, maker, self.value_ids.producers.get(seen))
+                    swapped_problem(self.state.path, index, tensor, maker, self.value_ids.producers.get(seen))
                 )
 
     def _check_write(self, site: CallSite, args: Any, kwargs: Any) -> None:
@@ -901,8 +901,8 @@ def _relabel(
     kwargs: Any,
     made_of: int = NOT_PARAMETERS,
 ) -> None:
-    for place, part in enumerate(_written_parts(site, args, kwargs)):
-        value_ids.name_output(part, hash((signature, "written", place)), external, made_of)
+    for index, part in enumerate(_written_parts(site, args, kwargs)):
+        value_ids.name_output(part, hash((signature, "written", index)), external, made_of)
 
 
 def _generators(args: Any, kwargs: Any) -> list[torch.Generator]:

@@ -186,8 +186,8 @@ class HoldingObject:
 
     __slots__ = ("_attributes", "_kind")
 
-    def __init__(self, kind: type, attributes: dict[str, tuple[list[Any], Any]]) -> None:
-        self._kind = kind
+    def __init__(self, cls: type, attributes: dict[str, tuple[list[Any], Any]]) -> None:
+        self._kind = cls
         self._attributes = attributes
 
     def made(self, serving: Serving) -> Any:

@@ -117,8 +117,8 @@ class _Walk:
         first, count = tape.first_outputs[number], tape.output_counts.get(number, 1)
         needed, waiting = self._needed, self._waiting
         outputs = [
-            (place, value)
-            for place, value in enumerate(range(first, first + count))
+            (index, value)
+            for index, value in enumerate(range(first, first + count))
             if (value in needed or value in waiting) and value not in self._kept
         ]
         writes: Any = self._writes.get(number, ())
@@ -218,16 +218,16 @@ class TapeLayout:
         "sizes",
     )
 
-    def __init__(self, tape: Tape, places: Places, missing: list[int], schedule: ReplaySchedule) -> None:
+    def __init__(self, tape: Tape, saved_at: Places, missing: list[int], schedule: ReplaySchedule) -> None:
         self.schedule = schedule
         self.sizes: list[int] = []  # bytes of each value kept in the call that was counted last
         self.figures: SavedFigures | None = None  # figures of that call
         self._plans, self._reads, self._firsts, self._roots = tape.sites, tape.reads, tape.first_outputs, tape.roots
         self._counts, self._writes = tape.output_counts, tape.writes
         self._kept, self._leaves = [*tape.kept], _positions(tape)
-        self._places, self._missing = places, missing
+        self._places, self._missing = saved_at, missing
 
-    def matches(self, tape: Tape, places: Places, missing: list[int]) -> bool:
+    def matches(self, tape: Tape, saved_at: Places, missing: list[int]) -> bool:
         """Return whether ``tape`` has this layout, so that the schedule is valid for it too."""
         return (
             self._plans == tape.sites
@@ -235,7 +235,7 @@ class TapeLayout:
             and self._firsts == tape.first_outputs
             and self._roots == tape.roots
             and self._missing == missing
-            and self._places == places
+            and self._places == saved_at
             and self._counts == tape.output_counts
             and self._writes == tape.writes
             and self._kept == [*tape.kept]

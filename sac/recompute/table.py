@@ -359,8 +359,8 @@ def resolve_policy(policy: Policy) -> ResolvedPolicy:
     registry = read_registry()
     resolve = cache(lambda ops, saves: resolve_ops(ops, policy.sets, for_saving=saves, registry=registry))
     for name, found in check_sets(policy.sets).items():
-        place = str(policy.set_locations.get(name, policy.where("sets")))
-        problems.extend(_told(place, problem) for problem in found)
+        where = str(policy.set_locations.get(name, policy.where("sets")))
+        problems.extend(_told(where, problem) for problem in found)
     for index, rule in enumerate(policy.rules):
         matcher: OpMatcher = resolve(rule.ops, rule.do != Decision.RECOMPUTE.value)
         rules.append(ResolvedRule(rule, matcher, index))

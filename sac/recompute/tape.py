@@ -34,24 +34,24 @@ def as_reads(value: Any, tape: Tape, op: Any, reads: list[int]) -> Any:
         number = tape.find(value, op)
         reads.append(number)
         return Ref(number)
-    kind = type(value)
-    if kind in _PLAIN:
+    cls = type(value)
+    if cls in _PLAIN:
         return value
-    if kind is list or kind is tuple:
-        return kind(as_reads(part, tape, op, reads) for part in value)
-    if kind is dict:
+    if cls is list or cls is tuple:
+        return cls(as_reads(part, tape, op, reads) for part in value)
+    if cls is dict:
         return {key: as_reads(part, tape, op, reads) for key, part in value.items()}
     return value
 
 
 def from_reads(value: Any, values: list[Any]) -> Any:
     """Return ``value`` with the tensors in ``values`` in place of ``Ref``."""
-    kind = type(value)
-    if kind is Ref:
+    cls = type(value)
+    if cls is Ref:
         return values[value.value]
-    if kind is list or kind is tuple:
-        return kind(from_reads(part, values) for part in value)
-    if kind is dict:
+    if cls is list or cls is tuple:
+        return cls(from_reads(part, values) for part in value)
+    if cls is dict:
         return {key: from_reads(part, values) for key, part in value.items()}
     return value
 
@@ -313,8 +313,8 @@ class Tape:
             self.sync()
         value = len(self.roots)
         self.ids[id(tensor)] = (weakref.ref(tensor), value)
-        kind = type(tensor)
-        plain = kind is Tensor or kind is Parameter
+        cls = type(tensor)
+        plain = cls is Tensor or cls is Parameter
         address = storage_address(tensor) if plain else first_address(tensor)
         root = None if new_root else self.by_storage.get(address)
         # In the mode, a view has its own version counter; above the mode, it shares the counter of its base.
@@ -332,21 +332,21 @@ class Tape:
 
     def _note_parts(self, wrapper: Tensor, value: int, root: int) -> None:
         self.has_meshes = self.has_meshes or hasattr(wrapper, "device_mesh")
-        for place, part in enumerate(wrapped_parts(wrapper)):
+        for index, part in enumerate(wrapped_parts(wrapper)):
             address = storage_address(part)
-            self.parts[address] = (value, place)
+            self.parts[address] = (value, index)
             if address not in self.by_storage:
                 self.by_storage[address] = root
                 self.storages.watch(part)
 
     def register_unknown(self, tensor: Tensor, op: Any) -> int:
         """Give a number to a tensor that no op of the tape produced."""
-        kind = type(tensor)
-        if kind is Parameter:
+        cls = type(tensor)
+        if cls is Parameter:
             return self._register_parameter(tensor)
         if self.unsynced:
             self.sync()
-        if kind is not Tensor and is_wrapper(tensor):
+        if cls is not Tensor and is_wrapper(tensor):
             return self._register_wrapper(tensor, op)
         if tensor.is_inference():
             self.fail(f"{op} reads an inference tensor")
@@ -381,8 +381,8 @@ class Tape:
         return value
 
     def _register_part(self, tensor: Tensor) -> int:
-        wrapper, place = self.parts[storage_address(tensor)]
-        return self._made(PART, (place, layout_key(tensor)), (wrapper,), tensor)
+        wrapper, index = self.parts[storage_address(tensor)]
+        return self._made(PART, (index, layout_key(tensor)), (wrapper,), tensor)
 
     def _register_wrapper(self, tensor: Any, op: Any) -> int:
         parts = inner_tensors(tensor)
@@ -419,10 +419,10 @@ class Tape:
         ``lasts``: for an input, whether the region holds the caller's tensor until backward.
         """
         value = self.add(tensor)
-        kind = type(tensor)
-        is_parameter = kind is Parameter or (kind is not Tensor and isinstance(tensor, Parameter))
+        cls = type(tensor)
+        is_parameter = cls is Parameter or (cls is not Tensor and isinstance(tensor, Parameter))
         held: Any = weakref.ref(tensor)
-        if position < 0 and kind is Tensor and tensor.numel() <= SMALL_NUMEL and not tensor.requires_grad:
+        if position < 0 and cls is Tensor and tensor.numel() <= SMALL_NUMEL and not tensor.requires_grad:
             held = _Held(tensor)
         elif position < 0 and id(tensor) in self.external_tensors:
             held = _Held(tensor if tensor.grad_fn is None else detached(tensor))

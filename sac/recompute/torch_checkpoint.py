@@ -261,10 +261,10 @@ class _LatePacking:
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         """Queue this tensor."""
         tensor = detached(tensor) if tensor.requires_grad else tensor
-        place, self.count = self.count, self.count + 1
-        if place not in self.kept_places:
+        index, self.count = self.count, self.count + 1
+        if index not in self.kept_places:
             if self.verify is not None:
-                self.verify(place, tensor)
+                self.verify(index, tensor)
             self.waiting.append(tensor)
         return tensor
 

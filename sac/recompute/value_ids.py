@@ -117,16 +117,16 @@ class ValueIds:
 
     def of(self, tensor: torch.Tensor) -> int:
         """Return the value id of a tensor's storage."""
-        kind = type(tensor)
-        if kind is not Tensor and kind is not Parameter and hasattr(kind, "__tensor_flatten__"):
+        cls = type(tensor)
+        if cls is not Tensor and cls is not Parameter and hasattr(cls, "__tensor_flatten__"):
             return self._of_wrapper(tensor)
-        return self.of_plain(tensor, kind, storage_address(tensor))
+        return self.of_plain(tensor, cls, storage_address(tensor))
 
-    def of_plain(self, tensor: Tensor, kind: type, key: int) -> int:
-        """Return the value id of the storage at ``key``, which holds ``tensor``, of type ``kind``."""
+    def of_plain(self, tensor: Tensor, cls: type, key: int) -> int:
+        """Return the value id of the storage at ``key``, which holds ``tensor``, of type ``cls``."""
         value_id = self._by_storage.get(key)
         if value_id is None:
-            if kind is Parameter or (kind is not Tensor and isinstance(tensor, Parameter)):
+            if cls is Parameter or (cls is not Tensor and isinstance(tensor, Parameter)):
                 value_id = self._name_parameter(tensor, key)
                 self.parameter_addresses.add(key)
             else:
@@ -135,7 +135,7 @@ class ValueIds:
                     self.external.add(value_id)
                     self.external_storages.watch(tensor)
                     self.parameter_only.name_foreign(value_id, key)
-        elif kind is Parameter:
+        elif cls is Parameter:
             self.parameter_addresses.add(key)
             if not self.is_persistent_id(
                 value_id
@@ -214,28 +214,28 @@ class ValueIds:
     def _describe(self, values: Any, parts: list[Any]) -> bool:
         external = False
         for value in values:
-            kind = type(value)
-            if kind is Tensor or kind is Parameter:
+            cls = type(value)
+            if cls is Tensor or cls is Parameter:
                 address = storage_address(value)
-                value_id = self.of_plain(value, kind, address)
+                value_id = self.of_plain(value, cls, address)
                 parts.append((value_id, *(self._metadata(value) if address in self._moved else layout_key(value))))
                 external = external or value_id in self.external
                 if self._parameter_bytes >= 0:
                     self._parameter_bytes = self.parameter_only.joined(self._parameter_bytes, value_id)
-            elif kind in _PLAIN:
+            elif cls in _PLAIN:
                 parts.append(value)
-            elif kind is float:
+            elif cls is float:
                 parts.append(value if value == value else "nan")
             elif isinstance(value, Tensor):
                 value_id = self.of(value)
                 parts.append((value_id, *self._metadata(value)))
                 external = external or value_id in self.external
                 self._parameter_bytes = self.parameter_only.joined(self._parameter_bytes, value_id)
-            elif kind is list or kind is tuple:
+            elif cls is list or cls is tuple:
                 parts.append(len(value))
                 external = self._describe(value, parts) or external
             else:
-                parts.append(kind)  # a Generator, an Enum, a graph module: its type must do
+                parts.append(cls)  # a Generator, an Enum, a graph module: its type must do
         return external
 
     def _metadata(self, tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -287,6 +287,6 @@ class ValueIds:
                 return
             out = wrapped_parts(out)
         if isinstance(out, (tuple, list)):
-            for place, part in enumerate(out):
+            for index, part in enumerate(out):
                 if part is not None:
-                    self.name_output(part, hash((signature, place)), external, made_of)
+                    self.name_output(part, hash((signature, index)), external, made_of)

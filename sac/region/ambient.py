@@ -132,7 +132,7 @@ def _stack_now() -> Sequence[Any]:
     """Return the active modes, outermost first."""
     if not HAS_FUNCTION_MODES:
         return ()
-    return [function_mode_at(place) for place in range(length)] if (length := count_function_modes()) else ()
+    return [function_mode_at(index) for index in range(length)] if (length := count_function_modes()) else ()
 
 
 def _exchange(modes: Sequence[Any]) -> None:
@@ -338,12 +338,12 @@ class BackendFlags:
 
 def _take_back(change: _Change) -> None:
     with _lock:
-        place = _changes.index(change)
-        if place == len(_changes) - 1:
+        index = _changes.index(change)
+        if index == len(_changes) - 1:
             _put(change.found)
         else:
-            _changes[place + 1].found = change.found
-        del _changes[place]
+            _changes[index + 1].found = change.found
+        del _changes[index]
 
 
 # -- State of the user's state providers

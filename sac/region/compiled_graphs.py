@@ -78,9 +78,9 @@ def saved_without_hooks(node: Any) -> Iterator[Any]:
 
 
 @lru_cache(maxsize=256)
-def _names_of_saved(kind: type) -> tuple[str, ...]:
+def _names_of_saved(cls: type) -> tuple[str, ...]:
     """Return the attribute names under which nodes of one class have their saved tensors."""
-    return tuple(name for name in dir(kind) if name.startswith(SAVED_TENSOR_PREFIX))
+    return tuple(name for name in dir(cls) if name.startswith(SAVED_TENSOR_PREFIX))
 
 
 # -- Calls that Dynamo does not trace
@@ -110,5 +110,5 @@ def _call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 def kept_out_of_graphs(reason: str) -> Callable[..., Any]:
     """Return a function that calls its first argument with the others, in eager; Dynamo reports ``reason`` for it."""
     wrapped: Callable[..., Any] = disable_dynamo(_call)
-    run_in_eager(wrapped, reason)  # Dynamo reads it for its message; see tests/unit/region/test_eager.py
+    run_in_eager(wrapped, reason)  # Dynamo reads it for its message; see tests/unit/region/test_compiled_graphs.py
     return wrapped

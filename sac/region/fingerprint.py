@@ -62,11 +62,11 @@ def _forget(dead: WeakIdentity) -> None:
 def attributes_of(value: Any) -> dict[str, Any]:
     """Return the attributes of an object, including slots."""
     held = dict(getattr(value, "__dict__", ()))
-    for kind in type(value).__mro__:
-        slots = vars(kind).get("__slots__", ())
+    for cls in type(value).__mro__:
+        slots = vars(cls).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
             if name.startswith("__") and not name.endswith("__"):
-                name = f"_{kind.__name__.lstrip('_')}{name}"  # as Python mangles it
+                name = f"_{cls.__name__.lstrip('_')}{name}"  # as Python mangles it
             if name not in ("__dict__", "__weakref__") and hasattr(value, name):
                 held[name] = getattr(value, name)
     return held
@@ -87,13 +87,13 @@ def by_class(ask: Callable[[Any], _Answer]) -> Callable[[Any], _Answer]:
     def forget(address: int, dead: object) -> None:
         del answers[address], living[address]
 
-    def remembered(kind: Any) -> _Answer:
-        address = id(kind)
+    def remembered(cls: Any) -> _Answer:
+        address = id(cls)
         if address in answers:
             return answers[address]
-        answer = ask(kind)
+        answer = ask(cls)
         if address not in living:
-            living[address] = weakref.ref(kind, partial(forget, address))
+            living[address] = weakref.ref(cls, partial(forget, address))
         answers[address] = answer
         return answer
 
@@ -177,10 +177,10 @@ class FunctionFingerprint:
 
     def add(self, value: Any) -> None:
         """Add ``value`` and its contents."""
-        kind = type(value)
+        cls = type(value)
         self._left -= 1
-        if kind in PLAIN:
-            self.parts.append(kind)
+        if cls in PLAIN:
+            self.parts.append(cls)
             self.parts.append(value)
         elif self._left < 0 or self._nested > _NESTED:
             self.is_known = False
@@ -193,7 +193,7 @@ class FunctionFingerprint:
         else:
             self._seen[id(value)] = len(self._seen)
             self._nested += 1
-            _LOOKS.get(kind, FunctionFingerprint._add_other)(self, value)
+            _LOOKS.get(cls, FunctionFingerprint._add_other)(self, value)
             self._nested -= 1
 
     def _add_module(self, root: nn.Module) -> None:
@@ -204,7 +204,7 @@ class FunctionFingerprint:
             if module is None or id(module) in seen:
                 continue
             seen[id(module)] = len(seen)
-            held, kind = module.__dict__, type(module)
+            held, cls = module.__dict__, type(module)
             if "training" not in held:  # a scripted module keeps its state elsewhere
                 self.is_known = False
                 self.owners += module.modules()
@@ -213,10 +213,10 @@ class FunctionFingerprint:
             if held["_forward_hooks"] or held["_forward_pre_hooks"]:
                 parts += (tuple(module._forward_hooks), tuple(module._forward_pre_hooks))  # hook ids, which are unique
             children = held["_modules"]
-            if _BUILT_IN.get(kind) == len(held) and not children:
-                parts += (kind, held["training"])
+            if _BUILT_IN.get(cls) == len(held) and not children:
+                parts += (cls, held["training"])
                 continue
-            parts += (weak_identity(kind), held["training"], len(children))
+            parts += (weak_identity(cls), held["training"], len(children))
             waiting += children.values()
             # The standard entries come first, except where something plain was set before nn.Module.__init__ ran.
             for value in islice(held.values(), _STANDARD, None) if next(iter(held)) == "training" else held.values():
@@ -306,32 +306,32 @@ class FunctionFingerprint:
         self.parts.append(weak_identity(value))
         if _is_library(value.__module__ if isinstance(value, type) else value.__name__):
             return
-        for held in [vars(kind) for kind in value.__mro__[:-1]] if isinstance(value, type) else [vars(value)]:
+        for held in [vars(cls) for cls in value.__mro__[:-1]] if isinstance(value, type) else [vars(value)]:
             for name in self._code_names:
                 if name in held:
                     self._add_global(held[name], {})
 
     def _add_other(self, value: Any) -> None:
-        kind = type(value)
+        cls = type(value)
         if isinstance(value, (type, types.ModuleType)):
             self._add_named(value)
         elif isinstance(value, _SINGLE):
             self.parts.append(value)
         elif isinstance(value, numbers.Number) and isinstance(value, Hashable):
-            self.parts += (weak_identity(kind), value)  # numpy's scalars, Decimal
+            self.parts += (weak_identity(cls), value)  # numpy's scalars, Decimal
         elif isinstance(value, _SEQUENCES):
             self._add_sequence(value)
             self._add_attributes(value)
         elif isinstance(value, dict):
-            self.parts.append(weak_identity(kind))
+            self.parts.append(weak_identity(cls))
             self._add_mapping(value)
             self._add_attributes(value)
         elif dataclasses.is_dataclass(value) or isinstance(value, _HOLDERS):
-            self.parts.append(weak_identity(kind))
+            self.parts.append(weak_identity(cls))
             self._add_attributes(value)
         else:
             is_held = self._add_weakly(value)
-            if isinstance(value, enum.Enum) or _is_library(kind.__module__):
+            if isinstance(value, enum.Enum) or _is_library(cls.__module__):
                 self.is_known = self.is_known and is_held
             else:
                 found = self._add_attributes(value)

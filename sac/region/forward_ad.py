@@ -71,16 +71,16 @@ class OnTangents:
         leaves, spec = tree_flatten((args, kwargs))
         tangents: list[torch.Tensor] = []
         primals: dict[int, torch.Tensor] = {}  # a tensor that is passed twice stays one tensor
-        for place, leaf in enumerate(leaves):
+        for index, leaf in enumerate(leaves):
             tangent = _tangent_of(leaf)
             if tangent is None:
                 continue
             if id(leaf) not in primals:
                 primals[id(leaf)] = forward_ad.unpack_dual(leaf).primal
                 self._written.append((leaf, version_of(leaf)))
-            self._places.append(place)
+            self._places.append(index)
             tangents.append(torch.zeros_like(tangent) if tangent._is_zerotensor() else tangent)
-            leaves[place] = primals[id(leaf)]
+            leaves[index] = primals[id(leaf)]
         if not self._places:
             return args, kwargs
         args, kwargs = tree_unflatten(leaves, spec)
@@ -93,11 +93,11 @@ class OnTangents:
         with nullcontext() if dual_level_is_on() else forward_ad.dual_level():
             leaves, spec = tree_flatten((args, kwargs))
             duals: dict[int, torch.Tensor] = {}
-            for place, tangent in zip(self._places, tangents, strict=True):
-                primal = leaves[place]
+            for index, tangent in zip(self._places, tangents, strict=True):
+                primal = leaves[index]
                 if id(primal) not in duals:
                     duals[id(primal)] = forward_ad.make_dual(primal, tangent)
-                leaves[place] = duals[id(primal)]
+                leaves[index] = duals[id(primal)]
             args, kwargs = tree_unflatten(leaves, spec)
             output = self._function(*args, **kwargs)
         self._check_written()

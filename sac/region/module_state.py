@@ -225,7 +225,7 @@ class ModuleState:
     def _named(self, tensor: torch.Tensor) -> str:
         buffers = (("buffer", name, value) for _, held in self._buffers for name, value in held.items())
         parameters = (("parameter", name, value) for _, held in self._parameters for name, value in held.items())
-        named = (f"{kind} {name!r} " for kind, name, value in (*buffers, *parameters) if value is tensor)
+        named = (f"{what} {name!r} " for what, name, value in (*buffers, *parameters) if value is tensor)
         return next(named, "a tensor that the region holds ")
 
     def _is_buffer(self, tensor: torch.Tensor) -> bool:

@@ -43,9 +43,9 @@ _OURS_AND_TORCH = frozenset({"torch", "sac"})
 Globals = tuple["weakref.ref[types.FunctionType]", tuple[str, ...]]  # a function of a file (for its globals), and names
 
 
-def globals_of_class(kind: Any) -> tuple[Globals, ...]:
+def globals_of_class(cls: Any) -> tuple[Globals, ...]:
     """Return the names of globals that methods of a user's class look up, by file."""
-    values = [value for base in kind.__mro__ if is_users(base) for value in vars(base).values()]
+    values = [value for base in cls.__mro__ if is_users(base) for value in vars(base).values()]
     return _globals_of([function for function in map(_function, values) if function is not None])
 
 
@@ -54,14 +54,14 @@ def globals_of_code(function: types.FunctionType) -> tuple[Globals, ...]:
     return () if is_library(function.__module__) else _globals_of([function])
 
 
-def attributes_of_class(kind: type) -> dict[str, Any]:
+def attributes_of_class(cls: type) -> dict[str, Any]:
     """Return the attributes of a class, except those whose names start with two underscores."""
-    return {name: value for name, value in vars(kind).items() if name[:2] != "__"}
+    return {name: value for name, value in vars(cls).items() if name[:2] != "__"}
 
 
-def is_users(kind: type) -> bool:
+def is_users(cls: type) -> bool:
     """Return whether a class is from user code: not from torch, sac or the standard library."""
-    return not is_library(kind.__module__) and kind.__module__.partition(".")[0] not in sys.stdlib_module_names
+    return not is_library(cls.__module__) and cls.__module__.partition(".")[0] not in sys.stdlib_module_names
 
 
 def _globals_of(waiting: list[types.FunctionType]) -> tuple[Globals, ...]:
@@ -256,12 +256,12 @@ class ReachableState:
         self._left_modules = _MOST_MODULES
         self._modules = modules
         self._own: set[int] | None = None
-        kinds: dict[type, None] = {}
+        classes: dict[type, None] = {}
         for module in modules:
             self._note_module(module)
-            kinds[type(module)] = None
-        for kind in kinds:
-            self._note_class(kind)
+            classes[type(module)] = None
+        for cls in classes:
+            self._note_class(cls)
         for root in roots:
             self._reach(root)
             if type(root) is types.FunctionType:
@@ -324,12 +324,12 @@ class ReachableState:
                     value = getattr(value.__self__, "before", None)  # the forward that sac installed is not user state
                 self._reach(value)
 
-    def _note_class(self, kind: type) -> None:
-        for base in kind.__mro__:
+    def _note_class(self, cls: type) -> None:
+        for base in cls.__mro__:
             if _is_users(base) and id(base) not in self._seen:
                 self._seen.add(id(base))
                 self._note_names(_ClassHolder(base))
-        self._note_globals(_globals_by_class(kind))
+        self._note_globals(_globals_by_class(cls))
 
     def _note_globals(self, found: tuple[Globals, ...]) -> None:
         for reference, names in found:
@@ -347,8 +347,8 @@ class ReachableState:
 
     def _reach(self, value: Any) -> None:
         """Record ``value`` if it is a tensor or a generator; queue it if it may hold other objects."""
-        kind = type(value)
-        if kind in _WITHOUT_STATE or (kind is types.FunctionType and not _may_hold(value)):
+        cls = type(value)
+        if cls in _WITHOUT_STATE or (cls is types.FunctionType and not _may_hold(value)):
             return
         if isinstance(value, torch.Tensor):
             if not isinstance(value, nn.Parameter):
@@ -389,7 +389,7 @@ class ReachableState:
                 self._reach_all(one._buffers.values())
 
     def _look_into(self, value: Any) -> None:
-        kind = type(value)
+        cls = type(value)
         if isinstance(value, dict):
             if len(value) <= _LONGEST:
                 self._add(_DictHolder(value))
@@ -415,7 +415,7 @@ class ReachableState:
             if memoryview(value).nbytes <= _LONGEST:
                 self._add(_BytesHolder(value))
             return
-        if _is_open(kind):
+        if _is_open(cls):
             self._note_attributes(value)
 
     def _look_into_function(self, value: Any) -> None:
@@ -511,13 +511,13 @@ class _DictHolder(_Holder):
             for key, value in changed.items():
                 dict.__setitem__(target, key, value)
             return
-        kind = OrderedDict if isinstance(target, OrderedDict) else dict  # bypasses methods of a user's subclass
+        cls = OrderedDict if isinstance(target, OrderedDict) else dict  # bypasses methods of a user's subclass
         kept = {key: value for key, value in now.items() if key in apart}
-        kind.clear(target)
+        cls.clear(target)
         for key, value in wanted.items():
-            kind.__setitem__(target, key, kept.pop(key) if key in kept else value)
+            cls.__setitem__(target, key, kept.pop(key) if key in kept else value)
         for key, value in kept.items():
-            kind.__setitem__(target, key, value)
+            cls.__setitem__(target, key, value)
 
     def again(self) -> _DictHolder:
         return _DictHolder(self._target, self._apart)
@@ -873,24 +873,24 @@ def attributes_in(value: Any) -> dict[str, Any]:
     return found
 
 
-def _slots_of(kind: Any) -> dict[str, Any]:
+def _slots_of(cls: Any) -> dict[str, Any]:
     """Return the descriptors of the attributes that objects of a class keep in ``__slots__``, by name."""
     found: dict[str, Any] = {}
-    for base in kind.__mro__:
+    for base in cls.__mro__:
         for name, descriptor in vars(base).items():
             if isinstance(descriptor, types.MemberDescriptorType) and name not in ("__dict__", "__weakref__"):
                 found.setdefault(name, descriptor)
     return found
 
 
-def _is_open_class(kind: Any) -> bool:
+def _is_open_class(cls: Any) -> bool:
     """Return whether objects of a class hold user state: the class is not from torch, sac or the standard library.
 
     Layers of ``torch.nn`` count as open: users may set attributes on them.
     """
-    if issubclass(kind, nn.Module):
-        return not is_library(kind.__module__) or kind.__module__.startswith("torch.nn.modules.")
-    return issubclass(kind, _PLAIN_HOLDERS) or is_users(kind)
+    if issubclass(cls, nn.Module):
+        return not is_library(cls.__module__) or cls.__module__.startswith("torch.nn.modules.")
+    return issubclass(cls, _PLAIN_HOLDERS) or is_users(cls)
 
 
 slots_of = by_class(_slots_of)

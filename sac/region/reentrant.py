@@ -51,7 +51,7 @@ class Results:
         self._given = given
         self._leaves, self._spec = leaves, _ = flatten(result)
         used = passed or given
-        own = {id(one): place for place, one in enumerate(used)}
+        own = {id(one): number for number, one in enumerate(used)}
         parents = written if passed is None else [at for at, one in enumerate(used) if isinstance(one, torch.Tensor)]
         roots = {id(_root(used[position])): position for position in parents} if parents else {}
         self.indices: list[int] = []  # for each output of the node, its index among the leaves
@@ -60,24 +60,24 @@ class Results:
         self._outputs: list[tuple[int, int]] = []  # index of a leaf, index of the output
         self._views: list[tuple[int, int]] = []  # index of a leaf, position of the argument to rebuild the view from
         known: dict[int, int] = {}
-        for place, leaf in enumerate(leaves):
+        for number, leaf in enumerate(leaves):
             if not isinstance(leaf, torch.Tensor):
                 if type(leaf) not in PLAIN and id(leaf) not in own and _holds_tensors(leaf):
                     self.problem = _hidden(leaf)
             elif id(leaf) in own:
-                leaves[place] = given[own[id(leaf)]]
+                leaves[number] = given[own[id(leaf)]]
             elif roots and leaf._is_view() and id(_root(leaf)) in roots:
                 position = roots[id(_root(leaf))]
                 if _can_be_remade(leaf, given[position]):
-                    self._views.append((place, position))
+                    self._views.append((number, position))
                 elif position in written:
                     self.problem = _odd_view(position)
             elif _is_made_here(leaf) and (passed is None or leaf.requires_grad):
                 index = known.setdefault(id(leaf), len(known))
-                self._outputs.append((place, index))
+                self._outputs.append((number, index))
                 if index == len(self._tensors):
                     self._tensors.append(leaf)
-                    self.indices.append(place)
+                    self.indices.append(number)
 
     def aliases(self) -> list[torch.Tensor]:
         """Return the outputs of the node, one for each of ``indices``."""
@@ -105,11 +105,11 @@ class Results:
     def value(self, outputs: Sequence[torch.Tensor]) -> Any:
         """Return the result with the node's ``outputs`` in it; call it when written arguments have their history."""
         leaves = self._leaves
-        for place, index in self._outputs:
-            leaves[place] = outputs[index]
-        for place, position in self._views:
-            leaf, own = leaves[place], self._given[position]
-            leaves[place] = own.as_strided(leaf.size(), leaf.stride(), leaf.storage_offset())
+        for number, index in self._outputs:
+            leaves[number] = outputs[index]
+        for number, position in self._views:
+            leaf, own = leaves[number], self._given[position]
+            leaves[number] = own.as_strided(leaf.size(), leaf.stride(), leaf.storage_offset())
         return leaves[0] if self._spec is None else tree_unflatten(leaves, self._spec)
 
 
@@ -312,8 +312,8 @@ class ReentrantFrame(RegionCall):
         leaves, _ = flatten(result)
         count = len(self._places)
         pairs = [
-            (self._checked(place, leaves, grad), grad)
-            for place, grad in zip(self._places, grads[:count], strict=True)
+            (self._checked(number, leaves, grad), grad)
+            for number, grad in zip(self._places, grads[:count], strict=True)
             if grad is not None
         ]
         written = [tensors[position] for position in self._changed]
@@ -377,14 +377,16 @@ class ReentrantFrame(RegionCall):
                 self._problem("backward came here again after this region's memory had been freed", RETAIN)
             )
 
-    def _checked(self, place: int, leaves: list[Any], grad: torch.Tensor) -> torch.Tensor:
-        """Return the recomputed result at ``place``; raise if it does not match that of forward, and thus ``grad``."""
-        again = leaves[place] if place < len(leaves) else None
+    def _checked(self, position: int, leaves: list[Any], grad: torch.Tensor) -> torch.Tensor:
+        """Return the recomputed result at ``position``; raise if it does not match forward's, and thus ``grad``."""
+        again = leaves[position] if position < len(leaves) else None
         if not isinstance(again, torch.Tensor):
             raise RegionError(
-                self._problem(f"result {place} was a tensor in forward and is not a tensor in recomputation")
+                self._problem(f"result {position} was a tensor in forward and is not a tensor in recomputation")
             )
         if self.settings.checks_metadata and metadata(again) != metadata(grad):
             forward, now = (f"{describe(one)} on {one.device}" for one in (grad, again))
-            raise RegionError(self._problem(f"result {place} was {forward} in forward and is {now} in recomputation"))
+            raise RegionError(
+                self._problem(f"result {position} was {forward} in forward and is {now} in recomputation")
+            )
         return again

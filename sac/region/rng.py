@@ -92,8 +92,8 @@ class NamedStates:
         self._current = getattr(tracker, CURRENT, _MISSING)
         live = [value for value in self._values.values() if isinstance(value, torch.Generator)]
         self.generators = states_of(live)
-        kinds = {generator.device.type for generator in live}
-        self.defaults = [default for default in defaults if default.device.type in kinds]
+        classes = {generator.device.type for generator in live}
+        self.defaults = [default for default in defaults if default.device.type in classes]
         self._ties = [(default, default.graphsafe_get_state()) for default in self.defaults]
 
     def put_on(self, tracker: Any) -> None:
@@ -197,7 +197,7 @@ class RngSnapshot:
             raise
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, cls: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         present, undo = self._entered.pop()
         try:

@@ -120,18 +120,18 @@ def chooses(module: nn.Module) -> bool:
     return _class_chooses(type(module))
 
 
-def _writes(kind: Any) -> bool:
-    return issubclass(kind, nn.RReLU) or _names_one_of(_WRITING, kind)
+def _writes(cls: Any) -> bool:
+    return issubclass(cls, nn.RReLU) or _names_one_of(_WRITING, cls)
 
 
-def _chooses(kind: Any) -> bool:
-    return _names_one_of(_CHOOSING, kind)
+def _chooses(cls: Any) -> bool:
+    return _names_one_of(_CHOOSING, cls)
 
 
-def _names_one_of(names: frozenset[str], kind: Any) -> bool:
+def _names_one_of(names: frozenset[str], cls: Any) -> bool:
     return any(
         not names.isdisjoint(names_in(code))
-        for base in kind.__mro__
+        for base in cls.__mro__
         if base.__module__.partition(".")[0] != "torch"
         for code in map(_code_of, vars(base).values())
         if code is not None

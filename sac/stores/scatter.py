@@ -110,8 +110,8 @@ def _not_unpickled(name: str | None, found: str) -> Problem:
 
 def reaches(group: Any, device: torch.device) -> bool:
     """Return whether ``group`` has a backend for tensors on ``device``: a group for NCCL alone has none for the CPU."""
-    kinds = getattr(group, "_device_types", None)  # without it the collective itself raises
-    return kinds is None or any(kind.type == device.type for kind in kinds)
+    types = getattr(group, "_device_types", None)  # without it the collective itself raises
+    return types is None or any(one.type == device.type for one in types)
 
 
 def is_replicated(tensor: torch.Tensor, group: Any) -> bool:
@@ -126,12 +126,12 @@ def is_replicated(tensor: torch.Tensor, group: Any) -> bool:
     divided = [dimension for dimension, store in enumerate(placements) if not store.is_replicate()]
     if not divided:
         return True
-    places = set()
+    ranks_along = set()
     for rank in dist.get_process_group_ranks(group):
-        place = (mesh.mesh == rank).nonzero()
-        if len(place):  # other ranks have their own mesh, where the same holds for them
-            places.add(tuple(place[0, divided].tolist()))
-    return len(places) <= 1
+        position = (mesh.mesh == rank).nonzero()
+        if len(position):  # other ranks have their own mesh, where the same holds for them
+            ranks_along.add(tuple(position[0, divided].tolist()))
+    return len(ranks_along) <= 1
 
 
 # -- Bitwise comparison over a group
@@ -210,11 +210,11 @@ COMPARED_CALLS = 256
 class VerifiedOnce(Protocol):
     """The places whose tensors need no further comparison."""
 
-    def __contains__(self, place: Place, /) -> bool:
-        """Return whether tensors from ``place`` need no further comparison."""
+    def __contains__(self, position: Place, /) -> bool:
+        """Return whether tensors from ``position`` need no further comparison."""
 
-    def add(self, place: Place, /) -> None:
-        """Record that a tensor from ``place`` has been compared, or would have been."""
+    def add(self, position: Place, /) -> None:
+        """Record that a tensor from ``position`` has been compared, or would have been."""
 
 
 class FirstCalls:
@@ -223,13 +223,13 @@ class FirstCalls:
     def __init__(self) -> None:
         self._counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
-    def __contains__(self, place: Place) -> bool:
+    def __contains__(self, position: Place) -> bool:
         """See ``VerifiedOnce``."""
-        return self._counts.get(place[0], 0) >= COMPARED_CALLS
+        return self._counts.get(position[0], 0) >= COMPARED_CALLS
 
-    def add(self, place: Place) -> None:
+    def add(self, position: Place) -> None:
         """See ``VerifiedOnce``."""
-        self._counts[place[0]] = self._counts.get(place[0], 0) + 1
+        self._counts[position[0]] = self._counts.get(position[0], 0) + 1
 
 
 Verify = bool | VerifiedOnce
@@ -294,10 +294,10 @@ class Scattered:
             if self.verify:
                 check_replicated(flat, argument, self.group)
             return
-        place = (self.group, *argument.position)
-        if place not in self.verify:
+        position = (self.group, *argument.position)
+        if position not in self.verify:
             check_replicated(flat, argument, self.group)
-            self.verify.add(place)
+            self.verify.add(position)
 
     def describe(self) -> str:
         """Say where inputs are kept."""

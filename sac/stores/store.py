@@ -110,8 +110,8 @@ class Layout:
         if self.distributed is None:
             return tensor
         mesh, placements, shape, stride = self.distributed
-        kind = sys.modules["torch.distributed.tensor"].DTensor
-        whole: torch.Tensor = kind.from_local(tensor, mesh, placements, run_check=False, shape=shape, stride=stride)
+        cls = sys.modules["torch.distributed.tensor"].DTensor
+        whole: torch.Tensor = cls.from_local(tensor, mesh, placements, run_check=False, shape=shape, stride=stride)
         return whole
 
     def _memory(self, flat: torch.Tensor) -> torch.Tensor:
@@ -442,13 +442,13 @@ class StoredInput:
         tensor: torch.Tensor,
         store: InputStore,
         call: GatherNode,
-        place: tuple[str, int],
+        position: tuple[str, int],
         name: Callable[[], str],
     ) -> None:
         self._released: Released | None = None
         with torch.no_grad():
             self.layout, flat = Layout.of(tensor.detach())
-            self.tensor = store.put(flat, ArgumentInfo(tensor, self.layout, call, place, name))
+            self.tensor = store.put(flat, ArgumentInfo(tensor, self.layout, call, position, name))
 
     def close(self, hooks: PackHooks | None) -> None:
         """The forward is over."""

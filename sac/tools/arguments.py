@@ -87,13 +87,13 @@ def check_writable(path: str) -> None:
 def check_picture(path: str) -> None:
     """Raise ``ConfigError`` if a picture cannot be saved at ``path``, whose folder is created on saving."""
     import_extra("matplotlib", "tools")
-    kinds: Sequence[str] = sorted(import_extra("matplotlib.backend_bases", "tools").FigureCanvasBase.filetypes)
+    formats: Sequence[str] = sorted(import_extra("matplotlib.backend_bases", "tools").FigureCanvasBase.filetypes)
     ending = Path(path).suffix.removeprefix(".").lower()
-    if ending and ending not in kinds:
+    if ending and ending not in formats:
         found = (
-            f"the picture cannot be saved: Format {ending!r} is not supported (supported formats: {', '.join(kinds)})"
+            f"the picture cannot be saved: Format {ending!r} is not supported (supported formats: {', '.join(formats)})"
         )
-        raise ConfigError(Problem(path, found, nearest=nearest(ending, kinds)))
+        raise ConfigError(Problem(path, found, nearest=nearest(ending, formats)))
     folder = next((one for one in Path(path).absolute().parents if one.exists()), None)
     if folder is not None and not folder.is_dir():
         raise ConfigError(Problem(path, "the file cannot be written: Not a directory"))

@@ -130,8 +130,8 @@ def read_text(path: str, scale: Scale) -> bytes:
 
 def _text_tokens(path: str, scale: Scale) -> Callable[[int], Tensor]:
     tokens = torch.tensor(list(read_text(path, scale)), dtype=torch.long)
-    rows = tokens[: len(tokens) // scale.seq * scale.seq].view(-1, scale.seq)
-    return lambda step: rows[torch.arange(step * scale.batch, (step + 1) * scale.batch) % len(rows)]
+    sequences = tokens[: len(tokens) // scale.seq * scale.seq].view(-1, scale.seq)
+    return lambda step: sequences[torch.arange(step * scale.batch, (step + 1) * scale.batch) % len(sequences)]
 
 
 _SIDE = 224  # pixels, for models that take pictures of any size
@@ -184,18 +184,21 @@ def _pictures_too(model: nn.Module, scale: Scale, seed: int) -> Mapping[str, Any
 def _with_labels(model: nn.Module, name: str, main: Tensor, seed: int) -> Mapping[str, Tensor]:
     if "labels" not in inspect.signature(model.forward).parameters:
         return {name: main}
-    kind = type(model).__name__
-    if "Classification" in kind:
+    class_name = type(model).__name__
+    if "Classification" in class_name:
         classes: int = model.config.num_labels  # type: ignore[union-attr, assignment]
-        shape = tuple(main.shape[:2]) if "Token" in kind else (len(main),)
+        shape = tuple(main.shape[:2]) if "Token" in class_name else (len(main),)
         return {name: main, "labels": torch.randint(0, classes, shape, generator=_generator(seed))}
     if name == "input_ids":
         return {name: main, "labels": main}
     if name == "input_features" and "decoder_input_ids" in inspect.signature(model.forward).parameters:
-        rows, length = len(main), min(main.shape[-1], getattr(model.config, "max_target_positions", main.shape[-1]))
+        sequences, length = (
+            len(main),
+            min(main.shape[-1], getattr(model.config, "max_target_positions", main.shape[-1])),
+        )
         return {
             name: main,
-            "labels": torch.randint(0, _vocab(model.config), (rows, length), generator=_generator(seed)),
+            "labels": torch.randint(0, _vocab(model.config), (sequences, length), generator=_generator(seed)),
         }
     return {name: main}
 
