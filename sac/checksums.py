@@ -1,4 +1,4 @@
-"""Checksums of tensors: of what autograd saved, to compare it with what was replayed."""
+"""Checksums of the tensors that autograd saved, for comparison with replayed ones."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from sac.torch_private import UnseenByModes
 
 # Note [Checksums]
 #
-# Every call of a region that is replayed compares what it replays with what autograd saved, so a checksum has to be
-# quick: on the CPU one of a small tensor takes about 2 µs, and one of a large tensor a third of the time of a
-# pointwise op on it.
+# Every replayed call of a region compares its replayed tensors with those that autograd saved, so a checksum has to be
+# fast: on the CPU it takes about 2 µs for a small tensor, and for a large tensor a third of the time of a pointwise op
+# on it.
 #
-# A small tensor on the CPU has the CRC of its bytes. Of a large one, or on another device, 64-bit words are added up in
-# `_COLUMNS` sums, the i-th word in sum number i modulo `_COLUMNS`. That number is a prime, so that rows and columns of
-# a matrix do not fall on it: words that change places nearly always change sums, as words that change do. The number of
-# words in each sum is odd: if the sign of every value is flipped, the highest bit of each sum is. Words that are left
-# over are taken as they are. A tensor without gaps is read in the order of memory, with nothing allocated but the sums;
-# of one with gaps, or whose words are not aligned, copies are made, piece by piece. Hooks on saved tensors may return
-# a tensor with other strides: where there are any, values are read in the order of indices (`in_order`).
+# The checksum of a small tensor on the CPU is the CRC of its bytes. For a large tensor, or on another device, 64-bit
+# words are added up in `_COLUMNS` sums; the i-th word goes to sum number i modulo `_COLUMNS`. That number is a prime,
+# so that it does not coincide with the rows and columns of a matrix: swapped words nearly always change sums, as
+# changed words do. The number of words in each sum is odd: if the sign of every value flips, so does the highest bit of
+# each sum. Remaining words are taken unchanged. A tensor without gaps is read in memory order, and only the sums are
+# allocated. A tensor with gaps or with unaligned words is copied piece by piece. Hooks on saved tensors may return a
+# tensor with other strides: if there are such hooks, values are read in index order (`in_order`).
 #
-# On a device nothing waits for the forward's checksums. `find_different` compares all those of one recomputation at
-# once, and waits once. While a CUDA graph is captured nothing can be waited for, so nothing is compared: the calls
+# On a device, nothing waits for the forward's checksums. `find_different` compares all checksums of one recomputation
+# at once, and waits once. While a CUDA graph is captured, waiting is not possible, so nothing is compared: the calls
 # before the capture have shown what the captured kernels do, and no Python runs when they are launched again.
 
 _COLUMNS = 1021
-_SMALL_BYTES = 1 << 16  # up to which a CRC is quicker than sums
-_PIECE_BYTES = 1 << 22  # of a tensor with gaps, which is copied
+_SMALL_BYTES = 1 << 16  # up to this size a CRC is faster than sums
+_PIECE_BYTES = 1 << 22  # size of the copied pieces of a tensor with gaps
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Sums = tuple["Tensor | int", ...]
@@ -43,11 +43,11 @@ _Bytes = ctypes.c_char * _SMALL_BYTES
 
 
 def checksum(tensor: Tensor, *, in_order: bool = False) -> Sums:
-    """Return what stands for the bits of ``tensor``; nothing waits for a device.
+    """Return a checksum of the bits of ``tensor``, without waiting for a device.
 
-    ``in_order``: the checksum does not depend on strides. On the CPU checksums are numbers, which no allocator has to
-    hold until backward; on another device tensors, of at most 24 KB each. Tensors without a plain strided layout, and
-    those without data (fake, meta), have the empty checksum.
+    ``in_order``: the checksum does not depend on strides. On the CPU a checksum consists of numbers, which take no
+    tensor memory until backward; on another device of tensors, of at most 24 KB each. Tensors without a plain strided
+    layout, and those without data (fake, meta), have the empty checksum.
     """
     if type(tensor) is Tensor:
         return _of_plain(tensor, in_order)
@@ -55,12 +55,12 @@ def checksum(tensor: Tensor, *, in_order: bool = False) -> Sums:
 
 
 def sums_of(out: Any) -> Sums:
-    """Return the checksums of the tensors in the result of an op, one after the other."""
+    """Return the checksums of all tensors in the result of an op, concatenated."""
     return tuple(total for tensor in tensors_of(out) for total in checksum(tensor))
 
 
 def find_different(pairs: Sequence[tuple[Sums, Sums]]) -> list[int]:
-    """Return the places of those pairs of checksums that are not equal; waits at most once for each device."""
+    """Return the indices of the pairs whose checksums differ; waits at most once for each device."""
     different = []
     compared: dict[torch.device, tuple[list[int], list[Tensor]]] = {}
     for place, (left, right) in enumerate(pairs):
@@ -111,7 +111,7 @@ def _crc(tensor: Tensor, size: int) -> int:
 
 
 def _unseen(function: Any) -> Any:
-    """Call ``function`` seen by no dispatch mode, without a graph."""
+    """Call ``function`` without a graph, unseen by dispatch modes."""
     guard = UnseenByModes() if UnseenByModes is not None else None
     try:
         with torch.no_grad():
@@ -130,7 +130,7 @@ def _sums(tensor: Tensor, in_order: bool) -> Sums:
 
 
 def _flat(tensor: Tensor, in_order: bool) -> Iterable[Tensor]:
-    """Yield the values of ``tensor`` as contiguous, aligned tensors of one dimension: itself, or copies of pieces."""
+    """Yield the values of ``tensor`` as contiguous, aligned, one-dimensional tensors: a view, or copies of pieces."""
     is_aligned = tensor.storage_offset() * tensor.element_size() % 8 == 0
     if is_aligned and tensor.is_contiguous():
         yield tensor.view(-1)

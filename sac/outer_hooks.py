@@ -1,4 +1,4 @@
-"""Saved-tensor hooks and dispatch modes that are active around a region, and taking ours off for a while."""
+"""Saved-tensor hooks and dispatch modes that are active around a region, and temporary removal of those of sac."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sac.torch_private import (
     top_hooks,
 )
 
-# -- Handing what a region holds to the saved-tensor hooks that stand around it
+# -- Saved-tensor hooks around a region
 
 PackHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
@@ -26,24 +26,24 @@ _FRAMES = ("sac.region.frame", "sac.recompute.replay", "sac.recompute.torch_chec
 
 @dataclass(frozen=True, slots=True)
 class OuterPacked:
-    """A tensor handed to the saved-tensor hooks that stood around the region: they decide where it lies."""
+    """A tensor that the saved-tensor hooks around the region have packed: they decide where it is stored."""
 
     packed: Any
     unpack: Callable[[Any], torch.Tensor]
 
     def fetch(self) -> torch.Tensor:
-        """Return the tensor again."""
+        """Unpack and return the tensor."""
         return self.unpack(self.packed)
 
     @property
     def is_recomputed(self) -> bool:
-        """Whether an outer region has it, ours or torch's, and runs again to give it back."""
-        unpack = getattr(self.unpack, "func", self.unpack)  # that of ``sac.context_fn`` is a partial
+        """Whether an outer region, of sac or torch, holds it and recomputes it to unpack it."""
+        unpack = getattr(self.unpack, "func", self.unpack)  # the hook of ``sac.context_fn`` is a partial
         return getattr(unpack, "__module__", "") in _FRAMES
 
 
 def pack_with_outer_hooks(tensor: torch.Tensor, hooks: PackHooks | None) -> torch.Tensor | OuterPacked:
-    """Return ``tensor`` itself, or what the surrounding saved-tensor hooks made of it."""
+    """Return ``tensor`` packed by the surrounding saved-tensor hooks, or itself if ``hooks`` is None."""
     return tensor if hooks is None else OuterPacked(hooks[0](tensor), hooks[1])
 
 
@@ -53,18 +53,18 @@ def fetch(kept: torch.Tensor | OuterPacked) -> torch.Tensor:
 
 
 def active_hooks() -> PackHooks | None:
-    """Return the innermost saved-tensor hooks now active (``save_on_cpu``, an outer region).
+    """Return the innermost active saved-tensor hooks (``save_on_cpu``, an outer region).
 
-    None if there are none, and if torch does not tell: the hooks around a region then do not see what it keeps, as in
-    ``torch.utils.checkpoint``.
+    None if there are none, or if this torch cannot return them: the hooks around a region then do not see the tensors
+    that it keeps, as in ``torch.utils.checkpoint``.
     """
     return top_hooks(False) if top_hooks is not None else None
 
 
-# -- What a region has put around its function, taken off for a while; what others have put there stays on
+# -- Temporary removal of a region's own hooks and mode
 
-# Modes and hooks are stacks of each thread. Without HAS_STACKS no module can be saved as a whole, which is an error
-# where a policy asks for it.
+# Modes and hooks of other code stay active. Both are per-thread stacks. Without HAS_STACKS no module can be saved as a
+# whole, and a policy that asks for it gets an error.
 
 Pack = Callable[[torch.Tensor], Any]
 
@@ -81,7 +81,7 @@ def active_packs(count: int) -> tuple[Pack, ...]:
 
 
 class without_hooks:  # noqa: N801
-    """Takes the saved-tensor hooks with these pack functions off for a while, wherever they are among others."""
+    """Context that removes the saved-tensor hooks with these pack functions, wherever they are in the stack."""
 
     __slots__ = ("_others", "_packs", "_taken")
 
@@ -110,7 +110,7 @@ class without_hooks:  # noqa: N801
 
 
 class without_mode:  # noqa: N801
-    """Takes one dispatch mode off for a while, wherever it is among others; nothing happens for None."""
+    """Context that removes one dispatch mode, wherever it is in the stack; does nothing for None."""
 
     __slots__ = ("_above", "_mode")
 

@@ -1,4 +1,4 @@
-"""Storages, versions and parts of tensors, and copies that autograd does not see."""
+"""Storages, versions and parts of tensors, and copies that dispatch modes do not see."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch.nn import Parameter
 from sac.outer_hooks import OuterPacked
 from sac.torch_private import UnseenByModes, neg_view
 
-# -- What the region asks of a tensor: in which storages it lies, its version, its name in messages
+# -- Storages, version and metadata of a tensor
 
 
 def storage_sizes(tensor: torch.Tensor) -> dict[int, int]:
-    """Return the address and the bytes of each storage that holds data of ``tensor``."""
+    """Return the bytes of each storage that holds data of ``tensor``, by address."""
     if type(tensor) is not torch.Tensor and hasattr(type(tensor), "__tensor_flatten__"):
         return {address: size for part in inner_tensors(tensor) for address, size in storage_sizes(part).items()}
     if tensor.layout is not torch.strided:
@@ -26,9 +26,9 @@ def storage_sizes(tensor: torch.Tensor) -> dict[int, int]:
 
 
 def plain_address(value: Any) -> int | None:
-    """Return the address of a plain strided tensor's storage; None for all else, and where no memory is in it.
+    """Return the address of a plain strided tensor's storage; None for other tensors and for empty storages.
 
-    A lazily conjugated or negated tensor is not plain: its elements are not what lies in its storage.
+    A lazily conjugated or negated tensor is not plain: its elements differ from the contents of its storage.
     """
     if type(value) is not torch.Tensor or value.layout is not torch.strided or value.is_conj() or value.is_neg():
         return None
@@ -44,7 +44,7 @@ def inner_tensors(tensor: Any) -> list[torch.Tensor]:
 
 
 def shares_storage(tensor: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:
-    """Return whether ``tensor`` lies in a storage in which one of ``others`` lies."""
+    """Return whether ``tensor`` shares a storage with one of ``others``."""
     mine = storage_sizes(tensor).keys()
     return any(not mine.isdisjoint(storage_sizes(other)) for other in others)
 
@@ -55,22 +55,22 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def metadata(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
-    """Return what recomputation has to repeat of a tensor whatever its values: shape, dtype and device."""
+    """Return the properties of a tensor that recomputation must reproduce, except values: shape, dtype and device."""
     return tensor.shape, tensor.dtype, tensor.device
 
 
 def describe(tensor: torch.Tensor) -> str:
-    """Return dtype and shape as errors print them: ``float32[2, 8]``."""
+    """Return dtype and shape in the form that errors print: ``float32[2, 8]``."""
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
-# -- Detaching and copying a tensor without asking the dispatch modes that are on
+# -- Detaching and copying tensors unseen by dispatch modes
 
-STORAGE_WATCHERS: list[Callable[[torch.UntypedStorage], None]] = []  # told of what is made here: no mode sees it
+STORAGE_WATCHERS: list[Callable[[torch.UntypedStorage], None]] = []  # called with storages made here, unseen by modes
 
 
 def tell_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Tell the watchers of a tensor that was made unseen by any mode, and return it."""
+    """Report a tensor that was made unseen by any mode to the watchers, and return it."""
     for watcher in STORAGE_WATCHERS:
         watcher(tensor.untyped_storage())
     return tensor
@@ -89,17 +89,17 @@ def detached(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def has_graph(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is the result of something that autograd has noted."""
+    """Return whether a tensor is the result of an op that autograd recorded."""
     if not tensor.requires_grad:
         return False
     try:
         return tensor.grad_fn is not None
-    except RuntimeError:  # a view that an in-place write has made unusable
+    except RuntimeError:  # a view that an in-place write made unusable
         return True
 
 
 def cloned(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor.clone()`` of a plain tensor, seen by no mode: bookkeeping, not an op of the model."""
+    """Return ``tensor.clone()`` of a plain tensor, unseen by any mode: bookkeeping, not an op of the model."""
     if UnseenByModes is None or type(tensor) is not torch.Tensor:
         return tensor.clone()
     guard = UnseenByModes()
@@ -110,9 +110,9 @@ def cloned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def version_watch(tensor: torch.Tensor) -> torch.Tensor:
-    """Return an empty tensor that shares the version counter of a plain tensor, and holds none of its data.
+    """Return an empty tensor that shares the version counter of a plain tensor, but not its data.
 
-    Other tensors, whose data cannot be exchanged, are returned as they are.
+    Other tensors, whose data cannot be exchanged, are returned unchanged.
     """
     if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_inference():
         return tensor
@@ -126,7 +126,7 @@ def version_watch(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def equal(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Return ``torch.equal`` of two states of generators, which no mode is asked for, fake tensors included."""
+    """Return ``torch.equal`` of two generator states, unseen by any mode, including that of fake tensors."""
     guard = UnseenByModes() if UnseenByModes is not None else None
     try:
         return torch.equal(left, right)
@@ -135,7 +135,7 @@ def equal(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def overwrite(storage: torch.UntypedStorage, source: torch.UntypedStorage) -> None:
-    """Copy the bytes of ``source`` into ``storage``, seen by no mode and no version counter."""
+    """Copy the bytes of ``source`` into ``storage``, unseen by modes and version counters."""
     guard = UnseenByModes() if UnseenByModes is not None else None
     try:
         storage.copy_(source)
@@ -156,7 +156,7 @@ def copy_of(storage: torch.UntypedStorage) -> torch.UntypedStorage:
 
 
 def placed_on(storage: torch.UntypedStorage, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a plain tensor that lies in ``storage`` as ``tensor`` lies in its own, made unseen by any mode."""
+    """Return a plain tensor in ``storage`` with the offset, shape and strides of ``tensor``, unseen by any mode."""
     guard = UnseenByModes() if UnseenByModes is not None else None
     try:
         return tensor.new_empty(0).set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
@@ -165,9 +165,9 @@ def placed_on(storage: torch.UntypedStorage, tensor: torch.Tensor) -> torch.Tens
 
 
 def laid_out(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return the values of a plain tensor, laid out as ``like`` lies in memory, made unseen by any mode.
+    """Return the values of a plain tensor in the memory layout of ``like``, made unseen by any mode.
 
-    ``like``, a tensor on the meta device say, has no two elements at one place.
+    No two elements of ``like``, for example a tensor on the meta device, share a place in memory.
     """
     guard = UnseenByModes() if UnseenByModes is not None else None
     try:
@@ -182,9 +182,9 @@ def laid_out(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def layout_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return a tensor without data that says how ``tensor``, a plain one, lies in memory: see ``laid_out``.
+    """Return a tensor without data that has the memory layout of ``tensor``, a plain one, for ``laid_out``.
 
-    None if several of its elements may share a place.
+    None if several elements of ``tensor`` may share a place in memory.
     """
     end = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
@@ -201,7 +201,7 @@ def layout_of(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def write_onto(target: torch.Tensor, value: torch.Tensor) -> None:
-    """Write ``value`` to ``target`` without a graph; of plain tensors unseen by any mode."""
+    """Write ``value`` to ``target`` without a graph; for plain tensors unseen by any mode."""
     plain = type(target) in (torch.Tensor, torch.nn.Parameter) and type(value) is torch.Tensor
     guard = UnseenByModes() if UnseenByModes is not None and plain else None
     try:
@@ -211,11 +211,11 @@ def write_onto(target: torch.Tensor, value: torch.Tensor) -> None:
         del guard
 
 
-# -- Tensors inside arguments and results, and the storages they lie in
+# -- Tensors inside arguments and results, and their storages
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
-    """Return the tensors in ``value``, through tuples and lists."""
+    """Return the tensors in ``value``, including those in nested tuples and lists."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, (tuple, list)):
@@ -224,7 +224,7 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 
 
 def map_tensors(value: Any, function: Any) -> Any:
-    """Return ``value`` with ``function`` applied to its tensors, through tuples and lists."""
+    """Return ``value`` with ``function`` applied to its tensors, including those in nested tuples and lists."""
     if isinstance(value, (torch.Tensor, OuterPacked)):
         return function(value)
     if isinstance(value, (tuple, list)):
@@ -241,7 +241,7 @@ def tensor_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def written_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return those of ``tensor_parts`` that an op in place on ``tensor`` writes to: not where jagged rows begin."""
+    """Return those of ``tensor_parts`` that an in-place op on ``tensor`` writes to: not the offsets of jagged rows."""
     parts = tensor_parts(tensor)
     return parts[:1] if len(parts) > 1 and tensor.layout is torch.jagged else parts
 
@@ -255,7 +255,7 @@ def wrapped_parts(tensor: Any) -> list[torch.Tensor]:
 
 
 def layout_key(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return shape, stride, offset and dtype of a tensor, in a form that can be hashed."""
+    """Return shape, stride, offset and dtype of a tensor in hashable form."""
     if type(tensor) is not Tensor and hasattr(type(tensor), "__tensor_flatten__"):
         return str(tensor.shape), tensor.dtype  # sizes of a jagged tensor are symbols, which have no hash
     if tensor.layout is not torch.strided:
@@ -264,7 +264,7 @@ def layout_key(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def storage_address(tensor: torch.Tensor) -> int:
-    """Return the address of the tensor's storage object, or of the tensor where it has none (sparse layouts)."""
+    """Return the address of the tensor's storage object, or of the tensor if it has none (sparse layouts)."""
     try:
         address: int = tensor.untyped_storage()._cdata
         return address
@@ -273,17 +273,17 @@ def storage_address(tensor: torch.Tensor) -> int:
 
 
 def has_storage(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor lies in a storage at all; sparse ones do not."""
+    """Return whether the tensor has a storage; sparse tensors have none."""
     return tensor.layout is torch.strided
 
 
 def offset_in_storage(tensor: torch.Tensor) -> int:
-    """Return where in its storage the tensor begins, in elements; 0 where it has none."""
+    """Return the tensor's offset in its storage, in elements; 0 if it has none."""
     return int(tensor.storage_offset()) if has_storage(tensor) else 0
 
 
 def storage_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes that keeping ``tensor`` keeps: those of its whole storage."""
+    """Return the bytes that stay allocated if ``tensor`` is kept: those of its whole storage."""
     if type(tensor) is not Tensor and hasattr(type(tensor), "__tensor_flatten__"):
         return sum(storage_bytes(part) for part in wrapped_parts(tensor))
     try:
@@ -293,7 +293,7 @@ def storage_bytes(tensor: torch.Tensor) -> int:
 
 
 class WeakStorages:
-    """Weak references to storages: as long as they are held, the address of none is given to another storage."""
+    """Weak references to storages: while they are held, the address of none of them is reused for another storage."""
 
     __slots__ = ("references",)
 

@@ -1,7 +1,7 @@
-"""Every private or version-bound name of torch that sac uses: each behind a feature test, with its reason.
+"""Every private or version-dependent name of torch that sac uses, each with a feature test and a reason.
 
-See Note [Private names of torch]. tests/repository/test_torch_private.py holds that no other file reads a private name
-of torch, and that the installed torch has all that are listed.
+See Note [Private names of torch]. tests/repository/test_torch_private.py checks that no other file reads a private name
+of torch, and that the installed torch has all names listed here.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ from torch.utils._pytree import tree_unflatten as tree_unflatten
 # Note [Private names of torch]
 #
 # Rules:
-#  1. A private name is read in this file and nowhere else: `torch._C`, modules, functions and classes with an
+#  1. A private name is read only in this file. Private names are: `torch._C`, modules, functions and classes with an
 #     underscore, and names that only some of the supported versions (2.11 to 2.13) have.
-#  2. It is guarded by asking for the name, never by comparing versions. What is missing is None.
+#  2. Its guard checks for the name itself, never for a version. A missing name is None.
 #  3. Its comment says why sac needs it, what happens without it, and in which versions it was seen.
-#  4. Two kinds of names are not in here. Names of ops, as `torch.ops.aten._grouped_mm`: ops are data to sac, and code
-#     that needs one asks for it. And private attributes of objects, which are read where the object is at hand; those
-#     are listed in PRIVATE_ATTRIBUTES.
+#  4. Two kinds of names are not in this file. Names of ops, such as `torch.ops.aten._grouped_mm`: ops are data to sac,
+#     and code that needs one looks it up. Private attributes of objects: code reads them where it has the object;
+#     PRIVATE_ATTRIBUTES lists them.
 #
-# Implication. To support another version of torch, run the test and read this file: it names what is missing, and the
-# comment says what that costs.
+# Implication. To support another version of torch, run the test and read this file: the test names what is missing, and
+# the comment gives the cost.
 #
-# Example. `storage_use_count` tells whether anything else holds a storage. stores/store.py releases nothing where it is
-# None: more memory is used, and the results are the same.
+# Example. `storage_use_count` returns how many hold a storage, and thus whether anything else does. If it is None,
+# stores/store.py releases nothing: more memory is used, and the results are the same.
 #
-# The imports above have an underscore in the path of their module, and torch's own documentation tells writers of
-# extensions to use them (2.0 to 2.13). sac does not work without them.
+# The module paths of the imports above contain an underscore, but torch's own documentation recommends them to authors
+# of extensions (2.0 to 2.13). sac does not work without them.
 
 _autograd: Any = getattr(torch._C, "_autograd", None)
 _engine: Any = getattr(torch.autograd.Variable, "_execution_engine", None)
@@ -62,7 +62,7 @@ _eval_frame: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", Non
 
 # -- Attributes of objects
 
-# What the attribute is of, and why it is read. All were seen in 2.11 to 2.13.
+# The owner of each attribute, and why sac reads it. All were seen in 2.11 to 2.13.
 PRIVATE_ATTRIBUTES = {
     "_base": "Tensor: what a view was made of, to tell that releasing it frees no memory",
     "_buffers": "Module: the buffers it registered, without its children's",
@@ -70,13 +70,13 @@ PRIVATE_ATTRIBUTES = {
     "_forward_hooks": "Module: part of what identifies a function made of modules",
     "_forward_pre_hooks": "Module: as _forward_hooks",
     "_free_weak_ref": "UntypedStorage: ends a weak reference",
-    "_is_view": "Tensor: whether autograd takes it for a view",
+    "_is_view": "Tensor: whether autograd treats it as a view",
     "_is_zerotensor": "Tensor: whether it is a zero without memory, which forward-mode AD makes",
     "_local_tensor": "DTensor: this rank's share, without a collective",
     "_make_subclass": "Tensor: makes a tensor of a subclass around another",
     "_modules": "Module: the children it registered, also one that is registered twice",
     "_new_with_weak_ptr": "UntypedStorage: the storage behind a weak reference, None if it is gone",
-    "_op": "OpOverload: what calling it calls",
+    "_op": "OpOverload: the callable that it wraps",
     "_parameters": "Module: the parameters it registered, without its children's",
     "_schema": "OpOverload: its arguments and results",
     "_sequence_nr": "Node: its place in the order in which a thread makes nodes",
@@ -84,61 +84,62 @@ PRIVATE_ATTRIBUTES = {
     "_weak_ref": "UntypedStorage: makes a weak reference, which keeps its address from being used again",
 }
 
-# Attributes under which torch's own wrappers hold what they wrap.
+# Attributes under which torch's own wrappers hold the wrapped module.
 WRAPPED_MODULE = "_checkpoint_wrapped_module"  # of torch's checkpoint_wrapper, 1.11 to 2.13
 WRAPPED_NAMES = (WRAPPED_MODULE, "_fsdp_wrapped_module", "_fpw_module", "_orig_mod")  # FSDP1, and OptimizedModule
 COMPOSABLE_PREFIX = "__composable_api_state_key"  # of torch's composable `checkpoint`, 2.1 to 2.13
 
-# -- Backward: which one is running, and what it is going to do
+# -- The running backward
 
 NO_TASK = -1
 
-# The number of the backward (graph task) that this thread runs, NO_TASK outside of one. Tells a second backward from a
-# second read in the same one. 1.13 to 2.13.
+# The number of the backward (graph task) that this thread runs, NO_TASK outside of one. It distinguishes a second
+# backward from a second read in the same one. 1.13 to 2.13.
 current_graph_task_id: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: NO_TASK)
 
 _keeps_graph: Any = getattr(_autograd, "_get_current_graph_task_keep_graph", None)
 
 
 def graph_is_retained() -> bool:
-    """Return whether the backward that runs now keeps its graph for another one.
+    """Return whether the running backward keeps its graph for another one.
 
-    2.0 to 2.13. Without the name every backward is taken to retain its graph: memory then goes when the graph does.
+    2.0 to 2.13. Without the name, sac assumes that every backward retains its graph: memory is then freed with the
+    graph.
     """
     return bool(_keeps_graph()) if _keeps_graph is not None and current_graph_task_id() != NO_TASK else True
 
 
-# Whether the running backward will execute a node. Prefetch of gathers asks; without it none is started ahead. 2.0 to
-# 2.13.
+# Whether the running backward will execute a node. Prefetch of gathers needs it; without it none is started ahead. 2.0
+# to 2.13.
 will_execute_node: Any = getattr(torch._C, "_will_engine_execute_node", None)
 
-# Calls a function when the running backward ends; FSDP and DDP use it too. Prefetch and DeepSpeed's timers do, which
-# work in a backward only. 1.0 to 2.13.
+# Calls a function when the running backward ends; FSDP and DDP use it too. sac uses it for prefetch and DeepSpeed's
+# timers, which work only in a backward. 1.0 to 2.13.
 when_backward_ends: Any = getattr(_engine, "queue_callback", None)
 
 _accumulates_everywhere: Any = getattr(_engine, "is_checkpoint_valid", None)
 
 
 def is_for_every_leaf() -> bool:
-    """Return whether the backward that runs now accumulates into all leaves, and those around it too.
+    """Return whether the running backward and those around it accumulate into all leaves.
 
-    torch guards its own reentrant checkpoint by it, 1.0 to 2.13. Without the name the answer is yes: the results of
-    ``torch.autograd.grad`` are right then, but parameters get gradients too.
+    torch guards its own reentrant checkpoint with it, 1.0 to 2.13. Without the name the answer is yes: the results of
+    ``torch.autograd.grad`` are then right, but parameters get gradients too.
     """
     return bool(_accumulates_everywhere()) if _accumulates_everywhere is not None else True
 
 
-# Whether a node's saved tensors say that hooks hold them (`unpack_hook`). Without it sac does not look at what the
-# graph after a region has saved. Seen in 2.13, not in 2.11.
+# Whether a node's saved tensors show that hooks hold them (`unpack_hook`). Without it sac does not examine the tensors
+# that the graph after a region has saved. Seen in 2.13, not in 2.11.
 SHOWS_SAVED_TENSORS = hasattr(getattr(_autograd, "SavedTensor", None), "unpack_hook")
 SAVED_TENSOR_PREFIX = (
     "_raw_saved_"  # of the attributes of a node that show what it saved, without unpacking. 1.9 to 2.13
 )
 
-# -- Stacks of each thread: saved-tensor hooks, dispatch modes, torch-function modes
+# -- Per-thread stacks: saved-tensor hooks, dispatch modes, torch-function modes
 
-# Without the first three a region does not see the hooks around it, and nothing that it keeps goes through them.
-# Without any of the six no module can be saved as a whole: an error where a policy asks for it. 2.4 to 2.13.
+# Without the first three a region does not see the hooks around it, and no tensor that it keeps goes through them.
+# Without any one of the six no module can be saved as a whole: an error if a policy asks for it. 2.4 to 2.13.
 top_hooks: Any = getattr(_autograd, "_top_saved_tensors_default_hooks", None)
 pop_hooks: Any = getattr(_autograd, "_pop_saved_tensors_default_hooks", None)
 push_hooks: Any = getattr(_autograd, "_push_saved_tensors_default_hooks", None)
@@ -154,7 +155,7 @@ HAS_STACKS = None not in (
     count_dispatch_modes,
 )
 
-# Without them torch-function modes of the forward (`with torch.device(...)` is one) are not put back: recomputation
+# Without them torch-function modes of the forward (`with torch.device(...)` is one) are not restored: recomputation
 # runs under those of backward. 2.11 to 2.13.
 count_function_modes: Any = getattr(torch._C, "_len_torch_function_stack", None)
 function_mode_at: Any = getattr(torch._C, "_get_function_stack_at", None)
@@ -162,7 +163,7 @@ push_function_mode: Any = getattr(torch._C, "_push_on_torch_function_stack", Non
 pop_function_mode: Any = getattr(torch._C, "_pop_torch_function_stack", None)
 HAS_FUNCTION_MODES = None not in (count_function_modes, function_mode_at, push_function_mode, pop_function_mode)
 
-# Whether subclasses and torch-function modes are on at all. Without it that is not put back. 2.11 to 2.13.
+# Whether subclasses and torch-function modes are on at all. Without it that is not restored. 2.11 to 2.13.
 functions_are_on: Any = getattr(torch._C, "_is_torch_function_enabled", None)
 get_function_state: Any = getattr(torch._C, "_get_torch_function_state", None)
 set_function_state: Any = getattr(torch._C, "_set_torch_function_state", None)
@@ -171,8 +172,8 @@ HAS_FUNCTION_STATE = None not in (functions_are_on, get_function_state, set_func
 
 # -- Ops that modes and autograd do not see
 
-# A guard object: while it lives, neither modes nor subclasses see an op. Without it detaching and cloning for
-# bookkeeping cost a trip through every mode. 2.11 to 2.13.
+# A guard object: while it is alive, neither modes nor subclasses see an op. Without it detaching and cloning for
+# bookkeeping pass through every mode. 2.11 to 2.13.
 UnseenByModes: Any = getattr(torch._C, "_DisableTorchDispatch", None)
 
 # In forward, the ops of a tape ran inside a dispatch mode, so below autograd and autocast; replay runs them there too.
@@ -190,8 +191,8 @@ _HAS_EXCLUSION = None not in (_caller_state, _has_kernel, _is_excluded, _Exclusi
 def autocast_of_caller(op: Any, device_type: str) -> tuple[Any, bool] | None:
     """Return the autocast key of a device type, and whether the caller of ``op``, which a mode handles, excludes it.
 
-    None where ``op`` has an autocast kernel of its own, and without the names (2.11 to 2.13): the body of a custom op
-    then runs without autocast under a mode.
+    None if ``op`` has its own autocast kernel, or without the names (2.11 to 2.13); in the latter case the body of a
+    custom op runs without autocast under a mode.
     """
     name = f"Autocast{device_type.upper()}"
     key = getattr(torch._C.DispatchKey, name, None)
@@ -202,21 +203,21 @@ def autocast_of_caller(op: Any, device_type: str) -> tuple[Any, bool] | None:
 
 
 def excluding(key: Any, excluded: bool) -> AbstractContextManager[Any]:
-    """Return the context in which a dispatch key is, or is not, excluded on this thread; 2.11 to 2.13."""
+    """Return a context in which a dispatch key is or is not excluded on this thread; 2.11 to 2.13."""
     guard: AbstractContextManager[Any] = _Exclusion(key, excluded)
     return guard
 
 
 # -- Versions, storages and layouts of tensors
 
-# Sets version counters, which FSDP2 does too. Without it a recomputation that writes to a parameter moves its version,
-# and whoever has saved the parameter raises in backward. 2.1 to 2.13.
+# Sets version counters; FSDP2 uses it too. Without it a recomputation that writes to a parameter moves its version, and
+# ops that saved the parameter raise in backward. 2.1 to 2.13.
 set_version_counters: Any = getattr(_autograd, "_unsafe_set_version_counter", None)
 
-# How many hold a storage. Without it no input is released. 2.11 to 2.13.
+# The reference count of a storage. Without it no input is released. 2.11 to 2.13.
 storage_use_count: Any = getattr(torch._C, "_storage_Use_Count", None)
 
-# A view that negates, as `Tensor.conj` conjugates; there is no public name. 1.10 to 2.13.
+# A view that negates lazily, as `Tensor.conj` conjugates; there is no public name. 1.10 to 2.13.
 neg_view: Callable[[Tensor], Tensor] = torch._neg_view
 
 # -- Flags of the process that decide which kernels run
@@ -227,10 +228,10 @@ def _is_there(*names: str) -> bool:
 
 
 def process_flags() -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]]:
-    """Yield a way to read and a way to set each private flag of this torch, 2.11 to 2.13.
+    """Yield a reader and a setter for each private flag of this torch, 2.11 to 2.13.
 
     See Note [Flags of the process]. torch's public names for them check the build each time, load the compiler's
-    configuration, or do not exist. A flag that a build lacks is not put back.
+    configuration, or do not exist. A flag that a build lacks is not restored.
     """
     names = [
         (f"_get_{backend}_sdp_enabled", f"_set_sdp_use_{backend}")
@@ -260,7 +261,7 @@ def _set_warn_only(on: bool) -> None:
 
 
 # The precision of float32 products, per backend and op, and the two older switches that it replaces. Without them the
-# precision is not put back. 2.9 to 2.13.
+# precision is not restored. 2.9 to 2.13.
 get_precision: Any = getattr(torch._C, "_get_fp32_precision_getter", None)
 set_precision: Any = getattr(torch._C, "_set_fp32_precision_setter", None)
 set_matmul_precision: Any = getattr(torch._C, "_set_float32_matmul_precision", None)
@@ -269,9 +270,9 @@ HAS_PRECISIONS = None not in (get_precision, set_precision, set_matmul_precision
 
 
 def mps_generator() -> torch.Generator | None:
-    """Return the one generator of MPS, which has no tuple of them as other devices do; 2.11 to 2.13.
+    """Return the one generator of MPS, which has no tuple of generators as other devices have; 2.11 to 2.13.
 
-    Without the name its state is not put back.
+    Without the name its state is not restored.
     """
     only: Any = getattr(torch.mps, "_get_default_mps_generator", None)
     return only() if only is not None and torch.backends.mps.is_available() else None
@@ -283,55 +284,56 @@ _mark: Any = getattr(_eval_frame, "set_code_exec_strategy", None)
 _Strategy: Any = getattr(_eval_frame, "_FrameExecStrategy", None)
 _Action: Any = getattr(_eval_frame, "_FrameAction", None)
 
-# Whether code can be marked to be run as it is. Without it torch's own wrapper around `__torch_dispatch__` stays, which
+# Whether code can be marked to run uncompiled. Without it torch's own wrapper around `__torch_dispatch__` stays, which
 # costs about a fifth of an empty mode's time on every op, and Dynamo may compile parts of a recomputation. 2.7 to 2.13.
 CAN_SKIP_DYNAMO = _mark is not None and _Strategy is not None and hasattr(_Action, "SKIP")
 
 
 def skip_dynamo(code: CodeType) -> None:
-    """Let Dynamo compile neither this code nor what it calls, if ``CAN_SKIP_DYNAMO``; 2.7 to 2.13."""
+    """Stop Dynamo from compiling this code and the code that it calls, if ``CAN_SKIP_DYNAMO``; 2.7 to 2.13."""
     if CAN_SKIP_DYNAMO:
         _mark(code, _Strategy(_Action.SKIP, _Action.SKIP))
 
 
-# Keeps a function out of graphs as `torch.compiler.disable` does, which stands in for it, and which loads all of Dynamo
+# Keeps a function out of graphs. The fallback is `torch.compiler.disable`, which does the same but loads all of Dynamo
 # at once. 2.1 to 2.13.
 disable_dynamo: Callable[..., Any] = getattr(torch, "_disable_dynamo", torch.compiler.disable)
 
 
 def run_in_eager(function: Callable[..., Any], reason: str) -> None:
-    """Mark a function as one that Dynamo does not trace; Dynamo gives ``reason``. Attributes of 2.0 to 2.13."""
+    """Mark a function that Dynamo must not trace; Dynamo reports ``reason``. Attributes of 2.0 to 2.13."""
     vars(function).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=reason)
 
 
 # Note [Graphs that both fit]
 #
-# Where `torch.compile` is used inside a region, Dynamo holds the graphs of one code object in a list and takes the
-# first whose guards hold. As it comes, the list is in the order of last use, and a new graph is put in front. A second
-# micro-batch of another length makes a dynamic graph, which fits the first micro-batch too: recomputation of that one
-# then gets the dynamic graph, and forward had the static one. The two need not save the same tensors for their
-# backward: an error at best, and wrong gradients if they only save them in another order.
+# If `torch.compile` is used inside a region, Dynamo holds the graphs of one code object in a list and takes the first
+# one whose guards hold. By default, the list is in the order of last use, and a new graph is inserted at the front. A
+# second micro-batch of another length creates a dynamic graph, which fits the first micro-batch too. The recomputation
+# of the first micro-batch then gets the dynamic graph, although its forward used the static one. The two may save
+# different tensors for backward, which is an error at best, and gives wrong gradients if they only save them in another
+# order.
 #
-# So from the first region on that runs in a process with Dynamo, the list is in the order of making, for the whole
-# process. What fits first then stays what fits first. No result hangs on the order but ours; looking a graph up may
-# take a few guards more. It is not turned on again: whether the user had turned it off cannot be asked, and a graph
-# that is used outside regions as well would be moved there.
+# So from the first region that runs in a process with Dynamo, the list is in creation order, for the whole process. The
+# first graph that fits then stays the same. Only sac's results depend on the order; looking up a graph may check a few
+# more guards. The order of last use is not turned on again: sac cannot read whether the user had turned it off, and
+# graphs that are also used outside regions would be moved.
 
 _order_by_use: Any = getattr(_eval_frame, "_set_lru_cache", None)
 
 
 def keep_graphs_in_order_of_making() -> None:
-    """Let Dynamo look at the graphs of a function in the order in which they were made, in the whole process.
+    """Make Dynamo check the graphs of a function in creation order, in the whole process.
 
     See Note [Graphs that both fit]. torch's own message on this names the function, 2.10 to 2.13. Without it a
-    recomputation may get another graph than its forward did.
+    recomputation may get another graph than its forward.
     """
     if _order_by_use is not None and "torch._dynamo" in sys.modules:
         _order_by_use(False)
 
 
 def dynamo_is_loaded() -> bool:
-    """Return whether anything in this process can have been compiled; the module has this name since 2.0."""
+    """Return whether this process may contain compiled code; the module has had this name since 2.0."""
     return "torch._dynamo" in sys.modules
 
 
@@ -340,10 +342,10 @@ _TRACING = [key for name in ("PROXY", "FUNCTIONAL") if (key := getattr(_mode_key
 
 
 def is_traced() -> bool:
-    """Return whether ops are traced now, and not run, by Dynamo or by AOTAutograd.
+    """Return whether Dynamo or AOTAutograd is tracing ops now instead of running them.
 
-    AOTAutograd runs a region twice, first under the mode that makes ops functional alone, to learn what they write to.
-    Mode keys of 2.11 to 2.13.
+    AOTAutograd runs a region twice. The first run, only under the mode that makes ops functional, finds the tensors
+    that they write to. Mode keys of 2.11 to 2.13.
     """
     return torch.compiler.is_compiling() or any(torch._C._get_dispatch_mode(key) is not None for key in _TRACING)
 
@@ -363,13 +365,13 @@ SHOWS_RESULTS_TO_POLICIES = (
 
 # -- torch.utils.checkpoint
 
-# The function whose frame holds the arguments of a checkpointed call: those that may hold state are put back too. Where
-# it has another name they are not. 2.1 to 2.13.
+# The function whose frame holds the arguments of a checkpointed call: those that may hold state are restored too. If it
+# has another name they are not. 2.1 to 2.13.
 CHECKPOINT_FUNCTION = "_checkpoint_without_reentrant"
 
 
 def chosen_early_stop() -> bool | None:
-    """Return what ``torch.utils.checkpoint.set_checkpoint_early_stop`` says, None outside of that context manager.
+    """Return the value of ``torch.utils.checkpoint.set_checkpoint_early_stop``, None outside that context manager.
 
     2.1 to 2.13. Without the name the context manager has no effect on regions.
     """
@@ -378,9 +380,9 @@ def chosen_early_stop() -> bool | None:
 
 
 def ignored_ops() -> set[Any] | None:
-    """Return the ops that torch's own selective checkpointing does not count, a set to add to; 2.4 to 2.13.
+    """Return the set of ops that torch's own selective checkpointing does not count; it may be extended. 2.4 to 2.13.
 
-    None without the name: torch counts them all then.
+    None without the name: torch then counts all ops.
     """
     found: set[Any] | None = getattr(torch.utils.checkpoint, "SAC_IGNORED_OPS", None)
     return found
@@ -388,21 +390,21 @@ def ignored_ops() -> set[Any] | None:
 
 # -- torch.func and forward-mode AD
 
-# The innermost transform that is on, None if none is. Without it torch's own errors speak of saved-tensor hooks or of
-# storages. 2.0 to 2.13.
+# The innermost active transform, or None. Without it users get torch's own errors about saved-tensor hooks or storages.
+# 2.0 to 2.13.
 innermost_transform: Any = getattr(getattr(torch._C, "_functorch", None), "peek_interpreter_stack", None)
 
-# How deep the `vmap` of `is_grads_batched` is nested, which no function tells: entering says it. Without them a
+# The nesting depth of the `vmap` of `is_grads_batched`. No function reads it, but entering returns it. Without them a
 # recomputation that draws random numbers raises torch's error. 1.8 to 2.13.
 enter_vmap: Any = getattr(torch._C, "_vmapmode_increment_nesting", None)
 leave_vmap: Any = getattr(torch._C, "_vmapmode_decrement_nesting", None)
 
 
 def forward_ad_level() -> int:
-    """Return how deep ``torch.autograd.forward_ad.dual_level`` is nested, -1 outside; 1.11 to 2.13.
+    """Return the nesting depth of ``torch.autograd.forward_ad.dual_level``, -1 outside; 1.11 to 2.13.
 
-    Without the name, which is the only way to ask, tangents are not seen; a recomputation that lacks them raises, as a
-    rule.
+    There is no other way to read it. Without the name tangents are not seen; a recomputation that lacks them usually
+    raises.
     """
     return int(getattr(torch.autograd.forward_ad, "_current_level", -1))
 
@@ -423,7 +425,7 @@ gather_into: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "al
 
 
 def named_process_group(name: str) -> Any:
-    """Return the process group of a name, None without torch's function for that; 2.11 to 2.13."""
+    """Return the process group with this name; None without torch's function for that; 2.11 to 2.13."""
     resolve = getattr(dist.distributed_c10d, "_resolve_process_group", None)
     return resolve(name) if resolve is not None else None
 
@@ -443,7 +445,7 @@ def wrap_for_checkpointing() -> Callable[..., None]:
 
 
 def silent_store() -> Any:
-    """Return the store of a process group that sends nothing, None if this build has none; 2.11 to 2.13."""
+    """Return the store of a process group that sends nothing; None if this build has none; 2.11 to 2.13."""
     try:
         from torch.testing._internal.distributed.fake_pg import FakeStore
     except ImportError:
@@ -460,25 +462,25 @@ def registered_ops() -> list[str]:
 
 
 def higher_order_ops() -> list[str]:
-    """Return the names of the higher-order ops, of which there is no public list; none without it. 2.11 to 2.13."""
+    """Return the names of the higher-order ops; there is no public list. Empty without the name; 2.11 to 2.13."""
     return list(getattr(torch._ops, "_higher_order_ops", {}))
 
 
-# Marks composite ops that hand an argument back for some values, as dropout does in eval mode. Without it such an op
+# Marks composite ops that return an argument for some values, as dropout does in eval mode. Without it such an op
 # counts as one that makes a new tensor; ops/facts.py names those of torch. 2.13.
 MAYBE_ALIASING: Any = getattr(torch.Tag, "maybe_aliasing_or_mutating", None)
 
 
 def scoped_library(namespace: str) -> AbstractContextManager[torch.library.Library]:
-    """Return a library that takes its kernels back when it is left; 2.11 to 2.13. Planning for a GPU needs it."""
+    """Return a library that removes its kernels when its context ends; 2.11 to 2.13. Planning for a GPU needs it."""
     library: AbstractContextManager[torch.library.Library] = torch.library._scoped_library(namespace, "IMPL")
     return library
 
 
 # -- Fake tensors, for the planner
 
-# With these three the planner makes a fake result from that of an earlier call; without one of them torch works it out
-# anew, which takes longer. 2.11 to 2.13.
+# With these three the planner makes a fake result from that of an earlier call; if one of them is missing, torch
+# computes it again, which takes longer. 2.11 to 2.13.
 in_kernel: Any = getattr(_fake_tensor, "in_kernel_invocation_manager", None)
 refuse_data: Any = getattr(torch._C, "_set_throw_on_mutable_data_ptr", None)
 CAN_MAKE_FAKES = in_kernel is not None and refuse_data is not None and hasattr(Tensor, "_make_subclass")

@@ -105,14 +105,14 @@ class RegionProfile:
             kept=kept,
             leaves={value for value in range(len(self.roots)) if value not in self.maker},
             writes={entry.number: entry.writes for entry in self.entries if entry.writes},
-            plans=self.entries,
+            sites=self.entries,
             reads=[entry.reads for entry in self.entries],
-            firsts=[entry.makes[0] if entry.makes else len(self.roots) for entry in self.entries],
-            counts={entry.number: len(entry.makes) for entry in self.entries if len(entry.makes) != 1},
+            first_outputs=[entry.makes[0] if entry.makes else len(self.roots) for entry in self.entries],
+            output_counts={entry.number: len(entry.makes) for entry in self.entries if len(entry.makes) != 1},
             draws_after={entry.number: entry.after for entry in self.entries if entry.after},
         )
         wanted = [Wanted(handle, need.value, need.time) for handle, need in enumerate(self.needs)]
-        plan = schedule_replay(tape, wanted)  # type: ignore[arg-type]
-        held = sorted({*plan.kept, *self.routed})
+        schedule = schedule_replay(tape, wanted)  # type: ignore[arg-type]
+        held = sorted({*schedule.kept, *self.routed})
         storages = {self.roots[value]: self.bytes[value] for value in held}
-        return Recompute(tuple(step.number for step in plan.steps), tuple(held), sum(storages.values()))
+        return Recompute(tuple(step.number for step in schedule.steps), tuple(held), sum(storages.values()))

@@ -98,7 +98,7 @@ class _Profiled(InstalledForward):
         owners = tuple(identity.owners)
         inputs = RegionInputs(args, kwargs)
         path = self.block.path
-        rows = _ProfileRows()
+        rows = _ProfileTrace()
         recorder = _ProfilingRecorder(self._table, path, owners, _SETTINGS, rows)
         rows.tape = recorder.tape
         recorder.begin(inputs, inputs.leaves_of(args, kwargs))
@@ -125,7 +125,7 @@ class _Sizes:
     is_causal: bool
 
 
-class _ProfileRows(OpTraceRecorder):
+class _ProfileTrace(OpTraceRecorder):
     """Records the sizes of each entry of a tape, in addition to its row of the op trace."""
 
     tape: Tape
@@ -153,7 +153,7 @@ class _ProfileRows(OpTraceRecorder):
 class _ProfilingRecorder(ReplayRecorder):
     """A recorder that keeps the tape when the forward ends."""
 
-    rows: _ProfileRows
+    op_trace: _ProfileTrace
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -186,7 +186,7 @@ class _ProfilingRecorder(ReplayRecorder):
     def profile(self, block: Block) -> RegionProfile:
         """Return the region's profile."""
         plans, reads, firsts, counts, writes, roots, saved, kept, needs = self._found
-        sizes = self.rows.sizes
+        sizes = self.op_trace.sizes
         value_bytes = [0] * len(roots)
         entries = []
         for number, plan in enumerate(plans):
@@ -224,7 +224,7 @@ class _ProfilingRecorder(ReplayRecorder):
             roots=tuple(roots),
             bytes=tuple(value_bytes),
             needs=needs,
-            signature=signature(self.rows.rows),
+            signature=signature(self.op_trace.rows),
             stack=block.stack,
             stack_size=block.stack_size,
         )

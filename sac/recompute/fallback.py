@@ -1,4 +1,4 @@
-"""Python run again where a tape cannot be replayed, with the forward's routing and random numbers."""
+"""The rerun of a region's Python if its tape cannot be replayed, with the forward's routing and random numbers."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from sac.tensors import cloned, describe, map_tensors, tensors_of
 
 @dataclass(frozen=True, slots=True)
 class SavedRoutingResult:
-    """A call of an op that may answer differently the second time, and its results.
+    """A call of an op that may return another result the second time, and its results in forward.
 
-    ``written``: whether the region writes to one of them, so that each run of it needs a copy.
+    ``written``: whether the region writes to one of the results, so that each recomputation needs a copy.
     """
 
     site: CallSite
     outputs: list[Tensor]
     written: bool
-    sums: Sums  # if they are compared: checksums of the results
+    sums: Sums  # checksums of the results, if the call is verified
 
 
 class PythonRecomputeMode(RegionMode):
-    """Runs a region again from its start. Only what must not be chosen anew is served, call by call."""
+    """Runs a region again from its start. It serves only the results that must not be chosen anew, call by call."""
 
     def __init__(
         self,
@@ -78,8 +78,8 @@ class PythonRecomputeMode(RegionMode):
 
 
 def in_place_of(region: str, one: SavedRoutingResult, out: Any) -> Any:
-    """Return what ``one`` holds, in place of the result ``out`` that its op has now; ``region`` names the region."""
-    # The op has run, so that generators are where they were; what it chose in forward stands for its result.
+    """Return the saved results of ``one`` in place of ``out``, the present result; ``region`` is the region's name."""
+    # The op has run, so that generators have advanced as in forward; its result of the forward replaces the new one.
     for found, kept in zip(tensors_of(out), one.outputs, strict=True):
         if found.shape != kept.shape or found.dtype != kept.dtype:
             raise RegionError(

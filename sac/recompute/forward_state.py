@@ -1,4 +1,4 @@
-"""What a region wrote to from outside, and generators it was given, as they were before it: put back for a while."""
+"""External memory that a region wrote to, and generators passed to it: restored to their state before the forward."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from sac.torch_private import set_version_counters
 # Note [Memory of a compiled function]
 #
 # A kernel that a compiled function calls through torch (inductor's matrix products) writes to memory that the function
-# has allocated itself, unseen by any mode. To a recorder this looks like a write to a tensor from outside, and it makes
-# an image. When the forward is over nothing holds that memory any more, so nobody can read it again, and the image is
-# useless. So an image holds its storage weakly, and is forgotten with it: otherwise a region in mode `full` would hold
-# twice what a compiled function inside it has computed. The weak reference keeps the storage's address from being
-# given to another one. Held by tests/stacks/test_compiled_parts_stay_compiled.py.
+# has allocated itself, unseen by any mode. To a recorder this looks like a write to an external tensor, so it takes a
+# snapshot. After the forward nothing holds that memory, so it cannot be read again, and the snapshot is useless. So a
+# snapshot holds its storage weakly and is dropped with it: otherwise a region in mode `full` would hold twice what a
+# compiled function inside it has computed. While the weak reference exists, the storage's address is not given to
+# another storage. Tested by tests/stacks/test_compiled_parts_stay_compiled.py.
 
 
 @dataclass(frozen=True, slots=True)
 class StorageSnapshot:
-    """What lay in a storage before the region wrote to it. ``watch`` shares the version counter of what lies there.
+    """The data of a storage before the region wrote to it. ``watch`` shares the version counter of its tensor.
 
-    ``reference``: a weak one to the storage, which the image frees.
+    ``reference``: a weak reference to the storage, released by the snapshot.
     """
 
     reference: int
@@ -38,7 +38,7 @@ class StorageSnapshot:
 
     @property
     def storage(self) -> torch.UntypedStorage | None:
-        """The storage, None if nobody holds it any more."""
+        """The storage, or None if it was freed."""
         found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self.reference)
         return found
 
@@ -48,20 +48,20 @@ Generators = dict[int, tuple[torch.Generator, torch.Tensor]]
 
 
 def snapshot_of(tensor: torch.Tensor) -> StorageSnapshot:
-    """Return an image of the storage of a strided tensor that is about to be written to."""
+    """Return a snapshot of the storage of a strided tensor that is about to be written to."""
     storage = tensor.untyped_storage()
     reference: Any = storage._weak_ref()
     return StorageSnapshot(reference, copy_of(storage), version_watch(tensor))
 
 
 def forget_freed(snapshots: StorageSnapshots) -> None:
-    """Drop the images of storages that nobody holds any more; see Note [Memory of a compiled function]."""
+    """Drop the snapshots of freed storages; see Note [Memory of a compiled function]."""
     for address in [address for address, image in snapshots.items() if image.storage is None]:
         del snapshots[address]
 
 
 def note_generator(generators: Generators, generator: torch.Generator) -> None:
-    """An op is about to draw from ``generator``, which the caller passed: remember where it stood."""
+    """Record the state of ``generator``, which the caller passed and from which an op is about to draw."""
     usual = default_generator(generator.device)
     if usual is not None and usual._cdata == generator._cdata:  # type: ignore[attr-defined]
         return  # the frame's snapshot holds it
@@ -70,7 +70,10 @@ def note_generator(generators: Generators, generator: torch.Generator) -> None:
 
 
 class PreForwardState:
-    """``images``: storages with copies made before the first write to them. ``also``: generators that will move."""
+    """Restores the state before the forward, and undoes that later.
+
+    ``snapshots``: storages with copies from before the first write. ``also``: other generators that will advance.
+    """
 
     def __init__(
         self, snapshots: StorageSnapshots, generators: Generators, also: Iterable[torch.Generator] = ()
@@ -83,7 +86,7 @@ class PreForwardState:
         self._also = list(also)
 
     def put_back(self) -> None:
-        """Let all be as before the forward."""
+        """Restore the state before the forward."""
         self._present = [(one, held, copy_of(held), one.watch._version) for one, held in self._snapshots]
         moved = {id(generator): generator for generator, _ in self._generators}
         moved |= {id(generator): generator for generator in self._also}
@@ -94,7 +97,7 @@ class PreForwardState:
             generator.set_state(state)
 
     def undo(self) -> None:
-        """Let all be as before ``put_back``."""
+        """Restore the state before ``put_back``."""
         for one, held, present, version in self._present:
             overwrite(held, present)
             if set_version_counters is not None:

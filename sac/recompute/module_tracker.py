@@ -1,4 +1,4 @@
-"""In which module of a region an op runs: forwards that say so, and the dispatch modes that are told."""
+"""Tracks in which module of a region an op runs: instance-level forwards, and the dispatch modes that listen."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from torch import nn
 from sac.recompute.table import DecisionTable
 from sac.torch_private import CAN_SKIP_DYNAMO, TorchDispatchMode, skip_dynamo
 
-# -- Which module of a region runs now, told by thin instance-level forwards on the region's sub-modules
+# -- Instance-level forwards that report the running module
 
 
 class ModuleListener(Protocol):
-    """A mode that wants to know the module path of what it sees; both modes of ``rerun.py`` do."""
+    """A dispatch mode that needs the module path of the ops it sees, like both modes of ``rerun.py``."""
 
     path: str
     sites: dict[Any, Any]
 
     @property
     def table(self) -> Any:
-        """What says which op is decided on, and how, in which module."""
+        """The decision table, which has the call sites of each module path."""
 
 
 class ModulePass(Protocol):
-    """What runs modules that are saved as a whole in its own way; see Note [Whole modules]."""
+    """Runs modules that are saved as a whole; see Note [Whole modules]."""
 
     def call_key_of(self, path: str) -> Any:
-        """Return which call of the module at ``path`` begins if it is one to be run by ``call``, else None."""
+        """Return the key of the call of the module at ``path`` that begins now; None if ``call`` shall not run it."""
 
     def call(self, place: Any, forward: TrackedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the module."""
@@ -46,30 +46,30 @@ Outer = tuple[ModuleListener | None, ModulePass | None]
 
 
 def enter(mode: ModuleListener | None, modules: ModulePass | None = None) -> Outer:
-    """Make these the ones that hear of modules on this thread; returns those before them."""
+    """Make these the active listeners of this thread; return the previous ones."""
     outer = _ACTIVE.mode, _ACTIVE.modules
     _ACTIVE.mode, _ACTIVE.modules = mode, modules
     return outer
 
 
 def leave(outer: Outer) -> None:
-    """Give the word back to ``outer``."""
+    """Make ``outer`` the active listeners again."""
     _ACTIVE.mode, _ACTIVE.modules = outer
 
 
 class TrackedForward:
-    """An instance-level ``forward`` that names its module to the active mode and else only calls on.
+    """An instance-level ``forward`` that sets its module's path on the active mode and calls the original forward.
 
-    Picklable, and right after ``deepcopy``: it refers to its module as an attribute, which both of them follow.
+    It can be pickled and is correct after ``deepcopy``: its module is an attribute, which both of them follow.
     """
 
     def __init__(self, module: nn.Module, path: str) -> None:
         self.module = module
         self.path = path
-        self.before = module.__dict__.get("forward")  # an instance-level forward that somebody else had put there
+        self.before = module.__dict__.get("forward")  # an instance-level forward that was there already
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module, and say so."""
+        """Run the module, and report it to the active mode."""
         module = self.module
         original = self.before
         if torch.compiler.is_compiling():
@@ -88,7 +88,7 @@ class TrackedForward:
             mode.path, mode.sites = path, sites
 
     def run_unheard(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the module, and let nobody hear of it and of the modules inside."""
+        """Run the module without reporting it or the modules inside."""
         outer = enter(None)
         try:
             if self.before is not None:
@@ -98,19 +98,19 @@ class TrackedForward:
             leave(outer)
 
 
-# -- What dispatch modes have in common: Dynamo is told once, not at every op, to leave them; they hear of modules
+# -- Base classes of dispatch modes
 
 # Note [Out of Dynamo's sight]
 #
-# torch wraps the `__torch_dispatch__` of every mode in `torch._disable_dynamo`, so that Dynamo, where it watches the
-# code around a region (after a graph break), does not compile the mode. The wrapper costs about a fifth of an empty
-# mode's time, on every op. Private names of torch (2.11 to 2.13) do the same at no cost: the code of the method is
-# marked to be run as it is, with all that it calls. Where they are missing, torch's wrapper stays.
-# Held by test_modes_are_not_compiled.
+# torch wraps the `__torch_dispatch__` of every mode in `torch._disable_dynamo`. So Dynamo does not compile the mode
+# when it traces the code around a region (after a graph break). On every op, the wrapper takes about a fifth of the
+# time of an empty mode. Private names of torch (2.11 to 2.13) have the same effect without overhead: they mark the
+# method's code to be run as it is, with everything that it calls. Without them, torch's wrapper stays.
+# Tested by test_modes_are_not_compiled.
 
 
 class BareMode(TorchDispatchMode):
-    """See Note [Out of Dynamo's sight]."""
+    """A dispatch mode that Dynamo skips; see Note [Out of Dynamo's sight]."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)  # type: ignore[no-untyped-call]
@@ -124,7 +124,7 @@ class BareMode(TorchDispatchMode):
 
 
 class RegionMode(BareMode):
-    """A mode around one run of a region, which is told in which of its modules an op runs; see ``ModuleListener``."""
+    """A mode around one run of a region that knows in which module an op runs; see ``ModuleListener``."""
 
     supports_higher_order_operators = True
 
@@ -140,7 +140,7 @@ class RegionMode(BareMode):
         self.sites = table.sites_of("")
 
     def whole_modules(self) -> ModulePass | None:
-        """Return what runs modules that are saved as a whole, None if nothing does; asked as the mode is entered."""
+        """Return the ``ModulePass`` that runs modules saved as a whole, or None; called when the mode is entered."""
         return None
 
     def __enter__(self) -> Any:

@@ -1,4 +1,4 @@
-"""Writes the tape of one forward, and holds the tensors that the policy saves."""
+"""The recorder of the replay engine: writes the tape of one forward and keeps the tensors that the policy saves."""
 
 from __future__ import annotations
 
@@ -43,40 +43,40 @@ from sac.tensors import (
     written_parts,
 )
 
-# -- Where random generators stood before the ops of a tape that drew from them, so that these can draw the same
-#    again
+# -- Generator states before each random op of a tape
 
-# A state of the CPU's generator is five kilobytes. It need not be held for an op that finds the generator where another
-# one has left it, if that one runs again too, nor where it stood so at the start of the region: the frame holds that.
+# A state of the CPU generator takes five kilobytes. An op needs no state of its own if it starts from the state that
+# another op left and that op runs again too. Nor does it if it starts from the state at the start of the region: the
+# frame holds that one.
 
 
 class RandomOpStates:
-    """Takes note of the draws of one region call, for its tape."""
+    """Records the random draws of one region call for its tape."""
 
     __slots__ = ("_before", "_last", "_previous", "_tape")
 
     def __init__(self, tape: Tape) -> None:
         self._tape = tape
-        self._before: States = []  # as generators stood before the op that runs now
-        # Of each generator that has been drawn from: itself, the entry that did so last (-1: none yet), what that left.
+        self._before: States = []  # generator states before the op that is running
+        # By id: a generator that was drawn from, the entry that drew last (-1: none yet), the state that it left.
         self._last: dict[int, tuple[torch.Generator, int, torch.Tensor]] = {}
-        self._previous: dict[int, tuple[int, ...]] = {}  # entry -> which one left each of its states; -1: none
+        self._previous: dict[int, tuple[int, ...]] = {}  # entry -> the entries that left each of its states; -1: none
 
     def begin(self, snapshot: RngSnapshot | None) -> None:
-        """The region starts; ``snapshot`` is held until its backward."""
+        """Start from ``snapshot``, the generator states at the start of the region; it is held until backward."""
         if snapshot is not None:
             self._last = {id(generator): (generator, -1, state) for generator, state in snapshot.states}
 
     def before(self, generators: list[torch.Generator]) -> None:
-        """An op is about to run that may draw from ``generators``."""
+        """Record the states of ``generators``, from which the next op may draw."""
         self._before = states_of(generators)
 
     def have_moved(self) -> bool:
-        """Whether the op has moved one of its generators."""
+        """Return whether the op has advanced one of its generators."""
         return any(not equal(generator.get_state(), state) for generator, state in self._before)
 
     def after(self, entry: int, *, runs_again: bool) -> None:
-        """The op of ``entry`` has run: note what it moved, and how to do so once more if it ``runs_again``."""
+        """Record which generators the op of ``entry`` advanced, and their states before it if it ``runs_again``."""
         before, self._before = self._before, []
         found: States = []
         previous = []
@@ -97,7 +97,7 @@ class RandomOpStates:
             self._previous[entry] = tuple(previous)
 
     def close(self, running: set[int]) -> None:
-        """The forward is over, and the entries ``running`` are to run again: hold the states that they need."""
+        """End the forward: keep only the states that ``running``, the entries that will run again, need."""
         tape, every = self._tape, self._tape.states
         tape.states = {}
         for entry, states in every.items():
@@ -112,11 +112,11 @@ class RandomOpStates:
         self.drop()
 
     def drop(self) -> None:
-        """Hold nothing any more."""
+        """Release everything."""
         self._last, self._previous, self._before = {}, {}, []
 
 
-# -- What one call of a region keeps for backward, counted from its tape, for the report
+# -- Bytes that one region call keeps for backward, for the report
 
 
 def figures_of_tape(
@@ -126,10 +126,10 @@ def figures_of_tape(
     rule_of: Mapping[int, int],
     hits: Mapping[int, int],
 ) -> SavedFigures:
-    """Count each storage once, under its rule.
+    """Count the bytes of each storage once, under its rule.
 
-    ``kept``: values that were held until the end of the forward, of which the ``held`` stay. ``loose``: handles that
-    keep a value of their own. ``rule_of``: values that a rule saves.
+    ``kept``: values kept until the end of the forward; ``held``: those of them that stay until backward. ``loose``:
+    handles that hold a value themselves. ``rule_of``: saved value -> index of its rule.
     """
     stays = {*held}
     sizes: dict[int, tuple[int, int]] = {}  # address of a storage -> bytes, rule
@@ -156,11 +156,10 @@ def figures_of_tape(
     return SavedFigures(sum(size for size, _ in sizes.values()), lost, rules, dict(hits))
 
 
-# -- Ops that a device may answer differently each time, by the order in which its threads add: they are not
-#    compared
+# -- Ops with a nondeterministic order of summation, which verification skips
 
-# What torch's list of nondeterministic kernels (`torch.use_deterministic_algorithms`, 2.13) holds of ops that a forward
-# runs. CPU kernels repeat their bits. What another op makes of such a result differs with it.
+# The ops that a forward can run from torch's list of nondeterministic kernels (`torch.use_deterministic_algorithms`,
+# torch 2.13). CPU kernels are bitwise reproducible. A value computed from the result of such an op differs with it.
 _ADDED_IN_ANY_ORDER = frozenset(
     "aten::" + name
     for name in (
@@ -172,14 +171,14 @@ _ADDED_IN_ANY_ORDER = frozenset(
 
 
 def nondeterministic_on(device: torch.device) -> frozenset[str]:
-    """Return the names of such ops, without the underscore of those that write in place; none where all repeat."""
+    """Return the names of such ops without the in-place underscore; none if all kernels on ``device`` repeat."""
     if device.type == "cpu" or torch.are_deterministic_algorithms_enabled():
         return frozenset()
     return _ADDED_IN_ANY_ORDER
 
 
 def may_differ(tape: Tape, value: int, names: frozenset[str]) -> bool:
-    """Return whether an op of these ``names`` has a part in what ``value`` is."""
+    """Return whether an op in ``names`` contributed to ``value``."""
     makers: dict[int, int] = {}  # value -> entry
     for entry, first in enumerate(tape.first_outputs):
         makers.update(dict.fromkeys(range(first, first + tape.output_counts.get(entry, 1)), entry))
@@ -204,14 +203,13 @@ def _name(site: object) -> str:
     return str(schema.name).removesuffix("_") if schema is not None else ""
 
 
-# -- The dispatch mode under which a region's forward runs when it is to be replayed: it decides, and writes the
-#    tape
+# -- The dispatch mode that writes the tape
 
-_NO_REPLAY = frozenset({"fsdp", "streams"})  # what they do hangs on more than tensors
+_NO_REPLAY = frozenset({"fsdp", "streams"})  # namespaces of ops whose effect depends on more than tensors
 
 
 class TapeMode(RegionMode):
-    """Runs a region's forward: decides per op, holds what is saved, and writes down how to make the rest again."""
+    """Runs a region's forward: decides on each op, keeps saved results, and records how to recompute the rest."""
 
     def __init__(self, recorder: TapeRecorder, op_trace: OpTraceRecorder | None) -> None:
         super().__init__(recorder.table)
@@ -225,8 +223,8 @@ class TapeMode(RegionMode):
         if site is None or not site.is_ordinary or tape.needs_attention or self.op_trace is not None:
             return self._run(site or recorder.table.add_site(func, self.path), func, args, kwargs or {})
 
-        # The usual op, of which there are many: all that is known of it beforehand is not asked again. What follows
-        # does what `_run` does, with the methods of the tape written out.
+        # The fast path, for ordinary ops: it skips every check that the call site has already answered. It does the
+        # same as `_run`, with the methods of the tape inlined.
         ids, versions, roots = tape.ids, tape.versions, tape.roots
         reads = []
         rest: Any = args
@@ -237,7 +235,7 @@ class TapeMode(RegionMode):
                 value: Any = args[place]
                 found = ids.get(id(value))
                 if found is None or found[0]() is not value:
-                    if not isinstance(value, Tensor):  # left out, or a number
+                    if not isinstance(value, Tensor):  # an omitted argument, or a number
                         continue
                     number = tape.register_unknown(value, func)
                 else:
@@ -248,9 +246,9 @@ class TapeMode(RegionMode):
                 if rest is args:
                     rest = [*args]
                 rest[place] = TENSOR_HOLE
-        except RuntimeError:  # a tensor of inference mode has no version
+        except RuntimeError:  # an inference tensor has no version counter
             return self._run(site, func, args, kwargs or {})
-        if tape.needs_attention:  # trouble
+        if tape.needs_attention:  # the tape is not replayable
             return self._run(site, func, args, kwargs or {})
         out = site.run(*args, **kwargs) if kwargs else site.run(*args)
         if type(out) is not Tensor:
@@ -261,7 +259,7 @@ class TapeMode(RegionMode):
             versions.append(versions[reads[0]])
             roots.append(roots[reads[0]])
             ids[id(out)] = ref(out), first
-        else:  # in new memory, always
+        else:  # always in new memory
             versions.append(0)
             roots.append(first)
             reference = ref(out)
@@ -280,7 +278,7 @@ class TapeMode(RegionMode):
         return out
 
     def _run(self, site: CallSite, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run any op, and write it down."""
+        """Run any op, and record it."""
         recorder, tape = self.recorder, self.tape
         if site.is_unrecorded or recorder.paused:
             return self._run_silently(site, func, args, kwargs)
@@ -327,7 +325,7 @@ class TapeMode(RegionMode):
 
 
 def generators_of(args: Any, kwargs: Any) -> list[torch.Generator]:
-    """Return the generators that an op with these arguments may draw from: those passed, else the default ones."""
+    """Return the generators that an op with these arguments may draw from: the passed ones, else the default ones."""
     passed = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
     return passed or default_generators(args, kwargs)
 
@@ -337,28 +335,28 @@ def new_tensors(out: Any) -> list[Tensor]:
     return [out] if isinstance(out, Tensor) else tensors_of(out)
 
 
-# -- The recorder of the replay engine towards the mode of a region's forward: decides, holds, and writes the tape
+# -- The recorder's interface to the dispatch mode
 
 _LIFT_FRESH = torch.ops.aten.lift_fresh.default
 
 
 class TapeRecorder:
-    """What ``TapeMode`` asks; see Note [The tape]. What the frame asks is in ``ReplayRecorder``."""
+    """The recorder's interface to ``TapeMode``; see Note [The tape]. ``ReplayRecorder`` adds that to the frame."""
 
     def __init__(
         self, table: DecisionTable, owners: tuple[nn.Module, ...], settings: Settings, *, verifies: bool
     ) -> None:
         self.table = table
         self.tape = Tape()
-        self.paused = False  # a replay runs inside the region's own forward: nothing of it is recorded
+        self.paused = False  # True while a replay runs inside the region's own forward, which is not recorded
         self.snapshots: StorageSnapshots = {}
-        self.checksums: dict[int, Sums] | None = {} if verifies else None  # of missing handles
+        self.checksums: dict[int, Sums] | None = {} if verifies else None  # missing handle -> checksum
         self.may_save = False
-        self.reads_values = False  # the value of a tensor was read: the program may have branched on it
+        self.reads_values = False  # the value of a tensor was read, so the program may have branched on it
         self.calls: defaultdict[CallSite, int] = defaultdict(int)
         self.alternations: defaultdict[int, int] = defaultdict(int)
         self.hits: defaultdict[int, int] = defaultdict(int)
-        self.recent: list[tuple[int, Tensor, int]] = []  # handles of what autograd saved since the last op, and roots
+        self.recent: list[tuple[int, Tensor, int]] = []  # saved by autograd since the last op: handle, tensor, root
         self.maybe_modified: list[tuple[int, Tensor, int, int]] = []
         self.random_states = RandomOpStates(self.tape)
         self._settings = settings
@@ -366,18 +364,18 @@ class TapeRecorder:
         self._places: dict[int, tuple[int, int, int]] = {}  # missing handle -> value, number of the next entry, version
         self._kept_in = self.tape.kept_in
         self._in_order = False  # whether a value may come back with other strides
-        self._routing_sums: dict[int, Sums] = {}  # if verified: result of an op that chooses -> its checksum
-        self._rules: dict[int, int] = {}  # kept value -> rule
+        self._routing_sums: dict[int, Sums] = {}  # if the call is verified: result of a must-save op -> its checksum
+        self._rules: dict[int, int] = {}  # kept value -> index of its rule
         self._generators: Generators = {}
-        self._routing: list[tuple[CallSite, range]] = []  # calls of ops that may answer differently, and their results
+        self._routing: list[tuple[CallSite, range]] = []  # calls of must-save ops, and their results
         self._written_parameters: set[int] = set()  # addresses of parameters that the region itself writes to
-        self._gathered: set[int] = set()  # after trouble: addresses of parameters, which FSDP may have filled in here
+        self._gathered: set[int] = set()  # if not replayable: addresses of parameters that FSDP may have gathered here
         self._inputs: RegionInputs | None = None
         self._wrote_inputs = False
         self._wrote_late = False
 
     def run_untaped(self, mode: TapeMode, site: CallSite, args: Any, kwargs: Any) -> Any:
-        """Run an op after the tape has met trouble: hold what must not be chosen anew, and image what is written."""
+        """Run an op of a forward that is not replayable: keep must-save results, snapshot memory before writes."""
         if site.has_generator or site.draws:
             self._note_generators(args, kwargs)
         if site.writes and not site.traits.is_infrastructure:
@@ -404,7 +402,7 @@ class TapeRecorder:
         return out
 
     def read_factories(self, site: CallSite, args: Any, kwargs: Any, reads: list[int]) -> None:
-        """An op reads ``reads``: explain those that were made of nothing, and that no op has written to."""
+        """Resolve those of ``reads``, the values that an op reads, that a factory made and no op has written to."""
         if site.is_view or (site.writes and _fills(site)):
             return
         tape = self.tape
@@ -422,7 +420,7 @@ class TapeRecorder:
             self._explain(root, tensor, site.op)
 
     def before_write(self, site: CallSite, args: Any, kwargs: Any) -> None:
-        """An op is about to write to some of its arguments: copy or image what lies there, if it is wanted as it is."""
+        """Copy or snapshot the memory that an op is about to write to, if its present content is still needed."""
         tape = self.tape
         tape.sync()
         roots = []
@@ -434,11 +432,11 @@ class TapeRecorder:
                 address = storage_address(part)
                 root = tape.by_storage.get(address)
                 if root is None and part is tensor and (value := tape.known(tensor)) is not None:
-                    root = tape.roots[value]  # the first value there is gone, and this is a view of it
+                    root = tape.roots[value]  # the first value in this storage is freed; this is a view of it
                 if root is not None and site.op._schema.name == "aten::set_":
-                    tape.fail(f"{site.op} lets a tensor lie elsewhere")
+                    tape.fail(f"{site.op} moves a tensor to another storage")
                 if root in tape.unpacked_early:
-                    tape.fail(f"{site.op} writes to what a gradient inside the region has read")
+                    tape.fail(f"{site.op} writes to memory that a gradient inside the region has read")
                 if root in self._kept_in:
                     self._copy_kept(root)
                 if root is None or root in tape.leaves:
@@ -448,7 +446,7 @@ class TapeRecorder:
         tape.add_write(tuple(roots))
 
     def draw(self, site: CallSite, args: Any, kwargs: Any) -> None:
-        """An op is about to draw random numbers, perhaps: note the generators it may draw from, as they stand."""
+        """Record the states of the generators from which the next op may draw."""
         if site.has_generator:
             self._note_generators(args, kwargs)
         self.random_states.before(generators_of(args, kwargs))
@@ -464,7 +462,7 @@ class TapeRecorder:
         keywords: Any,
         out: Any,
     ) -> None:
-        """An op has run: put its entry on the tape, decide on its results, and hold them if they are to be saved."""
+        """Record an op that has run: add its entry to the tape, decide on its results, and keep the saved ones."""
         tape = self.tape
         entry, first = len(tape.sites), len(tape.roots)
         count = self._add_results(site, out)
@@ -483,7 +481,7 @@ class TapeRecorder:
         if site.traits.is_factory and count:
             tape.factories[first] = entry
         elif site.op is _LIFT_FRESH and (constant := tape.known(out)) is not None:
-            self.keep(constant, out)  # made of numbers, which are no op's arguments
+            self.keep(constant, out)  # made from Python numbers, which are not arguments of any op
             tape.constants.add(constant)
         self._look_at_recent(entry)
         tape.needs_attention = bool(tape.not_replayable or tape.factories or self.maybe_modified or self.paused)
@@ -493,7 +491,7 @@ class TapeRecorder:
     def decide_on(
         self, site: CallSite, args: Any, kwargs: Any, out: Any, first: int, reads: list[int]
     ) -> tuple[bool, ResolvedRule | None, int | None]:
-        """Decide on the result of an op, and hold it if so; return that, the rule, and which call of the op it was."""
+        """Decide on the result of an op, and keep it if it is saved; return the decision, the rule and the call."""
         saves, rule, call = False, site.final_rule, None
         if site.may_save or site.conditional_rules:
             call = self.calls[site]
@@ -505,7 +503,7 @@ class TapeRecorder:
         return saves, rule, call
 
     def _add_results(self, site: CallSite, out: Any) -> int:
-        """Give numbers to the results of an op, but not to arguments that it gives back; return how many there are."""
+        """Number the results of an op, but not arguments that it returns; return how many were numbered."""
         tensors = new_tensors(out)
         tape = self.tape
         if all(tape.known(tensor) is not None for tensor in tensors):
@@ -517,11 +515,11 @@ class TapeRecorder:
     def _save(
         self, site: CallSite, rule: ResolvedRule | None, call: int, first: int, out: Any, reads: list[int]
     ) -> bool:
-        """Hold the results of an op that the policy saves; return whether they can be held."""
+        """Keep the results of an op that the policy saves; return whether they can be kept."""
         roots = self.tape.roots
         count = len(roots) - first
         new = [first] if count == 1 else [*range(first, first + count)]
-        if not count or min(roots[first:]) < first:  # it gave back an argument, or a view of one
+        if not count or min(roots[first:]) < first:  # it returned an argument, or a view of one
             new = [value for value in new if roots[value] >= first]
             if not new or site.must_save:
                 return False
@@ -532,7 +530,7 @@ class TapeRecorder:
         for value in new:
             self._keep_routing(site, value, tensors[value - first])
             self._rules[value] = number
-        if len(new) < count:  # a compiled graph gives back arguments that its backward reads
+        if len(new) < count:  # a compiled graph returns arguments that its backward reads
             for value in range(first, first + count):
                 if roots[value] < first:
                     self.tape.find_behind(tensors[value - first], roots[value])
@@ -541,37 +539,37 @@ class TapeRecorder:
         return True
 
     def _is_of_parameters(self, site: CallSite, call: int, out: Any, reads: list[int]) -> bool:
-        """Whether a result is made from parameters alone, and large."""
+        """Return whether a result is computed from parameters alone, and large."""
         made_of = self._parameter_only.all_of(reads)
         if made_of == NOT_PARAMETERS:
-            site.calls_on_inputs.add(call)  # the next region's too: it only decides what is held
+            site.calls_on_inputs.add(call)  # applies to the next region too: it only decides what is kept
         return is_large(out, made_of) and not (site.draws and self.random_states.have_moved())
 
     def keep(self, value: int, tensor: Tensor) -> None:
-        """Hold what lies in ``tensor``, as ``value``."""
-        # `data` asks no dispatcher. It has a version counter of its own; but writes are seen by the mode.
+        """Keep the data of ``tensor`` as ``value``."""
+        # `data` bypasses the dispatcher. It has its own version counter, but the mode sees writes anyway.
         self.tape.kept[value] = tensor.data if type(tensor) is Tensor else detached(tensor)
         self._kept_in.setdefault(self.tape.roots[value], []).append(value)
 
     def _keep_routing(self, site: CallSite, value: int, tensor: Tensor) -> None:
         self.keep(value, tensor)
-        if site.must_save and self.checksums is not None and not site.is_collective:  # whose result is not there yet
+        if site.must_save and self.checksums is not None and not site.is_collective:  # its result is not complete yet
             self._routing_sums[value] = checksum(self.tape.kept[value])
 
     def sum_up(self, handle: int, tensor: Tensor) -> None:
-        """If the call is verified: note the bits of what autograd has saved as ``handle``."""
+        """If the call is verified: record the checksum of ``tensor``, which autograd saved as ``handle``."""
         if self.checksums is not None:
             self.checksums[handle] = checksum(tensor, in_order=self._in_order)
 
     def different(self, values: list[tuple[int, Any]]) -> list[tuple[int, Tensor]]:
-        """Return those of these handles with their values that are not what autograd saved in forward."""
+        """Return the pairs of ``values`` (handle, value) whose value differs from what autograd saved in forward."""
         assert self.checksums is not None
         there = [(handle, value) for handle, value in values if isinstance(value, Tensor)]
         pairs = [(self.checksums[handle], checksum(value, in_order=self._in_order)) for handle, value in there]
         return [there[place] for place in find_different(pairs)]
 
     def _look_at_recent(self, entry: int) -> None:
-        """An op has run: see whether it wrote to what autograd had saved right before it."""
+        """Check whether the op that has run wrote to a tensor that autograd saved right before it."""
         if written := self.tape.writes.get(entry):
             for handle, tensor, root in self.recent:
                 if root in written:
@@ -581,7 +579,7 @@ class TapeRecorder:
         self.recent = []
 
     def resolve_maybe_modified(self) -> None:
-        """Autograd saved these, and the next op wrote to them: with its consent if no version counter has moved."""
+        """Resolve tensors that autograd saved and the next op wrote to: the write is legal if no version has moved."""
         for handle, tensor, version, entry in self.maybe_modified:
             if tensor._version == version:
                 value, _, _ = self._places[handle]
@@ -590,7 +588,7 @@ class TapeRecorder:
         self.maybe_modified.clear()
 
     def _explain(self, root: int, tensor: Tensor, op: Any) -> None:
-        """A tensor made of nothing is used, and no op has written to it: hold it, unless it is a constant still."""
+        """Keep a factory's result that is read although no op has written to it, unless it is still a constant."""
         tape = self.tape
         entry = tape.factories.pop(root)
         site = tape.sites[entry]
@@ -601,7 +599,7 @@ class TapeRecorder:
             self.keep(root, whole)
 
     def _is_constant(self, entry: int, tensor: Tensor) -> bool:
-        was_paused, self.paused = self.paused, True  # where autograd saves the tensor, the mode sees what is asked here
+        was_paused, self.paused = self.paused, True  # during a save by autograd, the mode sees the ops of this check
         try:
             return _is_constant(self.tape, entry, tensor)
         finally:
@@ -610,7 +608,7 @@ class TapeRecorder:
     def _copy_kept(self, root: int) -> None:
         kept = self.tape.kept
         for value in self._kept_in.pop(root):
-            kept[value] = kept[value].clone()  # which the modes around see: what measures memory among them
+            kept[value] = kept[value].clone()  # outer modes see the clone, among them those that measure memory
 
     def _snapshot(self, root: int | None, address: int, tensor: Tensor, site: CallSite) -> None:
         leaf = self.tape.leaves.get(root) if root is not None else None
@@ -625,10 +623,10 @@ class TapeRecorder:
                 self._written_parameters.add(address)
                 self.snapshots[address] = snapshot_of(tensor)
         elif site.traits.is_infrastructure:
-            # FSDP of FullyShardedDataParallel: parameters are gathered for a module inside the region, and let go of.
-            self.tape.fail(f"{site.op} writes to a tensor from outside")
+            # FullyShardedDataParallel (FSDP1) gathers the parameters of a module inside the region and frees them.
+            self.tape.fail(f"{site.op} writes to a tensor from outside the region")
         elif not self._settings.freeze_buffers:
-            self.tape.fail(f"{site.op} writes to a tensor from outside, and freeze_buffers is off")
+            self.tape.fail(f"{site.op} writes to a tensor from outside the region, and freeze_buffers is off")
         elif address not in self.snapshots:
             forget_freed(self.snapshots)
             self.snapshots[address] = snapshot_of(tensor)
@@ -640,21 +638,21 @@ class TapeRecorder:
 
 
 def _fills(site: CallSite) -> bool:
-    """Whether what an op writes to is wholly overwritten, as far as can be known: it does not read what is there."""
+    """Return whether an op, as far as can be known, overwrites what it writes to completely, without reading it."""
     namespace, name = site.op._schema.name.split("::")
     return namespace != "aten" or name in FILLING or site.op._schema.overload_name.endswith("out")
 
 
 def _writes_parts(site: CallSite) -> bool:
-    """Whether an op may be there to fill fresh memory, part by part."""
+    """Return whether an op may be one of several that fill fresh memory part by part."""
     return site.writes and site.op._schema.name.split("::")[1] in FILLING_PARTS
 
 
 def _is_constant(tape: Tape, entry: int, tensor: Tensor) -> bool:
-    """Whether ``tensor``, which the op of ``entry`` made of no values, is still what it makes.
+    """Return whether ``tensor``, made by the factory op of ``entry``, still equals what that op makes.
 
-    On a device it is asked once for all calls at one place of a kind of region: to compare waits for the device, and a
-    kernel that writes to such tensors unseen does so in every call, as a rule.
+    On a device this is checked only once per entry for a region group: the comparison synchronizes with the device,
+    and a kernel that writes to such tensors unseen usually does so in every call.
     """
     if tensor.is_meta or type(tensor).__name__ == "FakeTensor":
         return True  # no data
@@ -667,13 +665,13 @@ def _is_constant(tape: Tape, entry: int, tensor: Tensor) -> bool:
     return answer
 
 
-# -- The replay engine's part of a region's forward: what is kept, and what replay has to start from
+# -- The recorder's interface to the frame
 
-_SMALL_BYTES = 1 << 9  # as of buffers that a region without a recorder copies
+_SMALL_BYTES = 1 << 9  # the same limit as for buffers that a region without a recorder copies
 
 
 class ReplayRecorder(TapeRecorder):
-    """Carries a table out on one region call whose backward replays a tape; the ``Recorder`` of ``ReplayFrame``."""
+    """Applies a decision table to one region call that is replayed in backward; the ``Recorder`` of ``ReplayFrame``."""
 
     sees_ops = True
     not_recomputed: frozenset[int] = frozenset()
@@ -695,25 +693,22 @@ class ReplayRecorder(TapeRecorder):
         self.needs_mode = False
         self.figures: SavedFigures | None = None
         self.schedule: ReplaySchedule | None = None  # after the forward
-        self.layout = layout  # that of an earlier call on such inputs; after the forward: of this one
-        self.modified_after_save: dict[
-            int, int
-        ] = {}  # handle -> version: autograd saved it, and the region wrote to it later
-        self.may_fall_back = settings.engine == AUTO  # gives way rather than be worse than rerun; see Note [Auto]
-        self.external_handles: set[int] = set()  # handles of what lives outside of the region, and is kept as it is
+        self.layout = layout  # of an earlier call with the same input signature; after the forward: of this call
+        self.modified_after_save: dict[int, int] = {}  # handle that the region wrote to after the save -> saved version
+        self.may_fall_back = settings.engine == AUTO  # falls back where replay is worse than rerun; see Note [Auto]
+        self.external_handles: set[int] = set()  # handles of external tensors, which are kept as they are
         self._maybe_external: list[tuple[weakref.ref[Handle], weakref.ref[Tensor], int]] = []
         self._owners = owners
-        self._buffers: frozenset[int] | None = None  # of the owners, by id, once it has been asked for
-        self._routed: list[SavedRoutingResult] = []  # after the forward: routing, with what is held of it
+        self._buffers: frozenset[int] | None = None  # ids of the owners' buffers, computed on first use
+        self._routed: list[SavedRoutingResult] = []  # after the forward: routing calls with their kept results
         self._keeps_persistent = True
-        # By the address of its storage: version of a small tensor from outside, the tensor, and a copy of its data.
+        # Address of a storage -> version of a small external tensor, the tensor, and a copy of its data.
         self._external_copies: dict[int, tuple[int, Tensor, torch.UntypedStorage]] = {}
-        self._persistent_roots: set[int] = (
-            set()
-        )  # roots of inputs and parameters, which the region or the model holds anyway
+        # Roots of inputs and parameters, which the region or the model holds anyway.
+        self._persistent_roots: set[int] = set()
 
     def begin(self, inputs: RegionInputs, leaves: list[Any]) -> None:
-        """The region is about to run on ``inputs``, whose tensors are among ``leaves``."""
+        """Prepare for a forward on ``inputs``, whose tensors are among ``leaves``."""
         self._inputs = inputs
         self._in_order = active_hooks() is not None
         self._keeps_persistent = self._settings.early_stop and not self._in_order
@@ -722,7 +717,7 @@ class ReplayRecorder(TapeRecorder):
             self.tape.add_leaf(leaves[kept.position], kept.position, lasts=kept.stored is None)
 
     def unpack_early(self, handle: int, tensor: Tensor) -> None:
-        """A gradient is taken inside the region's own forward, and ``tensor`` is what it will read as ``handle``."""
+        """Record that a gradient inside the region's own forward reads ``tensor``, a replayed value, as ``handle``."""
         self.tape.recognise(tensor, self._places[handle][0])
 
     def forward_mode(self) -> AbstractContextManager[Any]:
@@ -730,7 +725,7 @@ class ReplayRecorder(TapeRecorder):
         return TapeMode(self, self.op_trace)
 
     def pack(self, tensor: Tensor, handle: Handle) -> None:
-        """Autograd saves ``tensor``: note which value it is, and keep it if that costs nothing or nobody knows it."""
+        """Record which value autograd saves with ``tensor``; keep it if that is free or the tape does not know it."""
         tape = self.tape
         found = tape.ids.get(id(tensor))
         if tape.needs_attention and (tape.not_replayable or self.paused):
@@ -757,12 +752,12 @@ class ReplayRecorder(TapeRecorder):
             handle.storage = storage_address(tensor)
             self.recent.append((handle.index, tensor, root))
             return
-        leaf = tape.leaves.get(root)  # none: FSDP has made the storage of a parameter in the region
+        leaf = tape.leaves.get(root)  # None if FSDP has allocated the storage of a parameter inside the region
         is_written = root in tape.writers
         is_parameter = leaf is not None and leaf.position < 0 and leaf.is_persistent
         if (root in self._persistent_roots and not is_written) or (is_parameter and is_written):
-            # As it is: it is one of the ancestors that autograd holds anyway. So is a parameter that the region has
-            # written to: if somebody writes to it once more, backward sees that as it would without us.
+            # Keep the tensor itself: it is one of the ancestors that autograd holds anyway. The same is true of a
+            # parameter that the region has written to: if it is written to once more, backward sees that as usual.
             handle.is_kept = handle.is_external = True
             handle.version = version
             handle.value = handle.watched = tensor
@@ -772,7 +767,7 @@ class ReplayRecorder(TapeRecorder):
         self.sum_up(handle.index, tensor)
 
     def _pack_external(self, tensor: Tensor, handle: Handle) -> None:
-        """Autograd saves what no op of the region made: something that lives outside of it, or an unseen result."""
+        """Handle a saved tensor that no op of the region produced: an external tensor, or an unseen result."""
         handle.storage = storage_address(tensor)
         handle.is_external = isinstance(tensor, nn.Parameter) or self._is_buffer(tensor)
         if handle.is_external or not self.may_fall_back or tensor.numel() <= SMALL_NUMEL:
@@ -788,9 +783,9 @@ class ReplayRecorder(TapeRecorder):
         return id(tensor) in self._buffers
 
     def hold_external(self) -> None:
-        """Hold what autograd has saved of tensors from outside, which costs nothing; there is trouble if some is gone.
+        """Keep the external tensors that autograd has saved, which is free; if one was freed, replay is not possible.
 
-        What has a graph, and no op made, is a result of an unseen kernel, which lives on for somebody's sake only.
+        A tensor with a graph that no op produced is the result of an unseen kernel, and others may release it any time.
         """
         for handle_of, tensor_of, version in self._maybe_external:
             handle, tensor = handle_of(), tensor_of()
@@ -805,7 +800,7 @@ class ReplayRecorder(TapeRecorder):
         self._maybe_external.clear()
 
     def forget_external(self, handles: Iterable[Handle]) -> None:
-        """Python runs again, and finds tensors from outside itself: a buffer advances in it."""
+        """Release external tensors from ``handles``: Python runs again and finds them itself, advancing buffers."""
         for handle in handles:
             if handle.index in self.external_handles:
                 handle.is_kept, handle.value, handle.watched = False, None, None
@@ -816,13 +811,13 @@ class ReplayRecorder(TapeRecorder):
         raise AssertionError("a tape is closed by its own frame")
 
     def may_run_again(self, kept: list[Handle], missing: list[int]) -> bool:
-        """Whether backward may need more than is kept. What lives outside may change, and be read again."""
+        """Return whether backward may need to recompute: external tensors may change and then have to be read again."""
         if missing or not (self.may_fall_back and self.external_handles):
             return bool(missing)
         return not self.external_handles.isdisjoint(handle.index for handle in kept)
 
     def end(self, kept: list[Handle], missing: list[int]) -> None:
-        """The forward is over: work out what is to be replayed, and let go of what that does not need."""
+        """End the forward: compute the replay schedule, and release everything that it does not need."""
         tape = self.tape
         self.resolve_maybe_modified()
         self.recent = []
@@ -863,31 +858,31 @@ class ReplayRecorder(TapeRecorder):
         tape.close()
 
     def wanted(self, handles: list[int]) -> list[Wanted]:
-        """Return what the tape knows of these handles, without those that have been spoilt."""
+        """Return what the tape knows of these handles, without those that were modified after the save."""
         places = self._places
         return [Wanted(handle, *places[handle][:2]) for handle in handles if handle not in self.modified_after_save]
 
     def schedule_of(self, handles: list[int]) -> ReplaySchedule:
-        """Return what to replay for these handles."""
+        """Return the replay schedule for these handles."""
         return schedule_replay(
             self.tape, self.wanted(handles), early_stop=self._settings.early_stop, whole=self.schedule
         )
 
     def pack_with_outer_hooks(self, hooks: PackHooks) -> None:
-        """Hand the held values to the saved-tensor hooks around the region."""
+        """Pass the kept values to the saved-tensor hooks around the region."""
         kept: dict[int, Any] = self.tape.kept
         for value, tensor in kept.items():
             kept[value] = pack_with_outer_hooks(tensor, hooks)
 
     def recompute_mode(self, inputs: list[tuple[int, Tensor]], progress: Progress) -> AbstractContextManager[Any]:
-        """Return the context in which the region's Python runs again, where the tape cannot be replayed."""
+        """Return the context in which the region's Python runs again if the tape cannot be replayed."""
         return PythonRecomputeMode(self.table, self.path, self.snapshots, self._generators, self._routed, progress)
 
     def check_recomputed(self) -> None:
-        """Nothing: what has to be served is asked for in order."""
+        """Do nothing: saved results are served in order."""
 
     def drop(self) -> None:
-        """Let every held value go."""
+        """Release every kept value."""
         self.tape.drop()
         self.schedule = None
         self.snapshots, self._generators, self._routed, self._places = {}, {}, [], {}
@@ -896,16 +891,16 @@ class ReplayRecorder(TapeRecorder):
 
     @property
     def has_collectives(self) -> bool:
-        """Whether other ranks have a part in what is run again: in an op of the tape, or in one of a DTensor."""
+        """Whether other ranks take part in a replay: in a collective on the tape, or in an op on a DTensor."""
         return self.tape.has_meshes or any(getattr(site, "is_collective", False) for site in self.tape.sites)
 
     def may_differ(self, handle: int, device: torch.device) -> bool:
-        """Whether what autograd saved as ``handle`` comes out otherwise each time, by the nature of its ops."""
+        """Return whether what autograd saved as ``handle`` depends on ops that are nondeterministic on ``device``."""
         names = nondeterministic_on(device)
         return bool(names) and may_differ(self.tape, self._places[handle][0], names)
 
     def _find_modified_after_save(self, missing: list[int]) -> None:
-        """What has been written to since autograd saved it is spoilt, or what backward sees is what was written."""
+        """Find saved tensors written to after the save: backward reads the new data, raises, or replay is given up."""
         tape = self.tape
         alive = {value: reference for reference, value in tape.ids.values()}
         for handle in missing:
@@ -918,14 +913,14 @@ class ReplayRecorder(TapeRecorder):
                 self._places[handle] = value, len(tape.sites), version
                 self.sum_up(handle, tensor)
             elif tensor is None or self.may_fall_back:
-                # Autograd's own GRU cells write to one part of what `unsafe_chunk` gives and have saved another.
+                # Autograd's own GRU cells write to one output of `unsafe_chunk` after they have saved another.
                 writer = tape.sites[writers[-1]].op
                 tape.fail(f"{writer} writes to memory in which autograd saved a tensor before")
             else:
                 self.modified_after_save[handle] = version
 
     def _check_leaves(self) -> None:
-        """Nothing holds the leaves: what is gone when the forward ends will not be there in backward."""
+        """Check that the leaves still exist; nothing holds them, so one freed by now is missing in backward."""
         assert self.schedule is not None
         tape = self.tape
         for value in self.schedule.leaves:
@@ -935,19 +930,19 @@ class ReplayRecorder(TapeRecorder):
                     (tape.sites[one.number] for one in self.schedule.steps if value in tape.reads[one.number]), None
                 )
                 name = getattr(reader, "op", "autograd")
-                tape.fail(f"{name} reads a tensor that no op made, and that nothing holds")
+                tape.fail(f"{name} reads a tensor that no op made, and that nothing keeps alive")
             elif leaf.position < 0 and not leaf.is_persistent:
                 self._copy_small(leaf.tensor())
 
     def _copy_small(self, tensor: Tensor) -> None:
-        """Replay will read a tensor from outside: hold a copy if it is small, since somebody may write to it before."""
+        """Copy an external tensor that replay reads, if it is small: it may be written to before the replay."""
         if type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_inference():
             storage = tensor.untyped_storage()
             if storage._cdata not in self.snapshots and storage.nbytes() <= _SMALL_BYTES:
                 self._external_copies[storage._cdata] = tensor._version, detached(tensor), copy_of(storage)
 
     def changed_external(self) -> dict[int, torch.UntypedStorage]:
-        """Return what lay in small tensors from outside that were written to since the forward, by storage."""
+        """Return the forward's data of small external tensors that were written to since, by address of the storage."""
         return {
             address: copy
             for address, (version, watch, copy) in self._external_copies.items()
@@ -955,16 +950,16 @@ class ReplayRecorder(TapeRecorder):
         }
 
     def _check_kept(self) -> None:
-        """What the policy saves is held as it is: something that is no op may have written to it since."""
+        """Check that no unseen write has modified a saved result: the policy's results are kept without a copy."""
         assert self.schedule is not None
         for value in self.schedule.kept:
             if value in self.tape.overwritten:
                 self.tape.fail(
-                    f"a result that the policy saves ({describe(self.tape.kept[value])}) was written to by no op"
+                    f"a result that the policy saves ({describe(self.tape.kept[value])}) was modified, but not by an op"
                 )
 
     def _check_unsaved(self, kept: list[Handle]) -> None:
-        """What replay has to hold beyond what the policy saves, rerun would make again."""
+        """Fall back if replay would keep large values that the policy does not save, which rerun would recompute."""
         assert self.schedule is not None
         large = [value for value in self.tape.kept.keys() - self._rules.keys() if self._is_large(value)]
         if large:
@@ -980,7 +975,7 @@ class ReplayRecorder(TapeRecorder):
         return self.tape.kept[value].numel() > SMALL_NUMEL
 
     def _release(self, kept: list[Handle]) -> None:
-        """Hold only what replay starts from, and count it."""
+        """Keep only the values that replay starts from, and count their bytes."""
         tape, layout = self.tape, self.layout
         held = {value: tape.kept[value] for value in self.schedule.kept} if self.schedule is not None else {}
         loose = [handle for handle in kept if not handle.is_external]

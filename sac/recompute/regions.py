@@ -1,4 +1,4 @@
-"""Regions and what their calls have in common: which engine runs a call, and what earlier calls have shown."""
+"""Regions and region groups: which engine runs a call, and the evidence from earlier calls."""
 
 from __future__ import annotations
 
@@ -34,46 +34,46 @@ from sac.region.writes import needs_recorder
 from sac.tensors import plain_address
 from sac.torch_private import tree_leaves
 
-# -- A kind of region: layers that share a table, what their first calls have shown, and what was last kept
+# -- Region groups and regions
 
 # Note [Evidence]
 #
-# What earlier calls have shown saves time in later ones, and never changes a result.
+# Evidence is what earlier calls of a region have shown. It saves time in later calls and never changes a result.
 #
-# Where rules decide on ops, and where `engine: replay` is asked for, every call runs under a recorder. In `full`, and
-# where rules speak of whole modules only, a recorder is not needed for most regions, and takes longer than all else. So
-# the first call on each sort of inputs runs under one. If that shows nothing that needs a dispatch mode (no op that
-# chooses, no generator passed by the caller, no write to something from outside, no last op that writes to what
-# autograd has saved), later calls on the same sort of inputs enter none. Inputs are of one sort if dtypes, shapes,
-# needed gradients and plain values are the same, and if the function is made of the same parts as before (Note [Which
-# function is it]). Evidence is per region.
-#  - A call that read a tensor's value, or drew from Python's or NumPy's random numbers, may have branched on it: it
-#    shows nothing about other calls.
-#  - A region that has once needed a recorder has one in every later call.
-#  - A call without one is right by itself, whatever it does: what it can reach is noted before and put back (Note
-#    [Python state], Note [Buffers advance once]), and if it has written to something of which there is no copy, its
-#    activations are kept (Note [The walk of a region]).
+# If rules decide on ops, or the user sets `engine: replay`, every call runs under a recorder. In `full`, and if all
+# rules match whole modules, most regions do not need a recorder, and a recorder would be the largest overhead. So only
+# the first call with each input signature runs under one. Later calls with the same signature enter no dispatch mode if
+# that first call had none of these: a routing op, a generator passed by the caller, a write to an external tensor, a
+# last op that writes to a tensor that autograd has saved. Two calls have the same signature if their dtypes, shapes,
+# `requires_grad` flags and plain values are equal and the function consists of the same parts (Note [Which function is
+# it]). Evidence is per region.
+#  - A call that read a tensor's value, or drew random numbers from Python or NumPy, may have branched on that. It is
+#    no evidence for other calls.
+#  - Once a region has needed a recorder, all its later calls have one.
+#  - A call without a recorder is correct whatever it does. The state that it can reach is recorded first and restored
+#    later (Note [Python state], Note [Buffers advance once]). If the call wrote to memory of which there is no copy,
+#    its activations are kept (Note [The walk of a region]).
 #
-# Example. A layer that is dropped with probability 0.5 by `torch.rand(()).item()`, and has an `rrelu` at its end. The
-# first call drops it, and no op runs but `rand`. That call read a value, so the next one is recorded too; and since the
-# code of the layer names `rrelu`, all are.
+# Example. A layer uses `torch.rand(()).item()` to skip itself with probability 0.5, and ends in an `rrelu`. The first
+# call skips the layer, so `rand` is the only op that runs. That call read a value, so the next call is recorded too.
+# Since the layer's code names `rrelu`, so is every later call.
 
 
 _AnyRecorder = RerunRecorder | ReplayRecorder | ModuleRecorder
-MOST_SIGNATURES = 1024  # of inputs that a region remembers; variable lengths must not make it grow for ever
+MOST_SIGNATURES = 1024  # input signatures that a region remembers; with variable lengths there is no other bound
 
 
 class RegionGroup:
-    """Regions of one sort: the table they share, the ops that the first of them ran, and what a plan says of them."""
+    """Regions that share a decision table, the op trace of the first call, and their part of a planned policy."""
 
     def __init__(self, table: DecisionTable, name: str, planned: PlannedRegion | None = None) -> None:
         self.table = table
         self.name = name
         self.planned = None if table.matches_modules else planned  # a module saved as a whole hides its ops
         self.op_trace: tuple[OpTraceRow, ...] = ()
-        self.lists_ops = True  # whether its first call makes `rows`, which takes longer than ops without data do
-        self.layouts: dict[Any, TapeLayout] = {}  # of each sort of inputs
-        self.not_replayable = ""  # why regions of this kind are not replayed
+        self.lists_ops = True  # whether the first call fills `op_trace`, which takes longer than running data-free ops
+        self.layouts: dict[Any, TapeLayout] = {}  # input signature -> tape layout
+        self.not_replayable = ""  # why the regions of this group are not replayed
 
     def __reduce__(self) -> tuple[Any, ...]:
         table = self.table
@@ -81,25 +81,21 @@ class RegionGroup:
         return _rebuild, (table.policy, rules, table.must_save, self.name, self.planned)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RegionGroup:
-        return self  # what it has learnt holds for copies of its regions too
+        return self  # what the group has learnt is also true of copies of its regions
 
 
 class Region:
-    """One checkpointed module: its kind, what its calls have shown, and what the last one kept."""
+    """One checkpointed module: its region group, the evidence from its calls, and what the last call kept."""
 
     def __init__(self, group: RegionGroup, path: str) -> None:
         self.group = group
         self.path = path
         self.stats = RegionStats()
-        self.function_keys: dict[
-            Hashable, object
-        ] = {}  # what the function was made of in a call: the mark of such calls
-        self._needs_no_mode: set[Any] = set()  # sorts of inputs that need no mode
-        self._module_evidence: dict[
-            Any, ModuleEvidence
-        ] = {}  # sorts of inputs -> what a call has shown of modules saved as a whole
-        self._verified: set[Any] = set()  # sorts of inputs of which a call has been compared with its replay
-        self._needs_recorder = False  # a call has needed one, or would have: none goes without any more
+        self.function_keys: dict[Hashable, object] = {}  # parts of the function in a call -> its function key
+        self._needs_no_mode: set[Any] = set()  # input signatures whose calls need no dispatch mode
+        self._module_evidence: dict[Any, ModuleEvidence] = {}  # input signature -> evidence on modules saved as a whole
+        self._verified: set[Any] = set()  # input signatures of which one call has been compared with its replay
+        self._needs_recorder = False  # a call needed a recorder, or would have: all later calls have one
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {
@@ -107,7 +103,7 @@ class Region:
             "_module_evidence": {},
             "_verified": set(),
             "function_keys": {},
-        }  # a copy learns anew: sorts hold weak references, which cannot be copied
+        }  # a copy starts without evidence: signatures hold weak references, which cannot be copied
 
     def run(
         self,
@@ -120,8 +116,8 @@ class Region:
     ) -> Any:
         """Run one call; gradients are those of ``function(*args, **kwargs)``.
 
-        ``owners`` are the function's modules. Calls with another ``mark``, which stands for what the function is made
-        of, share no evidence; those without one have none.
+        ``owners`` are the function's modules. ``function_key`` stands for the parts of the function. Calls share
+        evidence only if their keys are equal; a call without a key has none.
         """
         refuse_transforms(self.path)
         settings = as_torch_says(settings)
@@ -135,7 +131,7 @@ class Region:
                 if settings.use_reentrant:
                     refuse_reentrant(self.path)
                 if self.group.table.matches_modules:
-                    return function(*args, **kwargs)  # the result that is kept of a module has no tangents
+                    return function(*args, **kwargs)  # the kept result of a module has no tangents
                 function, (args, kwargs) = on_tangents, primals
         inputs = RegionInputs(args, kwargs)
         if inputs.owners:
@@ -183,7 +179,7 @@ class Region:
         inputs: RegionInputs,
         leaves: Callable[[], list[Any]],
     ) -> tuple[Frame | ReentrantFrame, _AnyRecorder | None]:
-        """Return what runs one call, and the recorder that it needs, if any; see Note [Evidence]."""
+        """Return the frame that runs one call, and its recorder if it needs one; see Note [Evidence]."""
         table = self.group.table
         is_known = signature is not None and signature in self._needs_no_mode and not table.saves_everything
         records = not is_known or self._needs_recorder or table.decides_on_ops or settings.engine == REPLAY
@@ -220,7 +216,7 @@ class Region:
         return frame, recorder
 
     def _is_replayed(self, settings: Settings) -> bool:
-        """Whether a call that needs a recorder is recomputed by replay."""
+        """Return whether a call that needs a recorder is recomputed by replay."""
         table = self.group.table
         if (
             (self.group.not_replayable and active_hooks() is None)  # see Note [Replay]
@@ -243,9 +239,9 @@ class Region:
         self._verified.add(signature)
 
     def _give_up(self, asked: bool, reason: str) -> None:
-        """A call could not be replayed: later ones of this kind go under the rerun engine.
+        """Use the rerun engine for later calls of this region group, since a call could not be replayed.
 
-        ``asked``: whether the user asked for replay, and so is told.
+        ``asked``: whether the user set `engine: replay`; then a warning is given.
         """
         if not self.group.not_replayable:
             self.group.not_replayable = reason
@@ -256,7 +252,7 @@ class Region:
         return self.group.not_replayable
 
     def _always_record(self) -> None:
-        """A call without a recorder wrote to something: no call goes without one any more."""
+        """Record all later calls, since a call without a recorder wrote to something."""
         self._needs_no_mode.clear()
         self._module_evidence.clear()
         self._needs_recorder = True
@@ -327,29 +323,29 @@ def _rebuild(
     return RegionGroup(rebuild_table(policy, indices, must_save), name, planned)
 
 
-# -- Regions of functions and modules: what earlier calls have shown of each, and which of them a call is one of
+# -- The region of a function or module call
 
 # Note [What a function changes itself]
 #
-# Two calls are of one function if all that the function holds is the same (Note [Which function is it]). A function
-# that counts its calls would be another one each time. But what a call changes itself is not the same in recomputation
-# either, so it cannot be what decides which ops run; wherever a first call is seen to change something, that is no part
-# of the function's identity from then on.
+# Two calls are calls of the same function if all parts that the function holds are equal (Note [Which function is it]).
+# By that rule, a function that counts its calls would be a new function in every call. But a part that the call itself
+# changes also differs in recomputation, so it cannot decide which ops run. If a first call changes a part, that part is
+# left out of the function's fingerprint from then on.
 
 FULL = Policy(name="full", source="full")
 FULL_TABLE = DecisionTable(FULL, ())
 _MOST_REGIONS = 1024
-_OF_ONE_FUNCTION = ()  # the mark of all calls of a region that serves one function only
+_OF_ONE_FUNCTION = ()  # function key of all calls of a region that serves only one function
 
 _regions: dict[Hashable, Region] = {}
 _groups: dict[Hashable, RegionGroup] = {}
-_changing_parts: dict[Hashable, dict[Hashable, frozenset[int]]] = {}  # which parts a function changes; see `_skeleton`
+_changing_parts: dict[Hashable, dict[Hashable, frozenset[int]]] = {}  # parts that a function changes: `_stable_parts`
 
 
 def run_as_region(
     function: Callable[..., Any], settings: Settings, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Run ``function(*args, **kwargs)`` as a region, by what earlier calls of the same function have shown."""
+    """Run ``function(*args, **kwargs)`` as a region, using the evidence from earlier calls of the same function."""
     fingerprint = _fingerprint_of(function)
     owners = tuple(fingerprint.owners)
     key = _key(fingerprint) if fingerprint.is_known else None
@@ -374,7 +370,7 @@ def run_modules(
 ) -> Any:
     """Run ``function(*args, **kwargs)``, which calls ``modules``, as a call of ``region``.
 
-    The modules may have been changed since its last call: by an attribute, a hook, a part put into training.
+    The modules may have changed since the region's last call: an attribute, a hook, a submodule set to training mode.
     """
     is_first = not region.stats.calls
     output = _run_modules(region, function, modules, settings, args, kwargs)
@@ -415,14 +411,14 @@ def _fingerprint_of(function: Any) -> FunctionFingerprint:
 
 def _key(fingerprint: FunctionFingerprint) -> Hashable:
     parts = fingerprint.parts
-    known = _changing_parts.get(parts[0])  # as a rule None: most functions change nothing
+    known = _changing_parts.get(parts[0])  # usually None: most functions change nothing
     for place in known.get(_stable_parts(parts), ()) if known else ():
         parts = [*parts[:place], None, *parts[place + 1 :]]
     return tuple(parts)
 
 
 def _stable_parts(parts: list[Any]) -> Hashable:
-    """Return what stays the same of a function that changes plain values: what it holds beside them."""
+    """Return what stays the same in a function that changes plain values: the number of its parts, and all others."""
     return len(parts), tuple(part for part in parts if type(part) not in PLAIN)
 
 
@@ -437,7 +433,7 @@ def _note_changes(before: FunctionFingerprint, after: FunctionFingerprint) -> No
 
 
 def _group_of(function: Any) -> RegionGroup:
-    """Return one kind for all functions of the same code, and for all modules of a class."""
+    """Return the region group of a function or module: one per code object, one per module class."""
     while type(function) in (partial, types.MethodType):
         function = function.func if type(function) is partial else function.__func__
     key = weak_identity(function.__code__ if type(function) is types.FunctionType else type(function))
@@ -445,7 +441,7 @@ def _group_of(function: Any) -> RegionGroup:
 
 
 def _name_of(function: Any) -> str:
-    """Return how messages name the region."""
+    """Return the region's name in messages."""
     is_function = type(function) in (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
     name: str = function.__qualname__ if is_function else type(function).__name__
     return name
@@ -458,14 +454,15 @@ def _put(known: dict[Hashable, Any], key: Hashable, value: Any) -> Any:
     return value
 
 
-# -- What a region's forward leaves behind, so that its outputs can be computed again
+# -- Anchors from which a region's outputs can be computed again
 
 
 @dataclass
 class OutputAnchor:
-    """What one forward leaves for discarding: its outputs with memory of their own, and the node that saved them.
+    """The outputs of one forward that can be discarded (they own their memory), and the node that saved them.
 
-    A plain dataclass, and empty when the region begins: calls of one function are of one sort (Note [Evidence]).
+    A plain dataclass, empty when the region begins, so that all calls of one function have the same input signature
+    (Note [Evidence]).
     """
 
     chosen: tuple[int, ...] | None = None
@@ -473,7 +470,7 @@ class OutputAnchor:
     node: torch.Tensor | None = None
 
     def take(self, output: Any, inputs: Any) -> None:
-        """Save the tensors of ``output`` for backward, in recomputation the same ones again."""
+        """Save the tensors of ``output`` for backward; in recomputation save the same ones again."""
         leaves = tree_leaves(output)
         is_first = self.chosen is None
         if self.chosen is None:
@@ -489,10 +486,10 @@ class OutputAnchor:
 
 
 def anchored(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that does as ``function``, and lets the ``note`` that it is given take what it returns."""
+    """Return a function that calls ``function`` and passes the result to the ``anchor`` that it is given."""
     noting = partial(_call, function)
     noting.__qualname__ = getattr(function, "__qualname__", type(function).__name__)  # type: ignore[attr-defined]
-    return noting  # not a closure: calls of one function are told to be so by its parts
+    return noting  # not a closure: calls of the same function are recognized by its parts
 
 
 def _call(function: Callable[..., Any], *args: Any, anchor: OutputAnchor) -> Any:
@@ -502,7 +499,7 @@ def _call(function: Callable[..., Any], *args: Any, anchor: OutputAnchor) -> Any
 
 
 class _Anchor(torch.autograd.Function):
-    """Saves tensors, and is part of no other graph."""
+    """Saves tensors; is not part of any other graph."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Replay: runs the recorded ops again, below autograd."""
+"""The replay engine: runs recorded ops again, below autograd."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ from sac.tensors import (
 )
 from sac.torch_private import BelowAutograd, WithoutAutocast
 
-# -- Runs the steps of a replay, below autograd and without the region's Python
+# -- Running a replay schedule
 
 CAN_REPLAY = BelowAutograd is not None and WithoutAutocast is not None
 
 Fill = Callable[[int, Tensor], None]
 
 
-class CannotReplay(Exception):  # noqa: N818 (it is no error: the region's Python runs instead)
-    """A value that replay starts from is not there any more; the text says which."""
+class CannotReplay(Exception):  # noqa: N818 (not an error: the region's Python runs instead)
+    """This call cannot be replayed; the text says why, for example which starting value is gone."""
 
 
 class ExternalChangeError(Exception):
-    """A tensor from outside was written to after the forward; holds the tensor and the version of the forward."""
+    """An external tensor was written to after the forward; holds the tensor and its version in the forward."""
 
     def __init__(self, tensor: Tensor, version: int) -> None:
         super().__init__()
@@ -58,16 +58,16 @@ Before = dict[int, torch.UntypedStorage]
 
 
 def run_schedule(schedule: ReplaySchedule, tape: Tape, inputs: dict[int, Tensor], before: Before, fill: Fill) -> None:
-    """Run the steps of ``plan``; ``fill`` is given each waiting handle's number with its tensor.
+    """Run the steps of ``schedule``; call ``fill`` with the number of each waiting handle and its tensor.
 
-    ``inputs`` are the region's, by position; ``before``: what lay in tensors from outside that were written to since,
-    by the address of their storage. Raises ``CannotReplay`` and ``ExternalChangeError``, before any op runs.
+    ``inputs``: the region's inputs, by position. ``before``: the earlier data of external tensors that were written to
+    since, by the address of their storage. Raises ``CannotReplay`` and ``ExternalChangeError`` before any op runs.
     """
     values: list[Any] = [None] * len(tape.roots)
-    for value in schedule.kept:  # above autograd: to fetch one may be to run an outer region again
+    for value in schedule.kept:  # above autograd: fetching a value may recompute an outer region
         values[value] = fetch(tape.kept[value])
     generators = {id(g): g for step in schedule.steps for g, _ in tape.states.get(step.number, ())}
-    # Modes that are on see the ops, as in the handler of one; autograd and autocast do not.
+    # Active dispatch modes see the ops, as they would inside a mode's handler; autograd and autocast do not.
     with torch.enable_grad(), BelowAutograd(), WithoutAutocast(), ExitStack() as stack:
         _load(schedule, tape, inputs, before, values)
         for generator in generators.values():
@@ -84,7 +84,7 @@ def _load(schedule: ReplaySchedule, tape: Tape, inputs: dict[int, Tensor], befor
             continue
         tensor = leaf.tensor()
         if tensor is None:
-            raise CannotReplay("a tensor from outside that an op read is not there any more")
+            raise CannotReplay("a tensor from outside the region that an op read no longer exists")
         address = storage_address(tensor)
         if address in before:
             if address not in copies:
@@ -92,9 +92,9 @@ def _load(schedule: ReplaySchedule, tape: Tape, inputs: dict[int, Tensor], befor
             values[value] = tensor.new_empty(0).set_(copies[address], *_place(layout_key(tensor)))
             continue
         if tape.roots[value] in tape.writers:
-            raise CannotReplay("the data of a tensor that the region has written to is elsewhere now")
+            raise CannotReplay("the data of a tensor that the region has written to has moved")
         if tensor.shape != leaf.shape or (not storage_bytes(tensor) and tensor.numel()):
-            raise CannotReplay("the data of a parameter that an op read is elsewhere now")
+            raise CannotReplay("the data of a parameter that an op read has moved")
         if not leaf.is_persistent and version_of(tensor) != leaf.version:
             raise ExternalChangeError(tensor, leaf.version)
         values[value] = tensor
@@ -112,14 +112,14 @@ def _run(schedule: ReplaySchedule, tape: Tape, values: list[Any], fill: Fill) ->
     for handle, value in schedule.fills:
         fill(handle, values[value])
     rests, states, keywords = tape.arg_templates, tape.states, tape.keywords
-    works: list[Any] = []  # of point-to-point calls, of which several have to be under way at once
+    works: list[Any] = []  # of point-to-point calls, several of which must be in flight at once
     for number, run, places, result, fills, frees in schedule.orders or _orders(schedule, tape):
         if result < 0 or works or number in states:
             _run_unusual(schedule, tape, number, values, works)
         else:
             args = [*rests[number]]
             for place, value in places:
-                if args[place] is not TENSOR_HOLE:  # a number stands where another call of this program had a tensor
+                if args[place] is not TENSOR_HOLE:  # a number, where another call with this tape layout had a tensor
                     args = _arguments(rests[number], tape.reads[number], values)
                     break
                 args[place] = values[value]
@@ -132,10 +132,10 @@ def _run(schedule: ReplaySchedule, tape: Tape, values: list[Any], fill: Fill) ->
 
 
 def _orders(schedule: ReplaySchedule, tape: Tape) -> list[Any]:
-    """Return the steps in the form in which they are run; calls with the same plan share it.
+    """Return the steps in the form in which they run; calls with the same schedule share it.
 
-    Of a usual step: its number, what to call, where its tensors stand among the arguments, the number of its result,
-    and what to do after it. The result is -1 where there is more to it; see ``_run_unusual``.
+    An ordinary step consists of its number, the callable, the places of tensors in its arguments, the number of its
+    result, the handles to fill and the values to free. The result is -1 for a step that ``_run_unusual`` runs.
     """
     schedule.orders = []
     schedule.steps_by_number = {step.number: step for step in schedule.steps}
@@ -158,7 +158,7 @@ def _orders(schedule: ReplaySchedule, tape: Tape) -> list[Any]:
 
 
 def _run_unusual(schedule: ReplaySchedule, tape: Tape, number: int, values: list[Any], works: list[Any]) -> None:
-    """Run a step with several results or none, with tensors inside arguments, random numbers, ranks to wait for, …"""
+    """Run a step that is not ordinary: several results or none, tensors in containers, random numbers, collectives."""
     op, rest, reads = tape.sites[number], tape.arg_templates[number], tape.reads[number]
     if type(op) is not CallSite:
         out = _made(op, rest, [values[read] for read in reads])
@@ -192,7 +192,7 @@ def _arguments(rest: Sequence[Any], reads: Sequence[int], values: list[Any]) -> 
 
 
 def _works_of(out: Any) -> list[Any]:
-    """Return what is to be waited for among an op's results: `Work.wait` is no op, so no tape has it."""
+    """Return the `Work` objects among an op's results; `Work.wait` is not an op, so the tape does not contain it."""
     found = out if isinstance(out, (tuple, list)) else (out,)
     return [one for one in found if isinstance(one, torch.ScriptObject) and hasattr(one, "wait")]
 
@@ -203,7 +203,7 @@ def _wait(works: list[Any]) -> None:
 
 
 def _made(kind: Any, rest: Any, reads: list[Any]) -> Tensor:
-    """Make what came about unseen in the forward; see Note [The tape]."""
+    """Make a tensor that was created unseen in the forward; see Note [The tape]."""
     if kind is ALIAS:
         return _alias(reads[0], rest[0])
     if kind is CAST:
@@ -226,44 +226,55 @@ def _alias(tensor: Tensor, geometry: tuple[Any, ...]) -> Tensor:
     return found.set_(tensor.untyped_storage(), *_place(geometry))
 
 
-# -- The replay engine: a region's forward is written to a tape, and backward runs again what it needs of that
+# -- The frame of a replayed region
 
 # Note [Replay]
 #
-# Forward. The region's function runs under a `TapeMode`, which writes down what each op read, made and wrote (Note [The
-# tape]), and holds what the policy saves. What autograd saves is a missing handle, known by its value on the tape.
-# At the end a plan is made of what backward will have to run (Note [What is replayed]), and what the plan does not
-# start from is let go.
+# Forward. The region's function runs under a `TapeMode`, which records what each op read, produced and wrote to (Note
+# [The tape]), and keeps what the policy saves. A tensor that autograd saves becomes a missing handle unless its value
+# is kept; the tape knows its value. At the end of the forward, the recorder computes the replay schedule: which ops
+# backward has to run (Note [What is replayed]). Values that the schedule does not start from are released.
 #
-# Backward. The first unpack of a missing handle runs the plan: the ops alone, below autograd, with no dispatch mode of
-# ours and none of the region's Python. So nothing that Python does happens twice, and nothing that it looks at matters:
-# numbers that came from tensors, autocast, the way through an `if` stand on the tape. Random ops that run again find
-# their generators as they stood.
+# Backward. The first unpack of a missing handle runs the schedule: only the ops, below autograd, without our dispatch
+# modes and without the region's Python. So no side effect of Python happens twice, and nothing that Python depends on
+# matters: numbers read from tensors, autocast casts and the branches taken are on the tape. Random ops that run again
+# start from the generator states of the forward.
 #
-# Where replay gives way. Trouble on the tape (`Tape.fail`), a leaf that is gone or lies elsewhere, or a value that is
-# not the one of the forward (`verify`): then this call's Python is run again from its start, with random states,
-# buffers and flags as they were; nothing of what the policy saved is of use then, except what must not be chosen anew.
-# Later calls of the kind go under the rerun engine, and those whose backward is still to come run as Python too. Not so
-# inside hooks on saved tensors, which may be those of an outer checkpoint: that counts what is handed to it, and finds
-# in its recomputation what it found in its forward. There a call goes on as before, but that its backward runs Python.
-# A value that differs is an error where the tape holds collectives: another rank may not have seen the difference, and
+# Fallback to rerun. A call cannot be replayed if its tape is not replayable (`Tape.fail`), if a leaf is gone or its
+# data has moved, or if a value differs from the forward's (`verify`). Then the call's Python runs again from its start,
+# with random states, buffers and flags restored. Of the saved results it uses only those that must not be chosen anew.
+# Later calls of the region group use the rerun engine; earlier calls whose backward is still to come run as Python too.
+# The exception is a region inside saved-tensor hooks, which may be those of an outer checkpoint. An outer checkpoint
+# counts the tensors passed to it, and expects the same ones in its recomputation as in its forward. There, later calls
+# are recorded as before, and only their backward runs Python.
+# A value that differs is an error if the tape contains collectives: another rank may not have seen the difference, and
 # would not take part in a second run.
+#
+# Example. A block computes `down(gelu(up(x)))` with Linears without bias, and the policy saves `mm`. Autograd saves x,
+# both weights, the result of `up` and the result of `gelu`. Only the last is a missing handle. The schedule has one
+# step: `gelu`, which starts from the kept result of `up`. Backward of `down` unpacks the handle and runs that step;
+# no `mm` runs again, and neither does the block's Python.
 #
 # Note [Auto]
 #
-# With `engine: auto` nothing may be worse than under rerun: no warning where replay gives way, no error that rerun
-# would not raise, nothing held that rerun would not hold. So replay gives way in more places (`yields` of the
-# recorder): where it would hold what the policy does not save, because a kernel has made it that the dispatcher does
-# not see; where a write would be an error; and inside hooks on saved tensors, where giving way would not last. The one
-# warning is of a tensor from outside that was written to after the forward: Python reads what is there now, which may
-# be something else. The one error is that of a value that differs where ranks meet, see above.
+# With `engine: auto`, replay must be no worse than rerun: no warning when it falls back to rerun, no error that rerun
+# would not raise, no memory held that rerun would not hold. So replay falls back in more cases (`may_fall_back` of the
+# recorder): if it would keep a value that the policy does not save, made by a kernel that the dispatcher does not see;
+# if a write would be an error; and inside saved-tensor hooks, where a fallback would not last. The only warning is
+# about an external tensor that was written to after the forward: Python reads its present data, which may differ. The
+# only error is a value that differs where the tape contains collectives, see above.
+#
+# Example. A kernel that the dispatcher does not see fills a `torch.empty(8, 8)`, and an op reads it. Replay cannot
+# recompute that value, so `engine: replay` keeps its 64 elements. Rerun would call the kernel again and keep nothing.
+# So under `auto` the backward of this call runs Python, and later calls of the region group use rerun, without a
+# warning.
 
-_CHANGED = "a tensor from outside was changed in place after the forward"
-_READ_AGAIN = "the region's Python runs again, and finds what is there now: gradients are right if that is the same"
+_CHANGED = "a tensor from outside the region was changed in place after the forward"
+_READ_AGAIN = "the region's Python runs again and reads the present data: gradients are right if it equals forward's"
 
 
 class ReadAgain(CannotReplay):
-    """A tensor from outside was written to after the forward: this call's Python runs again, and reads it anew."""
+    """An external tensor was written to after the forward: this call's Python runs again, and reads it anew."""
 
     def __init__(self) -> None:
         super().__init__(_CHANGED)
@@ -272,7 +283,8 @@ class ReadAgain(CannotReplay):
 class ReplayFrame(Frame):
     """The frame of a region that is replayed; see Note [Replay].
 
-    ``give_up`` hears why it cannot be; ``given_up`` returns that, once another call of the kind has said so.
+    ``give_up`` is called with the reason if the call cannot be replayed. ``given_up`` returns the reason once a call of
+    the same region group has given up.
     """
 
     recorder: ReplayRecorder
@@ -306,7 +318,8 @@ class ReplayFrame(Frame):
             self._give_up(recorder.tape.not_replayable)
         self._hold_inputs(kept, needed=needed)
         if self.hooks is not None:
-            recorder.needs_mode = recorder.needs_mode or bool(kept or recorder.tape.kept)  # so that they are again
+            # With a recorder, later calls pass the hooks the same values again.
+            recorder.needs_mode = recorder.needs_mode or bool(kept or recorder.tape.kept)
             recorder.pack_with_outer_hooks(self.hooks)
         return kept
 
@@ -328,7 +341,7 @@ class ReplayFrame(Frame):
         return self._value_of(handle)
 
     def _was_changed(self, handle: Handle) -> bool:
-        """Whether what is kept as ``handle`` lives outside of the region, was written to, and can be found anew."""
+        """Return whether ``handle`` keeps an external tensor that was written to and can be read anew by Python."""
         recorder = self.recorder
         if not recorder.may_fall_back or self._dropped or handle.index not in recorder.external_handles:
             return False
@@ -343,14 +356,14 @@ class ReplayFrame(Frame):
         wanted.task = -2  # it may have been unpacked in this task before: a second read of ctx.saved_tensors
         waiting = {handle.index: handle for handle in self._alive() if self._waits(handle, task)}
         try:
-            # Not in a forward inside hooks: an outer checkpoint is shown there what its own forward was shown.
+            # Not during a forward inside hooks: an outer checkpoint must be passed the same tensors as in its forward.
             if (self._forward_over or self.hooks is None) and (reason := self._given_up()):
                 raise CannotReplay(reason)
             if recorder.external_handles and any(map(self._was_changed, self._alive())):
                 raise ReadAgain
             self._replay(waiting)
         except CannotReplay as error:
-            # What somebody else did between the passes says nothing about other calls.
+            # A write between forward and backward is no evidence about other calls.
             if not isinstance(error, ReadAgain):
                 self._give_up(str(error))
             self._run_python(str(error), wanted, waiting, task, last=last)
@@ -363,7 +376,7 @@ class ReplayFrame(Frame):
         module_state = self.ambient.module_state
         before = module_state.copies()
         if before is None:
-            raise CannotReplay("a buffer's data is elsewhere now")
+            raise CannotReplay("the data of a buffer has moved")
         before = {
             **recorder.changed_external(),
             **before,
@@ -373,6 +386,7 @@ class ReplayFrame(Frame):
         asked = frozenset(waiting) - recorder.modified_after_save.keys()
         if schedule is None or schedule.handles != asked:
             schedule = recorder.schedule_of(sorted(asked))
+        self._check_unseen_writes(schedule)
         if self.settings.checks_metadata:
             read = frozenset(id(recorder.tape.leaves[value].tensor()) for value in schedule.leaves)
             if (problem := module_state.changed_parameter(self.path, read)) is not None:
@@ -409,13 +423,27 @@ class ReplayFrame(Frame):
             self._verify(waiting, filled)
         self._rebuilt = None
 
+    def _check_unseen_writes(self, schedule: ReplaySchedule) -> None:
+        """Raise ``CannotReplay`` if the forward wrote to a leaf unseen: before or after an op read it, nobody knows."""
+        unseen = self.ambient.module_state.written_unseen()
+        if not unseen:
+            return
+        tape = self.recorder.tape
+        for value in schedule.leaves:
+            leaf = tape.leaves[value]
+            if leaf.position >= 0 or tape.roots[value] in tape.writers:  # an op wrote to it, by way of `data`
+                continue
+            tensor = leaf.tensor()
+            if tensor is not None and storage_address(tensor) in unseen:
+                raise CannotReplay("the forward wrote to a tensor that an op reads in a way that no mode sees (NumPy)")
+
     def _rebuild(self) -> tuple[tuple[Any, ...], dict[str, Any], list[tuple[int, Tensor]]]:
-        """Return the arguments; what replay was given may serve Python after it, for hooks may give it only once."""
+        """Return the arguments; a fallback after a replay reuses those of the replay: hooks may unpack only once."""
         rebuilt, self._rebuilt = self._rebuilt, None
         return super()._rebuild() if rebuilt is None else rebuilt
 
     def _verify(self, waiting: dict[int, Handle], filled: list[int]) -> None:
-        """Compare what was replayed with what autograd saved; raises ``CannotReplay`` if that is something else."""
+        """Compare replayed values with those that autograd saved; raise ``CannotReplay`` if they differ."""
         recorder = self.recorder
         for index, value in recorder.different([(index, waiting[index].value) for index in filled]):
             if recorder.may_differ(index, value.device):
@@ -434,7 +462,7 @@ class ReplayFrame(Frame):
 
 
 def warn_not_replayable(path: str, reason: str) -> None:
-    """Tell that regions like the one at ``path`` cannot be replayed."""
+    """Warn that regions like the one at ``path`` cannot be replayed."""
     found = f"replay cannot be used here: {reason}"
     fix = "none is needed, the region runs again as Python; `engine: rerun` asks for that from the start"
     warnings.warn(str(Problem(path or "region", found, fix=fix)), SacWarning, stacklevel=2)

@@ -1,4 +1,4 @@
-"""Which ops of a tape have to run again, and the same answer for later calls with the same tape."""
+"""Replay schedules: which ops of a tape run again, shared by calls with the same tape layout."""
 
 from __future__ import annotations
 
@@ -10,23 +10,35 @@ from sac.recompute.op_trace import SavedFigures
 from sac.recompute.table import CallSite
 from sac.recompute.tape import Tape
 
-# -- Which entries of a tape have to run again to give backward what it waits for, and how long each value is needed
+# -- Replay schedules
 
 # Note [What is replayed]
 #
-# The tape is walked once, backwards. An entry runs again if it makes a value that is wanted and not kept, or writes to
-# a root that is wanted at that point; what it reads is wanted then, values and roots. So what only feeds kept values
-# does not run. A collective before the last entry that runs does, whoever reads it, unless its results are kept: the
-# other ranks may need it, as they do when Python runs again. The step that first meets a value on this walk is the last
-# to read it, and lets it go. A waiting tensor is filled by the last step that makes it or writes to its root.
+# The schedule is computed in one backward walk over the tape. An entry runs again if it produces a value that is wanted
+# and not kept, or writes to a root that is wanted at that point. Then the values that it reads, and their roots, are
+# wanted too. So an entry that only feeds kept values does not run. A collective before the last entry that runs also
+# runs, whoever reads its results, unless they are kept: the other ranks may need it, as they do in a rerun of Python.
+# The step at which this walk first meets a value is the last one that reads it, and frees it. A waiting handle is
+# filled by the last step that produces its value or writes to its root.
 #
-# Without early stop every entry runs again whose results are not kept, up to the end of the tape, as when Python runs
-# again: ranks that ran other ops around a collective all come to it.
+# Without early stop, every entry whose results are not kept runs again, up to the end of the tape, as in a rerun of
+# Python. So ranks that ran different ops around a collective all reach it.
+#
+# Example. The policy saves `relu`; the region runs `down(dropout(relu(up(x))))` on the CPU. Only two tensors
+# that autograd saves are not kept: the dropout mask and the result of the dropout. The walk, last entry first:
+#
+#   entry 8  mm          after the last save, not visited
+#   entry 7  t           feeds only entry 8: does not run
+#   entry 6  mul         produces the result of the dropout: runs, and fills that handle
+#   entry 5  div_        writes to the mask: runs, and fills the handle of the mask
+#   entry 4  bernoulli_  writes to the mask: runs, from the generator state of the forward
+#   entry 3  empty_like  produces the mask: runs
+#   entry 2  relu        its result is kept: does not run; entries 1 (mm) and 0 (t) feed only this one
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A tensor that backward waits for: the number of its handle, its value, and before which entry it was saved."""
+    """A tensor that backward waits for: its handle, its value, and ``time``, the entry before which it was saved."""
 
     handle: int
     value: int
@@ -45,7 +57,7 @@ class Step:
 
 @dataclass(slots=True)
 class ReplaySchedule:
-    """Steps in order. ``fills``: handles that are filled before the first. ``written``: roots that steps write to."""
+    """Steps in order. ``fills``: handles filled before the first step. ``written``: roots that the steps write to."""
 
     steps: list[Step]
     fills: list[tuple[int, int]]
@@ -53,16 +65,16 @@ class ReplaySchedule:
     leaves: list[int]
     written: frozenset[int]
     handles: frozenset[int]
-    orders: list[Any] = field(default_factory=list)  # the steps as `replay.py` runs them
+    orders: list[Any] = field(default_factory=list)  # the steps in the form in which `replay.py` runs them
     steps_by_number: dict[int, Step] = field(default_factory=dict)
 
 
 def schedule_replay(
     tape: Tape, wanted: Sequence[Wanted], *, early_stop: bool = True, whole: ReplaySchedule | None = None
 ) -> ReplaySchedule:
-    """Return what to run again so that all ``wanted`` can be filled; see Note [What is replayed].
+    """Return the schedule that fills all ``wanted``; see Note [What is replayed].
 
-    ``whole``: the plan for all that was missing at the end of the forward, where this one is for a part of it.
+    ``whole``: the schedule for all handles that were missing at the end of the forward, if ``wanted`` are some of them.
     """
     walk = _Walk(tape, to_the_end=bool(wanted) and not early_stop)
     if walk.to_the_end and whole is not None:
@@ -81,18 +93,19 @@ def schedule_replay(
 
 
 class _Walk:
-    """The state of one walk backwards over a tape."""
+    """The state of one backward walk over a tape."""
 
     def __init__(self, tape: Tape, *, to_the_end: bool = False) -> None:
         self._tape = tape
         self.to_the_end = to_the_end
-        self.unsaved: set[int] | None = None  # entries that run to the end, once what no op reads has been let go
+        # Without early stop: entries that run, taken from the whole schedule once unread kept values have been freed.
+        self.unsaved: set[int] | None = None
         self._roots, self._kept, self._leaves, self._writes = tape.roots, tape.kept, tape.leaves, tape.writes
-        self._needed: set[int] = set()  # values that are read by what was met so far
+        self._needed: set[int] = set()  # values that the steps found so far read
         self._needed_roots: set[int] = set()
         self._waiting: dict[int, list[int]] = {}  # value -> handles not filled yet
         self._written: set[int] = set()
-        self._draws: set[int] = set()  # entries that have to draw before one that runs does
+        self._draws: set[int] = set()  # entries whose draw must precede that of an entry that runs
         self._steps: list[Step] = []
 
     def want(self, one: Wanted) -> None:
@@ -119,7 +132,7 @@ class _Walk:
             for handle in waiting.pop(value, ()):
                 fills.append((handle, value))
             if value not in needed:
-                frees.append(value)  # filled, and read by nothing
+                frees.append(value)  # fills a handle, and no step reads it
         if writes:
             self._written.update(writes)
             for value in [value for value in waiting if self._roots[value] in writes]:
@@ -130,29 +143,29 @@ class _Walk:
         self._steps.append(Step(number, tuple(outputs), tuple(fills), tuple(frees)))
 
     def _is_unsaved(self, number: int) -> bool:
-        """Whether the op of an entry runs again because nothing stops replay before it, and nothing is kept of it."""
+        """Return whether an entry runs again because early stop is off and its results are not kept."""
         if self.unsaved is not None:
             return number in self.unsaved
         tape = self._tape
-        schedule = tape.sites[number]
-        if not self.to_the_end or not isinstance(schedule, CallSite) or schedule.is_view:
+        site = tape.sites[number]
+        if not self.to_the_end or not isinstance(site, CallSite) or site.is_view:
             return False
         first = tape.first_outputs[number]
         results = range(first, first + tape.output_counts.get(number, 1))
         return not results or any(value not in self._kept for value in results)
 
     def _is_due(self, number: int) -> bool:
-        """Whether a collective has to run although nothing here reads it."""
+        """Return whether an entry is a collective that must run although no step reads its results."""
         tape = self._tape
-        schedule = tape.sites[number]
-        if not getattr(schedule, "is_collective", False):
+        site = tape.sites[number]
+        if not getattr(site, "is_collective", False):
             return False
         if not (self._steps or self._waiting):
             return False
         first = tape.first_outputs[number]
         results = range(first, first + tape.output_counts.get(number, 1))
-        if schedule.is_view and all(value in self._kept for value in tape.reads[number]):
-            return False  # the wait for a result that is kept
+        if site.is_view and all(value in self._kept for value in tape.reads[number]):
+            return False  # the wait op of a result that is kept
         return not results or any(value not in self._kept for value in results)
 
     def _read(self, value: int, frees: list[int]) -> None:
@@ -174,20 +187,20 @@ class _Walk:
         )
 
 
-# -- What calls of one kind of region have in common: the shape of their tapes, and the replay that follows from it
+# -- Tape layouts
 
-# Note [Programs]
+# Note [Tape layouts]
 #
-# Calls of one kind of region on one sort of inputs leave the same tape, as a rule: the same ops on the same values, the
-# same saved. What differs is in the arguments that are no tensors, in random states, and in the values kept. So the
-# plan of a replay, which hangs on none of these, is worked out once, and calls share it together with the lists that
-# say which op reads what. A call whose tape is another one, for any reason, gets a plan of its own.
+# Calls of one region group with the same input signature usually leave the same tape: the same ops on the same values,
+# with the same values saved. They differ in non-tensor arguments, random states and the data of kept values. The replay
+# schedule does not depend on these. So it is computed once, and calls share it, together with the lists that record
+# which op reads which values. A call whose tape differs for any reason gets its own schedule.
 
 Places = dict[int, tuple[int, int, int]]
 
 
 class TapeLayout:
-    """The shape of a tape, and its plan; see Note [Programs]. ``places``: of missing handles on the tape."""
+    """The layout of a tape and its replay schedule; see Note [Tape layouts]. ``places``: where missing handles are."""
 
     __slots__ = (
         "_counts",
@@ -207,15 +220,15 @@ class TapeLayout:
 
     def __init__(self, tape: Tape, places: Places, missing: list[int], schedule: ReplaySchedule) -> None:
         self.schedule = schedule
-        self.sizes: list[int] = []  # bytes of what the policy saved in the call that was counted last
-        self.figures: SavedFigures | None = None  # of that call
+        self.sizes: list[int] = []  # bytes of each value kept in the call that was counted last
+        self.figures: SavedFigures | None = None  # figures of that call
         self._plans, self._reads, self._firsts, self._roots = tape.sites, tape.reads, tape.first_outputs, tape.roots
         self._counts, self._writes = tape.output_counts, tape.writes
         self._kept, self._leaves = [*tape.kept], _positions(tape)
         self._places, self._missing = places, missing
 
     def matches(self, tape: Tape, places: Places, missing: list[int]) -> bool:
-        """Return whether the plan is that of ``tape`` too."""
+        """Return whether ``tape`` has this layout, so that the schedule is valid for it too."""
         return (
             self._plans == tape.sites
             and self._reads == tape.reads
@@ -230,7 +243,7 @@ class TapeLayout:
         )
 
     def share_lists_with(self, tape: Tape) -> None:
-        """Let ``tape``, which fits, use the lists that all such tapes have in common."""
+        """Make ``tape``, which has this layout, share the lists that are equal for all such tapes."""
         tape.sites, tape.reads, tape.first_outputs, tape.roots = self._plans, self._reads, self._firsts, self._roots
 
 

@@ -21,7 +21,7 @@ from sac.policy.model import ALTERNATE, Decision, Policy, Rule
 from sac.recompute.autocast import as_called, is_custom_op
 from sac.torch_private import OpOverload
 
-# -- What a policy means for one kind of region: per module path and op a plan that costs one lookup
+# -- Decision tables: per module path and op, a call site that takes one lookup
 
 _VALUE_READERS = frozenset(
     f"aten.{name}.default" for name in ("_local_scalar_dense", "item", "equal", "is_nonzero", "allclose")
@@ -32,7 +32,7 @@ Condition = Callable[[tuple[Any, ...], Mapping[str, Any], Any], bool]
 
 @dataclass(frozen=True, slots=True)
 class ResolvedRule:
-    """A rule of a policy with its op names resolved on this build of torch; ``index`` is its place in the policy."""
+    """A rule of a policy, its op names resolved against this build of torch; ``index`` is its index in the policy."""
 
     rule: Rule
     matcher: OpMatcher
@@ -40,11 +40,11 @@ class ResolvedRule:
 
     @property
     def saves(self) -> bool:
-        """Whether a match is saved (for an alternating rule: may be)."""
+        """Whether a match is saved (for an alternating rule: may be saved)."""
         return self.rule.do != Decision.RECOMPUTE.value
 
     def names(self, op: Any) -> bool:
-        """Whether the rule means ``op`` by a set or a name of its own, and not merely by a glob."""
+        """Return whether the rule names ``op`` itself or through a set, and not only by a glob."""
         return self.matcher.names(op)
 
 
@@ -58,7 +58,7 @@ class ConditionalRule:
     condition: Condition | None
 
     def matches(self, call: int, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> bool:
-        """Return whether use number ``call`` with these arguments and this result is meant."""
+        """Return whether the rule matches call number ``call`` with these arguments and this result."""
         rule = self.resolved.rule
         if rule.call is not None and not rule.call.matches(call):
             return False
@@ -70,7 +70,7 @@ class ConditionalRule:
 
 
 class CallSite:
-    """All that the modes need to know of one op at one module path."""
+    """Everything that the dispatch modes need to know about one op at one module path."""
 
     __slots__ = (
         "calls_on_inputs",
@@ -114,17 +114,15 @@ class CallSite:
         self.key = hash(op)
         self.is_view = traits.is_view
         self.writes = bool(traits.mutated_args or traits.mutated_kwargs)
-        # What returns no tensor and writes none asks for a size, a stride or a value: there is nothing to hold or name.
+        # An op that neither returns nor writes a tensor reads a size, a stride or a value: there is nothing to keep.
         self.is_bookkeeping = traits.is_infrastructure or traits.is_view or not (traits.returns_tensor or self.writes)
         self.is_collective = traits.is_collective
-        # What the tape passes over: marks of a profiler, and ops that ask for a size, a stride or a number.
+        # Ops that the tape skips: profiler marks, and ops that read a size, a stride or a number.
         self.is_unrecorded = not traits.is_collective and (
             traits.is_infrastructure or not (traits.returns_tensor or self.writes)
         )
-        self.reads_value = (
-            self.is_unrecorded and op_name(op) in _VALUE_READERS
-        )  # the program may branch on what it gives
-        # An op without any of the traits that the tape has to look at: it reads tensors and makes a tensor.
+        self.reads_value = self.is_unrecorded and op_name(op) in _VALUE_READERS  # the program may branch on its result
+        # An ordinary op reads tensors and returns a tensor; it has no trait that the tape must handle specially.
         self.tensor_positions = traits.tensor_positions
         self.view_of = traits.view_of
         self.is_ordinary = traits.is_flat and not (
@@ -136,18 +134,18 @@ class CallSite:
             or (self.is_view and traits.view_of < 0)
             or is_custom_op(op)
         )
-        self.has_decision = False  # whether a rule, the default or the must-save tier has a word on its result
+        self.has_decision = False  # whether a rule, the default or the must-save tier decides on its result
         self.has_generator = bool(traits.generator_args or traits.generator_kwargs)
         self.draws = traits.may_draw
         self.is_flat = traits.is_flat
         self.savable = not traits.unsavable_reason or bool(traits.savable_if)
         self.savable_if = CONDITIONS[traits.savable_if] if traits.savable_if else None
-        # What follows is learnt from earlier calls, and can change no result. Both say what is held, and what is held
-        # is right in any call. `constants` may lead to less being held, on a device only: if a kernel writes to such a
-        # tensor in a later call only, what is replayed differs, and every call compares that (`verify`).
-        # Place on the tape -> shape of what an op of constants made there, and whether it was one still when read.
+        # The next two are learnt from earlier calls and cannot change a result: they decide only what is kept, and a
+        # kept value is correct in any call. On a device, `constants` can make a call keep less: if a kernel writes to
+        # such a tensor in a later call only, the replayed value differs, and every call compares it (`verify`).
+        # Entry -> shape of the factory result made there, and whether it was still a constant when it was read.
         self.constants: dict[int, tuple[torch.Size, bool]] = {}
-        self.calls_on_inputs: set[int] = set()  # calls whose results were seen not to be made from parameters alone
+        self.calls_on_inputs: set[int] = set()  # calls whose results depended on more than parameters
         self.conditional_rules: tuple[ConditionalRule, ...] = ()
         self.final_rule: ResolvedRule | None = None
         self.final_saves = False
@@ -160,7 +158,7 @@ class CallSite:
 
 
 def run_op(site: CallSite, args: Any, kwargs: Any) -> Any:
-    """Run the plan's op as its caller would have run it without a mode."""
+    """Run the op of a call site as its caller would have run it without a mode."""
     if site.is_custom_op:
         with as_called(site.op, args):
             return site.op(*args, **kwargs)
@@ -169,7 +167,7 @@ def run_op(site: CallSite, args: Any, kwargs: Any) -> Any:
 
 @dataclass(slots=True)
 class TracedCalls:
-    """What ``torch.compile`` was told of one region when it last traced one: calls to save, to recompute, by rule."""
+    """The decisions passed to ``torch.compile`` when it last traced a region: calls saved, recomputed, and per rule."""
 
     saved: int = 0
     recomputed: int = 0
@@ -177,11 +175,11 @@ class TracedCalls:
 
 
 class DecisionTable:
-    """The rules that hold for one layer of one stack, and the plans they make; see ``plan``.
+    """The rules that apply to one layer of one stack, and the call sites derived from them; see ``add_site``.
 
-    ``must_save``: nondeterministic routing ops are kept although no rule says so (promise 10). ``traced`` is None as
-    long as no region with this table has been traced. ``left_in_eager``: calls that were to be traced, and which Dynamo
-    or its backend ran op by op after all.
+    ``must_save``: nondeterministic routing ops are kept even if no rule saves them (promise 10). ``traced`` is None
+    until a region with this table has been traced. ``left_in_eager``: the number of calls that were to be traced, but
+    that Dynamo or its backend ran op by op.
     """
 
     def __init__(self, policy: Policy, rules: tuple[ResolvedRule, ...], *, must_save: bool = True) -> None:
@@ -197,14 +195,14 @@ class DecisionTable:
         )
         self.traced: TracedCalls | None = None
         self.left_in_eager = 0
-        self._sites: dict[str, dict[int, CallSite]] = {}  # by the id of the op: its hash is a function in Python
+        self._sites: dict[str, dict[int, CallSite]] = {}  # path -> id of an op (its hash is Python code) -> call site
 
     def sites_of(self, path: str) -> dict[int, CallSite]:
-        """Return the plans made so far, by op's id, for ops run inside the module at ``path`` of the region."""
+        """Return the call sites so far, by id of the op, of the module at ``path`` of the region."""
         return self._sites.setdefault(path, {})
 
     def _saves_everything(self) -> bool:
-        """Whether the policy leaves nothing to recompute: autograd alone does what it asks."""
+        """Return whether the policy leaves nothing to recompute, so that plain autograd implements it."""
         if self.saves_whole(""):
             return True
         return all(resolved.rule.do == Decision.SAVE.value for resolved in self.rules) and (
@@ -217,14 +215,14 @@ class DecisionTable:
         return resolved is not None and resolved.rule.do == Decision.SAVE.value
 
     def whole_rule(self, path: str) -> ResolvedRule | None:
-        """Return the rule that decides on the module at ``path`` as a whole, if one does."""
+        """Return the rule that decides on the module at ``path`` as a whole, if there is one."""
         try:
             return self._whole[path]
         except KeyError:
             return self._whole.setdefault(path, next((one for one in self.rules if _decides_on(one.rule, path)), None))
 
     def add_site(self, op: Any, path: str) -> CallSite:
-        """Make (and remember) the plan for ``op`` inside the module at ``path``."""
+        """Create, store and return the call site of ``op`` in the module at ``path``."""
         site = CallSite(op, path, traits_of(op))
         if site.savable and not site.is_bookkeeping:
             self._resolve(site)
@@ -293,7 +291,7 @@ def first_tensor(out: Any) -> torch.Tensor | None:
 
 
 def paths_up(path: str) -> list[str]:
-    """Return ``path`` and the paths of the modules around it, the region's own (the empty one) last."""
+    """Return ``path`` and the paths of its enclosing modules; the last is the region's own, which is empty."""
     parts = path.split(".") if path else []
     return [".".join(parts[:count]) for count in range(len(parts), -1, -1)]
 
@@ -319,11 +317,11 @@ def _tensor_matches(rule: Rule, tensor: torch.Tensor) -> bool:
 
 
 def site_name(site: CallSite) -> str:
-    """Return how messages name the plan's op."""
+    """Return the name of the call site's op in messages."""
     return op_name(site.op)
 
 
-# -- From a policy to tables: its op names resolved on this build of torch, and what is wrong with them
+# -- Policies with resolved op names
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,10 +333,10 @@ class ResolvedPolicy:
     missing: dict[str, tuple[str, ...]]
 
     def rules_of(self, path: str, layer: int, stack_size: int, applies: Callable[[Rule], bool]) -> list[ResolvedRule]:
-        """Return the rules that hold for the region at ``path``, one layer of a stack.
+        """Return the rules that apply to the region at ``path``, which is one layer of a stack.
 
-        A rule for some regions only is left out where it does not apply at all (``applies``), so that regions which it
-        could not tell apart are of one kind.
+        A rule for some regions only is left out if it does not apply at all (``applies``), so that regions between
+        which it makes no difference share a region group.
         """
         return [
             resolved
@@ -353,11 +351,11 @@ class ResolvedPolicy:
 
 
 def resolve_policy(policy: Policy) -> ResolvedPolicy:
-    """Resolve the op names of ``policy``; raises ``PolicyError`` with all names that mean nothing."""
+    """Resolve the op names of ``policy``; raise ``PolicyError`` with all names that match nothing."""
     rules: list[ResolvedRule] = []
     missing: dict[str, tuple[str, ...]] = {}
     problems: list[Problem] = []
-    # A planned policy has many rules for few ops, and to read torch's registry takes milliseconds.
+    # A planned policy has many rules for few ops, and reading torch's registry takes milliseconds.
     registry = read_registry()
     resolve = cache(lambda ops, saves: resolve_ops(ops, policy.sets, for_saving=saves, registry=registry))
     for name, found in check_sets(policy.sets).items():
@@ -381,17 +379,17 @@ def _told(where: str, problem: NameProblem) -> Problem:
 
 
 def rebuild_table(policy: Policy, indices: Iterable[int], must_save: bool) -> DecisionTable:
-    """Make a table again from what a pickle holds of it."""
+    """Rebuild a table from its pickled parts."""
     return resolve_policy(policy).table(indices, must_save=must_save)
 
 
-# -- The layer that a lone block says it is, for ``sac.context_fn``
+# -- The layer index of a single block, for ``sac.context_fn``
 
 NAMES = ("layer_idx", "layer_id", "layer_number", "layer_index")
 
 
 def layer_index(module: nn.Module) -> int | None:
-    """Return the index that a block, or one of its children, holds under one of ``NAMES``; None if none does."""
+    """Return the layer index that a block or one of its children has as an attribute in ``NAMES``, else None."""
     for owner in (module, *module.children()):
         for name in NAMES:
             value = getattr(owner, name, None)

@@ -1,4 +1,4 @@
-"""The tape: what each op of one region's forward read, made and wrote to."""
+"""The tape: a record of what each op of one region's forward read, produced and wrote to."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch.nn import Parameter
 from sac.region.rng import States
 from sac.tensors import WeakStorages, detached, inner_tensors, layout_key, storage_address, version_of, wrapped_parts
 
-# -- What the entries of a tape are made of: arguments with numbers for tensors, and what stands for unseen makings
+# -- Entries of a tape
 
-TENSOR_HOLE = object()  # stands for a tensor among an entry's arguments; its value's number is among the entry's reads
+TENSOR_HOLE = object()  # placeholder for a tensor in an entry's arguments; the tensor's value is in the entry's reads
 
 _PLAIN = frozenset({int, float, bool, type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format})
 
@@ -29,7 +29,7 @@ class Ref:
 
 
 def as_reads(value: Any, tape: Tape, op: Any, reads: list[int]) -> Any:
-    """Return ``value`` with ``Ref`` in place of tensors, through lists, tuples and dicts; note them in ``reads``."""
+    """Return ``value`` with ``Ref`` in place of tensors, also in lists, tuples and dicts; add them to ``reads``."""
     if isinstance(value, Tensor):
         number = tape.find(value, op)
         reads.append(number)
@@ -57,7 +57,7 @@ def from_reads(value: Any, values: list[Any]) -> Any:
 
 
 class _Synthetic:
-    """What stands in an entry's place for the plan, where no op was called."""
+    """Takes the place of the call site in an entry that is not an op call."""
 
     __slots__ = ("name",)
 
@@ -65,14 +65,15 @@ class _Synthetic:
         self.name = name
 
 
-ALIAS = _Synthetic("alias")  # of the root: (geometry,)
-PART = _Synthetic("part")  # of a wrapper: (which, geometry)
-CAST = _Synthetic("cast")  # of a parameter: (dtype,)
-WRAP = _Synthetic("wrap")  # parts in a wrapper: (class, names, context, size, stride)
+# Each reads the values named first; its argument template is the tuple.
+ALIAS = _Synthetic("alias")  # a root: (geometry,)
+PART = _Synthetic("part")  # a wrapper: (which part, geometry)
+CAST = _Synthetic("cast")  # a parameter: (dtype,)
+WRAP = _Synthetic("wrap")  # the parts of a wrapper: (class, names, context, size, stride)
 
 
 def cast_of(tensor: Tensor) -> Tensor | None:
-    """Return the parameter that ``tensor`` is, in another dtype and untouched; None if it is something else."""
+    """Return the parameter of which ``tensor`` is an unmodified cast to another dtype; None if it is not one."""
     cast = tensor.grad_fn
     if cast is None or type(cast).__name__ != "ToCopyBackward0" or tensor._version:
         return None
@@ -83,61 +84,69 @@ def cast_of(tensor: Tensor) -> Tensor | None:
 
 
 def is_wrapper(tensor: Tensor) -> bool:
-    """Whether ``tensor`` holds its data in tensors inside it."""
+    """Return whether ``tensor`` is a wrapper subclass, which holds its data in inner tensors."""
     return hasattr(type(tensor), "__tensor_flatten__")
 
 
 def first_address(tensor: Tensor) -> int:
-    """Return the address of the storage of a tensor, of its first part if it is a wrapper."""
+    """Return the storage address of a tensor; of a wrapper, that of its first part."""
     if type(tensor) is not Tensor and is_wrapper(tensor):
         parts = wrapped_parts(tensor)
         return storage_address(parts[0]) if parts else id(tensor)
     return storage_address(tensor)
 
 
-# -- The tape: what the ops of one region call read, made and wrote, by number, for the replay engine
+# -- The tape
 
 # Note [The tape]
 #
-# Forward. Every tensor that an op of the region reads or makes is a *value* and has a number. It is found again by its
-# `id`, which a weak reference guards, so the tape keeps no tensor alive. A tensor that no op of the tape has made is a
-# *leaf*: an input of the region, or something from outside (a parameter, a buffer, what a closure holds), which is held
-# weakly too: replay holds nothing that running the region's Python again would not find.
+# Values. Every tensor that an op of the region reads or produces is a *value* and has a number. The tape finds it by
+# its `id`, guarded by a weak reference, so the tape keeps no tensor alive. A tensor that no op of the tape produced is
+# a *leaf*: an input of the region or an external tensor (a parameter, a buffer, a tensor in a closure). Leaves are held
+# weakly too: replay holds nothing that a rerun of the region's Python would find anyway.
 #
-# Values that lie in one storage have one *root*, the first of them. To read a value is to read what all writes to its
-# root have left there, so an op depends on the ops that made its arguments and on those that wrote to their roots
-# before it (`schedule_replay` in schedule.py). The storages of a tape are referenced weakly: while that is so no other
-# storage gets the address of one.
+# Roots. All values in one storage have the same *root*: the first value in that storage. To read a value is to read the
+# result of all earlier writes to its root. So an op depends on the ops that produced its arguments, and on the ops that
+# wrote to their roots before it (`schedule_replay` in schedule.py). The tape holds weak references to its storages;
+# while it does, their addresses are not given to other storages.
 #
-# A tensor that nobody made on the tape, in a storage that is known, is an alias: it came about where no mode looks. A
-# wrapper subclass (DTensor) around known tensors, or the tensor inside a known wrapper, is one too. An entry that makes
-# it again is put on the tape. The root of a wrapper is that of its first part. So is one for a parameter in another
-# dtype: autocast keeps those until it is left, and an earlier call may have made it.
+# Aliases. A tensor in a known storage that no entry produced is an alias, created where no dispatch mode sees it. So is
+# a wrapper subclass (DTensor) around known tensors, and the tensor inside a known wrapper. The tape gets an entry that
+# makes the alias again. The root of a wrapper is that of its first part. A cast of a parameter gets an entry too:
+# autocast caches casts until it exits, so an earlier call may have made it.
 #
-# *Kept* values are held: what the policy saves, and what replay could not make again, because some kernel that the
-# dispatcher does not see has written to it. Anything else that the tape cannot explain is `trouble`: the region is run
-# again as Python then, and later calls go under the rerun engine.
+# *Kept* values are held strongly: the results that the policy saves, and values that replay cannot recompute because a
+# kernel that the dispatcher does not see has written to them. If the tape meets anything else that it cannot explain,
+# the call is not replayable (`Tape.fail`): its Python runs again instead, and later calls use the rerun engine.
+#
+# Example. The policy saves `mm`; the region runs `h = up(x).relu_()` and `h * h`, where `up` is a Linear without bias.
+#
+#   entry  op     reads   produces   writes to root
+#   0      t      1       2          -                 value 0 is x, 1 the weight: leaves; 2 is a view with root 1
+#   1      mm     0, 2    3          -                 the policy saves 3: kept
+#   2      relu_  3       -          3                 the kept data of 3 is cloned before the write
+#   3      mul    3, 3    4          -                 reads what entry 2 wrote: depends on entries 1 and 2
 
-SMALL_NUMEL = 16  # a tensor from outside that has no more elements is held: a constant made for one op
+SMALL_NUMEL = 16  # external tensors with at most this many elements are held: they are constants made for one op
 
 
 @dataclass(slots=True, eq=False)
 class Leaf:
-    """A value that no op of the region made. ``position`` is that of an input, -1 for a tensor from outside.
+    """A value that no op of the region produced. ``position``: index of the input, or -1 for an external tensor.
 
-    ``version`` and ``shape`` are those of its first use. ``lasts``: it is a parameter, or an input that the region
-    holds as it is, so that what lies in it need not be held once more.
+    ``version`` and ``shape`` are those at its first use. ``is_persistent``: it is a parameter, or an input whose tensor
+    the region holds itself, so that its data need not be held a second time.
     """
 
     position: int
-    tensor: Any  # of one from outside: a weak reference, or something else that returns it when called
+    tensor: Any  # a callable that returns the tensor, mostly a weak reference; used for external tensors
     version: int
     shape: torch.Size
     is_persistent: bool
 
 
 class Tape:
-    """See Note [The tape]."""
+    """The tape of one region call; see Note [The tape]."""
 
     __slots__ = (
         "arg_templates",
@@ -174,44 +183,44 @@ class Tape:
     )
 
     def __init__(self) -> None:
-        # An entry is a place in these four lists, and has more in the two tables where there is more to it.
-        self.sites: list[Any] = []  # what the table says of the op, or one of ALIAS, PART, WRAP
+        # An entry is an index into these four lists. The two dicts after them hold what only some entries have.
+        self.sites: list[Any] = []  # its call site, or one of ALIAS, PART, CAST, WRAP
         self.arg_templates: list[Any] = []  # its arguments, with TENSOR_HOLE or Ref for tensors
         self.reads: list[Sequence[int]] = []  # the values that it reads
         self.first_outputs: list[int] = []  # the number of its first result
-        self.output_counts: dict[int, int] = {}  # how many results it has, where that is not one
+        self.output_counts: dict[int, int] = {}  # the number of its results, if that is not one
         self.keywords: dict[int, Any] = {}
-        self.ids: dict[int, tuple[Any, int]] = {}  # by the id of a tensor: a weak reference to it, and its number
-        self.roots: list[int] = []  # of each value
-        self.versions: list[int] = []  # of each value: its version counter when it was last looked at
+        self.ids: dict[int, tuple[Any, int]] = {}  # id of a tensor -> a weak reference to it, and its value
+        self.roots: list[int] = []  # per value
+        self.versions: list[int] = []  # per value: its version counter at the last check
         self.seen_at: dict[int, int] = {}  # value -> number of the entry before which its version was last accepted
         self.by_storage: dict[int, int] = {}  # address of a storage -> root; see ``sync``
         self.unsynced: list[tuple[int, weakref.ref[Tensor]]] = []
-        self.parts: dict[int, tuple[int, int]] = {}  # address of a part of a wrapper -> the wrapper, which part it is
+        self.parts: dict[int, tuple[int, int]] = {}  # address of a part of a wrapper -> value of the wrapper, its index
         self.writers: dict[int, list[int]] = {}  # root -> entries that write to it
         self.writes: dict[int, tuple[int, ...]] = {}  # entry -> roots that it writes to
         self.leaves: dict[int, Leaf] = {}
-        self.constants: set[int] = set()  # values made of Python's numbers
+        self.constants: set[int] = set()  # values made from Python numbers
         self.kept: dict[int, Tensor] = {}
         self.kept_in: dict[int, list[int]] = {}  # root -> kept values that no op has written to since
-        self.unpacked_early: set[int] = set()  # roots of which the region's own forward has unpacked something
-        self.overwritten: set[int] = set()  # kept values that something else has written to
-        self.persistent_roots: set[int] = set()  # roots of leaves that last
-        # By id: tensors that the region could reach when it began. It may let go of them, so that the tape holds them.
+        self.unpacked_early: set[int] = set()  # roots with a value that the region's own forward has unpacked
+        self.overwritten: set[int] = set()  # kept values that an unseen write has modified
+        self.persistent_roots: set[int] = set()  # roots of persistent leaves
+        # By id: tensors that the region could reach when it began. The tape holds them, since the region may release
+        # them.
         self.external_tensors: dict[int, Tensor] = {}
-        self.factories: dict[int, int] = {}  # root -> entry that made it of nothing, while no op has written to it
-        self.states: dict[int, States] = {}  # entry -> generators that it moves, as they stood before it
-        self.draws_after: dict[int, tuple[int, ...]] = {}  # entry -> those that leave generators as it has to find them
-        self.autocast_states: dict[int, Any] = {}  # entry -> the autocast of its caller, where its body leans on that
+        self.factories: dict[int, int] = {}  # root -> the factory entry that made it, while no op has written to it
+        self.states: dict[int, States] = {}  # entry -> the generators that it advances, with their states before it
+        self.draws_after: dict[int, tuple[int, ...]] = {}  # entry -> entries that leave the generator states it needs
+        self.autocast_states: dict[int, Any] = {}  # entry of a custom op -> its caller's autocast, if the body uses it
         self.storages = WeakStorages()
-        self.has_meshes = False  # there are DTensors, whose ops may send without being collectives
-        self.not_replayable = ""
-        self.needs_attention = (
-            False  # there is something to look at before the next op: trouble, factories, a pause, suspects
-        )
+        self.has_meshes = False  # there are DTensors, whose ops may communicate without being collectives
+        self.not_replayable = ""  # why this call cannot be replayed
+        # The next op needs the slow path: not replayable, factories, a pause, or values that may have been modified.
+        self.needs_attention = False
 
     def fail(self, why: str) -> None:
-        """Note that this call cannot be replayed; the first reason is the one to be told."""
+        """Record that this call cannot be replayed, and why; only the first reason is reported."""
         self.not_replayable = self.not_replayable or why
         self.needs_attention = True
 
@@ -224,23 +233,23 @@ class Tape:
             return self.register_unknown(tensor, op)
         value = found[1]
         if tensor.is_inference():
-            self.fail(f"{op} reads a tensor of inference mode")
+            self.fail(f"{op} reads an inference tensor")
         elif tensor._version != self.versions[value]:
             return self.look_at_version(tensor, value)
         return value
 
     def known(self, tensor: Tensor) -> int | None:
-        """Return the number of a tensor if it is on the tape as it is."""
+        """Return the number of a tensor, or None if this very tensor is not on the tape."""
         found = self.ids.get(id(tensor))
         return found[1] if found is not None and found[0]() is tensor else None
 
     def is_known(self, tensor: Tensor) -> bool:
-        """Return whether ``tensor`` lies in a storage of the tape."""
+        """Return whether the storage of ``tensor`` is on the tape."""
         self.sync()
         return first_address(tensor) in self.by_storage
 
     def tensor_of(self, value: int) -> Tensor | None:
-        """Return the tensor with this number, if it is still there. Looks through all that are."""
+        """Return the tensor with this number if it is still alive. A linear search."""
         for reference, number in self.ids.values():
             if number == value:
                 found: Tensor | None = reference()
@@ -248,31 +257,31 @@ class Tape:
         return None
 
     def look_at_version(self, tensor: Tensor, value: int) -> int:
-        """The version counter has moved since the tensor was last looked at: by an op of the tape, or unseen?"""
+        """Return the number of ``tensor``, whose version counter has moved: ``value``, or a new one if unseen."""
         seen = self.seen_at.get(value, -1)
         writers = self.writers.get(self.roots[value], ())
         if tensor._version - self.versions[value] > sum(entry >= seen for entry in writers):
-            return self.hold_current(tensor)  # somebody else wrote to it: what lies there now is a value of its own
+            return self.hold_current(tensor)  # an unseen write: the present data is a new value
         self.versions[value] = tensor._version
         self.seen_at[value] = len(self.sites)
         return value
 
     def hold_current(self, tensor: Tensor) -> int:
-        """Hold what lies in ``tensor`` now, as a value that is not made again; return its number."""
+        """Keep the present data of ``tensor`` as a new value that replay does not recompute; return its number."""
         self.sync()
         before = self.by_storage.get(first_address(tensor))
         value = self.add(tensor, new_root=True)
         self.kept[value] = detached(tensor)
         self.kept_in[value] = [value]
         for held in self.kept_in.pop(before, ()) if before is not None else ():
-            if self.versions[held] == tensor._version:  # held after that write, through another view
+            if self.versions[held] == tensor._version:  # kept after that write, through another view
                 self.kept_in[value].append(held)
             else:
                 self.overwritten.add(held)
         return value
 
     def recognise(self, tensor: Tensor, value: int) -> None:
-        """Note that ``tensor`` has been replayed inside the region's own forward, as what ``value`` is still."""
+        """Record that ``tensor``, replayed inside the region's own forward, holds the present data of ``value``."""
         root, address = self.roots[value], first_address(tensor)
         self.sync()
         if root not in self.writers and address not in self.by_storage:
@@ -281,10 +290,10 @@ class Tape:
             self.unpacked_early.add(root)
 
     def sync(self) -> None:
-        """Note in which storages the values lie that have been made since the last time.
+        """Record the storages of the values produced since the last sync.
 
-        Done when that is asked for, and not for each value: many are gone by then. A storage whose values are all gone
-        is not known any more; what else lies in it is taken for a tensor from outside.
+        This runs on demand, not per value, because many values are freed by then. A storage whose values are all freed
+        is not known any more; another tensor in it counts as external.
         """
         by_storage, roots = self.by_storage, self.roots
         for value, reference in self.unsynced:
@@ -308,12 +317,12 @@ class Tape:
         plain = kind is Tensor or kind is Parameter
         address = storage_address(tensor) if plain else first_address(tensor)
         root = None if new_root else self.by_storage.get(address)
-        # Of a view the mode sees a counter of its own; what is above the mode lets it share that of its base.
+        # In the mode, a view has its own version counter; above the mode, it shares the counter of its base.
         self.versions.append(version_of(tensor) if root is None else self.versions[root])
         wraps = not plain and is_wrapper(tensor)
         if root is None:
             root = value
-            if not wraps and tensor.layout is torch.strided:  # others have no storage, and their address means nothing
+            if not wraps and tensor.layout is torch.strided:  # others have no storage, so the address means nothing
                 self.by_storage[address] = root
                 self.storages.watch(tensor)
         self.roots.append(root)
@@ -331,7 +340,7 @@ class Tape:
                 self.storages.watch(part)
 
     def register_unknown(self, tensor: Tensor, op: Any) -> int:
-        """Give a number to a tensor that no op of the tape has made."""
+        """Give a number to a tensor that no op of the tape produced."""
         kind = type(tensor)
         if kind is Parameter:
             return self._register_parameter(tensor)
@@ -340,7 +349,7 @@ class Tape:
         if kind is not Tensor and is_wrapper(tensor):
             return self._register_wrapper(tensor, op)
         if tensor.is_inference():
-            self.fail(f"{op} reads a tensor of inference mode")
+            self.fail(f"{op} reads an inference tensor")
         address = storage_address(tensor)
         root = self.by_storage.get(address)
         if root is None:
@@ -354,7 +363,7 @@ class Tape:
         if leaf is not None and leaf.position < 0 and root not in self.writers:
             return self.add_leaf(tensor)
         if tensor.is_conj() or tensor.is_neg() or tensor.layout is not torch.strided:
-            self.fail(f"{op} reads a tensor that came about unseen")
+            self.fail(f"{op} reads a tensor that no recorded op made")
         return self._made(ALIAS, (layout_key(tensor),), (root,), tensor)
 
     def _register_parameter(self, parameter: Tensor) -> int:
@@ -364,7 +373,7 @@ class Tape:
         self.ids[id(parameter)] = reference, value
         self.unsynced.append((value, reference))
         address = storage_address(parameter)
-        root = self.by_storage.get(address, value)  # of weights that share a storage
+        root = self.by_storage.get(address, value)  # weights may share a storage
         self.roots.append(root)
         self.versions.append(version)
         self.leaves[value] = Leaf(-1, reference, version, parameter.shape, True)
@@ -387,27 +396,27 @@ class Tape:
         return self._made(WRAP, rest, tuple(self.find(part, op) for part in parts), tensor)
 
     def _made(self, site: Any, rest: Any, reads: tuple[int, ...], tensor: Tensor) -> int:
-        """Put an entry on the tape that makes ``tensor`` of values, and give it a number."""
+        """Add an entry that makes ``tensor`` from the values ``reads``, and give the tensor a number."""
         value = self.add(tensor)
         self.seen_at[value] = len(self.sites)
         self.append(site, rest, reads, value)
         return value
 
     def find_behind(self, tensor: Tensor, root: int) -> None:
-        """Let ``tensor``, which an op gave back, be known as what lies at ``root``, whoever made that."""
+        """Register ``tensor``, which an op returned, as an alias of ``root``, whichever op produced that."""
         self._made(ALIAS, (layout_key(tensor),), (root,), tensor)
 
     def append(self, site: Any, rest: Any, reads: Sequence[int], first: int) -> None:
-        """Put an entry with one result on the tape."""
+        """Add an entry with one result."""
         self.sites.append(site)
         self.arg_templates.append(rest)
         self.reads.append(reads)
         self.first_outputs.append(first)
 
     def add_leaf(self, tensor: Tensor, position: int = -1, *, lasts: bool = True) -> int:
-        """Give a number to an input of the region, or to a tensor from outside.
+        """Give a number to an input of the region, or to an external tensor.
 
-        ``lasts``: of an input, that the region holds the caller's tensor until backward.
+        ``lasts``: for an input, whether the region holds the caller's tensor until backward.
         """
         value = self.add(tensor)
         kind = type(tensor)
@@ -418,16 +427,16 @@ class Tape:
         elif position < 0 and id(tensor) in self.external_tensors:
             held = _Held(tensor if tensor.grad_fn is None else detached(tensor))
         lasts = lasts if position >= 0 else is_parameter
-        # Its own version: a view that was replayed inside the region's forward counts for itself.
+        # The tensor's own version: a view that was replayed inside the region's forward has its own counter.
         self.leaves[value] = Leaf(position, held, version_of(tensor), tensor.shape, lasts)
         if lasts:
             self.persistent_roots.add(self.roots[value])
         return value
 
-    # Writing down
+    # Writing
 
     def add_write(self, roots: tuple[int, ...]) -> None:
-        """The entry that comes next writes to what lies at ``roots``."""
+        """Record that the next entry writes to ``roots``."""
         entry = len(self.sites)
         self.writes[entry] = roots
         for root in roots:
@@ -435,13 +444,13 @@ class Tape:
             self.factories.pop(root, None)
 
     def close(self) -> None:
-        """The forward is over: what finds tensors again is of no more use."""
+        """End the forward: release the tables that find tensors."""
         self.ids, self.by_storage, self.parts, self.unsynced = {}, {}, {}, []
         self.seen_at, self.factories, self.external_tensors = {}, {}, {}
         self.storages = WeakStorages()
 
     def drop(self) -> None:
-        """No replay will come: hold nothing any more."""
+        """Release everything; no replay follows."""
         self.sites, self.arg_templates, self.reads, self.first_outputs, self.roots, self.versions = (
             [],
             [],
@@ -462,7 +471,7 @@ class Tape:
 
 
 class _Held:
-    """Returns a tensor, as a weak reference to it would."""
+    """A strong reference to a tensor with the call interface of a weak one."""
 
     __slots__ = ("tensor",)
 

@@ -1,1 +1,1 @@
-"""One checkpointed call: what it keeps between forward and backward, and how it is run again."""
+"""One checkpointed call: the state that it keeps between forward and backward, and its recomputation."""

@@ -1,4 +1,4 @@
-"""Ambient state of a forward (autocast, modes, flags of the process, the user's own), restored for recomputation."""
+"""Ambient state of a forward (autocast, modes, flags of the process, user state), restored for recomputation."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from sac.torch_private import (
     set_precision,
 )
 
-# -- What a region's ops met on the thread of its forward: autocast, and torch-function modes
+# -- State of the forward's thread: autocast and torch-function modes
 
 Setting = tuple[str, bool, torch.dtype]
 
@@ -45,7 +45,7 @@ Setting = tuple[str, bool, torch.dtype]
 class AutocastState:
     """Autocast as it was in the forward, for the CPU, the accelerator and the devices of the region's inputs.
 
-    The dtype counts where autocast is off too: a ``torch.autocast`` inside the region takes it over.
+    The dtype matters where autocast is off too: a ``torch.autocast`` inside the region inherits it.
     """
 
     __slots__ = ("_cache", "_settings")
@@ -55,9 +55,9 @@ class AutocastState:
         self._cache = torch.is_autocast_cache_enabled()
 
     def enter_on(self, stack: ExitStack) -> None:
-        """Set autocast as recorded, and as it is now when ``stack`` is left; nothing happens where it is the same.
+        """Set autocast as recorded until ``stack`` is left; does nothing if the current settings are the same.
 
-        Not by ``torch.autocast``, which torch-function modes would see, and which has its own mind about dtypes.
+        It does not use ``torch.autocast``: torch-function modes would see that, and it chooses dtypes itself.
         """
         now = _settings_now([name for name, _, _ in self._settings]), torch.is_autocast_cache_enabled()
         if now != (self._settings, self._cache):
@@ -78,7 +78,7 @@ def _set_autocast(settings: list[Setting], cache: bool) -> None:
 
 
 def _leave_autocast(settings: list[Setting], cache: bool) -> None:
-    # Casts of weights made since are let go with the outermost autocast: the weights will change.
+    # Leaving the outermost autocast clears the cached casts of weights: the weights will change.
     if torch.autocast_decrement_nesting() == 0:
         torch.clear_autocast_cache()
     _set_autocast(settings, cache)
@@ -95,7 +95,7 @@ def _device_types(tensors: Sequence[torch.Tensor]) -> Sequence[str]:
 
 @functools.cache
 def _usual_types() -> tuple[str, ...]:
-    """Return the CPU and the accelerator that this torch is built for: asked once, that cannot change."""
+    """Return the CPU and the accelerator that this torch is built for. Cached, because this cannot change."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or not torch.amp.is_autocast_available(accelerator.type):
         return ("cpu",)
@@ -103,10 +103,11 @@ def _usual_types() -> tuple[str, ...]:
 
 
 class FunctionModes:
-    """The torch-function modes of the forward, ``with torch.device(...)`` being one, and whether they are on at all.
+    """The torch-function modes of the forward (``with torch.device(...)`` is one), and whether they are on at all.
 
-    Backward may see others without anybody's doing: on another thread there are none, and ``loss.backward()`` itself is
-    called through the innermost mode, without that mode, or through the class of the loss, with subclasses off.
+    Backward may run under other modes even if the user changes none. Another thread has no modes. ``loss.backward()``
+    itself is called through the innermost mode, with that mode off, or through the class of the loss, with subclasses
+    off.
     """
 
     __slots__ = ("_stack", "_state")
@@ -116,7 +117,7 @@ class FunctionModes:
         self._state = _state_now()
 
     def enter_on(self, stack: ExitStack) -> None:
-        """Put exactly these modes on, and those of now when ``stack`` is left."""
+        """Turn exactly these modes on; restore the current ones when ``stack`` is left."""
         now = _stack_now()
         if len(now) != len(self._stack) or any(a is not b for a, b in zip(now, self._stack, strict=True)):
             stack.callback(_exchange, now)
@@ -128,14 +129,14 @@ class FunctionModes:
 
 
 def _stack_now() -> Sequence[Any]:
-    """Return the modes that are on, the outermost first."""
+    """Return the active modes, outermost first."""
     if not HAS_FUNCTION_MODES:
         return ()
     return [function_mode_at(place) for place in range(length)] if (length := count_function_modes()) else ()
 
 
 def _exchange(modes: Sequence[Any]) -> None:
-    # On the bare stack: to enter a mode means more to it than to be on (a device context looks for its place).
+    # Directly on the stack: entering a mode may do more than activate it (a device context looks up its position).
     for _ in range(count_function_modes()):
         pop_function_mode()
     for mode in modes:
@@ -143,7 +144,7 @@ def _exchange(modes: Sequence[Any]) -> None:
 
 
 def _state_now() -> Any:
-    """Return None for the usual state, in which modes and subclasses are heard, else torch's name for it."""
+    """Return None for the usual state, in which modes and subclasses are on; otherwise torch's value for the state."""
     return None if not HAS_FUNCTION_STATE or functions_are_on() else get_function_state()
 
 
@@ -153,7 +154,7 @@ def _put_state(state: Any) -> None:
 
 @contextmanager
 def subclasses_on() -> Iterator[None]:
-    """Let subclasses be heard, so that what is made of one is one; ``loss.backward()`` of a subclass turns that off."""
+    """Turn subclasses on, so that ops on a subclass return that subclass; ``loss.backward()`` of one turns them off."""
     state = _state_now()
     if state is None:
         yield
@@ -165,25 +166,26 @@ def subclasses_on() -> Iterator[None]:
         _put_state(state)
 
 
-# -- Settings of the whole process that decide which kernel a region's ops get, put back around its recomputation
+# -- Flags of the process that select kernels
 
 # Note [Flags of the process]
 #
-# Recomputation has to run the kernels of the forward. Which ones they are hangs on the tensors, and on flags of the
-# process that somebody may have set around the forward only. These are put back: what `sdpa_kernel` sets (backends and
-# their order), the callable at `torch.nn.functional.scaled_dot_product_attention` (context-parallel code replaces it
-# during the forward), the attention backend that TransformerEngine has chosen last, the default dtype, what
-# `torch.backends.cudnn.flags` and `torch.backends.mkldnn.flags` set, deterministic algorithms, and the precision of
-# float32 products.
+# Recomputation has to run the same kernels as the forward. The choice of a kernel depends on the tensors and on flags
+# of the process, which the program may have set around the forward only. Recomputation restores these: the settings of
+# `sdpa_kernel` (backends and their order), the callable at `torch.nn.functional.scaled_dot_product_attention`
+# (context-parallel code replaces it during the forward), the attention backend that TransformerEngine chose last, the
+# default dtype, the settings of `torch.backends.cudnn.flags` and `torch.backends.mkldnn.flags`, deterministic
+# algorithms, and the precision of float32 products.
 #
-# These are not, since a program sets them once, if at all: reductions in half precision, preferred BLAS and linear
-# algebra libraries, the number of threads, flushing of denormals (which cannot be read), filling of uninitialised
-# memory, and precisions set for a whole backend by `torch.backends.fp32_precision`.
+# It does not restore these, since a program sets them at most once: reductions in half precision, preferred BLAS and
+# linear algebra libraries, the number of threads, flushing of denormals (which cannot be read), filling of
+# uninitialised memory, and precisions set for a whole backend by `torch.backends.fp32_precision`.
 #
-# All threads share these flags. A thread that runs other ops while a recomputation has them changed sees the change,
-# as it would see the user's own. What we can promise is that recomputations on several threads do not mix them up:
-# each remembers what it found, and hands that on to the one that came after it if it leaves first. So those of one
-# forward's settings do not disturb each other, and when the last one is over the flags are what they were.
+# All threads share these flags. A thread that runs other ops during a recomputation sees the changed flags, as it would
+# see a change by the user. sac only promises that recomputations on several threads do not corrupt the flags: each one
+# remembers the values that it found, and if it ends first, passes them on to the one that started next. So
+# recomputations with the same forward settings do not disturb each other, and after the last one the flags are as they
+# were before the first.
 
 Flag = tuple[Callable[[], Any], Callable[[Any], Any]]
 
@@ -207,14 +209,14 @@ def _put_attention(function: Any) -> None:
     functional.scaled_dot_product_attention = function
 
 
-# Private to TransformerEngine (1.x to 2.x), a dict of the module: the parameters of the last choice, and what was
-# chosen. A call with the same parameters does not choose again, so that a recomputation would run other code than its
-# forward did. Without the name nothing is put back.
+# Private to TransformerEngine (1.x to 2.x): a dict of the module, with the parameters of the last choice and the chosen
+# backend. A call with the same parameters does not choose again, so without restoring the dict a recomputation could
+# run other code than its forward. If the name is missing, nothing is restored.
 _TRANSFORMER_ENGINE = "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
 
 
 class AttentionChoice:
-    """What TransformerEngine's dict held; equal if the same objects are in it (they may hold tensors)."""
+    """The contents of TransformerEngine's dict; equal if they are the same objects (which may hold tensors)."""
 
     __slots__ = ("values",)
 
@@ -236,7 +238,7 @@ def _attention_choices() -> dict[Any, Any] | None:
 
 
 def attention_choice() -> AttentionChoice | None:
-    """Return what TransformerEngine has chosen last, None where it is not loaded."""
+    """Return TransformerEngine's last choice; None if it is not loaded."""
     choices = _attention_choices()
     return None if choices is None else AttentionChoice(dict(choices))
 
@@ -248,9 +250,9 @@ def _put_attention_choice(wanted: AttentionChoice | None) -> None:
         choices.update(wanted.values)
 
 
-# Precisions have an older way to be set, `set_float32_matmul_precision` and `allow_tf32`, which sets the newer one too;
-# torch raises where it is asked for the older one and the two differ (2.13). We read the newer, and move the older
-# along where both of what is and what will be have a word in it.
+# Precisions also have an older interface, `set_float32_matmul_precision` and `allow_tf32`, which sets the newer one
+# too. torch raises if the older one is read while the two differ (2.13). sac reads the newer one, and updates the older
+# one if it can express both the current value and the wanted value.
 _Precisions = tuple[str, str]
 _UNSET = ("none", "ieee")
 _MATMUL_WORDS: dict[_Precisions, str] = {
@@ -300,7 +302,7 @@ def _put(wanted: list[Any]) -> None:
 
 
 class _Change:
-    """What one recomputation found when it changed the flags."""
+    """The flags that one recomputation found when it changed them."""
 
     __slots__ = ("found",)
 
@@ -308,8 +310,8 @@ class _Change:
         self.found = found
 
 
-# The flags are the process's, and so is the list of who has changed them, in order. The lock is held for no longer than
-# it takes to set them.
+# The flags belong to the process, and so does this list of the recomputations that changed them, in order. The lock is
+# held only while the flags are set.
 _changes: list[_Change] = []
 _lock = threading.Lock()
 
@@ -323,7 +325,7 @@ class BackendFlags:
         self._forward = _read()
 
     def enter_on(self, stack: ExitStack) -> None:
-        """Set the flags as recorded, and as they are now when ``stack`` is left."""
+        """Set the flags as recorded; restore the current ones when ``stack`` is left."""
         with _lock:
             found = _read()
             if found == self._forward and not _changes:
@@ -344,14 +346,14 @@ def _take_back(change: _Change) -> None:
         del _changes[place]
 
 
-# -- State of the user's own around a recomputation
+# -- State of the user's state providers
 
 
 class ProvidedState:
-    """What the state providers' state was in the forward.
+    """The state of the state providers in the forward.
 
-    Providers are asked in order. Around a recomputation each is given the state of the forward, and afterwards, in
-    reverse order, the state that it had right before; also when something raises, the provider itself included.
+    Providers are called in order. Around a recomputation each one gets the state of the forward, and afterwards, in
+    reverse order, the state that it had right before. This also holds if something raises, including a provider.
     """
 
     __slots__ = ("_forward",)
@@ -360,29 +362,29 @@ class ProvidedState:
         self._forward = [(provider, provider.snapshot()) for provider in providers]
 
     def enter_on(self, stack: ExitStack) -> None:
-        """Give each provider the state of the forward, and the state of now when ``stack`` is left."""
+        """Give each provider the state of the forward; restore the current one when ``stack`` is left."""
         for provider, state in self._forward:
             now: Any = provider.snapshot()
-            stack.callback(provider.restore, now)  # first: a restore that raises may have done half its work
+            stack.callback(provider.restore, now)  # registered first: a restore that raises may be half done
             provider.restore(state)
 
     def drop(self) -> None:
-        """Hold no state any more."""
+        """Release the state."""
         self._forward = []
 
 
-# -- All that a region's forward saw beside its inputs, put back around its recomputation
+# -- The whole ambient state of a region call
 
-# Dispatch modes are not among it: those that are on in backward stay on in recomputation, as torch's own do, so that
-# what counts or traces the ops of a step sees all of them.
+# It does not include dispatch modes: the modes of backward stay on in recomputation, as in torch's own checkpoint, so
+# that a mode that counts or traces the ops of a step sees all of them.
 
 
 class AmbientState:
-    """What was there at the start of one region call: random states, Python state, buffers, flags and modes.
+    """State at the start of one region call: random states, Python state, buffers, flags and modes.
 
-    ``function``: what the region runs, beside the modules that own it. ``held``: tensors that objects among its
-    arguments hold. ``recorded``: whether a recorder sees the ops of
-    the forward. ``apart``: see ``ModuleState``. ``beside_torch``: torch's checkpoint puts torch's random states back.
+    ``function``: the function that the region runs, in addition to its modules. ``held``: tensors that objects among
+    its arguments hold. ``recorded``: whether a recorder sees the ops of the forward. ``not_recomputed``: see
+    ``ModuleState``. ``beside_torch``: torch's checkpoint restores torch's random states.
     """
 
     __slots__ = ("_recorded", "autocast", "flags", "host_rng", "modes", "module_state", "provided", "reachable", "rng")
@@ -420,19 +422,19 @@ class AmbientState:
         keep_graphs_in_order_of_making()
 
     def close(self, where: str, *, needed: bool = True) -> None:
-        """The forward is over: hold nothing that has not changed. ``needed``: whether a recomputation may come.
+        """The forward is over: release copies that are not needed. ``needed``: whether a recomputation may come.
 
-        Raises ``UnseenWriteError``, which names the region as ``where``, if one may come and the forward wrote to a
-        parameter or a large buffer without a recorder.
+        Raises ``UnseenWriteError``, with ``where`` as the name of the region, if one may come and the forward wrote to
+        a parameter or a large buffer without a recorder.
         """
         self.module_state.close()
         if needed and not self._recorded and (problem := self.module_state.unseen_write(where)) is not None:
             raise UnseenWriteError(problem)
 
     def enter_on(self, stack: ExitStack) -> None:
-        """Put everything back as it was in the forward, and as it is now when ``stack`` is left.
+        """Restore the state of the forward; restore the current state when ``stack`` is left.
 
-        Torch-function modes come last, so that they hear what the region does, and not what we do for it.
+        Torch-function modes come last, so that they see the region's calls and not those of sac.
         """
         if self.rng is not None:
             stack.enter_context(self.rng)
@@ -447,13 +449,13 @@ class AmbientState:
         self.modes.enter_on(stack)
 
     def process_flags(self) -> ExitStack:
-        """Return a context in which the flags of the process are those of the forward; all that bare ops look at."""
+        """Return a context in which the flags of the process are those of the forward: all that single ops read."""
         stack = ExitStack()
         self.flags.enter_on(stack)
         return stack
 
     def drop(self) -> None:
-        """No recomputation will come: hold nothing that is of any size."""
+        """No recomputation will come: release everything large."""
         self.rng = self.host_rng = self.provided = None
         self.reachable.drop()
         self.module_state.drop()

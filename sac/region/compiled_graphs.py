@@ -1,4 +1,4 @@
-"""Compiled functions inside of regions, and what autograd saves of their graphs."""
+"""Compiled functions inside regions, and the tensors that autograd graphs save."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from sac.torch_private import (
     tree_leaves,
 )
 
-# -- Graphs of ``torch.compile`` inside a region: each is one piece there, of which rules see nothing
+# -- Graphs of ``torch.compile`` inside a region, whose ops no rule sees
 
 _NODE = "CompiledFunctionBackward"  # the class of AOTAutograd's nodes (torch 2.1 to 2.13, whatever the backend)
 
 
 def count_compiled(output: Any, given: Any) -> int:
-    """Return how many compiled graphs lie between ``given`` and ``output``, both of any structure.
+    """Return the number of compiled graphs between ``given`` and ``output``, both of any structure.
 
-    One whose result needs no gradient is not seen.
+    A graph whose result needs no gradient is not counted.
     """
     if not dynamo_is_loaded():
         return 0
@@ -43,13 +43,13 @@ def count_compiled(output: Any, given: Any) -> int:
     return count
 
 
-# -- What the nodes of an autograd graph have saved
+# -- Saved tensors of autograd nodes
 
 
 def nodes_between(ends: Iterable[torch.Tensor], starts: Iterable[Any]) -> Iterator[Any]:
-    """Yield the graph nodes that ``ends`` depend on, as far as they were not made before the first of ``starts``.
+    """Yield the graph nodes that ``ends`` depend on, except those made before the first of ``starts``.
 
-    Nodes are numbered in the order in which a thread makes them; where they are not, the whole graph is walked.
+    Each thread numbers nodes in the order in which it makes them; without numbers the whole graph is walked.
     """
     first = min((node._sequence_nr() for node in starts if hasattr(node, "_sequence_nr")), default=-1)
     seen: set[Any] = set()
@@ -64,9 +64,9 @@ def nodes_between(ends: Iterable[torch.Tensor], starts: Iterable[Any]) -> Iterat
 
 
 def saved_without_hooks(node: Any) -> Iterator[Any]:
-    """Yield what a graph node has saved, but for what is in the hands of hooks: asking for that could recompute it.
+    """Yield the tensors that a graph node saved, except those that hooks hold: reading these could recompute them.
 
-    Nothing where ``SHOWS_SAVED_TENSORS`` is false.
+    Yields nothing if ``SHOWS_SAVED_TENSORS`` is false.
     """
     if not SHOWS_SAVED_TENSORS:
         return
@@ -79,19 +79,19 @@ def saved_without_hooks(node: Any) -> Iterator[Any]:
 
 @lru_cache(maxsize=256)
 def _names_of_saved(kind: type) -> tuple[str, ...]:
-    """Return under which names nodes of one class have what they saved."""
+    """Return the attribute names under which nodes of one class have their saved tensors."""
     return tuple(name for name in dir(kind) if name.startswith(SAVED_TENSOR_PREFIX))
 
 
-# -- Calls that Dynamo does not look into
+# -- Calls that Dynamo does not trace
 
 # Note [Backward under Dynamo]
 #
-# Compiled autograd traces what the engine would do in backward, our hooks among it. A region whose forward was not
-# compiled must not be compiled when it runs again either: graphs do not save for backward what the ops would, one by
-# one. So the functions that backward calls are marked as ones that Dynamo neither traces nor compiles, nor anything
-# that they call; what the user has compiled inside the region runs as ever. They are marked, and not wrapped as
-# `torch.compiler.disable` would: backward calls them for each saved tensor.
+# Compiled autograd traces everything that the engine would do in backward, including sac's hooks. A region whose
+# forward was not compiled must not be compiled when it runs again: a graph saves other tensors for backward than the
+# single ops do. So the functions that backward calls are marked: Dynamo neither traces nor compiles them or the
+# functions that they call. Functions that the user compiled inside the region run as usual. The functions are marked
+# rather than wrapped, as `torch.compiler.disable` would do, because backward calls them for each saved tensor.
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -108,7 +108,7 @@ def _call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 
 
 def kept_out_of_graphs(reason: str) -> Callable[..., Any]:
-    """Return a function that calls its first argument with the others, in eager; Dynamo gives ``reason`` for it."""
+    """Return a function that calls its first argument with the others, in eager; Dynamo reports ``reason`` for it."""
     wrapped: Callable[..., Any] = disable_dynamo(_call)
     run_in_eager(wrapped, reason)  # Dynamo reads it for its message; see tests/unit/region/test_eager.py
     return wrapped

@@ -1,4 +1,4 @@
-"""When a function is the same as in an earlier call: what it is made of, compared by identity."""
+"""Function fingerprints: whether a function is the same as in an earlier call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-# -- What identities are made of: plain values, references to objects, sorts of tensors, names in code
+# -- Parts of a fingerprint: plain values, weak references, tensor signatures, names in code
 
 _Answer = TypeVar("_Answer")
 
@@ -29,11 +29,11 @@ PLAIN = frozenset(
 
 
 class WeakIdentity(weakref.ref):  # type: ignore[type-arg]
-    """A weak reference that stands for one object, whatever the object says of equality; made by ``same`` only."""
+    """A weak reference that identifies one object, however it defines equality; only ``weak_identity`` makes them."""
 
     __slots__ = ("address",)
     address: int
-    # As long as the object lives there is one of these, so they need not be compared by what they refer to.
+    # A living object has only one of these, so they are compared by their own identity.
     __hash__ = object.__hash__
     __eq__ = object.__eq__
     __ne__ = object.__ne__
@@ -43,13 +43,13 @@ _living: dict[int, WeakIdentity] = {}  # by the address of the object
 
 
 def weak_identity(value: Any) -> WeakIdentity:
-    """Return the one object that stands for ``value``; raises ``TypeError`` where its class does not allow that."""
+    """Return the one reference that identifies ``value``; raises ``TypeError`` if its class allows no weak ones."""
     found = _living.get(id(value))
     if found is not None and found() is value:
         return found
     made = WeakIdentity(value, _forget)
     made.address = id(value)
-    if found is not None:  # its object is gone, and it is about to be told
+    if found is not None:  # its object is gone, and its callback is about to run
         _living.pop(id(value), None)
     return _living.setdefault(id(value), made)
 
@@ -60,7 +60,7 @@ def _forget(dead: WeakIdentity) -> None:
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
-    """Return what an object holds under names, slots included."""
+    """Return the attributes of an object, including slots."""
     held = dict(getattr(value, "__dict__", ()))
     for kind in type(value).__mro__:
         slots = vars(kind).get("__slots__", ())
@@ -80,7 +80,7 @@ def names_in(code: types.CodeType) -> tuple[str, ...]:
 
 
 def by_class(ask: Callable[[Any], _Answer]) -> Callable[[Any], _Answer]:
-    """Return ``ask``, which is asked of classes, with a memory of the answers that keeps no class alive."""
+    """Return ``ask``, a function of a class, with a cache that keeps no class alive."""
     answers: dict[int, _Answer] = {}
     living: dict[int, weakref.ref[type]] = {}
 
@@ -101,41 +101,47 @@ def by_class(ask: Callable[[Any], _Answer]) -> Callable[[Any], _Answer]:
 
 
 def tensor_signature(tensor: torch.Tensor) -> tuple[Hashable, ...]:
-    """Return what of a tensor may decide which ops are run on it, but for its values."""
+    """Return the properties of a tensor that may decide which ops run on it, except its values."""
     return type(tensor), tensor.dtype, tensor.shape, tensor.device, tensor.requires_grad
 
 
-# -- What a function or an argument is, as far as that decides which ops a region runs
+# -- Fingerprints of functions and arguments
 
 # Note [Which function is it]
 #
-# A region may go without a dispatch mode once a call of it has shown nothing that needs one (Note [Evidence]). The
-# evidence is of one function, and a function is often a new object in each call: a lambda in a loop, a partial. Two are
-# one function if they are made of the same code and of the same parts, which are compared like this:
+# A region can run without a dispatch mode once one of its calls has shown that it needs none (Note [Evidence]). The
+# evidence is about one function, but a function is often a new object in each call: a lambda in a loop, a partial. Two
+# function objects count as one function if they have the same code and the same parts. Parts are compared like this:
 #
-#   plain values, containers   by what they hold
+#   plain values, containers   by value, by contents
 #   tensors                    by type, dtype, shape, device and whether they need a gradient
-#   torch modules              by identity, and by what is plain or a function in them and in all below
+#   torch modules              by identity, and by the plain values and functions in them and in all their submodules
 #   functions                  by code, closure, defaults, and the globals that the code names; functions of the same
 #                              file that it names, in the same way
-#   Python modules, classes    by identity, and by their attributes that the code names; torch's and ours by identity
+#   Python modules, classes    by identity, and by their attributes that the code names; those of torch and sac only by
+#                              identity
 #   other objects              by identity (dataclasses, namespaces and `UserDict`s: by class) and by their attributes,
 #                              `_DEEPEST` objects deep
 #
-# What can neither be held weakly nor be looked into, and what holds more than `_MOST` parts, is no function we know:
-# each of its calls runs under the mode. Not looked at: what functions of other files read as globals, objects in torch
-# modules, and what lies deeper than said above.
+# An object that can neither be weakly referenced nor examined, or that has more than `_MOST` parts, makes the function
+# unknown: each of its calls runs under the mode. Not examined are: globals that functions of other files read, objects
+# in torch modules, and anything deeper than the limits above.
+#
+# Example. A loop calls `sac.checkpoint(lambda h: block(h) * scale, x)`. Each lambda is a new object with the same code
+# object; `block` and `scale` are cells of its closure. With the same `block` and `scale=0.5` in both iterations, the
+# fingerprints are equal: the second call can use the evidence of the first. With `scale=2.0`, with another block, or
+# after `block.eval()`, it is another function.
 
 _FUNCTIONS = frozenset({types.FunctionType, types.MethodType, types.BuiltinFunctionType, partial})
 _SINGLE = (types.MethodDescriptorType, types.WrapperDescriptorType, types.GetSetDescriptorType)  # live with their type
-_HOLDERS = (types.SimpleNamespace, UserDict, UserList)  # what they are is what they hold
+_HOLDERS = (types.SimpleNamespace, UserDict, UserList)  # identified by their contents
 _SEQUENCES = (tuple, list, set, frozenset, deque)
 _MOST = 512
 _DEEPEST = 3
-_NESTED = 30  # containers and functions in one another; more would be more than Python's stack holds
-_STANDARD = len(vars(nn.Module()))  # what nn.Module itself puts into a module's dict, first of all
-# Torch's own modules that need no dispatch mode whatever their attributes say, and how many entries their dict has: of
-# these only `training` is looked at, if nobody has given them more.
+_NESTED = 30  # levels of containers and functions; more could overflow Python's stack
+_STANDARD = len(vars(nn.Module()))  # number of entries that nn.Module itself puts into a module's dict; they come first
+# Torch modules that need no dispatch mode whatever their attributes are, and how many entries their dict has. If the
+# user has added no attributes, only `training` is examined.
 _BUILT_IN: dict[type, int] = {
     kind: _STANDARD + len(kind.__constants__)
     for kind in (nn.Linear, nn.Dropout, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.GELU, nn.SiLU, nn.ReLU, nn.Softmax)
@@ -143,10 +149,10 @@ _BUILT_IN: dict[type, int] = {
 
 
 class FunctionFingerprint:
-    """Collects the identity of functions or arguments; see Note [Which function is it].
+    """Builds the fingerprint of functions or arguments; see Note [Which function is it].
 
-    ``parts``: what they are, flat. ``is_known``: whether that is all of it. ``owners``: the torch modules met, and
-    those below: what they own is put back in recomputation.
+    ``parts``: the parts, flat. ``is_known``: whether the parts are complete. ``owners``: the torch modules found and
+    their submodules, whose state is restored for recomputation.
     """
 
     __slots__ = ("_code_names", "_left", "_nested", "_objects", "_seen", "is_known", "owners", "parts")
@@ -162,7 +168,7 @@ class FunctionFingerprint:
         self._code_names: tuple[str, ...] = ()
 
     def look_at(self, *values: Any) -> None:
-        """Add ``values``. Objects that raise when they are looked at are no business of ours, and not known."""
+        """Add ``values``. If an object raises when it is examined, the fingerprint is not known."""
         try:
             for value in values:
                 self.add(value)
@@ -170,7 +176,7 @@ class FunctionFingerprint:
             self.is_known = False
 
     def add(self, value: Any) -> None:
-        """Add ``value`` and what it holds."""
+        """Add ``value`` and its contents."""
         kind = type(value)
         self._left -= 1
         if kind in PLAIN:
@@ -194,18 +200,18 @@ class FunctionFingerprint:
         parts, seen = self.parts, self._seen
         parts.append(weak_identity(root))
         waiting = [root]
-        for module in waiting:  # by hand: module.modules() makes the names of all of them
+        for module in waiting:  # not module.modules(): it builds the names of all of them
             if module is None or id(module) in seen:
                 continue
             seen[id(module)] = len(seen)
             held, kind = module.__dict__, type(module)
-            if "training" not in held:  # a scripted module keeps what it holds elsewhere
+            if "training" not in held:  # a scripted module keeps its state elsewhere
                 self.is_known = False
                 self.owners += module.modules()
                 continue
             self.owners.append(module)
             if held["_forward_hooks"] or held["_forward_pre_hooks"]:
-                parts += (tuple(module._forward_hooks), tuple(module._forward_pre_hooks))  # their ids: none comes twice
+                parts += (tuple(module._forward_hooks), tuple(module._forward_pre_hooks))  # hook ids, which are unique
             children = held["_modules"]
             if _BUILT_IN.get(kind) == len(held) and not children:
                 parts += (kind, held["training"])
@@ -220,12 +226,12 @@ class FunctionFingerprint:
                     parts.append(None)
                     if type(value) in _FUNCTIONS:
                         self._add_function_of_module(value)
-                    elif type(value) is torch.Generator:  # what makes a module draw from it may be anywhere
+                    elif type(value) is torch.Generator:  # code anywhere may decide whether the module draws from it
                         self.is_known = False
 
     def _add_function_of_module(self, value: Any) -> None:
         owner: Any = getattr(value, "__self__", None)
-        if type(owner).__module__.startswith("sac."):  # a forward that we put there: what counts is the one before it
+        if type(owner).__module__.startswith("sac."):  # a forward that sac installed: use the one that it replaced
             value = owner.before
         if value is not None:
             self.add(value)
@@ -261,7 +267,7 @@ class FunctionFingerprint:
         owner = value.__self__
         if owner is None or isinstance(owner, types.ModuleType):
             self.parts.append(weak_identity(value))
-        else:  # a method bound to something, made anew whenever it is asked for
+        else:  # a bound method, a new object at each access
             self.parts.append(value.__name__)
             self.add(owner)
 
@@ -296,7 +302,7 @@ class FunctionFingerprint:
             self.add(value)
 
     def _add_named(self, value: Any) -> None:
-        """Look at a Python module or class: what the code at hand may read of it by name."""
+        """Add a Python module or class, and its attributes that the current code may read by name."""
         self.parts.append(weak_identity(value))
         if _is_library(value.__module__ if isinstance(value, type) else value.__name__):
             return
@@ -340,7 +346,7 @@ class FunctionFingerprint:
         return True
 
     def _add_attributes(self, value: Any) -> bool:
-        """Look at what an object holds under names; return whether it holds something."""
+        """Add the attributes of an object; return whether it has any that were examined."""
         attributes = attributes_of(value)
         if not attributes:
             return False
@@ -354,7 +360,7 @@ class FunctionFingerprint:
 
 
 def _is_library(module: Any) -> bool:
-    """Return whether a module's name is one of torch or of this package, whose state is not the user's."""
+    """Return whether a module's name belongs to torch or sac, whose state is not user state."""
     return str(module).partition(".")[0] in ("torch", "sac")
 
 

@@ -24,21 +24,21 @@ from sac.torch_private import (
     without_transforms,
 )
 
-# -- Inputs of a region that carry tangents (forward-mode differentiation)
+# -- Inputs with tangents (forward-mode differentiation)
 
 # Note [Tangents]
 #
-# A dual tensor holds its tangent for as long as the `dual_level` is on in which it was made, and `detach`, which is how
-# a region keeps an input, drops it. So the tangents of a region's arguments are inputs by themselves: its function is
-# given tensors and their tangents apart, and makes dual tensors of them, in either pass. A recomputation after the end
-# of the level has one of its own.
+# A dual tensor holds its tangent while the `dual_level` in which it was made is active. `detach`, which a region uses
+# to keep an input, drops the tangent. So the tangents of a region's arguments are separate inputs: the function
+# receives tensors and their tangents separately and makes dual tensors from them, in both passes. A recomputation after
+# the end of the level enters its own level.
 #
-# Tensors from outside of the region (parameters made dual) lose their tangents with the level. A recomputation that
-# needs one after that is an error.
+# External tensors (parameters made dual) lose their tangents with the level. A recomputation that needs one after that
+# is an error.
 #
-# A call with tangents runs without checkpointing under a policy that keeps modules as a whole: their kept results have
-# no tangents. Calls inside a level neither use nor leave evidence: whether a tensor from outside has a tangent decides
-# which ops run, and is no part of what sort of call it is.
+# Under a policy that keeps whole modules, a call with tangents runs without checkpointing: the kept results of modules
+# have no tangents. Calls inside a level neither use nor leave evidence: whether an external tensor has a tangent
+# decides which ops run, but is not part of the input signature.
 
 _KEYWORD = "_sac_tangents"
 
@@ -49,7 +49,7 @@ def dual_level_is_on() -> bool:
 
 
 class OnTangents:
-    """A region's function, given the tangents of its arguments apart; see Note [Tangents].
+    """A region's function, which receives the tangents of its arguments separately; see Note [Tangents].
 
     ``path`` names the region in messages.
     """
@@ -63,11 +63,11 @@ class OnTangents:
 
     @property
     def is_needed(self) -> bool:
-        """Whether any tangent is there, of an argument or of what the region's modules hold; after ``taken_from``."""
+        """Whether an argument or a tensor of the region's modules has a tangent; valid after ``taken_from``."""
         return bool(self._places or self._duals)
 
     def taken_from(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments without tangents, and the tangents under a keyword of their own."""
+        """Return the arguments without tangents, and the tangents under a separate keyword."""
         leaves, spec = tree_flatten((args, kwargs))
         tangents: list[torch.Tensor] = []
         primals: dict[int, torch.Tensor] = {}  # a tensor that is passed twice stays one tensor
@@ -134,14 +134,14 @@ def _tangent_of(value: Any) -> torch.Tensor | None:
 
 
 def _tensors_of(owners: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
-    """Yield what modules hold under names: parameters, buffers, plain attributes."""
+    """Yield the tensors of modules: parameters, buffers, plain attributes."""
     for owner in owners:
         for held in (vars(owner), owner._parameters, owner._buffers):
             yield from (one for one in held.values() if isinstance(one, torch.Tensor))
 
 
 def refuse_reentrant(path: str) -> None:
-    """Raise ``RegionError``: autograd functions of ours have no forward-mode formula."""
+    """Raise ``RegionError``: the autograd functions of sac have no forward-mode formula."""
     raise RegionError(
         Problem(
             path or "region",
@@ -158,8 +158,9 @@ def refuse_reentrant(path: str) -> None:
 def refuse_transforms(path: str) -> None:
     """Raise ``RegionError`` if the region ``path`` is called inside ``vmap``, ``grad`` or another transform.
 
-    Their tensors have no storage and their graph takes no hooks: torch's own checkpoint fails there too. A region that
-    runs in a recomputation is not theirs, though backward may be batched (``is_grads_batched``).
+    Tensors of transforms have no storage and their graph accepts no hooks: torch's own checkpoint fails there too. A
+    region that runs in a recomputation is outside the transforms, although backward may be batched
+    (``is_grads_batched``).
     """
     if innermost_transform is not None and innermost_transform() is not None and current_graph_task_id() == NO_TASK:
         raise RegionError(
@@ -175,10 +176,10 @@ def refuse_transforms(path: str) -> None:
 
 @contextmanager
 def outside_transforms() -> Iterator[None]:
-    """Leave the transforms that are on, as those around a batched backward, and enter them again at the end.
+    """Leave the active transforms, such as those around a batched backward, and enter them again at the end.
 
-    A recomputation reads nothing of theirs: it runs once for all gradients of the batch, on what the forward ran on.
-    Inside a ``vmap`` it could draw no random numbers.
+    A recomputation does not depend on them: it runs once for all gradients of the batch, on the inputs of the forward.
+    Inside a ``vmap`` it could not draw random numbers.
     """
     depth = 0
     if enter_vmap is not None and leave_vmap is not None:

@@ -32,49 +32,49 @@ from sac.torch_private import current_graph_task_id, graph_is_retained
 
 
 class Fillable(Protocol):
-    """The frame, as far as its handles are concerned."""
+    """The part of the frame that fills handles."""
 
     def fill(self, index: int, tensor: torch.Tensor, task: int) -> bool:
-        """Put a recomputed tensor on its handle; return whether that waited for it."""
+        """Put a recomputed tensor on its handle; return whether the handle was waiting for it."""
 
 
-ALL = 1 << 62  # the place of a last missing handle that nobody knows: all that is saved may be asked for
+ALL = 1 << 62  # index of the last missing handle where that is unknown: backward may ask for any saved tensor
 
 
 class StopRecompute(BaseException):
-    """Ends a recomputation that has nothing more to fill; not an Exception, so that no model code swallows it."""
+    """Ends a recomputation that has nothing left to fill; not an Exception, so that no model code swallows it."""
 
     def __init__(self, frame: Fillable) -> None:
         self.frame = frame
 
 
 class Handle:
-    """What autograd holds instead of a tensor. Kept and missing are told apart by ``kept``."""
+    """Placeholder that autograd holds instead of a tensor. ``is_kept`` separates kept handles from missing ones."""
 
-    # Defaults stand in the class: there is one handle per tensor that autograd saves, and few need them all.
+    # The defaults are class attributes: there is one handle per tensor that autograd saves, and few need them all.
     shape: torch.Size | None = None
     dtype: torch.dtype | None = None
     device: torch.device | None = None
     is_kept = False
-    storage = 0  # address of the tensor's storage object, where a recorder wants to know it
-    is_external = False  # the kept value lives elsewhere too: an input, a parameter
+    storage = 0  # address of the tensor's storage object, set if a recorder needs it
+    is_external = False  # something else holds the kept value too: it is an input or a parameter
     value: torch.Tensor | OuterPacked | None = None
     watched: torch.Tensor | None = None  # shares the value's version counter
     version = 0
-    task = -2  # the graph task that last unpacked it (-1 is autograd's "none")
+    task = -2  # the graph task that last unpacked this handle (-1 is autograd's "none")
 
     def __init__(self, index: int, tensor: torch.Tensor | None = None) -> None:
         self.index = index
-        if tensor is not None:  # to be compared with what recomputation saves in its place
+        if tensor is not None:  # compared later with the tensor that recomputation saves in its place
             self.shape = tensor.shape
             self.dtype = tensor.dtype
             self.device = tensor.device
 
     def keep(self, tensor: torch.Tensor) -> None:
         """Hold the data of ``tensor`` until autograd drops this handle."""
-        # Autograd hands over the graph's own tensor, where it saves an op's input; its version counter is shared. A
-        # leaf is held itself, as autograd holds it: DeepSpeed's ZeRO-3 takes the data of a weight away and gathers it
-        # again, and an alias would hold the whole weight.
+        # Where autograd saves an op's input, it passes the graph's own tensor, and the alias shares its version
+        # counter. A leaf is held itself, as autograd holds it: DeepSpeed's ZeRO-3 takes the data of a weight away and
+        # gathers it again, and an alias would hold the whole weight.
         self.is_kept, self.version = True, version_of(tensor)
         self.value = self.watched = tensor if tensor.is_leaf else detached(tensor)
 
@@ -84,7 +84,7 @@ class Handle:
             self.value, self.watched = pack_with_outer_hooks(self.value, hooks), None
 
     def kept_value(self, path: str) -> torch.Tensor:
-        """Return the held tensor; raises ``RegionError`` if it has been written to since, as autograd would."""
+        """Return the held tensor; raise ``RegionError`` if it has been written to since, as autograd would."""
         watched = self.watched
         if watched is not None and version_of(watched) != self.version:
             raise RegionError(
@@ -100,7 +100,7 @@ class Handle:
 
 
 class RecomputeProgress:
-    """One recomputation's count of what autograd saves in it, and where to stop."""
+    """Counts the tensors that autograd saves in one recomputation, and decides where to stop it."""
 
     __slots__ = (
         "__weakref__",
@@ -125,16 +125,16 @@ class RecomputeProgress:
         self.stop_in_pack = stop_in_pack
         self.task = task
         self.done = False
-        self.verify: Callable[[int, torch.Tensor], None] | None = None  # an engine's own check of what is filled in
+        self.verify: Callable[[int, torch.Tensor], None] | None = None  # an engine's own check of filled tensors
         self.since_op: list[torch.Tensor] = []  # what autograd has saved since the last op ran
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Give the tensor to the handle it belongs to, and autograd the data alone.
+        """Put the tensor on its handle, and return it to autograd without its graph.
 
-        With its graph (torch 2.13 hands over an op's output with it) the recomputed node would hold itself.
+        With its graph (torch 2.13 passes an op's output with its graph) the recomputed node would hold itself.
         """
         if tensor.requires_grad:
-            tensor = tensor.detach() if self.stop_in_pack else detached(tensor)  # no recorder: no mode to pass by
+            tensor = tensor.detach() if self.stop_in_pack else detached(tensor)  # no recorder: no mode to bypass
         index, self.count = self.count, self.count + 1
         if not self.done or not self.early_stop:
             if self.frame.fill(index, tensor, self.task) and self.verify is not None:
@@ -148,29 +148,30 @@ class RecomputeProgress:
         return tensor
 
     def stop_before(self, written: Sequence[torch.Tensor]) -> None:
-        """Everything is filled and an op is about to run that writes to ``written``: stop early, unless it has to run.
+        """Everything is filled and the next op writes to ``written``: stop early, unless that op has to run.
 
-        It has to if it writes to what autograd saved right before it, as ``rrelu_with_noise`` fills its noise.
+        It has to run if it writes to a tensor that autograd saved right before it: ``rrelu_with_noise`` fills its
+        noise.
         """
         recent, self.since_op = self.since_op, []
         if self.early_stop and not any(shares_storage(tensor, written) for tensor in recent):
             raise StopRecompute(self.frame)
 
     def after_op(self) -> None:
-        """An op has run: it cannot write any more to what autograd saved before it."""
+        """An op has run: it cannot write to what autograd saved before it any more."""
         if self.since_op:
             self.since_op = []
 
 
 class NoEarlyStop:
-    """A recomputation that nobody counts and nobody stops: another one's filling, or a graph that is wanted whole."""
+    """Progress of a run that is not counted and never stopped: another run fills, or the whole graph is needed."""
 
     done = False
     last_missing = ALL
     verify: Callable[[int, torch.Tensor], None] | None = None
 
     def stop_before(self, written: Sequence[torch.Tensor]) -> None:
-        """Never asked."""
+        """Never called."""
 
     def after_op(self) -> None:
         """Nothing to do."""
@@ -179,11 +180,11 @@ class NoEarlyStop:
 Progress = RecomputeProgress | NoEarlyStop
 
 
-# -- Kept views that are small against what they would pin
+# -- Kept views much smaller than their storage
 
 
 def clone_small_views(handles: list[Handle]) -> None:
-    """Replace views that are small against their storage by copies, so that they do not pin it."""
+    """Replace views that are smaller than their storage by copies, so that they do not pin it."""
     groups: dict[int, list[Handle]] = defaultdict(list)
     for handle in handles:
         groups[handle.storage].append(handle)
@@ -204,11 +205,11 @@ def _view_of(tensor: Any) -> tuple[Any, ...]:
 
 
 def _dense_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy with the same order of dimensions in memory and none of the gaps."""
+    """Return a copy with the same order of dimensions in memory and without gaps."""
     return tensor.clone(memory_format=torch.preserve_format)
 
 
-# -- What to do about a recomputation that is not like its forward: one text per kind of difference
+# -- Advice in errors on recomputations that differ from their forward
 
 OTHER_PATH = (
     "recomputation took another path through the region's Python than forward did: look for a branch that reads a "
@@ -229,7 +230,7 @@ _NO_RANDOM_STATE = "; preserve_rng_state is off: turn it on if the region draws 
 
 
 def advised(error: RegionError, path: str, settings: Settings) -> RegionError:
-    """Return ``error`` of the region ``path`` with advice that fits the settings of the call."""
+    """Return ``error``, raised in the region ``path``, with advice that fits the settings of the call."""
     general = (OTHER_PATH, OTHER_KIND, OTHER_VALUE)
     if settings.preserve_rng_state or not any(one.where == (path or "region") for one in error.problems):
         return error
@@ -239,16 +240,16 @@ def advised(error: RegionError, path: str, settings: Settings) -> RegionError:
     )
 
 
-# -- One call of a region: what both frames hold of it, and how they run its function in either pass
+# -- One call of a region: the base of both frames
 
 RETAIN = "pass retain_graph=True to the backward call before this one"
 
 
 class Recorder(Protocol):
-    """What a recomputation engine does for a frame. The frame works without one (full recomputation).
+    """Interface of a recomputation engine to a frame. Without a recorder, a frame recomputes everything.
 
-    ``sees_ops``: whether its modes see the ops of the region. ``apart``: modules that recomputation does not run, by
-    id; what they write to their buffers is not written again.
+    ``sees_ops``: whether its modes see the ops of the region. ``not_recomputed``: ids of the modules that recomputation
+    does not run; their writes to their buffers are not repeated.
     """
 
     sees_ops: bool
@@ -264,23 +265,23 @@ class Recorder(Protocol):
         """The forward is over; return whether the region can be recomputed without this recorder."""
 
     def pack_with_outer_hooks(self, hooks: PackHooks) -> None:
-        """Hand what is held to the saved-tensor hooks around the region."""
+        """Hand the held values to the saved-tensor hooks around the region."""
 
     def recompute_mode(self, inputs: list[tuple[int, torch.Tensor]], progress: Progress) -> AbstractContextManager[Any]:
-        """Return the context in which the recomputation runs on ``inputs``, given with their positions."""
+        """Return the context in which the recomputation runs on ``inputs``, given as (position, tensor)."""
 
     def check_recomputed(self) -> None:
-        """Raise if a value that had to be used was not."""
+        """Raise if recomputation did not use a value that it had to use."""
 
     def drop(self) -> None:
-        """Let every held value go."""
+        """Release every held value."""
 
 
 class RegionCall(ABC):
     """One call of one checkpointed region.
 
-    ``path`` names the region in messages. ``owners`` are its modules. ``compares``: a recorder that need not serve
-    anything is still of use, to tell whether recomputation saves the same values.
+    ``path`` names the region in messages. ``owners`` are its modules. ``compares``: whether a recorder that serves
+    nothing is still useful, because it checks that recomputation saves the same values.
     """
 
     compares = False
@@ -298,22 +299,22 @@ class RegionCall(ABC):
         self.recorder = recorder
         self.owners = owners
         self.settings = settings
-        self.input_bytes = (0, 0)  # on devices and on the host for them: held by this region, or else by its handles
+        self.input_bytes = (0, 0)  # on devices, and on the host on their behalf: held by this region or its handles
         self.kept_whole: Problem | None = None  # after the forward: why its activations are kept after all
-        self.is_evidence = False  # whether somebody will ask ``moved_host_rng``
+        self.is_evidence = False  # whether ``moved_host_rng`` will be read
         self.moved_host_rng = False  # after the forward: whether it drew from Python's or NumPy's generators
         self._lock = threading.RLock()
         self._dropped = False
 
     @abstractmethod
     def run(self, inputs: RegionInputs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the region's forward and keep what its backward needs; returns the function's result.
+        """Run the region's forward, keep what its backward needs, and return the function's result.
 
-        ``inputs`` are made of the same ``args`` and ``kwargs``.
+        ``inputs`` is built from the same ``args`` and ``kwargs``.
         """
 
     def _begin(self, inputs: RegionInputs) -> None:
-        """Take note of all that the forward is about to see."""
+        """Record the ambient state, the Python state and the inputs that the forward is about to use."""
         self.hooks = active_hooks()
         self.inputs = inputs
         tensors = [kept.data for kept in inputs.tensors if isinstance(kept.data, torch.Tensor)]
@@ -338,7 +339,7 @@ class RegionCall(ABC):
             return self.function(*args, **kwargs)
 
     def _keep(self, kept: list[Handle], last_missing: int) -> None:
-        """The forward is over: hold what a recomputation up to ``last_missing`` takes, nothing if it is -1."""
+        """The forward is over: hold what a recomputation up to ``last_missing`` needs; nothing if it is -1."""
         if self.is_evidence and self.ambient.host_rng is not None:
             self.moved_host_rng = self.ambient.host_rng.has_moved()
         self.ambient.close(self.path, needed=last_missing >= 0)
@@ -350,7 +351,7 @@ class RegionCall(ABC):
             self.recorder.pack_with_outer_hooks(self.hooks)
 
     def _hold_inputs(self, kept: list[Handle], *, needed: bool) -> None:
-        """Hold the inputs until backward, or nothing at all if no recomputation will come: autograd holds ``kept``."""
+        """Hold the inputs until backward, or nothing if no recomputation will come: autograd holds ``kept``."""
         if not needed:
             held = [one.value for one in kept if one.is_external and isinstance(one.value, torch.Tensor)]
             self.input_bytes = self.inputs.bytes_among(held), 0
@@ -360,7 +361,7 @@ class RegionCall(ABC):
         self.inputs.close(self.hooks, self.path)
 
     def _drop(self) -> None:
-        """Hold nothing any more that could run the region again."""
+        """Release everything that running the region again would need."""
         self._dropped = True
         self.inputs.drop()
         self.ambient.drop()
@@ -370,9 +371,9 @@ class RegionCall(ABC):
     def _enter_forward_again(
         self, stack: ExitStack, inputs: list[tuple[int, torch.Tensor]], progress: Progress
     ) -> None:
-        """Enter all that the forward saw, with grad enabled, for a run of the function on the rebuilt ``inputs``.
+        """Restore the state of the forward, with grad enabled, for a run of the function on the rebuilt ``inputs``.
 
-        Raises ``RegionError`` if a parameter of the region was changed since.
+        Raises ``RegionError`` if a parameter of the region, or a large tensor that it can reach, was changed since.
         """
         module_state = self.ambient.module_state
         if self.settings.checks_metadata and (problem := module_state.changed_parameter(self.path)) is not None:
@@ -390,41 +391,41 @@ class RegionCall(ABC):
 
 
 def _is_of_module(function: Callable[..., Any]) -> bool:
-    """Return whether ``function`` is a forward bound to one of the region's modules, which are looked at themselves."""
+    """Return whether ``function`` is a forward bound to a module of the region: modules are examined separately."""
     if type(function) is partial and len(function.args) == 1 and not function.keywords:
         return isinstance(function.args[0], nn.Module)
     return type(function) is MethodType and isinstance(function.__self__, nn.Module)
 
 
-# -- The non-reentrant frame: one checkpointed call, whatever it keeps and however it is run again
+# -- The non-reentrant frame
 
 # Note [The walk of a region]
 #
-# Forward. The region's function runs under a pair of saved-tensor hooks. Autograd hands each tensor that it wants to
-# save to `Frame._pack` and gets back a `Handle`. A handle is *kept* when somebody decided to hold its value (the
-# recorder of the selective engine: the value is a saved op's output, an input or a parameter) and *missing* otherwise.
-# At the end (`Frame._close`) it is known which handles are missing. None missing: the region will never be run again
-# and nothing else is held. Otherwise the inputs, the RNG states and the recorder's values stay, as far as they are of
-# use before the last missing handle.
+# Forward. The region's function runs under a pair of saved-tensor hooks. Autograd passes each tensor that it saves to
+# `Frame._pack` and gets a `Handle` back. A handle is *kept* if the selective engine's recorder decided to hold its
+# value (a saved op's output, an input or a parameter); otherwise it is *missing*. When the forward ends
+# (`Frame._close`), the set of missing handles is known. If none is missing, the region never runs again and nothing
+# else is held. Otherwise the inputs, the RNG states and those values of the recorder stay that are needed before the
+# last missing handle.
 #
-# Backward. The first unpack of a missing handle runs the function again, with inputs, RNG, autocast and buffers as
-# they were, under hooks that count: the i-th tensor saved in recomputation belongs to the i-th handle. As soon as the
-# last missing handle is filled the run is stopped (`StopRecompute`).
+# Backward. The first unpack of a missing handle runs the function again, with the inputs, RNG states, autocast and
+# buffers of the forward. Its saved-tensor hooks count: the i-th tensor saved in recomputation belongs to the i-th
+# handle. The run stops as soon as the last missing handle is filled (`StopRecompute`).
 #
-# Unseen writes. Where no recorder sees the ops, the forward may have written to something of which there is no copy: a
-# parameter, a large buffer, an input. Versions tell when it is over, and a recomputation would then start from the
-# wrong values. So the tensors that autograd has saved are held until the end of such a forward, when it is known
-# whether they can be recomputed; if not, the handles keep them, with one warning, and later calls have a recorder. The
-# peak of a step is no higher for it: the region's backward holds all of them at once too.
+# Unseen writes. Without a recorder that sees the ops, the forward may write to a tensor that was not copied: a
+# parameter, a large buffer, an input. A recomputation would then start from the wrong values. Version counters show
+# this when the forward ends. So such a forward holds the tensors that autograd saves until its end, when it is known
+# whether they can be recomputed. If they cannot, the handles keep them, with one warning, and later calls have a
+# recorder. This does not raise the peak of a step: the region's backward also holds all of them at once.
 #
-# Example. `full`, and a block that normalises its weight under `no_grad` in every third step, by a counter in a list.
-# In the first two steps nothing needs a recorder. In the third one the weight's version has moved when the forward
-# ends: the block's activations are kept in this step, and from the fourth on a recorder copies the weight before it is
-# written to.
+# Example. A region with the policy `full` normalises its weight under `no_grad` in every third step, counting steps in
+# a list. The first two steps need no recorder. When the forward of the third step ends, the weight's version has moved:
+# the block keeps its activations in this step. From the fourth step on, a recorder copies the weight before each write.
 #
-# How often. If this backward retains its graph, handles give their value away and everything that can run the region
-# again stays. If it does not, everything else is dropped after that one run and the values lie on their handles until
-# autograd drops the handle, node by node; nodes that this backward does not visit find theirs in a later one.
+# Several backwards. If this backward retains its graph, each handle releases its value when it is read, and everything
+# that can run the region again stays. If it does not, everything else is dropped after that one run. The values stay on
+# their handles until autograd drops the handles, node by node; nodes that this backward does not visit find their
+# values in a later one.
 
 
 def _call(reference: weakref.ref[Handle]) -> Handle | None:
@@ -444,7 +445,8 @@ class Frame(RegionCall):
         """See ``RegionCall.run``."""
         self._handles: list[weakref.ref[Handle]] = []
         self._forward_over = False
-        # Without a recorder: what autograd has saved, with its version then. See Note [The walk of a region].
+        # Without a recorder: the tensors that autograd has saved and their versions at that time.
+        # See Note [The walk of a region].
         self._packed: list[tuple[torch.Tensor, int]] | None = None
         if self.recorder is None or not self.recorder.sees_ops:
             self._packed = []
@@ -479,16 +481,16 @@ class Frame(RegionCall):
                 handle.pack_with_outer_hooks(self.hooks)
 
     def _hold(self, alive: list[Handle]) -> list[Handle]:
-        """Hold what backward will need for these handles; return those that keep a value of their own."""
+        """Hold what backward will need for these handles; return those that keep their own value."""
         kept = [handle for handle in alive if handle.is_kept]
         last_missing = max((handle.index for handle in alive if not handle.is_kept), default=-1)
         if last_missing >= 0 and not self.settings.early_stop:
-            last_missing = ALL  # recomputation reaches what comes later too
+            last_missing = ALL  # recomputation also reaches later handles
         self._keep(kept, last_missing)
         return kept
 
     def _keep_whole(self, alive: list[Handle], packed: list[tuple[torch.Tensor, int]]) -> list[Handle]:
-        """Hold what autograd has saved, as it would itself: this call cannot be recomputed."""
+        """Hold the tensors that autograd saved, as autograd itself would: this call cannot be recomputed."""
         for handle in alive:
             if not handle.is_kept:
                 tensor, version = packed[handle.index]
@@ -505,7 +507,7 @@ class Frame(RegionCall):
         return self._value_of(handle)
 
     def _value_of(self, handle: Handle) -> torch.Tensor:
-        """Return the tensor that autograd has saved as ``handle``, recomputed if need be."""
+        """Return the tensor that autograd saved as ``handle``; recompute it if necessary."""
         if handle.is_kept:
             return handle.kept_value(self.path)
         task = current_graph_task_id()
@@ -526,7 +528,10 @@ class Frame(RegionCall):
             return fetch(value)
 
     def fill(self, index: int, tensor: torch.Tensor, task: int) -> bool:
-        """Put the ``index``-th tensor that recomputation saves on its handle; return whether that waited for it."""
+        """Put the ``index``-th tensor that recomputation saves on its handle; return whether the handle waited for it.
+
+        Raises ``RegionError`` if forward saved fewer tensors, or one of another shape, dtype or device.
+        """
         if index >= len(self._handles):
             raise RegionError(self._surplus(index, tensor))
         handle = self._handles[index]()
@@ -547,12 +552,12 @@ class Frame(RegionCall):
         if self._dropped:
             raise RegionError(self._unfilled(wanted))
         last = last and self._forward_over  # a gradient taken inside the region's own forward drops nothing
-        wanted.task = -2  # it may have been unpacked in this task before: a second read of ctx.saved_tensors
+        wanted.task = -2  # it may have been unpacked in this task before, by an earlier read of ctx.saved_tensors
         last_missing = max(
             handle.index for handle in map(_call, self._handles) if handle is not None and self._waits(handle, task)
         )
         early = self.settings.early_stop
-        if not early and not self._forward_over:  # a gradient taken inside: the end is where the forward has got to
+        if not early and not self._forward_over:  # a gradient taken inside: stop at the point the forward has reached
             early, last_missing = True, len(self._handles) - 1
         seen = self.recorder is not None and self.recorder.sees_ops
         progress = RecomputeProgress(self, last_missing, stop_in_pack=not seen, task=task, early_stop=early)
@@ -588,7 +593,7 @@ class Frame(RegionCall):
 
     def _surplus(self, index: int, tensor: torch.Tensor) -> Problem:
         return self._problem(
-            f"recomputation saves more tensors than forward did ({len(self._handles)}); the first one more is "
+            f"recomputation saves more tensors than forward did ({len(self._handles)}); the first extra one is "
             f"number {index}, {describe(tensor)}",
             OTHER_PATH,
         )

@@ -21,13 +21,13 @@ from sac.stores.store import InputStoring, StoredInput, check_releasable, is_wor
 from sac.tensors import copy_of, describe, placed_on, shares_storage, storage_sizes, version_of, version_watch
 from sac.torch_private import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
 
-# -- One tensor input of a region, kept from forward to backward
+# -- One tensor input of a region
 
 Start = Callable[[torch.Tensor, int], torch.Tensor]
 
 
 class Alias(torch.autograd.Function):
-    """The same tensor as a non-leaf, which a region may write to in place as it did in the forward."""
+    """Returns the same tensor as a non-leaf, which a region may write to in place as it did in the forward."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -41,11 +41,12 @@ class Alias(torch.autograd.Function):
 
 
 class SavedInput:
-    """One tensor input: the data, whether it needs a gradient, and its version when the forward had ended.
+    """One tensor input: its data, whether it needs a gradient, and its version when the region began.
 
-    ``data`` is the caller's, or a copy if the region writes to it, or what hooks around the region made of it. Where a
-    copy was ``stored`` before the forward, ``data`` goes when the forward is over. Of a small one without a gradient,
-    as a mask or a counter is, there is a ``spare`` copy: another region may write to it before backward.
+    ``data`` is the caller's data, a copy if the region writes to it, or the object that the hooks around the region
+    returned for it. If a copy was ``stored`` before the forward, ``data`` is released when the forward is over. A small
+    input without a gradient, such as a mask or a counter, has a ``spare`` copy: another region may write to the input
+    before backward.
     """
 
     __slots__ = ("alias", "data", "needs_grad", "position", "spare", "stored", "version", "written")
@@ -66,7 +67,7 @@ class SavedInput:
         return self.alias is not None and version_of(self.alias) != self.version
 
     def copy_onto(self, storages: dict[int, torch.UntypedStorage]) -> None:
-        """Keep a copy of the data from here on; ``storages`` holds the copies made so far."""
+        """Keep a copy of the data from now on; ``storages`` holds the copies made so far."""
         assert isinstance(self.data, torch.Tensor)
         if self.stored is not None:
             self.stored.drop()
@@ -75,10 +76,10 @@ class SavedInput:
         self.spare = None
 
     def check_writes(self, others: Sequence[SavedInput], path: str) -> None:
-        """Raise if the region has written to this input unseen and there is no sound copy; ``others``: its other ones.
+        """Raise if the region wrote to this input unseen and no valid copy exists; ``others``: the region's inputs.
 
-        A copy to the host is made while the region runs: the write may have come first. And what is written through one
-        of two inputs that lie in one storage is seen through the other, which copies of them would not show.
+        A copy to the host runs while the region runs, so the write may have come before it. If two inputs share a
+        storage, a write through one changes the other too; separate copies would not reproduce that.
         """
         if self.written or not self.was_changed:
             return
@@ -96,14 +97,14 @@ class SavedInput:
         )
 
     def close(self, hooks: PackHooks | None) -> None:
-        """The forward is over, and its writes are checked: let go of the caller's data where a copy is stored."""
+        """The forward is over and its writes are checked: release the caller's data where a copy is stored."""
         if self.stored is not None:
             self.written = self.written or self.was_changed
             self.alias = self.data = None
             self.stored.close(hooks)
         elif hooks is not None and isinstance(self.data, torch.Tensor):
             self.data = pack_with_outer_hooks(self.data, hooks)
-            self.alias = version_watch(self.alias) if self.alias is not None else None  # what holds data is the hooks'
+            self.alias = version_watch(self.alias) if self.alias is not None else None  # only the hooks hold the data
 
     def rebuild(
         self,
@@ -112,12 +113,12 @@ class SavedInput:
         path: str,
         start: Start | None,
     ) -> torch.Tensor:
-        """Return the input for one recomputation; ``storages`` holds the copies made for it so far."""
+        """Return the input for one recomputation; ``storages`` holds the copies made for that recomputation so far."""
         data = fetched[self.stored] if self.stored is not None else self._checked(path)
         if self.written and (self.stored is None or not self.stored.tensor.fresh):
-            data = copied(data, storages)  # the recomputation will write to it too, and may not be the last
+            data = copied(data, storages)  # the recomputation writes to it too, and may not be the last one
         if not self.needs_grad:
-            return data.detach() if data.requires_grad else data  # the caller may have asked for a gradient since
+            return data.detach() if data.requires_grad else data  # the caller may have set requires_grad since
         leaf = data.detach().requires_grad_()
         if start is not None:
             return start(leaf, self.position)
@@ -142,7 +143,7 @@ class SavedInput:
 
 
 def copied(tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:
-    """Return ``tensor`` on a copy of its storage, the same copy for all tensors that share one."""
+    """Return ``tensor`` on a copy of its storage; tensors that share a storage get the same copy."""
     if type(tensor) is not torch.Tensor or tensor.is_conj() or tensor.is_neg():
         return tensor.clone()
     storage = tensor.untyped_storage()
@@ -150,30 +151,31 @@ def copied(tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage]) -> t
     return placed_on(copy, tensor)
 
 
-# -- Objects that are handed to a region: a recomputation finds each as it was when the forward began
+# -- Objects among the arguments of a region
 
 # Note [Objects as arguments]
 #
-# A block writes its keys and values into the cache that it is given, or puts its result into a field of a state that is
-# passed from layer to layer (`state.h = layer(state)`). Recomputed on that object it would start from its own results.
-# So such an object is kept as a copy of what it was when the forward began: of its objects and containers, and not of
-# its tensors, which keep their graph (a trained prefix has its gradient). Each recomputation runs on a copy of that.
+# A block writes its keys and values into a cache argument, or puts its result into a field of a state object that is
+# passed from layer to layer (`state.h = layer(state)`). A recomputation on the same object would start from the block's
+# own results. So the region keeps a copy of such an object as it was when the forward began. Its objects and containers
+# are copied; its tensors are not, so they keep their graph (a trained prefix gets its gradient). Each recomputation
+# runs on a new copy of that copy.
 #
-# The region must not hold the caller's object: what the region has put there has the region in its history, and such a
-# circle, which leads through autograd's nodes, no collector would find.
+# The region must not hold the caller's object itself: a result of the region that is stored there has the region in its
+# history. That would be a reference cycle through autograd's nodes, which the garbage collector does not find.
 #
-# Lists, dicts, tuples and what else `torch.utils._pytree` takes apart are made anew for each recomputation anyway. An
-# object is copied if it holds state of the user's (Note [Python state]): any class but those of torch, of sac and of
-# the standard library. Objects of these are the same in forward and recomputation.
+# Lists, dicts, tuples and other containers that `torch.utils._pytree` flattens are rebuilt for each recomputation
+# anyway. An object is copied if it holds user state (Note [Python state]): its class is not from torch, sac or the
+# standard library. Objects of those classes are the same in forward and recomputation.
 
-SHARED_STATES = "shared_kv_states"  # the argument by which layers hand keys and values on
+SHARED_STATES = "shared_kv_states"  # the argument through which layers pass on keys and values
 _SHARED = (torch.Tensor, nn.Module, type, str, bytes, int, float)
 
 
 class SavedObject:
     """An object among the arguments of a region, as it was when the forward began; see Note [Objects as arguments].
 
-    ``tensors``: those that it holds.
+    ``tensors``: the tensors that the object holds, by id.
     """
 
     __slots__ = ("_copy", "tensors")
@@ -189,15 +191,15 @@ class SavedObject:
 
 
 def is_kept_object(value: Any) -> bool:
-    """Return whether an argument that is no tensor is kept as a copy."""
+    """Return whether an argument that is not a tensor is kept as a copy."""
     return type(value) not in PLAIN and not isinstance(value, _SHARED) and holds_state(value)
 
 
 def _copied(one: Any, copies: dict[int, Any], tensors: dict[int, torch.Tensor]) -> Any:
-    """Return a copy of an object, of all objects and containers below it, but not of tensors, modules and plain values.
+    """Copy an object and all objects and containers below it, but not tensors, modules and plain values.
 
-    ``copies`` holds those made so far, by what they are copies of: what was one object is one in the copy too.
-    ``tensors`` gets what is met, by id.
+    ``copies`` maps the id of each copied object to its copy, so an object that occurs twice is copied once. The tensors
+    found are added to ``tensors``, by id.
     """
     if isinstance(one, torch.Tensor):
         tensors[id(one)] = one
@@ -214,7 +216,7 @@ def _copied(one: Any, copies: dict[int, Any], tensors: dict[int, torch.Tensor]) 
     try:
         twin = copy.copy(one)
         attributes = attributes_in(one)
-    except Exception:  # of a class that cannot be copied (a lock) or looked at: it is the same in both
+    except Exception:  # its class cannot be copied (a lock) or inspected: forward and recomputation share the object
         return one
     copies[id(one)] = twin
     if twin is one:
@@ -232,15 +234,15 @@ def _copied(one: Any, copies: dict[int, Any], tensors: dict[int, torch.Tensor]) 
     return twin
 
 
-# -- The inputs of a region, kept from forward to backward so that the region can be run again
+# -- All inputs of one region call
 
 
 class RegionInputs:
     """Arguments of one region call in any structure; tensors are kept without their graph.
 
-    ``kind`` says what sort of inputs these are (Note [Which function is it]): equal for equal uses, None where no other
-    use can be known to be equal. ``owners``: modules among the arguments, and those below. A tensor that is passed
-    more than once is kept once, under its first position, and is one tensor again in recomputation.
+    ``signature``: the input signature (Note [Which function is it]), equal for equal uses; None where no other use can
+    be known to be equal. ``owners``: modules among the arguments, and their submodules. A tensor that is passed more
+    than once is kept once, under its first position, and is one tensor again in recomputation.
     """
 
     __slots__ = ("_call", "_keywords", "_leaves", "_objects", "_spec", "owners", "signature", "tensors")
@@ -250,7 +252,7 @@ class RegionInputs:
         signature: list[Any] = [len(args), *kwargs]
         self.owners: tuple[torch.nn.Module, ...] = ()
         self._keywords = tuple(kwargs)
-        self._spec: Any = None  # as a rule there are but tensors and plain values: nothing to flatten
+        self._spec: Any = None  # usually all arguments are tensors and plain values: nothing to flatten
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
                 signature.append(tensor_signature(leaf))
@@ -266,12 +268,12 @@ class RegionInputs:
         objects: dict[int, SavedObject] = {}
         kept_leaves = [*leaves]
         for position, leaf in enumerate(leaves):
-            plain = type(leaf) is torch.Tensor  # asked first: whether it is a Parameter is a question that costs
+            plain = type(leaf) is torch.Tensor  # checked first: isinstance(leaf, Parameter) is slow
             if plain or (isinstance(leaf, torch.Tensor) and not isinstance(leaf, torch.nn.Parameter)):
                 kept = known.get(id(leaf))
                 if kept is None:
                     known[id(leaf)] = kept = SavedInput(leaf, position)
-                elif self.signature is not None:  # the function may ask whether two of its arguments are one
+                elif self.signature is not None:  # the function may check whether two of its arguments are one tensor
                     self.signature += ((position, kept.position),)
                 kept_leaves[position] = kept
             elif self._spec is not None and is_kept_object(leaf):
@@ -291,9 +293,9 @@ class RegionInputs:
         return identity.parts if identity.is_known else []
 
     def store(self, input_storing: InputStoring, args: tuple[Any, ...], kwargs: dict[str, Any], path: str) -> None:
-        """Before the forward: copy the chosen inputs to where they are to lie. ``args`` and ``kwargs`` as before.
+        """Before the forward: copy the chosen inputs to their store.
 
-        ``path`` names the region.
+        ``args`` and ``kwargs`` are those of the constructor. ``path`` names the region.
         """
         assert self._leaves is not None, "stored after they were dropped"
         leaves = self.leaves_of(args, kwargs)
@@ -307,11 +309,11 @@ class RegionInputs:
                 kept.stored = StoredInput(leaves[position], input_storing.store, call, (path, position), name)
 
     def leaves_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """Return the leaves of the call, each at its position. ``args`` and ``kwargs`` as before."""
+        """Return the leaves of the call, each at its position. ``args`` and ``kwargs`` are those of the constructor."""
         return [*args, *kwargs.values()] if self._spec is None else tree_leaves((args, kwargs))
 
     def finish(self, input_storing: InputStoring, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """After ``close``, if ``store`` was called: mark what the region returned, and release what is to be.
+        """After ``close``: if ``store`` was called, mark the results of the region and release the chosen inputs.
 
         See Note [Prefetched gathers] and Note [Released inputs].
         """
@@ -331,14 +333,14 @@ class RegionInputs:
                     kept.stored.release(tensor)
 
     def close(self, hooks: PackHooks | None, path: str) -> None:
-        """At the end of the forward: check versions, and hand the data to the surrounding hooks."""
+        """At the end of the forward: check versions, and pass the data to the surrounding hooks."""
         for kept in self.tensors:
             kept.check_writes(self.tensors, path)
         for kept in self.tensors:
             kept.close(hooks)
 
     def copy_storage(self, address: int) -> None:
-        """The region is about to write to this storage: keep copies of the inputs that lie in it."""
+        """The region is about to write to the storage at ``address``: keep copies of the inputs in it."""
         inside = [
             kept
             for kept in self.tensors
@@ -349,16 +351,16 @@ class RegionInputs:
             inside[0].written = True
             return
         storages: dict[int, torch.UntypedStorage] = {}
-        for kept in inside:  # together: what is written through one of them is seen through the others
+        for kept in inside:  # on one copy: a write through one of them changes the others too
             kept.copy_onto(storages)
 
     def rebuild(
         self, path: str, start: Start | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any], list[tuple[int, torch.Tensor]]]:
-        """Return ``(args, kwargs)`` for one recomputation, and the tensors by position.
+        """Return ``(args, kwargs)`` for one recomputation, and the tensors as (position, tensor).
 
-        ``start`` is given the leaf made of each input that needs a gradient, with its position, and returns the tensor
-        that is to stand for it.
+        ``start`` is called with the new leaf and the position of each input that needs a gradient; the recomputation
+        gets the tensor that it returns.
         """
         if self._leaves is None:
             raise AssertionError("a region's inputs were used after they were dropped")
@@ -383,7 +385,7 @@ class RegionInputs:
         return tuple(leaves[:split]), dict(zip(self._keywords, leaves[split:], strict=True))
 
     def bytes(self) -> tuple[int, int]:
-        """Return the bytes held on devices (whole storages, each counted once) and those held for one on the host."""
+        """Return the bytes held on devices (whole storages, each counted once), and on the host for a device."""
         sizes: dict[int, int] = {}
         host: dict[int, int] = {}
         for kept in self.tensors:
@@ -394,7 +396,7 @@ class RegionInputs:
         return sum(sizes.values()), sum(host.values())
 
     def bytes_among(self, tensors: Iterable[torch.Tensor]) -> int:
-        """Return the bytes of those storages of inputs in which some of ``tensors`` lie, each counted once."""
+        """Return the bytes of the inputs' storages that hold some of ``tensors``, each counted once."""
         sizes: dict[int, int] = {}
         for kept in self.tensors:
             if isinstance(kept.data, torch.Tensor):
@@ -403,7 +405,7 @@ class RegionInputs:
         return sum(size for address, size in sizes.items() if address in held)
 
     def drop(self) -> None:
-        """Let the data go: no recomputation will come."""
+        """Release the data: no recomputation will come."""
         for kept in self.tensors:
             if kept.stored is not None:
                 kept.stored.drop()

@@ -1,4 +1,4 @@
-"""Parameters, buffers and flags of a region's modules, as they were in the forward."""
+"""Parameters, buffers and flags of a region's modules: their state in the forward, restored for recomputation."""
 
 from __future__ import annotations
 
@@ -16,50 +16,57 @@ from torch.nn.parameter import is_lazy
 from sac.errors import Problem, RegionError, SacWarning
 from sac.tensors import copy_of, describe, has_graph, overwrite, version_of
 
-# -- What the modules of a region own, as it was in the forward: parameters and buffers by name, buffers' data,
-#    flags
+# -- Module state of a region
 
 # Note [Buffers advance once]
 #
-# A region's recomputation starts from the buffers that its forward started from, and leaves those that there are now.
-#  - Rebound (`self.n = self.n + 1`): each name means in recomputation what it meant when the forward began. The same
-#    holds for names that `torch.func.functional_call` gives another meaning for one call.
-#  - Changed in place, in ops that the recorder sees: the recorder images what is written, whatever it is, see
+# A region's recomputation starts from the buffers that its forward started from. Afterwards, the buffers are as they
+# were right before the recomputation.
+#  - Rebound (`self.n = self.n + 1`): in recomputation each name refers to the object that it referred to when the
+#    forward began. The same holds for names that `torch.func.functional_call` rebinds for one call.
+#  - Changed in place, in ops that the recorder sees: the recorder takes a snapshot of whatever is written, see
 #    Note [What is kept, and what is not].
-#  - Changed in place where nobody sees it, inside a compiled function, or because no call before had needed a recorder
-#    (Note [Evidence]): each small buffer, as statistics and counters are, is copied before the forward. If the forward
-#    has written to a large one, or to a parameter, and there is no recorder, the call is not recomputed at all (Note
-#    [The walk of a region]). From then on the region has one.
-#  - Changed by somebody else between forward and backward: a small one is put back. A large one is an error, or if it
-#    is a buffer, a warning.
-# All of this holds for other tensors that the region's modules can reach, too (Note [Python state]).
-# With `freeze_buffers=False` none of this is done, and recomputation works on the buffers as they are at that time.
+#  - Changed in place unseen, inside a compiled function or because no earlier call needed a recorder (Note [Evidence]):
+#    each small buffer, such as statistics and counters, is copied before the forward. If the forward writes to a large
+#    buffer or to a parameter without a recorder, the call is not recomputed at all (Note [The walk of a region]), and
+#    the region has a recorder from then on.
+#  - Changed by other code between forward and backward: a small buffer is restored. A large one is a warning; if the
+#    tensor is not a buffer, it is an error.
+# All of this also holds for other tensors that the region's modules can reach (Note [Python state]).
+# With `freeze_buffers=False` none of this is done, and recomputation works on the current buffers.
 #
-# Each module's `training` flag is put back likewise: a model that is put into evaluation between forward and backward
-# (to validate, before a last backward) is recomputed with the dropout and the statistics that its forward had. So is
-# each parameter's `requires_grad`, which decides what autograd saves: adversarial training switches it between the two.
+# Each module's `training` flag is restored too: if a model is switched to evaluation between forward and backward (to
+# validate before a last backward), its recomputation uses the dropout and the statistics of the forward. So is each
+# parameter's `requires_grad`, which decides what autograd saves: adversarial training switches it between the two.
 #
-# Parameters that somebody else writes to between forward and backward are an error, as where autograd has saved them.
+# A write to a parameter by other code between forward and backward is an error, as it is if autograd saved the
+# parameter.
 #
-# A module's buffers are its own, not a thread's: another thread that runs the same module during a recomputation finds
-# them as they were in that forward, and what it writes to them is lost.
+# Buffers belong to a module, not to a thread: if another thread runs the same module during a recomputation, it finds
+# the buffers of that forward, and its writes to them are lost.
+#
+# Example. `nn.BatchNorm1d(64)` in training, without a recorder, and `num_batches_tracked` is 7. Its running statistics
+# (256 bytes each) and its counter are small, so they are copied before the forward, which changes them in place: the
+# counter is 8. A second micro-batch makes it 9. In the backward of the first one, recomputation finds 7 and the
+# statistics of that time, and updates them again. When it ends, the counter is 9, with the statistics that belong to
+# it.
 
 _MOST_COPIED_BYTES = 1 << 16
-_MOST_COPIED_BYTES_UNRECORDED = 1 << 9  # the usual call: a counter is worth the time, a table of positions is not
+_MOST_COPIED_BYTES_UNRECORDED = 1 << 9  # the usual call: copying a counter is cheap enough, a position table is not
 
 Bound = dict[str, Any]
 
 
 class UnseenWriteError(RegionError):
-    """A region wrote to a buffer or an input unseen: it cannot be recomputed from what was there before."""
+    """A region wrote to a buffer, a parameter or an input unseen: recomputation lacks the earlier values."""
 
 
 class ModuleState:
-    """What the names of parameters and buffers of a region's modules meant when its forward began; which were training.
+    """Parameters, buffers and flags of a region's modules when its forward began.
 
-    Parameters of wrapper subclasses are left alone: FSDP exchanges its sharded ones between forward and backward.
-    ``others``: tensors that the region can reach under other names; they are treated as buffers. ``apart``: modules (by
-    id) that recomputation does not run: what they write to their buffers needs no copy.
+    Parameters of wrapper subclasses are not restored: FSDP exchanges its sharded ones between forward and backward.
+    ``others``: tensors that the region can reach under other names; they are treated as buffers. ``not_recomputed``:
+    ids of modules that recomputation does not run, so their writes to their buffers need no copy.
     """
 
     __slots__ = ("_buffers", "_held", "_need_grad", "_parameters", "_training", "_versions", "_watched", "_written")
@@ -91,7 +98,7 @@ class ModuleState:
             self._watched += [_Watched(one, most, False) for one in others if id(one) not in known and _is_own(one)]
 
     def close(self) -> None:
-        """The forward is over: drop the copies of what was not written to."""
+        """The forward is over: drop larger copies of tensors that it did not write to."""
         for one in self._watched:
             one.close()
         before = self._versions
@@ -102,18 +109,18 @@ class ModuleState:
             self._written = [one for one, was, now in pairs if was != now]
 
     def note_parameters(self) -> None:
-        """Take note of the parameters' versions: from now on nothing but the region's own runs may write to them."""
+        """Record the parameters' versions: from now on only the region's own runs may write to the parameters."""
         self._versions = [version_of(one) for one in self._held]
 
     def changed_parameter(self, where: str, read: Collection[int] | None = None) -> Problem | None:
-        """Return the problem that a parameter was written to since ``note_parameters``, if one was.
+        """Return a problem if a parameter was written to since ``note_parameters``.
 
-        ``read``: ids of the only parameters that matter. An optimizer may step in backward, parameter by parameter.
-        As long as the forward runs, nobody else writes to them.
+        ``read``: ids of the only parameters to check; None: all. An optimizer may step in backward, parameter by
+        parameter. While the forward runs, nothing is checked: only the region itself writes to parameters then.
         """
         if self._written is None:
             return None
-        written = {id(one) for one in self._written}  # the recorder holds what lay there
+        written = {id(one) for one in self._written}  # the recorder holds the earlier values of these
         for one, version in zip(self._held, self._versions, strict=True):
             if version_of(one) != version and id(one) not in written and (read is None or id(one) in read):
                 name = next(name for _, held in self._parameters for name, value in held.items() if value is one)
@@ -132,9 +139,9 @@ class ModuleState:
         return bool(self._written) or any(one.was_written and not one.is_not_recomputed for one in self._watched)
 
     def unseen_write(self, where: str) -> Problem | None:
-        """Return the problem that the forward wrote to something of which there is no copy, if it did.
+        """Return a problem if the forward wrote to a tensor that has no copy.
 
-        After ``close``. ``where`` names the region.
+        Call it after ``close``. ``where`` names the region.
         """
         lost = next((one.tensor for one in self._watched if one.is_lost and not one.is_not_recomputed), None)
         if lost is None:
@@ -142,10 +149,10 @@ class ModuleState:
         return None if lost is None else self._unseen(lost, where)
 
     def changed_tensor(self, where: str) -> Problem | None:
-        """Return the problem that somebody has written to a large tensor since the forward, if that is so.
+        """Return a problem if other code has written to a large tensor since the forward.
 
-        For a buffer it warns: recomputation reads its current value, as in torch. DDP broadcasts buffers anew in each
-        forward, for one.
+        For a buffer it only warns: recomputation reads its current value, as in torch. For example, DDP broadcasts
+        buffers in each forward.
         """
         for one in self._watched:
             if one.was_written or one.has_copy or not one.was_changed:
@@ -165,10 +172,18 @@ class ModuleState:
                 warnings.warn(str(told), SacWarning, stacklevel=2)
         return None
 
-    def copies(self) -> dict[int, torch.UntypedStorage] | None:
-        """Return what lay in tensors that somebody has written to since the forward, by the address of the storage.
+    def written_unseen(self) -> set[int]:
+        """Return the addresses of storages that the forward has written to, so far, without moving a version.
 
-        None if one of them lies elsewhere now.
+        NumPy and ``data`` do that. At which op the data changed is not known.
+        """
+        running = self._written is None
+        return {one.address for one in self._watched if (one.was_written_unseen() if running else one.was_unseen)}
+
+    def copies(self) -> dict[int, torch.UntypedStorage] | None:
+        """Return the copies of tensors that other code has written to since the forward, by storage address.
+
+        None if one of these tensors has another storage now.
         """
         changed = [one for one in self._watched if not one.was_written and one.was_changed]
         if any(one.was_moved for one in changed):
@@ -176,8 +191,8 @@ class ModuleState:
         return {one.address: one.copy for one in changed if one.copy is not None}
 
     def enter_on(self, stack: ExitStack) -> None:
-        """Let names, data and flags be those of the forward, and those of now when ``stack`` is left."""
-        # What is the same now is restored too: the recomputation may change it, as the forward may have.
+        """Restore names, data and flags of the forward; restore the current ones when ``stack`` is left."""
+        # This includes values that are the same now: the recomputation may change them, as the forward may have.
         stack.callback(_put_training, [(owner, owner.training) for owner, _ in self._training])
         _put_training(self._training)
         for owner, before in self._buffers:
@@ -195,7 +210,7 @@ class ModuleState:
             one.enter_on(stack)
 
     def drop(self) -> None:
-        """Hold nothing any more."""
+        """Release everything."""
         self._buffers, self._parameters, self._watched, self._training = [], [], [], []
         self._held, self._need_grad, self._versions, self._written = [], [], [], None
 
@@ -218,10 +233,10 @@ class ModuleState:
 
 
 class _Watched:
-    """A tensor that the region can write to: its version, its storage, and a copy of that, of at most ``most`` bytes.
+    """A tensor that the region can write to: its version, its storage, and a copy if it has at most ``most`` bytes.
 
-    ``was_written``, after ``close``: by the forward. The copy of one that the forward has not written to is kept if it
-    is small: somebody else may write to it before backward.
+    ``was_written``: after ``close``, whether the forward wrote to it. If it did not, a small copy is still kept: other
+    code may write to the tensor before backward.
     """
 
     __slots__ = (
@@ -233,6 +248,7 @@ class _Watched:
         "is_not_recomputed",
         "is_reported",
         "tensor",
+        "was_unseen",
         "was_written",
     )
 
@@ -243,43 +259,44 @@ class _Watched:
         self._storage = storage = tensor.untyped_storage()
         self._geometry = tensor.storage_offset(), tensor.shape, tensor.stride()
         self.copy = copy_of(storage) if storage.nbytes() <= most else None
-        self.was_written = self.is_lost = self.is_reported = False
+        self.was_written = self.was_unseen = self.is_lost = self.is_reported = False
 
     def close(self) -> None:
         """The forward is over."""
         version = version_of(self.tensor)
-        self.was_written = version != self._version or self.was_moved or self._was_written_unseen()
+        self.was_unseen = version == self._version and self.was_written_unseen()
+        self.was_written = version != self._version or self.was_moved or self.was_unseen
         self.is_lost = self.copy is None and version != self._version
         if not self.was_written and self.copy is not None and self.copy.nbytes() > _MOST_COPIED_BYTES_UNRECORDED:
             self.copy = None
 
-    def _was_written_unseen(self) -> bool:
-        """Whether a small tensor has been written to through NumPy or ``data``, which moves no version."""
+    def was_written_unseen(self) -> bool:
+        """Whether a small tensor has been written to through NumPy or ``data``, which does not move its version."""
         return self.copy is not None and type(self.tensor) is torch.Tensor and other_bytes(self.copy, self._storage)
 
     @property
     def address(self) -> int:
-        """The address of the storage in which it lay in the forward."""
+        """The address of the storage that it had in the forward."""
         address: int = self._storage._cdata
         return address
 
     @property
     def has_copy(self) -> bool:
-        """Whether what it held before the forward can be put back."""
+        """Whether its values from before the forward can be restored."""
         return self.copy is not None
 
     @property
     def was_changed(self) -> bool:
-        """Whether it was written to since it is watched, or given another storage (``buffer.data = ...``)."""
-        return version_of(self.tensor) != self._version or self.was_moved or self._was_written_unseen()
+        """Whether it was written to or got another storage (``buffer.data = ...``) since this object was made."""
+        return version_of(self.tensor) != self._version or self.was_moved or self.was_written_unseen()
 
     @property
     def was_moved(self) -> bool:
-        """Whether it lies in another storage now."""
+        """Whether it has another storage now."""
         return bool(self.tensor.untyped_storage()._cdata != self._storage._cdata)
 
     def enter_on(self, stack: ExitStack) -> None:
-        """Put its data of the forward back, and those of now when ``stack`` is left."""
+        """Restore its data from before the forward; restore the current data when ``stack`` is left."""
         if not (self.was_written or self.was_changed):
             return
         storage, copy = self._storage, self.copy
@@ -294,7 +311,7 @@ class _Watched:
 def _put_training(flags: Iterable[tuple[nn.Module, bool]]) -> None:
     for owner, training in flags:
         if owner.training is not training:
-            owner.training = training  # not by `train`: it may do more
+            owner.training = training  # not `train()`, which may do more
 
 
 def _put_needs(parameters: Sequence[torch.Tensor], needs: Sequence[bool]) -> None:
@@ -311,7 +328,7 @@ def _plain_tensors(buffers: list[tuple[nn.Module, Bound]]) -> Iterator[tuple[nn.
 
 
 def other_bytes(copy: torch.UntypedStorage, storage: torch.UntypedStorage) -> bool:
-    """Return whether something else lies in a small ``storage`` on the CPU than in its copy; False for other ones."""
+    """Return whether a small ``storage`` on the CPU differs from its copy; False for all other storages."""
     size = copy.nbytes()
     if not 0 < size <= _MOST_COPIED_BYTES_UNRECORDED or storage.device.type != "cpu" or size != storage.nbytes():
         return False
@@ -319,7 +336,7 @@ def other_bytes(copy: torch.UntypedStorage, storage: torch.UntypedStorage) -> bo
 
 
 def spare_copy(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """Return a copy of what a small tensor lies in, None for another one."""
+    """Return a copy of a small tensor's storage; None for other tensors."""
     if not _is_own(tensor):
         return None
     storage = tensor.untyped_storage()
@@ -327,23 +344,23 @@ def spare_copy(tensor: torch.Tensor) -> torch.UntypedStorage | None:
 
 
 def _is_own(value: torch.Tensor) -> bool:
-    """Whether the region may write to a tensor that it holds, other than by a graph."""
+    """Whether the region may write to this tensor, which it holds: a plain one without a graph."""
     return _is_plain(value) and value.layout is torch.strided and not has_graph(value) and not value.is_inference()
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a tensor is none of a subclass, but for one without data: a plan counts the same copies."""
+    """Whether ``value`` is a plain tensor or a fake one; a plan thus counts the same copies as a real run."""
     return type(value) is torch.Tensor or type(value).__name__ == "FakeTensor"
 
 
 def _was_exchanged(before: Any, now: Any) -> bool:
-    """Return whether a plain tensor or parameter stood where another one stands now."""
+    """Return whether a plain tensor or parameter was replaced by another one."""
     plain = (torch.Tensor, nn.Parameter)
     return before is not now and type(before) in plain and type(now) in plain
 
 
 def _bind(bound: Bound, wanted: Bound) -> None:
-    """Let ``bound`` hold just what ``wanted`` holds; it is not touched if it does (a scripted module's cannot be)."""
+    """Make ``bound`` equal to ``wanted``; it is not touched if it already is (a scripted module's cannot be)."""
     present = dict(bound)
     if present.keys() != wanted.keys() or any(present[name] is not value for name, value in wanted.items()):
         bound.clear()
@@ -356,7 +373,7 @@ def owners_of(module: nn.Module | None) -> tuple[nn.Module, ...]:
         return ()
     seen = {module}
     owners = [module]
-    for owner in owners:  # by hand: module.modules() makes the names of all of them, in every call of a region
+    for owner in owners:  # not module.modules(): it builds the names of all of them, in every call of a region
         if owner._modules:
             for child in owner._modules.values():
                 if child is not None and child not in seen:
@@ -365,16 +382,16 @@ def owners_of(module: nn.Module | None) -> tuple[nn.Module, ...]:
     return tuple(owners)
 
 
-# -- Parameters that a module makes in its first call
+# -- Lazy modules
 
 # Note [Lazy modules]
 #
-# A lazy module draws its parameters in its first call, from the shapes that it sees there. A recomputation finds them
-# made, and would draw other numbers than the forward did after that. So the call of a region in which any are to be
-# made runs without checkpointing: it is one step.
+# A lazy module initialises its parameters in its first call, with the shapes that it sees there. A recomputation finds
+# them initialised, so its later random draws would differ from those of the forward. Therefore a region call that
+# would initialise parameters runs without checkpointing. This affects only one step.
 
 
 def has_uninitialized(owners: Iterable[nn.Module]) -> bool:
-    """Return whether any parameter or buffer of these modules is still to be made."""
+    """Return whether any parameter or buffer of these modules is still uninitialised."""
     tables = (held for owner in owners for held in (owner._parameters, owner._buffers))
     return any(one is not None and is_lazy(one) for held in tables for one in held.values())

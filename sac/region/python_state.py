@@ -26,42 +26,41 @@ from sac.region.fingerprint import PLAIN, by_class
 from sac.region.rng import is_random_source
 from sac.tensors import detached, has_graph
 
-# -- State beside the modules themselves: globals that the code of their classes names, and attributes of the
-#    classes
+# -- Globals and class attributes that the code of modules uses
 
 # Note [Globals and classes]
 #
-# `CALLS[0] += 1` and `Block.calls += 1` in a forward are state as much as `self.calls += 1` is, and are put back with
-# it (Note [Python state]). Which globals there are is read once from the code of a class: the names that its methods
-# look up, and those of the functions of the same file that they call. Names of modules and of classes are left out.
-# Functions of other files are not followed, nor are the classes of torch.
+# `CALLS[0] += 1` and `Block.calls += 1` in a forward change state just as `self.calls += 1` does, and are restored with
+# it (Note [Python state]). The globals are read once from the code of a class: the names that its methods look up, and
+# the names that functions of the same file look up, if the methods name these. Names of modules and classes are
+# excluded. Functions of other files and the classes of torch are not followed.
 
 _LOOKS_UP = frozenset({"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL"})
 MISSING = object()
 _CONSTANT = (types.ModuleType, type)
 _OURS_AND_TORCH = frozenset({"torch", "sac"})
 
-Globals = tuple["weakref.ref[types.FunctionType]", tuple[str, ...]]  # a function of a file, which knows its globals
+Globals = tuple["weakref.ref[types.FunctionType]", tuple[str, ...]]  # a function of a file (for its globals), and names
 
 
 def globals_of_class(kind: Any) -> tuple[Globals, ...]:
-    """Return the names of globals that methods of a class of the user's look up, by file."""
+    """Return the names of globals that methods of a user's class look up, by file."""
     values = [value for base in kind.__mro__ if is_users(base) for value in vars(base).values()]
     return _globals_of([function for function in map(_function, values) if function is not None])
 
 
 def globals_of_code(function: types.FunctionType) -> tuple[Globals, ...]:
-    """Return the names of globals that a function looks up, by file; not of one of torch's or ours."""
+    """Return the names of globals that a function looks up, by file; none for functions of torch and sac."""
     return () if is_library(function.__module__) else _globals_of([function])
 
 
 def attributes_of_class(kind: type) -> dict[str, Any]:
-    """Return what a class holds under names of the user's."""
+    """Return the attributes of a class, except those whose names start with two underscores."""
     return {name: value for name, value in vars(kind).items() if name[:2] != "__"}
 
 
 def is_users(kind: type) -> bool:
-    """Return whether a class is neither torch's, nor ours, nor one of Python's own."""
+    """Return whether a class is from user code: not from torch, sac or the standard library."""
     return not is_library(kind.__module__) and kind.__module__.partition(".")[0] not in sys.stdlib_module_names
 
 
@@ -100,14 +99,15 @@ def _function(value: Any) -> types.FunctionType | None:
 
 
 def is_library(module: Any) -> bool:
-    """Return whether a name of a module is one of torch's or ours."""
+    """Return whether ``module`` is the name of a module of torch or sac."""
     return str(module).partition(".")[0] in _OURS_AND_TORCH
 
 
-# -- Copies of iterators, so that a recomputation can draw from one what the forward drew
+# -- Copies of iterators
 
-# Those of Python's own containers and functions, and those of itertools: they tell what they are made of
-# (`__reduce__`), those of itertools up to Python 3.13. Generators cannot be copied, nor what draws from one.
+# Iterators that can be copied: those of Python's own containers and functions, and those of itertools. Their
+# `__reduce__` returns their parts (for itertools up to Python 3.13). Generators, and iterators that draw from a
+# generator, cannot be copied.
 _EMPTY: dict[Any, Any] = {}
 _SOURCES: tuple[Any, ...] = (_EMPTY, _EMPTY.values(), _EMPTY.items(), [], (), set(), "", b"", bytearray(), range(0))
 ITERATORS = frozenset(
@@ -121,9 +121,9 @@ ITERATORS = frozenset(
 
 
 def copy_of_iterator(value: Any) -> Any:
-    """Return an iterator that will give the same objects as ``value``.
+    """Return an iterator that yields the same objects as ``value``.
 
-    Raises ``TypeError`` if there can be no copy.
+    Raises ``TypeError`` if it cannot be copied.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -145,50 +145,52 @@ def _part(value: Any) -> Any:
 def _state(value: Any) -> Any:
     if type(value) is tuple:
         return tuple(map(_state, value))
-    return [*value] if type(value) is list else _part(value)  # a cycle puts what it has seen into its list
+    return [*value] if type(value) is list else _part(value)  # itertools.cycle appends to its list
 
 
-# -- Python state that a region's forward can reach: attributes, containers and closures, put back for recomputation
+# -- Python state that a region's forward can reach
 
 # Note [Python state]
 #
-# A recomputation that runs Python has to find every object as the forward found it, and must not change any for good:
-# a counter advances once, a memory that the forward rebinds is read as it was, an adapter that the training loop
-# switches between forward and backward is the one of the forward. So the state that the region can reach is noted when
-# the forward begins, put back while Python runs again, and restored to what it is now afterwards.
+# A recomputation that runs Python has to find every object as the forward found it, and must not change any object
+# permanently: a counter advances once, a memory that the forward rebinds has its earlier value, and an adapter that the
+# training loop switches between forward and backward is the adapter of the forward. So the state that the region can
+# reach is recorded when the forward begins and restored while Python runs again. Afterwards the state from before the
+# recomputation comes back.
 #
-# What is reached: attributes of the region's modules and their tables of sub-modules; their classes, and the globals
-# that these name (Note [Globals and classes]); what a function holds (closure, defaults, attributes, bound object,
-# arguments of a partial); and from there lists, dicts, sets, deques, short arrays, the attributes of objects, those in
-# `__slots__` too, and modules that nobody has registered, but for their parameters: those in a list, say. Not reached:
-# what libraries keep in objects of their own (torch, the standard library), generators, modules that the region itself
-# is a part of, and more than `_MOST_MODULES` modules and `_MOST` objects.
+# Reached are: attributes of the region's modules and their tables of submodules; their classes and the globals that
+# these name (Note [Globals and classes]); the contents of functions (closure, defaults, attributes, bound object,
+# arguments of a partial); and from there lists, dicts, sets, deques, short arrays, attributes of objects (also in
+# `__slots__`), and unregistered modules, such as modules in a list, except their parameters. Not reached are: internal
+# objects of libraries (torch, the standard library), generators, modules that contain the region itself, and anything
+# beyond `_MOST_MODULES` modules and `_MOST` objects.
 #
-# Noting is shallow and by reference: what an object held, not what that looks like. Tensors are noted by identity too;
-# writes to their memory are another matter (Note [Buffers advance once]). A tensor with a graph is not held, since that
-# could be a graph of an earlier step: a leaf on the same data stands for it. A copy stands for an iterator.
+# The record is shallow and by reference: which objects a container held, not their contents. Tensors are recorded by
+# identity too; Note [Buffers advance once] covers writes to their memory. A tensor with a graph is not held, since the
+# graph could belong to an earlier step: a leaf on the same data is recorded instead. For an iterator, a copy is
+# recorded.
 #
-# Example. A block with `self.memory = h.detach()` in its forward: at the start of step 3 `memory` is the tensor of step
-# 2. The forward of step 3 reads that and rebinds the name. In backward the recomputation finds the tensor of step 2
-# under `memory`, rebinds the name to the h it has made itself, and when it is over `memory` is the tensor of step 3.
+# Example. A block runs `self.memory = h.detach()` in its forward. At the start of step 3, `memory` is the tensor of
+# step 2. The forward of step 3 reads it and rebinds the name. In backward, the recomputation finds the tensor of step 2
+# under `memory` and rebinds the name to its own `h`. When it is over, `memory` is the tensor of step 3 again.
 
-_MOST = 1024  # objects and containers that are looked into
+_MOST = 1024  # objects and containers that are examined
 _MOST_MODULES = 64  # modules that are not registered with the region
-_LONGEST = 4096  # entries of a container that is noted
+_LONGEST = 4096  # entries of a container that is recorded
 _STANDARD = frozenset(
     vars(nn.Module())
-)  # what nn.Module itself puts into a module's dict: noted elsewhere, or not ours
+)  # the entries that nn.Module itself puts into a module's dict: recorded elsewhere, or not state of the user
 _STANDARD_COUNT = len(_STANDARD)
 _FUNCTIONS = (types.FunctionType, types.MethodType, partial)
-_WITHOUT_STATE = PLAIN | {type, types.ModuleType, types.BuiltinFunctionType, property}  # as a rule; asked first
+_WITHOUT_STATE = PLAIN | {type, types.ModuleType, types.BuiltinFunctionType, property}  # common types, checked first
 _IGNORED = (type, types.ModuleType, types.BuiltinFunctionType, nn.Module, weakref.ref, property, enum.Enum)
 _OF_CLASSES = (property, classmethod, staticmethod)
-# Classes of the standard library whose attributes are the user's; all others keep state that is not to be exchanged.
+# Classes of the standard library whose attributes belong to the user; the state of all others must not be exchanged.
 _PLAIN_HOLDERS = (types.SimpleNamespace, UserDict, UserList)
 
 
 class _Leaf:
-    """Stands for a tensor with a graph, which is not held: its data as a leaf of its own."""
+    """Replaces a tensor with a graph, which is not held: a leaf on the same data."""
 
     __slots__ = ("_data", "_original")
 
@@ -205,7 +207,7 @@ class _Leaf:
 
 
 class _Iterator:
-    """Stands for an iterator, from which the forward may draw."""
+    """Replaces an iterator, from which the forward may draw."""
 
     __slots__ = ("_copy",)
 
@@ -213,7 +215,7 @@ class _Iterator:
         self._copy = copy_of_iterator(value)
 
     def is_for(self, _: Any) -> bool:
-        """Return whether a value is the iterator as it was: nobody can tell."""
+        """Return False: whether a value is the iterator in its earlier state cannot be determined."""
         return False
 
     def made(self) -> Any:
@@ -224,10 +226,10 @@ _STAND_INS = (_Leaf, _Iterator)
 
 
 class ReachableState:
-    """What a region's Python could reach when its forward began; see Note [Python state].
+    """The state that a region's Python could reach when its forward began; see Note [Python state].
 
-    ``tensors``: those reached that are neither parameters nor buffers, by id. ``generators``: torch's random generators
-    reached; ``others``: those of Python and NumPy.
+    ``tensors``: reached tensors that are neither parameters nor registered buffers, by id. ``generators``: reached
+    random generators of torch; ``others``: those of Python and NumPy.
     """
 
     __slots__ = (
@@ -265,38 +267,38 @@ class ReachableState:
             if type(root) is types.FunctionType:
                 self._note_globals(globals_of_code(root))
         while self._waiting:
-            with suppress(Exception):  # objects that raise when they are looked at hold nothing that we know of
+            with suppress(Exception):  # an object that raises when it is examined is left alone
                 self._look_into(self._waiting.pop())
         self._seen, self._modules, self._own = set(), (), None
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to put back."""
+        """Whether there is nothing to restore."""
         return not self._holders
 
     def enter_on(self, stack: ExitStack) -> None:
-        """Put everything back as it was, and as it is now when ``stack`` is left."""
+        """Restore the recorded state; restore the current state when ``stack`` is left."""
         for holder in self._holders:
             now = holder.now()
-            stack.callback(holder.put, now)  # whether it differs now or not: the recomputation may change it
+            stack.callback(holder.put, now)  # even if nothing differs yet: the recomputation may change it
             if holder.differs(now):
                 holder.put(holder.before())
 
     def keep_changes(self) -> None:
-        """Hold from now on what has changed since this was made, as it is now."""
+        """Keep only the holders whose contents have changed, with their current contents."""
         self._holders = [holder.again() for holder in self._holders if holder.differs(holder.now())]
         self.tensors, self.generators, self.others = {}, [], []
 
     def put_back(self) -> None:
-        """Let all that is held be as it was noted, for good."""
+        """Restore the recorded state permanently."""
         for holder in self._holders:
             holder.put(holder.before())
 
     def drop(self) -> None:
-        """Hold nothing any more."""
+        """Release everything."""
         self._holders, self.tensors, self.generators, self.others = [], {}, [], []
 
-    # Noting
+    # Recording
 
     def _note_module(self, module: nn.Module) -> None:
         held = module.__dict__
@@ -319,7 +321,7 @@ class ReachableState:
         for name, value in own:
             if type(value) not in PLAIN:
                 if name == "forward" and is_library(type(getattr(value, "__self__", None)).__module__):
-                    value = getattr(value.__self__, "before", None)  # what sac has put there is not the user's state
+                    value = getattr(value.__self__, "before", None)  # the forward that sac installed is not user state
                 self._reach(value)
 
     def _note_class(self, kind: type) -> None:
@@ -344,7 +346,7 @@ class ReachableState:
         self._holders.append(holder)
 
     def _reach(self, value: Any) -> None:
-        """Note ``value`` if it is a tensor or a generator, and put it on the list if it holds something."""
+        """Record ``value`` if it is a tensor or a generator; queue it if it may hold other objects."""
         kind = type(value)
         if kind in _WITHOUT_STATE or (kind is types.FunctionType and not _may_hold(value)):
             return
@@ -366,7 +368,7 @@ class ReachableState:
             self._waiting.append(value)
 
     def _reach_module(self, module: nn.Module) -> None:
-        """Note a module that stands in none of the region's tables of modules, with those below it."""
+        """Record a module that is not registered in the region, with its submodules."""
         self._seen.add(id(module))
         if self._own is None:
             self._own = {*map(id, self._modules)}
@@ -449,33 +451,33 @@ class ReachableState:
 
 
 class _Holder:
-    """Something that holds other things: what it held, and how to put that back."""
+    """A record of an object that holds other objects: its earlier contents, and how to restore them."""
 
     __slots__ = ()
 
     def now(self) -> Any:
-        """Return what is held now, not to be changed by what happens next."""
+        """Return the current contents, as a copy that later changes do not affect."""
         raise NotImplementedError
 
     def before(self) -> Any:
-        """Return what was held when the forward began."""
+        """Return the contents from when the forward began."""
         raise NotImplementedError
 
     def differs(self, now: Any) -> bool:
-        """Return whether that is something else than ``now``."""
+        """Return whether the recorded contents differ from ``now``."""
         raise NotImplementedError
 
     def put(self, wanted: Any) -> None:
-        """Let just ``wanted`` be held."""
+        """Replace the contents by ``wanted``."""
         raise NotImplementedError
 
     def again(self) -> _Holder:
-        """Return a note of what the same place holds now."""
+        """Return a new record of the same object with its current contents."""
         raise NotImplementedError
 
 
 class _DictHolder(_Holder):
-    """A dictionary, but for the entries ``apart``."""
+    """A dictionary, except for its entries in ``apart``."""
 
     __slots__ = ("_apart", "_held", "_target")
 
@@ -494,7 +496,7 @@ class _DictHolder(_Holder):
     def differs(self, now: dict[Any, Any]) -> bool:
         held, apart = self._held, self._apart
         if len(now) == len(held) and all(map(is_, now, held)) and all(map(is_, now.values(), held.values())):
-            return False  # as a rule; the rest is for leaves, and for names that are equal and not one object
+            return False  # the usual case; the rest handles leaves, and names that are equal but not identical
         if [*now] != [*held]:
             return True
         return any(not _is_same(value, now[key]) and key not in apart for key, value in held.items())
@@ -504,12 +506,12 @@ class _DictHolder(_Holder):
         now = _entries(target)
         if len(now) == len(wanted) and all(map(is_, now, wanted)) and all(map(is_, now.values(), wanted.values())):
             return
-        if [*now] == [*wanted]:  # as a rule the names are the same, and keep their order
+        if [*now] == [*wanted]:  # the usual case: the same names in the same order
             changed = {key: value for key, value in wanted.items() if now[key] is not value and key not in apart}
             for key, value in changed.items():
                 dict.__setitem__(target, key, value)
             return
-        kind = OrderedDict if isinstance(target, OrderedDict) else dict  # not the methods of the user's own class
+        kind = OrderedDict if isinstance(target, OrderedDict) else dict  # bypasses methods of a user's subclass
         kept = {key: value for key, value in now.items() if key in apart}
         kind.clear(target)
         for key, value in wanted.items():
@@ -548,9 +550,9 @@ class _OwnAttributesHolder(_DictHolder):
 
 
 class _ManagedAttributesHolder(_OwnAttributesHolder):
-    """The same of a module in a unit of FullyShardedDataParallel, which keeps parameters there while it has them whole.
+    """The same for a module in a unit of FullyShardedDataParallel, which puts whole parameters into that dict.
 
-    Those are views of its flat parameter. It makes them, and takes them away, whenever it gathers or lets go.
+    They are views of its flat parameter. FSDP adds them when it gathers and removes them when it frees the parameter.
     """
 
     __slots__ = ()
@@ -620,7 +622,7 @@ class _SetHolder(_Holder):
 
 
 class _BytesHolder(_Holder):
-    """A short array of numbers: of Python's, or of NumPy's."""
+    """A short array of numbers: a bytearray, an ``array``, or a NumPy array."""
 
     __slots__ = ("_held", "_target")
 
@@ -684,7 +686,7 @@ class _CellHolder(_Holder):
 
 
 class _NamesHolder(_Holder):
-    """What is held under names, of which some may be unset."""
+    """Values under names, some of which may be unset."""
 
     __slots__ = ("_held", "_target")
 
@@ -719,7 +721,7 @@ class _NamesHolder(_Holder):
 
 
 class _SlotsHolder(_NamesHolder):
-    """The attributes of an object that lie in ``__slots__``."""
+    """The attributes of an object in ``__slots__``."""
 
     __slots__ = ("_slots",)
 
@@ -765,7 +767,7 @@ class _ClassHolder(_NamesHolder):
 
 
 class _EntriesHolder(_NamesHolder):
-    """Some of the entries of a dictionary: of the globals of a file, for one."""
+    """Some entries of a dictionary, such as the globals of a file."""
 
     __slots__ = ("_names",)
 
@@ -788,7 +790,7 @@ class _EntriesHolder(_NamesHolder):
 
 
 def _may_hold(function: types.FunctionType) -> bool:
-    """Return whether something may be held by a function that is neither plain nor its class (as `super()` needs)."""
+    """Return whether a function may hold anything other than plain values and its class (which `super()` needs)."""
     if function.__closure__ is not None and function.__code__.co_freevars != ("__class__",):
         return True
     held = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
@@ -805,10 +807,10 @@ def _is_numpy_array(value: Any) -> bool:
 
 
 def _entries(target: dict[Any, Any]) -> dict[Any, Any]:
-    """Return a copy of a dictionary, without the methods of the user's own class."""
+    """Return a copy of a dictionary, without calling methods of a user's subclass."""
     if type(target) is dict:
         return dict(target)
-    if not isinstance(target, dict):  # the modules of a scripted one
+    if not isinstance(target, dict):  # the modules of a scripted module
         return dict(target.items())
     return dict((OrderedDict if isinstance(target, OrderedDict) else dict).items(target))
 
@@ -821,11 +823,11 @@ def _with_leaves(held: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _noted(value: Any) -> Any:
-    """Return what is held of ``value``: itself, or what stands for it."""
+    """Return what to record for ``value``: the value itself, or a ``_Leaf`` or ``_Iterator`` in its place."""
     if type(value) in ITERATORS:
         try:
             return _Iterator(value)
-        except (TypeError, RuntimeError):  # what was iterated over has changed
+        except (TypeError, RuntimeError):  # it cannot be copied, or its container has changed
             return value
     return _Leaf(value) if isinstance(value, torch.Tensor) and has_graph(value) else value
 
@@ -839,14 +841,14 @@ def _is_same(held: Any, now: Any) -> bool:
 
 
 def _made(held: Any, now: Any) -> Any:
-    """Return what is to be put back for ``held``."""
+    """Return the value to restore for ``held``."""
     if type(held) not in _STAND_INS:
         return held
     return now if held.is_for(now) else held.made()
 
 
 def holds_state(value: Any) -> bool:
-    """Return whether an object may hold state of the user's: a container, or of a class that is open."""
+    """Return whether an object may hold user state: a container, or an instance of an open class."""
     return isinstance(value, (list, dict, set, deque)) or (
         not isinstance(value, (*_IGNORED, *_FUNCTIONS)) and _is_open(type(value))
     )
@@ -855,12 +857,12 @@ def holds_state(value: Any) -> bool:
 def _dict_of(value: Any) -> Any:
     try:
         return getattr(value, "__dict__", None)
-    except Exception:  # of a class that raises whatever it is asked
+    except Exception:  # its class raises for any attribute
         return None
 
 
 def attributes_in(value: Any) -> dict[str, Any]:
-    """Return what an object holds under names: in its dict and in ``__slots__``."""
+    """Return the attributes of an object: those in its dict and in ``__slots__``."""
     held = _dict_of(value)
     found = dict(held) if type(held) is dict else {}
     for name, slot in slots_of(type(value)).items():
@@ -882,9 +884,9 @@ def _slots_of(kind: Any) -> dict[str, Any]:
 
 
 def _is_open_class(kind: Any) -> bool:
-    """Return whether objects of a class hold the user's state: not those of torch, of sac and the standard library.
+    """Return whether objects of a class hold user state: the class is not from torch, sac or the standard library.
 
-    Layers of ``torch.nn`` do: anybody may put attributes on them.
+    Layers of ``torch.nn`` count as open: users may set attributes on them.
     """
     if issubclass(kind, nn.Module):
         return not is_library(kind.__module__) or kind.__module__.startswith("torch.nn.modules.")

@@ -1,4 +1,4 @@
-"""The reentrant way: backward runs the region again under grad mode, as `use_reentrant=True` does in torch."""
+"""The reentrant frame: backward runs the region again under grad mode, as `use_reentrant=True` does in torch."""
 
 from __future__ import annotations
 
@@ -21,27 +21,26 @@ from sac.region.writes import check_writes, give_history
 from sac.tensors import describe, detached, metadata
 from sac.torch_private import graph_is_retained, is_for_every_leaf, tree_flatten, tree_unflatten
 
-# -- What a region returned, and what of it becomes an output of the region's node in the graph
+# -- Results of a region and outputs of its node
 
 # Note [Results of a node]
 #
-# Autograd writes the history of a node's outputs onto the tensors themselves, so only what the region made can be one,
-# and even that is stood for by an alias: a buffer that is returned must not get a history. An argument or a captured
-# leaf that is returned is given back as it is, and so is what can have no gradient by its dtype.
+# Autograd attaches the history of a node's outputs to the tensors themselves. So only tensors that the region made can
+# be outputs, and even those are replaced by aliases: a buffer that is returned must not get a history. A returned
+# argument or captured leaf is returned as it is, and so is a tensor whose dtype allows no gradient.
 #
-# The alias may be written to in place, as the result of the plain call may. If the result is a view into an argument,
-# into something that needs a gradient, or into what another result lies in too, such a write would have to change more
-# than one history: then the alias is one that autograd refuses to write to. If the result is a view into an argument
-# that the region wrote to, or got an alias of, it is made anew as a view of what the caller holds, once that has its
-# history.
+# The alias may be written to in place, like the result of the plain call. If the result is a view of an argument, of a
+# tensor that needs a gradient, or of the storage of another result, such a write would have to change more than one
+# history: autograd refuses to write to the alias in this case. If the result is a view of an argument that the region
+# wrote to or received as an alias, it is rebuilt as a view of the caller's tensor, after that tensor has its history.
 
 
 class Results:
-    """The leaves of what a region returned, and those that are to be outputs of its node; see Note [Results of a node].
+    """The leaves of a region's result, and which of them become outputs of its node; see Note [Results of a node].
 
-    ``given``: the leaves of its arguments, as the caller holds them. ``passed``: aliases of them, if the function was
-    run on those with grad enabled; then a result that needs no gradient is no output of the node. ``written``: the
-    positions of the arguments that the function wrote to.
+    ``given``: the leaves of its arguments, as the caller holds them. ``passed``: aliases of these leaves, if the
+    function ran on them with grad enabled; then a result that needs no gradient is not an output of the node.
+    ``written``: the positions of the arguments that the function wrote to.
     """
 
     __slots__ = ("_given", "_leaves", "_outputs", "_spec", "_tensors", "_views", "indices", "problem")
@@ -55,11 +54,11 @@ class Results:
         own = {id(one): place for place, one in enumerate(used)}
         parents = written if passed is None else [at for at, one in enumerate(used) if isinstance(one, torch.Tensor)]
         roots = {id(_root(used[position])): position for position in parents} if parents else {}
-        self.indices: list[int] = []  # for each output of the node, where it stands among the leaves
-        self.problem: tuple[str, str] | None = None  # what is wrong with the result, and how to mend it
+        self.indices: list[int] = []  # for each output of the node, its index among the leaves
+        self.problem: tuple[str, str] | None = None  # what is wrong with the result, and how to fix it
         self._tensors: list[torch.Tensor] = []
-        self._outputs: list[tuple[int, int]] = []  # place of a leaf, and which of the outputs it is
-        self._views: list[tuple[int, int]] = []  # place of a leaf, and position of the argument to make it anew of
+        self._outputs: list[tuple[int, int]] = []  # index of a leaf, index of the output
+        self._views: list[tuple[int, int]] = []  # index of a leaf, position of the argument to rebuild the view from
         known: dict[int, int] = {}
         for place, leaf in enumerate(leaves):
             if not isinstance(leaf, torch.Tensor):
@@ -81,7 +80,7 @@ class Results:
                     self.indices.append(place)
 
     def aliases(self) -> list[torch.Tensor]:
-        """Return what the node is to return for its ``places``."""
+        """Return the outputs of the node, one for each of ``indices``."""
         found = []
         for tensor in self._tensors:
             if tensor._is_view():
@@ -92,7 +91,7 @@ class Results:
     def _aliases_among_views(self) -> list[torch.Tensor]:
         roots = [_root(tensor) for tensor in self._tensors]
         if len(roots) == 1 and not roots[0].requires_grad and not self._lies_in_an_argument(roots[0]):
-            return [detached(self._tensors[0])]  # what most layers return: a product, laid out as its input was
+            return [detached(self._tensors[0])]  # the result of most layers: a product, viewed in the input's shape
         given = [_root(one) for one in self._given if isinstance(one, torch.Tensor)]
         lying_in = Counter(id(root) for root in (*roots, *given))
         return [
@@ -104,7 +103,7 @@ class Results:
         return any(isinstance(one, torch.Tensor) and _root(one) is root for one in self._given)
 
     def value(self, outputs: Sequence[torch.Tensor]) -> Any:
-        """Return the result with the ``outputs`` of the node in it; written arguments have their history by now."""
+        """Return the result with the node's ``outputs`` in it; call it when written arguments have their history."""
         leaves = self._leaves
         for place, index in self._outputs:
             leaves[place] = outputs[index]
@@ -127,7 +126,7 @@ def has_gradients(tensor: torch.Tensor) -> bool:
 def _is_made_here(leaf: torch.Tensor) -> bool:
     if not leaf.requires_grad:
         return has_gradients(leaf)
-    # A view that is made without grad mode, of what needs a gradient, calls itself a leaf that requires grad.
+    # A view of a tensor that needs a gradient, made without grad mode, reports that it is a leaf that requires grad.
     return not leaf.is_leaf or leaf._is_view()
 
 
@@ -137,7 +136,7 @@ def _root(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _can_be_remade(view: torch.Tensor, own: torch.Tensor) -> bool:
-    """Return whether strides and an offset are all that makes ``view`` of ``own``."""
+    """Return whether ``view`` differs from ``own`` only in shape, strides and offset."""
     sorts = [(type(one), one.dtype, one.is_conj(), one.is_neg()) for one in (view, own)]
     return sorts[0] == sorts[1]
 
@@ -148,7 +147,7 @@ def _unwritable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _holds_tensors(leaf: Any) -> bool:
-    """Return whether an object that is no pytree has something under a name that could have a gradient."""
+    """Return whether an object that is not a pytree has an attribute that could have a gradient."""
     return any(isinstance(one, torch.Tensor) and has_gradients(one) for one in attributes_of(leaf).values())
 
 
@@ -162,26 +161,27 @@ def _odd_view(position: int) -> tuple[str, str]:
     return found, "return a clone of it"
 
 
-# -- The reentrant frame: a region as one node of the graph, whose backward runs the region and its backward
+# -- The reentrant frame
 
 # Note [The reentrant walk]
 #
 # Forward. The function runs on the caller's own arguments with grad disabled: autograd saves nothing. Then one node,
-# `Reentrant`, is put into the graph between the arguments that need a gradient and the results that can have one. Grad
-# mode was off, so nobody knows which results do depend on something that is trained: each floating-point one counts,
-# and gradients of those that turn out not to are let go. Where nothing that is known to the region needs a gradient
-# (its arguments, the parameters of its modules) a closure may still hold a weight: then the forward runs with grad
-# enabled, and its graph, of which nothing is held, tells. A node needs an input that requires grad; a region that has
-# none but trains weights is given an empty one. Some modules choose other kernels without grad mode (an LSTM on a CPU,
-# attention in evaluation): then the results are theirs, as they are in torch's own reentrant mode.
+# `_Reentrant`, is put into the graph between the arguments that need a gradient and the results that can have one. Grad
+# mode was off, so it is unknown which results depend on a trained tensor: each floating-point result counts, and
+# gradients of results that turn out not to depend on one are dropped. If no argument and no parameter of the region's
+# modules needs a gradient, a closure may still hold a weight: the forward then runs with grad enabled, and its graph,
+# which is not kept, gives the answer. A node needs an input that requires grad; a region that has none but trains
+# weights gets an empty one. Some modules choose other kernels without grad mode (an LSTM on a CPU, attention in
+# evaluation): the results then come from those kernels, as in torch's own reentrant mode.
 #
-# Backward. The function runs again with grad enabled, and backward is called on its results, with the gradients that
-# have come in: it accumulates into parameters by itself, and what arrives at the arguments is what the node returns.
-# The run is never stopped early: the graph is wanted whole, with its last node. It is made and used up at one go, so a
-# second backward makes another. Backward inside backward is why this mode allows neither `torch.autograd.grad` nor
-# `backward(inputs=...)` (the inner one would accumulate into every parameter) nor double backward (the gradients it
-# returns have no graph). The node knows of nothing that the function leaves anywhere but in its result; and if it reads
-# an activation that is no argument, the inner backward goes through the graph of that.
+# Backward. The function runs again with grad enabled, and backward is called on its results with the incoming
+# gradients. This accumulates into parameters directly, and the node returns the gradients that arrive at the arguments.
+# The run is never stopped early, because the whole graph is needed, including its last node. The graph is built and
+# consumed at once, so a second backward builds another. Because backward runs inside backward, this mode allows neither
+# `torch.autograd.grad` nor `backward(inputs=...)` (the inner one would accumulate into every parameter) nor double
+# backward (the returned gradients have no graph). The node covers only tensors in the function's result, not tensors
+# that the function stores elsewhere. If the function reads an activation that is not an argument, the inner backward
+# goes through the graph of that activation.
 
 
 class _Reentrant(torch.autograd.Function):
@@ -199,9 +199,9 @@ class _Reentrant(torch.autograd.Function):
 
 
 class _Start(torch.autograd.Function):
-    """An argument of the recomputation: takes the gradient that arrives there as it is.
+    """An argument of the recomputation: records the gradient that arrives there unchanged.
 
-    A leaf's own ``grad`` may be a copy, in other strides than the plain backward would have passed on.
+    A leaf's own ``grad`` may be a copy, with other strides than those that the plain backward would pass on.
     """
 
     @staticmethod
@@ -241,9 +241,9 @@ class ReentrantFrame(RegionCall):
                 for one in given
                 if isinstance(one, torch.Tensor) and not isinstance(one, Parameter)
             }
-            passed = [aliases.get(id(one), one) for one in given]  # a tensor that is passed twice is one here too
+            passed = [aliases.get(id(one), one) for one in given]  # a tensor that is passed twice gets one alias
             args, kwargs = inputs.unflatten(passed)
-            with saved_tensors_hooks(detached, _same):  # not those around the region: they are shown the inputs
+            with saved_tensors_hooks(detached, _same):  # hides this graph from the outer hooks: they get the inputs
                 result = self._run_forward(args, kwargs)
         written = self._written(given)
         results = Results(result, given, passed, written)
@@ -290,7 +290,7 @@ class ReentrantFrame(RegionCall):
         return tuple(arrived.get(position) for position in self._sources) or (None,)
 
     def _run_again(self) -> tuple[Any, dict[int, torch.Tensor], dict[int, torch.Tensor]]:
-        """Return the result of another run, its tensor arguments, and a place for the gradients that arrive there."""
+        """Run the function again; return its result, its tensor arguments, and a dict for gradients arriving there."""
         arrived: dict[int, torch.Tensor] = {}
 
         def start(leaf: torch.Tensor, position: int) -> torch.Tensor:
@@ -335,20 +335,20 @@ class ReentrantFrame(RegionCall):
             self._take_back(written, given)
             raise
         if passed is None and not all(given[position].requires_grad for position in written):
-            with saved_tensors_hooks(detached, _same):  # a run more: only grad mode tells what was written there
+            with saved_tensors_hooks(detached, _same):  # an extra run: only grad mode shows what was written there
                 _, tensors, _ = self._run_again()
             return [position for position in written if tensors[position].requires_grad]
         return [position for position in written if passed is None or passed[position].requires_grad]
 
     def _take_back(self, written: list[int], given: list[Any]) -> None:
-        """Let the caller's tensors be what they were before the region."""
+        """Restore the caller's tensors to their values before the region."""
         _, _, before = self.inputs.rebuild(self.path, lambda leaf, _: leaf)
         with torch.no_grad():
             for position, tensor in before:
                 if position in written:
                     given[position].copy_(tensor)
 
-    # What cannot be done
+    # Unsupported uses
 
     def _check_left(self, after: list[Any], before: list[Any], problem: tuple[str, str] | None) -> None:
         """Raise if the function left tensors where their gradients would be lost."""
@@ -365,7 +365,7 @@ class ReentrantFrame(RegionCall):
             )
 
     def _check_backward(self) -> None:
-        """Raise if this backward is one that the mode does not allow."""
+        """Raise if this mode does not support this backward."""
         if not is_for_every_leaf():
             found = "neither torch.autograd.grad nor backward(inputs=...) can go through a reentrant region"
             raise RegionError(self._problem(found, fix=f"call backward() without inputs, or {_OTHER_MODE}"))
@@ -378,10 +378,12 @@ class ReentrantFrame(RegionCall):
             )
 
     def _checked(self, place: int, leaves: list[Any], grad: torch.Tensor) -> torch.Tensor:
-        """Return the recomputed result at ``place``; raise if it is not like that of forward, and so like ``grad``."""
+        """Return the recomputed result at ``place``; raise if it does not match that of forward, and thus ``grad``."""
         again = leaves[place] if place < len(leaves) else None
         if not isinstance(again, torch.Tensor):
-            raise RegionError(self._problem(f"result {place} was a tensor in forward and is none in recomputation"))
+            raise RegionError(
+                self._problem(f"result {place} was a tensor in forward and is not a tensor in recomputation")
+            )
         if self.settings.checks_metadata and metadata(again) != metadata(grad):
             forward, now = (f"{describe(one)} on {one.device}" for one in (grad, again))
             raise RegionError(self._problem(f"result {place} was {forward} in forward and is {now} in recomputation"))

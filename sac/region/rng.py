@@ -18,21 +18,21 @@ from sac.region.settings import Settings
 from sac.tensors import cloned, tell_of
 from sac.torch_private import mps_generator
 
-# -- The named random streams of a tracker, whoever wrote it, as they were at one time
+# -- Named random streams of trackers
 
 # Note [Trackers of others]
 #
-# A tracker is what has `get_states()` and `set_states(states)`: ours, Megatron-Core's, TransformerEngine's and
-# DeepSpeed's. A state is a tensor of bytes, or the generator itself (`graph-safe` trackers, which CUDA graphs can
-# follow). What `get_states` hands out may be live: tensors are copied; of a generator the state is copied, and put back
-# into the same generator, which graphs and others may hold.
+# A tracker is an object with `get_states()` and `set_states(states)`: those of sac, Megatron-Core, TransformerEngine
+# and DeepSpeed. A state is a tensor of bytes, or the generator itself (`graph-safe` trackers, which CUDA graphs can
+# follow). `get_states` may return live objects. So tensors are copied. For a generator, its state is copied and later
+# restored into the same generator, since CUDA graphs and other code may hold it.
 #
-# A fork of a graph-safe tracker lets the default generator share the state of the named one, so that both advance.
-# `graphsafe_get_state` returns a generator that shares the default one's state as it is now: no copy, but a note of
-# whose state it shares. It serves as that here and is put back before the states themselves.
+# A fork of a graph-safe tracker makes the default generator share the state of the named one, so that both advance.
+# `graphsafe_get_state` returns a generator that shares the default one's current state: not a copy, but a record of
+# which state it shares. sac restores this sharing before the states themselves.
 #
-# Megatron-Core's tracker (and ours) knows which stream is in use, and what a nested fork does depends on it; its
-# `get_states` leaves that out.
+# Megatron-Core's tracker (and that of sac) records which stream is in use, and a nested fork depends on it; its
+# `get_states` does not include that.
 
 CURRENT = "_current_state_name"
 _MISSING = object()
@@ -51,13 +51,13 @@ def states_of(generators: Iterable[torch.Generator]) -> States:
 
 
 def put_back(states: States) -> None:
-    """Set each generator's state to the one it stands with."""
+    """Set each generator to the state that it is paired with."""
     for generator, state in states:
         generator.set_state(state)
 
 
 def tracker_of(getter: Callable[[], Any]) -> Any:
-    """Return the tracker that ``getter`` returns; raises ``ConfigError`` if that is none."""
+    """Return the tracker that ``getter`` returns; raises ``ConfigError`` if that is not a tracker."""
     if isinstance(getter, type):
         raise _error(
             f"it is the class {getter.__name__}, which makes a new tracker at each call",
@@ -73,7 +73,7 @@ def tracker_of(getter: Callable[[], Any]) -> Any:
 
 
 class NamedStates:
-    """The states of a tracker as they are now, to be put back any number of times. See Note [Trackers of others].
+    """The current states of a tracker, which can be restored any number of times. See Note [Trackers of others].
 
     ``defaults``: the default generators of accelerators, which a fork may have tied to a named one.
     """
@@ -97,12 +97,12 @@ class NamedStates:
         self._ties = [(default, default.graphsafe_get_state()) for default in self.defaults]
 
     def put_on(self, tracker: Any) -> None:
-        """Put the states back, on the tracker that serves now."""
+        """Restore the states on the tracker that is in use now."""
         for default, tied in self._ties:
             default.graphsafe_set_state(tied)
         if self._current is not _MISSING:
             setattr(tracker, CURRENT, self._current)
-        if self._values or tracker.get_states():  # Megatron-Core's takes even no states for a sign that it is in use
+        if self._values or tracker.get_states():  # Megatron-Core's set_states marks it as in use, even for no states
             tracker.set_states(
                 {name: cloned(one) if isinstance(one, torch.Tensor) else one for name, one in self._values.items()}
             )
@@ -110,7 +110,7 @@ class NamedStates:
 
 
 def put_trackers_back(trackers: Sequence[tuple[Any, NamedStates]]) -> ExitStack:
-    """Put states back, each on the tracker beside it; closing what is returned makes all as it was before."""
+    """Restore each tracker's states; closing the returned stack undoes this."""
     with ExitStack() as undo:
         for tracker, states in trackers:
             undo.callback(put_back, states_of([generator for generator, _ in states.generators]))
@@ -123,27 +123,28 @@ def _error(found: str, expected: str) -> ConfigError:
     return ConfigError(Problem("get_rng_state_tracker", found, expected=expected))
 
 
-# -- The states of random generators at the start of a region, put back for its recomputation
+# -- Random states of torch
 
 # Note [Random states]
 #
-# A region's recomputation has to draw what its forward drew. So the state of each generator that the forward may draw
-# from is taken at its start: the CPU's, those of the inputs' devices and of the accelerator's current device, those
-# that the caller names, and the named streams of trackers. For the recomputation they are put back; when it ends, by an
-# error too, all are again as it found them. If putting them back fails half-way, what was changed so far is undone.
+# A region's recomputation has to draw the same numbers as its forward. So the state of each generator that the forward
+# may draw from is captured at its start: the CPU's, those of the inputs' devices and of the accelerator's current
+# device, those that the caller names, and the named streams of trackers. The recomputation restores them. When it ends,
+# also by an error, all generators have the states from before it again. If restoring fails half-way, the changes so far
+# are undone.
 #
 # A tracker's fork exchanges the state of a default generator. So trackers come first and default generators last, both
-# when states are put back and when that is undone.
+# when states are restored and when that is undone.
 
 
 class RngSnapshot:
-    """States of the generators that a region may draw from; a context that puts them back. See Note [Random states].
+    """States of the generators that a region may draw from; a context that restores them. See Note [Random states].
 
-    ``tensors``: whose devices' default generators are taken, beside those of the CPU and of the current device.
-    ``also``: generators that the region's modules and arguments hold.
+    ``tensors``: the default generators of their devices are included, in addition to those of the CPU and of the
+    current device. ``also``: generators that the region's modules and arguments hold.
 
     Raises ``ConfigError`` if a function in ``settings.trackers`` returns no tracker, and ``RegionError`` while a CUDA
-    graph is captured: torch lets nobody read or set a generator's state then.
+    graph is captured: torch does not allow reading or setting a generator's state then.
     """
 
     __slots__ = ("_accelerators", "_entered", "_states", "_trackers")
@@ -153,7 +154,7 @@ class RngSnapshot:
     ) -> None:
         self._accelerators = _accelerator_generators(tensors)
         usual = (torch.default_generator, *self._accelerators)
-        # Where a module holds a default generator, that one is put back last, as ever: see above.
+        # A default generator that a module holds is still restored last: see the note above.
         others = {one._cdata: one for one in (*settings.generators, *also)}  # type: ignore[attr-defined]
         for one in usual:
             others.pop(one._cdata, None)  # type: ignore[attr-defined]
@@ -170,11 +171,11 @@ class RngSnapshot:
 
     @property
     def states(self) -> States:
-        """The default generators' and those that the caller names; not the trackers'."""
+        """The states of the default generators, those that the caller names and those in ``also``; not of trackers."""
         return self._states
 
     def put_back(self) -> None:
-        """Let all generators stand where they stood when this was made, for good."""
+        """Restore the captured states of all generators permanently."""
         if self._trackers:
             put_trackers_back([(tracker_of(getter), states) for getter, states in self._trackers])
         put_back(self._states)
@@ -214,7 +215,7 @@ def generators_now(settings: Settings) -> list[torch.Generator]:
 def default_generator(device: torch.device) -> torch.Generator | None:
     """Return the generator that ops on ``device`` draw from when none is passed, or None if there is none yet.
 
-    A device without an index is the current one of its type.
+    A device without an index means the current one of its type.
     """
     if device.type == "cpu":
         return torch.default_generator
@@ -233,14 +234,14 @@ def _accelerator_generators(tensors: Iterable[torch.Tensor]) -> list[torch.Gener
     if accelerator is None and not devices:
         return []
     found = [default_generator(device) for device in sorted(devices, key=str)]
-    # To ask for the current device initialises it, which a forked process must not do. MPS is always ready.
+    # Querying the current device initialises it, which a forked process must not do. MPS is always ready.
     if accelerator is not None and getattr(getattr(torch, accelerator.type, None), "is_initialized", lambda: True)():
         found.append(default_generator(accelerator))
     return list({generator: None for generator in found if generator is not None})
 
 
 def _blame_capture(error: RuntimeError) -> None:
-    """Raise what a user can act on, if ``error`` came of a CUDA graph that is being captured."""
+    """Raise an actionable error if ``error`` was caused by the capture of a CUDA graph."""
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise RegionError(
             Problem(
@@ -252,24 +253,24 @@ def _blame_capture(error: RuntimeError) -> None:
         ) from error
 
 
-# -- Random generators of Python and NumPy: their states at the start of a region, put back where Python runs again
+# -- Random states of Python and NumPy
 
 # Note [Random numbers of Python and NumPy]
 #
-# Layers are dropped by `random.random()` and augmented by `numpy.random`. So the states of both modules' own generators
-# are noted when a region's forward begins, with those of generators that its modules and arguments hold, and are put
-# back while Python runs again. Replay runs no Python and needs none of them.
+# Models drop layers with `random.random()` and augment with `numpy.random`. So the states of both modules' own
+# generators, and of generators that a region's modules and arguments hold, are recorded when its forward begins and
+# restored while Python runs again. Replay runs no Python and needs none of them.
 #
-# Both modules' generators belong to the process. A thread that draws from them while another one's recomputation has
-# them put back draws from the wrong place of the sequence, and what it draws is drawn again later: threads that draw
-# (a loader in the same process) need generators of their own.
+# Both modules' generators belong to the process. If a thread draws from them while another thread's recomputation has
+# restored them, it draws from the wrong position of the sequence, and the same numbers are drawn again later. Threads
+# that draw random numbers (a loader in the same process) need their own generators.
 
 Reader = Callable[[], Any]
 Writer = Callable[[Any], Any]
 
 
 class HostRandomState:
-    """States of Python's ``random``, of ``numpy.random`` and of ``others``, to be put back for a while."""
+    """States of Python's ``random``, of ``numpy.random`` and of ``others``; a context that restores them."""
 
     __slots__ = ("_entered", "_states")
 
@@ -280,18 +281,18 @@ class HostRandomState:
         self._entered: list[list[Any]] = []  # a list: a region can be recomputed inside its own recomputation
 
     def has_moved(self) -> bool:
-        """Return whether one of the generators has moved since this was made."""
+        """Return whether one of the generators has advanced since this was made."""
         return any(not _equal(read(), state) for read, _, state in self._states)
 
     def again(self) -> HostRandomState:
-        """Return the states of the same generators as they are now."""
+        """Return the current states of the same generators."""
         found = HostRandomState.__new__(HostRandomState)
         found._states = [(read, write, read()) for read, write, _ in self._states]
         found._entered = []
         return found
 
     def put_back(self) -> None:
-        """Let all generators stand where they stood when this was made, for good."""
+        """Restore the captured states of all generators permanently."""
         for _, write, state in self._states:
             write(state)
 
@@ -309,7 +310,7 @@ class HostRandomState:
 
 
 class _NumPy:
-    """The generator behind ``numpy.random``'s functions; reading its state takes long, unless it has not moved."""
+    """The generator behind ``numpy.random``'s functions; reading its state is slow unless it has not advanced."""
 
     _BYTES = 624 * 4 + 4  # NumPy's documented layout of a Mersenne twister: 624 words and a position
 
@@ -317,7 +318,7 @@ class _NumPy:
         self._last: tuple[bytes, dict[str, Any]] = b"", {}
 
     def pairs(self) -> list[tuple[Reader, Writer]]:
-        """Return how to read and how to put it back; nothing as long as nobody has imported ``numpy.random``."""
+        """Return functions that read and restore its state; none until ``numpy.random`` is imported."""
         module = sys.modules.get("numpy.random")
         return [(self._read, module.set_state)] if module is not None and hasattr(module, "set_state") else []
 
@@ -325,7 +326,7 @@ class _NumPy:
         numpy_random: Any = sys.modules["numpy.random"]
         words = self._words(numpy_random)
         before, state = self._last
-        # The twister's words do not show whether half of a pair of normal numbers waits to be given out.
+        # The twister's words do not show whether the second number of a pair of normal numbers is still pending.
         if words and words == before and not state["has_gauss"]:
             return state
         found: dict[str, Any] = numpy_random.get_state(legacy=False)
@@ -344,12 +345,12 @@ _NUMPY = _NumPy()
 
 
 def is_random_source(value: Any) -> bool:
-    """Return whether ``value`` is a generator of Python's or NumPy's whose state can be read and put back."""
+    """Return whether ``value`` is a generator of Python or NumPy whose state can be read and restored."""
     return reader_of(value) is not None
 
 
 def reader_of(value: Any) -> tuple[Reader, Writer] | None:
-    """Return how to read and how to put back the state of a generator of Python's or NumPy's; None for all else."""
+    """Return functions that read and restore the state of a generator of Python or NumPy; None for other objects."""
     if isinstance(value, random.Random):
         return None if isinstance(value, random.SystemRandom) else (value.getstate, value.setstate)
     numpy_random: Any = sys.modules.get("numpy.random")

@@ -1,4 +1,4 @@
-"""How a region is run: settings that were made from the config, or by `sac.checkpoint`."""
+"""Settings of a region, built from the config or by `sac.checkpoint`."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ FIRST, ALWAYS, NEVER = VERIFY = ("first", "always", "never")
 
 @runtime_checkable
 class StateProvider(Protocol):
-    """State of the user's own that a region's forward reads or changes: FP8 scales, counters."""
+    """User state that a region's forward reads or changes: FP8 scales, counters."""
 
     def snapshot(self) -> Any:
-        """Return the state as it is now; later changes must not change what was returned."""
+        """Return the current state; later changes must not affect the returned object."""
 
     def restore(self, state: Any) -> None:
-        """Put back what ``snapshot`` returned."""
+        """Restore a state that ``snapshot`` returned."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How regions keep their inputs and meet their surroundings again; one object for many regions.
+    """How regions keep their inputs and restore their ambient state; many regions share one object.
 
-    ``keeping``: which inputs are kept elsewhere, and where; None: each where the caller holds it. ``trackers``: called
-    to get a tracker of named RNG states. ``generators``: put back beside the default ones. ``checks_metadata``: compare
-    shape, dtype and device of what recomputation saves with what forward saved. ``engine`` and ``verify``: how it is
-    recomputed, and when replayed and served values are compared with those of the forward; see
-    ``sac.recompute.replay``.
+    ``input_storing``: which inputs are kept in an input store, and in which; None: each stays where the caller holds
+    it. ``trackers``: functions that return a tracker of named RNG states. ``generators``: restored in addition to the
+    default ones. ``checks_metadata``: compare shape, dtype and device of the tensors that recomputation saves with
+    those that forward saved. ``engine`` and ``verify``: how regions are recomputed, and when replayed and served values
+    are compared with those of the forward; see ``sac.recompute.replay``.
     """
 
     input_storing: InputStoring | None = None
@@ -53,12 +53,12 @@ class Settings:
 
     @property
     def needs_frame(self) -> bool:
-        """Whether only our frames can do what is asked; the other settings concern what no compiled graph does."""
+        """Whether only sac's frames can apply these settings; the others have no meaning in a compiled graph."""
         asked = (self.trackers, self.generators, self.providers)
         return self.input_storing is not None or self.use_reentrant or any(asked)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Settings:
-        # The copy of a model uses copies of the generators and providers that its modules hold, and the others as ever.
+        # A copied model's modules hold copies of generators and providers. Those are added; the originals stay.
         return replace(
             self,
             input_storing=copy.deepcopy(self.input_storing, memo),
@@ -71,6 +71,6 @@ PLAIN = Settings()
 
 
 def as_torch_says(settings: Settings) -> Settings:
-    """Return the settings of a call that starts now: what ``set_checkpoint_early_stop`` says takes precedence."""
-    said = chosen_early_stop()  # in the forward, as torch does
+    """Return the settings of a call that starts now: ``set_checkpoint_early_stop`` takes precedence."""
+    said = chosen_early_stop()  # read in the forward, as torch does
     return settings if said is None or said == settings.early_stop else replace(settings, early_stop=said)

@@ -1,4 +1,4 @@
-"""What a region's ops write to its inputs, and modules that are known to write."""
+"""In-place writes of a region to its inputs, and modules that are known to write."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from sac.errors import Problem, RegionError
 from sac.region.fingerprint import by_class, names_in
 from sac.tensors import describe, shares_storage
 
-# -- Arguments that a reentrant region has written to: the history that a write without grad mode did not give them
+# -- History of arguments that a reentrant region wrote to without grad mode
 
 _CLONE = "clone the input inside the region before writing to it"
 
 
 def give_history(tensor: torch.Tensor, source: torch.Tensor) -> None:
-    """Let the history of ``tensor``, whose data is right already, be that of ``source``; its base and views follow."""
+    """Give ``tensor``, whose data is already right, the autograd history of ``source``; its base and views follow."""
     _Rewritten.apply(tensor, source)  # type: ignore[no-untyped-call]
 
 
@@ -33,13 +33,16 @@ class _Rewritten(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        # Nothing of what was there before goes on. Of a view, autograd (torch 2.13) wants to hear that in numbers: with
-        # None the whole base would get no gradient. See test_a_view_that_the_region_wrote_to.
+        # The earlier values get no gradient. For a view, autograd (torch 2.13) needs explicit zeros: with None the
+        # whole base would get no gradient. See test_a_view_that_the_region_wrote_to.
         return torch.zeros_like(grads[0]) if ctx.is_view else None, grads[0]
 
 
 def check_writes(written: Mapping[int, torch.Tensor], path: str) -> None:
-    """Raise ``RegionError`` if the arguments that a region wrote to, by position, cannot get the history of that."""
+    """Raise ``RegionError`` if an argument that a region wrote to cannot get the history of the write.
+
+    ``written``: these arguments by position. ``path`` names the region.
+    """
     for position, tensor in written.items():
         if _lies_in_leaf(tensor):
             raise RegionError(
@@ -76,17 +79,17 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(taken.as_strided(other.shape, other.stride(), other.storage_offset()).any())
 
 
-# -- Modules of which their classes tell that no call of them may go without a recorder
+# -- Modules that always need a recorder
 
 # Note [Known before they run]
 #
-# Whether a region needs a recorder shows when it runs, but only for the path that it takes then: a layer that is
-# skipped in its first call shows nothing. Some things can be known from the code of the region's modules: a name of an
-# op that chooses (its result has to be kept, see promise 10), of `rrelu` (it fills what autograd has saved before), and
-# layers that write to their own weight (`max_norm`). This costs time where it is wrong, and never a result. What it
-# misses is noticed when it happens: see Note [The walk of a region] on unseen writes.
+# A run shows whether a region needs a recorder, but only for the path that it takes: a layer that is skipped in the
+# first call shows nothing. Some cases can be recognised from the region's modules: their code names an op that chooses
+# (its result has to be kept, see promise 10) or `rrelu` (it writes to a tensor that autograd has already saved), or a
+# layer writes to its own weight (`max_norm`). A false positive costs time but never changes a result. A write that is
+# missed here is detected when it happens: see Note [The walk of a region] on unseen writes.
 
-# As the save-set `nondeterministic`, but for `mode`, which is the name of too much else.
+# The save-set `nondeterministic` without `mode`, a name that is also used for many other things.
 _CHOOSING = frozenset(
     {
         *("topk", "sort", "msort", "argsort", "multinomial", "kthvalue", "median", "nanmedian", "argmax", "argmin"),
@@ -95,20 +98,20 @@ _CHOOSING = frozenset(
 )
 _WRITING = frozenset(
     {
-        "data",  # what is written through it moves no version
+        "data",  # a write through it does not move the version
         *("rrelu", "rrelu_", "rrelu_with_noise", "RReLU"),
     }
 )
 
 
 def needs_recorder(modules: Iterable[nn.Module]) -> bool:
-    """Return whether one of the modules may choose, fill or write unseen, as far as its class and options tell."""
+    """Return whether one of the modules may choose, or fill or write unseen, according to its class and options."""
     modules = tuple(modules)
     return writes_unseen(modules) or any(map(chooses, modules))
 
 
 def writes_unseen(modules: Iterable[nn.Module]) -> bool:
-    """Return whether one of the modules may fill or write unseen, as far as its class and options tell."""
+    """Return whether one of the modules may fill or write unseen, according to its class and options."""
     return any(_class_writes(type(one)) or getattr(one, "max_norm", None) is not None for one in modules)
 
 

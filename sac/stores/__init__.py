@@ -1,1 +1,1 @@
-"""Where the inputs of regions wait for backward: on the device, scattered, on the host, in a contiguous buffer."""
+"""Input stores, which hold region inputs until backward: on the device, scattered, on the host, in one buffer."""

@@ -1,4 +1,4 @@
-"""Inputs that wait in one contiguous buffer, each in its slot."""
+"""Input store: one contiguous buffer with a slot for each input."""
 
 from __future__ import annotations
 
@@ -15,25 +15,27 @@ from sac.outer_hooks import OuterPacked, PackHooks, active_hooks, fetch, pack_wi
 from sac.stores.host import Copies, CopiesByDevice, OnHost, StoredOnHost, streams_of
 from sac.stores.store import OnDevice, StoredOnDevice, StoredTensor
 
-# -- Equal slots of one piece of memory, and who holds which
+# -- Slots of one buffer
 
 # Note [Slots]
 #
-# A slot is taken when an input is put into it. It is given back by `drop`, or when its holder dies: a graph was dropped
-# without backward. That may happen anywhere, in a garbage collection while another slot is being taken too, so giving
-# back takes no lock: a ticket is popped from a dictionary, which can happen once, and the slot goes onto a deque.
+# A slot is taken when an input is put into it. It is given back by `drop`, or when its holder dies because a graph was
+# dropped without backward. That can happen anywhere, even in a garbage collection while another slot is being taken. So
+# giving back takes no lock: a ticket is popped from a dictionary, which succeeds only once, and the slot is appended to
+# a deque.
 #
-# `fetch` copies out of the slot. What a recomputation makes of its input may outlive the slot (a tensor saved for
-# backward is a view of it, and a later backward reads that), and the slot's next holder writes to it.
+# `fetch` copies the data out of the slot, because the slot's next holder writes to it. Tensors that a recomputation
+# derives from its input may outlive the slot: a tensor saved for backward is a view of the input, and a later backward
+# reads it.
 #
-# All slots can be given back while holders live (`ContiguousBuffer.reset`). A holder knows its data by the ticket that
-# was last written into its slot; when that is another one its data is gone, and `fetch` says so.
+# All slots can be given back while their holders are alive (`ContiguousBuffer.reset`). Each slot records the ticket
+# that was last written into it. If that is not the holder's ticket, the holder's data is gone, and `fetch` raises.
 
 
 class Slots:
     """``count`` slots of the size, dtype and device of ``flat``; see Note [Slots].
 
-    They lie on that device, or in host memory if there are ``copies`` to make.
+    They are on that device, or in host memory if ``copies`` is given.
     """
 
     def __init__(self, count: int, flat: torch.Tensor, copies: Copies | None) -> None:
@@ -44,7 +46,7 @@ class Slots:
         self.lock = threading.RLock()  # of the data, not of the right to a slot
         self.free = deque(range(count))
         self.held: dict[int, int] = {}  # ticket -> slot
-        self.written = [-1] * count  # the ticket whose data lies in each slot
+        self.written = [-1] * count  # the ticket whose data each slot holds
         self._used: list[Any] = [None] * count  # the event after the last use of each slot, on a device with streams
         self._streams = streams_of(flat.device) if copies is None else None
 
@@ -68,7 +70,7 @@ class Slots:
             self.give_back(ticket)
 
     def begin_use(self, index: int) -> None:
-        """Let the current stream come after the last use of a slot, which may have been on another one."""
+        """Make the current stream wait for the last use of a slot, which may have been on another stream."""
         if self._streams is not None:
             stream = self._streams.current_stream(self.device)
             self.memory.record_stream(stream)
@@ -76,7 +78,7 @@ class Slots:
                 stream.wait_event(self._used[index])
 
     def end_use(self, index: int) -> None:
-        """Mark the end of a use for the next one."""
+        """Record the end of this use, for which the next use waits."""
         if self._streams is not None:
             self._used[index] = self._streams.current_stream(self.device).record_event()
 
@@ -105,7 +107,7 @@ class StoredInSlot:
                 self._inner = StoredOnHost(slots.copies, flat, memory)
 
     def fetch(self) -> torch.Tensor:
-        """Return a copy of what lies in the slot; raises ``RegionError`` if another region has it now."""
+        """Return a copy of the data in the slot; raises ``RegionError`` if another region has the slot now."""
         if self._packed is not None:
             return fetch(self._packed).clone()
         slots = self._slots
@@ -120,7 +122,7 @@ class StoredInSlot:
             return flat
 
     def settle(self) -> None:
-        """See that copying into the slot is done before the source is written to or freed."""
+        """Make sure that the copy into the slot is done before the source is written to or freed."""
         self._inner.settle()
 
     def pack_with_outer_hooks(self, hooks: PackHooks) -> None:
@@ -129,7 +131,7 @@ class StoredInSlot:
         self._let_go()
 
     def prefetch(self) -> None:
-        """Nothing."""
+        """Nothing to do."""
 
     def drop(self) -> None:
         """Give the slot back."""
@@ -145,12 +147,12 @@ class StoredInSlot:
 
     @property
     def local(self) -> torch.Tensor | None:
-        """The slot, if it lies on the device."""
+        """The slot, if it is on the device."""
         return self._inner.local
 
     @property
     def host_bytes(self) -> int:
-        """The bytes of the slot, if it lies in host memory for a device."""
+        """The bytes of the slot, if it is in host memory on behalf of a device."""
         return self._inner.host_bytes
 
 
@@ -161,17 +163,17 @@ _TAKEN = Problem(
 )
 
 
-# -- Kept inputs in the slots of one preallocated buffer
+# -- The store
 
 
 class ContiguousBuffer:
-    """One buffer of ``num_checkpoints`` equal slots, made when the first input comes, of its size, dtype and device.
+    """One buffer of ``num_checkpoints`` equal slots, allocated for the first input with its size, dtype and device.
 
-    ``on_host``: the buffer lies in host memory, pinned where the device has streams. The buffer is made anew when an
-    input of another size comes while every slot is free. Under saved-tensor hooks that stand around a region
-    (``save_on_cpu``, a region around it) no slot is taken: the hooks decide where the input lies. (A reentrant region
-    has no hooks, so regions inside it do take slots while it is recomputed.) A copy or a pickle of a buffer is an empty
-    one with the same settings.
+    ``on_host``: the buffer is in host memory, pinned if the device has streams. The buffer is reallocated if an input
+    of another size, dtype or device comes while every slot is free. Under saved-tensor hooks around a region
+    (``save_on_cpu``, an outer region) no slot is taken: the hooks decide where the input is stored. (A reentrant region
+    has no hooks, so regions inside it do take slots while it is recomputed.) Copying or unpickling a buffer gives an
+    empty one with the same settings.
     """
 
     def __init__(self, num_checkpoints: int, *, on_host: bool = False) -> None:
@@ -187,13 +189,13 @@ class ContiguousBuffer:
         return _empty_buffer, (self.num_checkpoints, self.on_host)
 
     def accepts(self, tensor: torch.Tensor) -> bool:
-        """Any tensor will do."""
+        """Return True: any tensor is accepted."""
         return True
 
     def put(self, flat: torch.Tensor, name: Callable[[], str]) -> StoredTensor:
         """Copy ``flat`` into a free slot.
 
-        Raises ``RegionError`` when no slot is free, or when ``flat`` is not of the slots' size, dtype and device while
+        Raises ``RegionError`` if no slot is free, or if ``flat`` does not have the slots' size, dtype and device while
         some of them are taken.
         """
         if active_hooks() is not None:
@@ -206,9 +208,9 @@ class ContiguousBuffer:
         return f"in one buffer of {self.num_checkpoints} slots{' in host memory' if self.on_host else ''}"
 
     def reset(self) -> None:
-        """Take every slot back, as after forwards whose backward will never run.
+        """Take every slot back, for example after forwards whose backward will never run.
 
-        A backward that does run raises ``RegionError`` once its region's slot has been given to another one.
+        If such a backward does run, it raises ``RegionError`` once its region's slot has been given to another region.
         """
         if self._slots is not None:
             self._slots.give_all_back()

@@ -1,4 +1,4 @@
-"""Inputs that wait in host memory."""
+"""Input store: host memory."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ import torch
 from sac.outer_hooks import OuterPacked, PackHooks, fetch, pack_with_outer_hooks
 from sac.stores.store import OnDevice, StoredTensor
 
-# -- Copies between a device and host memory: on a stream of their own, ordered with the caller's by events
+# -- Copies between a device and host memory
 
 # Note [Copies on a side stream]
 #
-# All copies between one device and the host run on one side stream, so they are ordered among themselves: host memory
-# may be overwritten by the next copy to it without asking whether the last copy from it is done. Each copy comes after
-# what the caller's stream had queued when it was asked for. Nothing comes after a copy by itself: whoever writes to or
-# frees its source or its target calls `order` before, whoever reads the target on the host calls `finish`. So the
-# caching allocators need not be told of the side stream: memory returns to the stream it came from, which has waited.
-# (Pinned memory is guarded by torch too: it is not handed out again before the copies that used it are done.)
+# All copies between one device and the host run on one side stream, so they are ordered among themselves: the next copy
+# to host memory may overwrite it without checking that the last copy from it is done. Each copy starts after the work
+# that the caller's stream had queued when the copy was requested. Nothing waits for a copy automatically: code that
+# writes to or frees its source or its target calls `order` first, and code that reads the target on the host calls
+# `finish`. So the caching allocators need no record of the side stream: memory returns to its original stream, which
+# has waited. (torch guards pinned memory too: it is not reused before the copies that used it are done.)
 #
-# Held by tests/unit/stores/test_host_streams.py, which runs regions on simulated streams and finds every access that is
-# not ordered, and by the tests marked gpu in tests/unit/stores/test_host.py.
+# tests/unit/stores/test_host_streams.py checks this: it runs regions on simulated streams and finds every access that
+# is not ordered. So do the tests marked gpu in tests/unit/stores/test_host.py.
 
 
 class Copying(Protocol):
     """One copy under way."""
 
     def order(self) -> None:
-        """See that what the current stream and the stream of the copy's caller do from now on comes after the copy."""
+        """Make all later work on the current stream and on the stream of the copy's caller wait for the copy."""
 
     def finish(self) -> None:
-        """Return when the copy is done, as the host sees it."""
+        """Block the host until the copy is done."""
 
 
 class Copies(Protocol):
     """Copies between one device and the host."""
 
     def host_memory(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return uninitialised host memory that copies are fast with."""
+        """Return uninitialised host memory of the kind that is fast to copy."""
 
     def start(self, source: torch.Tensor, target: torch.Tensor) -> Copying:
         """Copy ``source`` to ``target``, one of them on the device and one on the host, both contiguous."""
@@ -82,44 +82,44 @@ class _Queued:
         self._event = event
 
     def order(self) -> None:
-        """Let both streams wait for the event."""
+        """Make both streams wait for the event."""
         self._caller.wait_event(self._event)
         current = self._current()
         if current != self._caller:
             current.wait_event(self._event)
 
     def finish(self) -> None:
-        """Let the host wait for the event."""
+        """Make the host wait for the event."""
         self._event.synchronize()
 
 
 class DirectCopies:
-    """Copies to and from a device without streams, done on the spot."""
+    """Synchronous copies to and from a device without streams."""
 
     def host_memory(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
         """Return plain memory."""
         return torch.empty(elements, dtype=dtype, device="cpu")
 
     def start(self, source: torch.Tensor, target: torch.Tensor) -> Copying:
-        """Copy."""
+        """Copy at once."""
         target.copy_(source)
         return _Done()
 
 
 class _Done:
-    """A copy that is over."""
+    """A copy that is done."""
 
     __slots__ = ()
 
     def order(self) -> None:
-        """It is."""
+        """Nothing to do."""
 
     def finish(self) -> None:
-        """It is."""
+        """Nothing to do."""
 
 
 def has_own_memory(device: torch.device) -> bool:
-    """Return whether tensors on ``device`` lie elsewhere than in host memory."""
+    """Return whether ``device`` has memory other than host memory."""
     return device.type not in ("cpu", "meta")
 
 
@@ -130,13 +130,13 @@ def streams_of(device: torch.device) -> Any:
 
 
 class CopiesByDevice:
-    """The side streams of one placement, each made when the first tensor of its device comes."""
+    """The side streams of one input store, each created for the first tensor on its device."""
 
     def __init__(self) -> None:
         self._of: dict[torch.device, Copies | None] = {}
 
     def of(self, device: torch.device) -> Copies | None:
-        """Return the copies between ``device`` and the host; None where the device's memory is the host's."""
+        """Return the copies between ``device`` and the host; None if ``device`` uses host memory."""
         if device not in self._of:
             made: Copies | None = None
             if has_own_memory(device):
@@ -146,13 +146,13 @@ class CopiesByDevice:
         return self._of[device]
 
 
-# -- Kept inputs in host memory
+# -- The store
 
 
 class OnHost:
-    """Keeps a copy in host memory: pinned, and copied on a stream of its own, where the device has streams.
+    """Keeps a copy in host memory; if the device has streams, pinned and copied on a side stream.
 
-    An input that lies in host memory already is copied there; its copy counts as one on the input's device.
+    An input that is already in host memory is copied there; its copy counts as memory of the input's device.
     """
 
     def __init__(self) -> None:
@@ -162,11 +162,11 @@ class OnHost:
         return OnHost, ()  # streams belong to this process
 
     def accepts(self, tensor: torch.Tensor) -> bool:
-        """Any tensor will do."""
+        """Return True: any tensor is accepted."""
         return True
 
     def put(self, flat: torch.Tensor, name: Callable[[], str]) -> StoredTensor:
-        """Start to copy ``flat`` to the host; it must not be written to or freed before ``settle``."""
+        """Start to copy ``flat`` to the host; ``flat`` must not be written to or freed before ``settle``."""
         copies = self._copies.of(flat.device)
         if copies is None:
             return OnDevice().put(flat, name)
@@ -187,7 +187,7 @@ class StoredOnHost:
         self._copies = copies
         self._device = flat.device
         self._host: torch.Tensor | OuterPacked | None = host
-        # As it lies: torch applies lazy bits and strides after or around a copy, which then is no longer one.
+        # Plain contiguous memory: for lazy bits or strides, torch would run more than a copy.
         self._source: torch.Tensor | None = flat.resolve_conj().resolve_neg().contiguous()
         self._copying: Copying = copies.start(self._source, host)
 
@@ -200,30 +200,30 @@ class StoredOnHost:
         return flat
 
     def settle(self) -> None:
-        """Let the current stream wait for the copy to the host, and let go of what it was made from."""
+        """Make the current stream wait for the copy to the host, and release the source."""
         if self._source is not None:
             self._copying.order()
             self._source = None
 
     def pack_with_outer_hooks(self, hooks: PackHooks) -> None:
-        """Hand the copy in host memory to the hooks, which may read it at once: wait until it is whole."""
+        """Wait for the copy in host memory, then hand it to the hooks, which may read it at once."""
         if isinstance(self._host, torch.Tensor):
             self._copying.finish()
             self._host = pack_with_outer_hooks(self._host, hooks)
 
     def prefetch(self) -> None:
-        """Nothing."""
+        """Nothing to do."""
 
     def drop(self) -> None:
-        """Let the copy go; torch gives pinned memory to nobody else while a copy uses it."""
+        """Release the copy; torch does not reuse pinned memory while a copy uses it."""
         self._host = self._source = None
 
     @property
     def local(self) -> torch.Tensor | None:
-        """Nothing is held on the device."""
+        """None: nothing is held on the device."""
         return None
 
     @property
     def host_bytes(self) -> int:
-        """All of it is on the host."""
+        """The bytes of the copy: all of it is on the host."""
         return self._host.nbytes if isinstance(self._host, torch.Tensor) else 0

@@ -15,26 +15,26 @@ from sac.torch_private import NO_TASK, current_graph_task_id, gather_into, when_
 
 # Note [Prefetched gathers]
 #
-# When backward has fetched the input of a region, the gathers for the regions that it comes to next can be started, to
-# run while this one is recomputed. All ranks have to start the same gathers in the same order, or shares of different
-# tensors are put together. So nothing may depend on what happens to be alive: of a graph that was dropped in a
-# reference cycle the shares live until the collector comes, at another time on each rank. Only the autograd graph
-# itself tells what will be needed, and holds it:
+# When backward has fetched the input of a region, it can start the gathers for the regions that it reaches next, so
+# that they run while this region is recomputed. All ranks have to start the same gathers in the same order; otherwise
+# shares of different tensors are combined. So the order must not depend on which objects happen to be alive: if a graph
+# was dropped in a reference cycle, its shares live until garbage collection, which runs at another time on each rank.
+# Only the autograd graph itself shows what will be needed, and holds it:
 #
-#   forward    A region call leaves a mark (a weak reference) on the nodes that made its results. The next call looks
-#              for marks from the nodes that made its inputs on, not far: these are the calls before it.
-#   backward   A call before this one is gathered for if the node from which its mark was found is going to be run in
-#              this very backward. Then all that lies between is alive, on every rank.
+#   forward    A region call leaves a mark (a weak reference) on the nodes that made its results. The next call searches
+#              for marks, a limited distance back from the nodes that made its inputs: these are the calls before it.
+#   backward   The gathers of an earlier call are started if the node from which its mark was found is going to run in
+#              this same backward. Then everything in between is alive, on every rank.
 #
-# A call holds the nodes that made its inputs, where the region's own graph leads to anyway. What was started and has
-# not been fetched when that backward ends is let go.
+# A call holds the nodes that made its inputs, which the region's own graph references anyway. A gather that was started
+# but not fetched when that backward ends is released.
 
 _MARK = "sac.stores.prefetch"
-_FAR = 64  # nodes looked at for marks; a region's input is mostly the result of another, or a few ops away from one
+_FAR = 64  # nodes searched for marks; a region's input is mostly the result of another region, or a few ops away
 
 
 class Gather:
-    """The gather of one rank's ``share`` with those of its group, under way."""
+    """A running gather of one rank's ``share`` with those of its group."""
 
     __slots__ = ("_full", "_share", "_work")
 
@@ -55,20 +55,20 @@ class Gather:
 
     def __del__(self) -> None:
         if getattr(self, "_work", None) is not None:
-            with contextlib.suppress(Exception):  # a group that has failed has nothing to write any more
+            with contextlib.suppress(Exception):  # a group that has failed writes nothing any more
                 self.wait()
 
 
 class Gatherable(Protocol):
-    """A share, as far as its region call is concerned."""
+    """The part of a share that its region call uses."""
 
     fetched_in: int  # the backward that fetched it last
 
     def start(self) -> bool:
-        """Start the gather, if it can be and is not under way; return whether it was started now."""
+        """Start the gather if possible and not already running; return whether this call started it."""
 
     def let_go(self) -> None:
-        """Let a gather that nobody has fetched go."""
+        """Release a gather that was not fetched."""
 
 
 class GatherNode:
@@ -78,28 +78,28 @@ class GatherNode:
 
     def __init__(self) -> None:
         self._shares: list[weakref.ref[Gatherable]] = []
-        self._before: list[tuple[Any, list[weakref.ref[GatherNode]]]] = []  # node of an input -> calls found from there
+        self._before: list[tuple[Any, list[weakref.ref[GatherNode]]]] = []  # node of an input, calls found from it
 
     def add(self, share: Gatherable, tensor: torch.Tensor) -> None:
-        """Take in the share of one input; ``tensor`` is that input."""
+        """Add the share of one input; ``tensor`` is that input."""
         self._shares.append(weakref.ref(share))
         node = tensor.grad_fn
         if node is not None:
             self._before.append((node, _marks_from(node)))
 
     def mark(self, results: Iterable[Any]) -> None:
-        """Let later calls find this one from ``results``, the leaves of what the region returned."""
+        """Mark ``results``, the leaves of the region's result, so that later calls find this one from them."""
         for result in results if self._shares else ():
             node: Any = result.grad_fn if isinstance(result, torch.Tensor) else None
             if node is not None:
                 node.metadata[_MARK] = weakref.ref(self)
 
     def forget(self) -> None:
-        """Hold no node any more: this call's shares will not be fetched again."""
+        """Release the nodes: this call's shares will not be fetched again."""
         self._before = []
 
     def start_before(self, count: int) -> None:
-        """Start the gathers of the ``count`` calls that backward comes to next, as far as it will come to them."""
+        """Start the gathers of up to ``count`` calls that backward reaches next."""
         task = current_graph_task_id()
         if task == NO_TASK or will_execute_node is None:
             return

@@ -1,4 +1,4 @@
-"""Inputs scattered over a process group: each rank holds its share until backward."""
+"""Input store: inputs scattered over a process group, of which each rank holds its share until backward."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sac.stores.prefetch import Gather, GatherNode
 from sac.stores.store import ArgumentInfo, InputStore, OnDevice, StoredTensor, is_dtensor
 from sac.torch_private import NO_TASK, current_graph_task_id, named_process_group
 
-# -- The group over which inputs are scattered: what a user gives as one, and which DTensors are replicated over it
+# -- The process group
 
 LEGAL = "a process group that holds this rank, or a mesh of one dimension"
 
@@ -34,12 +34,12 @@ def group_problem(group: Any, where: str) -> list[Problem]:
     if not (dist.is_available() and dist.is_initialized()):
         fix = "call torch.distributed.init_process_group first"
         return [Problem(where, "torch.distributed is not initialised", fix=fix)]
-    if group is dist.GroupMember.NON_GROUP_MEMBER:  # what new_group returns to ranks that it leaves out
+    if group is dist.GroupMember.NON_GROUP_MEMBER:  # new_group returns this on ranks outside the group
         return [_without_this_rank(where)]
     if _is_mesh(group):
         return _mesh_problem(group, where)
     if not isinstance(group, dist.ProcessGroup):
-        return [Problem(where, f"{_described(group)} is no group", LEGAL)]
+        return [Problem(where, f"{_described(group)} is not a group", LEGAL)]
     return _process_group_problem(group, where)
 
 
@@ -57,7 +57,7 @@ def _mesh_problem(mesh: Any, where: str) -> list[Problem]:
 def _process_group_problem(group: Any, where: str) -> list[Problem]:
     try:
         rank = dist.get_rank(group)
-    except ValueError:  # torch does not know it, or not any more
+    except ValueError:  # torch does not know the group, or has destroyed it
         return [Problem(where, "the group has been destroyed", LEGAL)]
     return [_without_this_rank(where)] if rank < 0 else []
 
@@ -78,17 +78,17 @@ def _is_mesh(group: Any) -> bool:
 
 
 def process_group(group: Any) -> Any:
-    """Return the process group of a group in which ``group_problem`` finds nothing wrong."""
+    """Return the process group of ``group``, for which ``group_problem`` has found no problem."""
     return group.get_group() if _is_mesh(group) else group
 
 
 def reference_to(group: Any) -> str | None:
-    """Return what ``named_group`` finds the group by in another process; None for the default group."""
+    """Return the name by which ``named_group`` finds the group in another process; None for the default group."""
     return None if group is dist.group.WORLD else str(group.group_name)
 
 
 def named_group(name: str | None) -> Any:
-    """Return the process group that was pickled as ``name``; raises ``ConfigError`` if this process has none such."""
+    """Return the process group that was pickled as ``name``; raises ``ConfigError`` if this process lacks it."""
     if not (dist.is_available() and dist.is_initialized()):
         raise ConfigError(_not_unpickled(name, "torch.distributed is not initialised here"))
     if name is None:
@@ -109,16 +109,16 @@ def _not_unpickled(name: str | None, found: str) -> Problem:
 
 
 def reaches(group: Any, device: torch.device) -> bool:
-    """Return whether ``group`` has a backend for tensors on ``device``: one made for NCCL alone knows no CPU."""
+    """Return whether ``group`` has a backend for tensors on ``device``: a group for NCCL alone has none for the CPU."""
     kinds = getattr(group, "_device_types", None)  # without it the collective itself raises
     return kinds is None or any(kind.type == device.type for kind in kinds)
 
 
 def is_replicated(tensor: torch.Tensor, group: Any) -> bool:
-    """Return whether the ranks of ``group`` have the same local tensor, as far as the tensor's type tells.
+    """Return whether the ranks of ``group`` have the same local tensor, judging by the tensor's type.
 
-    Of a plain tensor they are taken to. Of a DTensor they have, if along each mesh dimension that is sharded or partial
-    all of them have the same place.
+    For a plain tensor this is assumed. For a DTensor it is true if all of them have the same coordinate along each mesh
+    dimension that is sharded or partial.
     """
     if not is_dtensor(tensor):
         return True
@@ -129,19 +129,20 @@ def is_replicated(tensor: torch.Tensor, group: Any) -> bool:
     places = set()
     for rank in dist.get_process_group_ranks(group):
         place = (mesh.mesh == rank).nonzero()
-        if len(place):  # the others have a mesh of their own, on which theirs is as ours is here
+        if len(place):  # other ranks have their own mesh, where the same holds for them
             places.add(tuple(place[0, divided].tolist()))
     return len(places) <= 1
 
 
-# -- Whether all ranks of a group have the same tensor, bit for bit
+# -- Bitwise comparison over a group
 
 # Note [Checksum of bits]
 #
-# A tensor's bits are read as integers v_i, and summed with weights of their own: sum of v_i * w_i modulo 2^64, all w_i
-# odd. A change of one element always changes the sum; other changes, and elements that change places, do but for one
-# chance in about 2^60. Integers add up to the same in any order, so it does not matter how a device sums. Whether all
-# ranks have one number is told by one all-reduce of its smallest value and of its largest, which is that of -x.
+# A tensor's bits are read as integers v_i, and each is summed with its own weight: sum of v_i * w_i modulo 2^64, all
+# w_i odd. A change of one element always changes the sum; other changes, and swapped elements, change it except with a
+# probability of about 2^-60. Integer sums do not depend on the order, so the summation order of a device does not
+# matter. One all-reduce of the minimum of x and of -x (which gives the maximum) shows whether all ranks have the same
+# number.
 
 _CHUNK = 1 << 20  # elements weighted at once
 _FACTOR = 0x5851F42D4C957F2D  # of Knuth's MMIX generator
@@ -154,7 +155,7 @@ def check_replicated(flat: torch.Tensor, argument: ArgumentInfo, group: Any) -> 
     described = repr((tuple(layout.shape), layout.stride, layout.conjugate, layout.negative, str(flat.dtype)))
     digest = hashlib.blake2b(described.encode(), digest_size=7).digest()
     total = bit_checksum(flat)
-    low, high = total & 0xFFFFFFFF, (total >> 32) & 0xFFFFFFFF  # halves: the negative of any is an int64 too
+    low, high = total & 0xFFFFFFFF, (total >> 32) & 0xFFFFFFFF  # halves, so that negating cannot overflow an int64
     own = torch.stack([total.new_tensor(int.from_bytes(digest, "big")), low, high])
     both = torch.cat([own, -own])
     dist.all_reduce(both, op=dist.ReduceOp.MIN, group=group)
@@ -173,7 +174,7 @@ def check_replicated(flat: torch.Tensor, argument: ArgumentInfo, group: Any) -> 
 
 
 def bit_checksum(flat: torch.Tensor) -> torch.Tensor:
-    """Return a sum over the bits of a flat tensor, one int64, that knows their order; see Note [Checksum of bits]."""
+    """Return an order-dependent sum over the bits of a flat tensor, one int64; see Note [Checksum of bits]."""
     words = flat.view(_WORDS[flat.element_size()]) if flat.numel() else flat.new_empty(0, dtype=torch.int64)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for start in range(0, words.numel(), _CHUNK):
@@ -185,38 +186,39 @@ def bit_checksum(flat: torch.Tensor) -> torch.Tensor:
     return total
 
 
-# -- Kept inputs scattered over a tensor-parallel group: each rank holds one share of what all of them have
+# -- The store
 
 # Note [Shares]
 #
-# Of a flat tensor of n elements over w ranks each rank keeps ceil(n / w); those of the last ranks are filled up with
-# zeros, which nobody reads. Any number of elements will do, and the sum over the ranks is less than w elements more
-# than n. A gather gives new memory each time.
+# Each of w ranks keeps ceil(n / w) elements of a flat tensor of n elements. The shares of the last ranks are padded
+# with zeros, which are never read. Any number of elements works, and the total over the ranks exceeds n by less than w
+# elements. Each gather returns new memory.
 
 # Note [Compared once]
 #
-# A tensor that is split between the ranks, as in sequence parallelism, looks like one that all of them have; its gather
-# would mix their parts, and gradients would be wrong without a word. So tensors are compared over the group by a
-# checksum before they are scattered: under `sac.apply` the first one from each place (region, argument); where
-# functions are run as regions, which cannot be told apart on every rank in the same way (objects are made anew, and
-# collected at other times), the first so many over each group. All ranks have to compare in the same calls.
+# A tensor that is split between the ranks, as in sequence parallelism, looks like a replicated one. A gather would mix
+# the ranks' parts, and gradients would be silently wrong. So tensors are compared over the group by a checksum before
+# they are scattered. Under `sac.apply`, the first tensor from each place (region, argument) is compared. Functions that
+# run as regions cannot be identified in the same way on every rank (objects are re-created, and collected at different
+# times); for them, the first `COMPARED_CALLS` tensors over each group are compared. All ranks have to compare in the
+# same calls.
 
 Place = tuple[Any, str, int]  # process group, path of the region, position of the argument
 COMPARED_CALLS = 256
 
 
 class VerifiedOnce(Protocol):
-    """The places whose tensors need not be compared any more."""
+    """The places whose tensors need no further comparison."""
 
     def __contains__(self, place: Place, /) -> bool:
-        """Return whether that is so of ``place``."""
+        """Return whether tensors from ``place`` need no further comparison."""
 
     def add(self, place: Place, /) -> None:
-        """A tensor from ``place`` has been compared, or would have been."""
+        """Record that a tensor from ``place`` has been compared, or would have been."""
 
 
 class FirstCalls:
-    """The first tensors over each group are compared, wherever they come from."""
+    """Compares the first ``COMPARED_CALLS`` tensors over each group, wherever they come from."""
 
     def __init__(self) -> None:
         self._counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -236,8 +238,8 @@ Verify = bool | VerifiedOnce
 class Scattered:
     """Keeps this rank's share of each tensor, and gathers the shares of the group in recomputation.
 
-    ``inner`` keeps the share. ``verify``: whether tensors are compared over the group before; or which need not be
-    (Note [Compared once]). ``prefetch``: of how many regions ahead the gathers are started.
+    ``inner`` keeps the share. ``verify``: whether tensors are compared over the group first, or the places that need no
+    comparison (Note [Compared once]). ``prefetch``: for how many regions ahead gathers are started.
     """
 
     def __init__(self, group: Any, inner: InputStore, *, verify: Verify = False, prefetch: int = 0) -> None:
@@ -250,9 +252,9 @@ class Scattered:
 
     @classmethod
     def over(cls, group: Any, inner: InputStore, *, verify: Verify, prefetch: int) -> InputStore | None:
-        """Return the placement over ``group``, its shares kept by ``inner``; None for a group of one rank.
+        """Return the store over ``group``, whose shares ``inner`` keeps; None for a group of one rank.
 
-        ``group`` is a process group or a mesh of one dimension in which ``group_problem`` finds nothing wrong.
+        ``group`` is a process group or a mesh of one dimension for which ``group_problem`` has found no problem.
         """
         over = process_group(group)
         return None if over.size() == 1 else cls(over, inner, verify=verify, prefetch=prefetch)
@@ -265,9 +267,9 @@ class Scattered:
         return _unpickled, (reference_to(self.group), self.inner, _anew(self.verify), self.prefetch)
 
     def accepts(self, tensor: torch.Tensor) -> bool:
-        """Return whether the group can gather the tensor, and all ranks have the same.
+        """Return whether the group can gather the tensor, and all ranks have the same tensor.
 
-        That is so of any plain tensor, and of a DTensor that is replicated over the group.
+        The latter is assumed for plain tensors, and true for a DTensor that is replicated over the group.
         """
         possible = reaches(self.group, tensor.device) and is_replicated(tensor, self.group)
         return possible and self.inner.accepts(tensor)
@@ -275,7 +277,7 @@ class Scattered:
     def put(self, flat: torch.Tensor, argument: ArgumentInfo) -> StoredTensor:
         """Keep this rank's share of ``flat``, which all ranks of the group have.
 
-        Raises ``RegionError`` on all ranks if it is verified and they have not.
+        Raises ``RegionError`` on all ranks if verification finds that their tensors differ.
         """
         self._compare(flat, argument)
         elements = -(-flat.numel() // self.size)
@@ -287,7 +289,7 @@ class Scattered:
         return StoredShare(self, self.inner.put(share, argument), flat.numel(), argument)
 
     def _compare(self, flat: torch.Tensor, argument: ArgumentInfo) -> None:
-        """Raise if the ranks do not have the same, where that is to be looked at."""
+        """Raise if verification is due and the ranks do not have the same tensor."""
         if isinstance(self.verify, bool):
             if self.verify:
                 check_replicated(flat, argument, self.group)
@@ -341,16 +343,16 @@ class StoredShare:
             self._call.add(self, argument.tensor)
 
     def fetch(self) -> torch.Tensor:
-        """Return the whole, gathered anew or by a gather that was started before."""
+        """Return the whole flat tensor, from a gather started earlier or a new one."""
         assert self._inner is not None, "fetched after it was dropped"
         gather, self._gather = self._gather or Gather(self._inner.fetch(), self._group), None
         self.fetched_in = current_graph_task_id()
         return gather.wait()[: self._elements]
 
     def start(self) -> bool:
-        """Start the gather, if it can be and is not under way; return whether it was started now.
+        """Start the gather if possible and not already running; return whether this call started it.
 
-        A share that hooks around the region hold may have to be computed first, by a region around this one.
+        It is not possible if hooks around the region hold the share: an outer region may have to recompute it first.
         """
         if self._inner is None or self._packed or self._gather is not None:
             return False
@@ -358,13 +360,13 @@ class StoredShare:
         return True
 
     def let_go(self) -> None:
-        """Let a gather that nobody has fetched go, when it is over: its memory is being written to until then."""
+        """Release a gather that was not fetched, after waiting for its end: until then it writes to its memory."""
         gather, self._gather = self._gather, None
         if gather is not None:
             gather.wait()
 
     def settle(self) -> None:
-        """See that copying is done."""
+        """Make sure that the copy is done."""
         if self._inner is not None:
             self._inner.settle()
 
@@ -375,12 +377,12 @@ class StoredShare:
             self._inner.pack_with_outer_hooks(hooks)
 
     def prefetch(self) -> None:
-        """Start the gathers of the regions that backward comes to next."""
+        """Start the gathers of the regions that backward reaches next."""
         if self._call is not None:
             self._call.start_before(self._prefetch)
 
     def drop(self) -> None:
-        """Let the share go."""
+        """Release the share."""
         self.let_go()
         if self._call is not None:
             self._call.forget()
@@ -390,10 +392,10 @@ class StoredShare:
 
     @property
     def local(self) -> torch.Tensor | None:
-        """The share, if it lies on the device."""
+        """The share, if it is on the device."""
         return self._inner.local if self._inner is not None else None
 
     @property
     def host_bytes(self) -> int:
-        """The bytes of the share, if it lies in host memory for a device."""
+        """The bytes of the share, if it is in host memory on behalf of a device."""
         return self._inner.host_bytes if self._inner is not None else 0

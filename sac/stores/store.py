@@ -1,4 +1,4 @@
-"""Where region inputs wait for backward: the protocol, the layout in memory, and what the caller may release."""
+"""Stores for region inputs between forward and backward: protocol, memory layout, and release of callers' tensors."""
 
 from __future__ import annotations
 
@@ -19,31 +19,30 @@ from sac.stores.prefetch import GatherNode
 from sac.tensors import shares_storage, version_of
 from sac.torch_private import neg_view, set_version_counters, storage_use_count
 
-# -- A tensor as a flat one and back, with the strides it had
+# -- Flattening a tensor and restoring its strides
 
 # Note [Laid flat]
 #
-# A tensor's elements are kept as one flat tensor, in the order in which they lie in memory. What a kernel computes may
-# depend to the last bit on strides, and on how far its address is from a multiple of 64 (matrix products of MKL do). So
-# both come back as they were:
+# A tensor's elements are kept as one flat tensor, in memory order. The last bits of a kernel's result may depend on the
+# strides, and on the address modulo 64 (matrix products of MKL do). So both are restored:
 #
-#   dense, dimensions in any order (contiguous, transposed, channels_last)   flat is a view, and so is what is restored
-#   repeated along a dimension (expand: stride 0)                            what is repeated is kept once
+#   dense, dimensions in any order (contiguous, transposed, channels_last)   flat and restored tensor are views
+#   repeated along a dimension (expand: stride 0)                            repeated elements are kept once
 #   with gaps (a slice)                                                      kept without the gaps, restored with them
 #
-# What overlaps in another way (unfold, as_strided) cannot be laid flat. The bits of lazy conjugation and negation are
-# taken off before and put on after. Of a DTensor it is the local tensor that is laid flat.
+# Tensors that overlap in another way (unfold, as_strided) cannot be laid flat. The bits for lazy conjugation and
+# negation are removed before and set again after. For a DTensor, the local tensor is laid flat.
 
 _ALIGNMENT = 64  # bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Shape and strides of a tensor whose elements now lie flat; see Note [Laid flat].
+    """Shape and strides of a tensor that was laid flat; see Note [Laid flat].
 
-    ``once`` is the shape without repetition. ``order``: its dimensions of more than one element, the outermost first.
-    ``extent``: the elements from the first to the last, gaps included. ``misalignment``: the address modulo 64.
-    ``distributed``: what makes a DTensor of a local tensor.
+    ``once`` is the shape without repetition. ``order``: its dimensions with more than one element, outermost first.
+    ``extent``: the number of elements from the first to the last, gaps included. ``misalignment``: the address modulo
+    64. ``distributed``: the mesh, placements, shape and strides that turn the local tensor into a DTensor.
     """
 
     shape: torch.Size
@@ -67,7 +66,7 @@ class Layout:
 
     @staticmethod
     def of(tensor: torch.Tensor) -> tuple[Layout, torch.Tensor]:
-        """Return the layout of ``tensor``, which has to fit, and its elements, flat; they may share its memory."""
+        """Return the layout of ``tensor``, which has to fit, and its elements as a flat tensor or view."""
         local = local_of(tensor)
         distributed = None
         if local is not tensor:
@@ -97,7 +96,7 @@ class Layout:
         return tensor.as_strided((elements,), (1,))
 
     def restore(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the tensor again; it may share the memory of ``flat``."""
+        """Return the restored tensor; it may share the memory of ``flat``."""
         tensor = flat
         if flat.numel() and (flat.numel() < self.extent or flat.data_ptr() % _ALIGNMENT != self.misalignment):
             tensor = self._memory(flat)
@@ -116,26 +115,26 @@ class Layout:
         return whole
 
     def _memory(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return memory of this extent and misalignment, where and of what ``flat`` is."""
+        """Return memory of this extent and misalignment, with the device and dtype of ``flat``."""
         memory = flat.new_empty(self.extent + _ALIGNMENT // flat.element_size())
         skipped = (self.misalignment - memory.data_ptr()) % _ALIGNMENT // flat.element_size()
         return memory[skipped : skipped + self.extent]
 
     def _ordered(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return ``tensor``, of shape ``once``, with the dimensions as they lie in memory, the outermost first."""
+        """Return ``tensor``, of shape ``once``, with its dimensions in memory order, outermost first."""
         single = tuple(i for i in range(len(self.once)) if i not in self.order)
         return tensor.permute(single + self.order)
 
 
 def _without_repetition(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shape with repeated dimensions once, and its dimensions of several elements, the outermost first."""
+    """Return the shape with repeated dimensions once, and its dimensions of several elements, outermost first."""
     stride = tensor.stride()
     once = tuple(1 if step == 0 and size > 1 else size for size, step in zip(tensor.shape, stride, strict=True))
     return once, tuple(sorted((i for i, size in enumerate(once) if size > 1), key=lambda i: stride[i], reverse=True))
 
 
 def _extent(shape: tuple[int, ...], stride: tuple[int, ...], order: tuple[int, ...]) -> int:
-    """Return the elements from the first to the last of a strided tensor, 1 if it has none; 0 where they overlap."""
+    """Return the number of elements from the first to the last of a strided tensor, 1 if empty, 0 if they overlap."""
     extent = 1
     for i in reversed(order) if 0 not in shape else ():
         if stride[i] < extent:
@@ -145,47 +144,48 @@ def _extent(shape: tuple[int, ...], stride: tuple[int, ...], order: tuple[int, .
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the local tensor of a DTensor, and any other tensor as it is."""
+    """Return the local tensor of a DTensor, or any other tensor unchanged."""
     return tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
-    """Return whether ``tensor`` is a DTensor, without importing what makes them."""
+    """Return whether ``tensor`` is a DTensor, without importing ``torch.distributed.tensor``."""
     if type(tensor) is torch.Tensor:
         return False
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-# -- A caller's tensor that keeps only what its region keeps of it, until backward
+# -- Release of a caller's tensor until backward
 
 # Note [Released inputs]
 #
-# Megatron and TransformerEngine free a region's input by giving the caller's tensor another `.data`: this rank's share.
-# OnDevice that is on request only, and guarded:
+# Megatron and TransformerEngine free a region's input by replacing the `.data` of the caller's tensor by this rank's
+# share. sac does this only on request, and with these guards:
 #
-#  - It is done when the forward is over and a recomputation will come, and not to a tensor that the region has written
-#    to or returns.
-#  - Nor to one whose memory something else holds: a view, an op that saved it as its result. Nothing would be freed,
-#    and autograd makes the history of a view anew, from the tensor's shape, when the version is another.
-#  - Whatever else autograd has saved the tensor for would compute with the share. So the tensor's version is raised:
-#    autograd then raises instead. It is put back with the data, and from then on the other op is right again.
-#  - A gradient may arrive at the tensor before its data is fetched, if that takes no recomputation: then it is fetched
-#    for that. (Accumulation into a leaf looks at its shape.)
-#  - A write to the share shows in the version too; what lies there is all that is left of the input.
-#  - To pass a released tensor to a region is an error, if that region keeps its inputs elsewhere too.
+#  - A tensor is released when the forward is over and a recomputation will come, but not if the region has written to
+#    it or returns it.
+#  - It is not released if something else holds its memory: a view, or an op that saved it as its result. Nothing would
+#    be freed, and autograd rebuilds the history of a view from the tensor's shape when the version differs.
+#  - Other ops for which autograd saved the tensor would compute with the share. So the tensor's version is incremented,
+#    and autograd raises an error instead. The version is restored with the data; then the other ops are right again.
+#  - A gradient may arrive at the tensor before its data is fetched, if that takes no recomputation: then a hook fetches
+#    the data. (Accumulation into a leaf reads its shape.)
+#  - A write to the share also shows in the version; the share is all that is left of the input.
+#  - It is an error to pass a released tensor to a region that also releases its inputs.
 #
-# What else reads the tensor meanwhile sees the share: that is the price.
+# The price: other code that reads the tensor before backward sees the share.
 
 _FIX = "pass a tensor that has its memory to itself (a clone), or leave release_input off"
 
-_released = WeakTensorKeyDictionary()  # released tensor -> an alias of what it was given
+_released = WeakTensorKeyDictionary()  # released tensor -> an alias of its replacement data
 
 
 class Released:
     """One caller's tensor, held weakly; see Note [Released inputs].
 
-    ``left`` is what it keeps, flat; None for nothing. ``fetch`` is called when a gradient arrives at the tensor first.
+    ``left`` is the flat data that it keeps; None for nothing. ``fetch`` is called if a gradient arrives at the tensor
+    before its data is fetched.
     """
 
     __slots__ = ("_caller", "_given", "_hook", "_own_version", "_version")
@@ -202,10 +202,12 @@ class Released:
         self._hook = tensor.register_hook(fetch) if tensor.requires_grad else None
 
     def give_back(self, data: torch.Tensor, path: str) -> None:
-        """Let the caller's tensor, if it still lives, have ``data``; raises ``RegionError`` if it was written to."""
+        """Give ``data`` to the caller's tensor if it is still alive; raises ``RegionError`` if it was written to."""
         self.forget()
         if version_of(self._given) != self._version:
-            found = "its input was changed in place after it had been released, and what is kept of it with it"
+            found = (
+                "its input was changed in place after it had been released, which changed the data that is kept of it"
+            )
             fix = "do not write to a released tensor, or leave release_input off"
             raise RegionError(Problem(path or "region", found, fix=fix))
         tensor = self._caller()
@@ -216,20 +218,20 @@ class Released:
         _set_version(tensor, self._own_version)
 
     def forget(self) -> None:
-        """The data will not be fetched for the tensor any more."""
+        """Remove the hook: the data will not be fetched for the tensor any more."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
 
 
 def is_released(tensor: torch.Tensor) -> bool:
-    """Return whether ``tensor`` has been released, and nobody has given it other data since."""
+    """Return whether ``tensor`` has been released, and has not been given other data since."""
     given = _released.get(tensor)
     return given is not None and local_of(tensor).is_set_to(given)
 
 
 def is_worth_it(tensor: torch.Tensor) -> bool:
-    """Return whether to release ``tensor`` frees its memory: whether nothing else holds that."""
+    """Return whether releasing ``tensor`` frees its memory: nothing else holds the storage."""
     count = storage_use_count
     if count is None:
         return False
@@ -238,15 +240,15 @@ def is_worth_it(tensor: torch.Tensor) -> bool:
 
 
 def check_releasable(tensor: torch.Tensor, leaves: Iterable[object], name: Callable[[], str]) -> None:
-    """Raise ``RegionError`` if ``tensor``, one of the ``leaves`` of a call, could not be released after it."""
+    """Raise ``RegionError`` if ``tensor``, one of the ``leaves`` of a call, could not be released after the call."""
     if is_released(tensor):
-        found = "the region that it was passed to before has released it: of its data a share is left"
+        found = "the region that it was passed to before has released it: only a share of its data is left"
         raise RegionError(Problem(name(), found, fix="leave release_input off where an input is used more than once"))
     others = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf is not tensor]
     if tensor._base is not None:
-        found = "it is a view, and to release it would not free the memory of its base"
+        found = "it is a view, and releasing it would not free the memory of its base"
     elif shares_storage(tensor, others):
-        found = "it shares its memory with another tensor of this call, and to release it would not free that"
+        found = "it shares its memory with another tensor of this call, and releasing it would not free that"
     elif tensor.is_inference():
         found = "it is an inference tensor, whose data cannot be exchanged"
     else:
@@ -255,30 +257,35 @@ def check_releasable(tensor: torch.Tensor, leaves: Iterable[object], name: Calla
 
 
 def _set_version(tensor: torch.Tensor, version: int) -> None:
-    if set_version_counters is not None:  # otherwise another op that saved the tensor raises in any case
+    if set_version_counters is not None:  # without it, another op that saved the tensor always raises
         set_version_counters((tensor,), (version,))
 
 
-# -- Where a kept input lies between forward and backward, when not where the caller holds it
+# -- Input stores
 
 # Note [Kept inputs]
 #
-# A region's inputs wait for its recomputation. By default the region holds on to the caller's data and checks that
-# nobody wrote to it. With an `InputStoring` it copies the chosen inputs before the forward, so that the caller may free
-# or overwrite them: tensor -> flat, in the order of its storage (`Layout`) -> one or more stores, the outermost first:
+# A region holds its inputs until its recomputation. By default it holds the caller's data and checks that nothing wrote
+# to it. With an `InputStoring` it copies the chosen inputs before the forward, so that the caller may free or overwrite
+# them. The tensor is laid flat in memory order (`Layout`) and put into one or more stores, outermost first:
 #
 #   scattered      this rank's share of a tensor that every rank of a group holds (`scatter.Scattered`)
 #   contiguous     a slot of one preallocated buffer (`contiguous.ContiguousBuffer`)
 #   host           a copy in host memory (`host.OnHost`)
 #
-# Each store's `put` gives a `StoredTensor`, whose `fetch` gives the flat tensor back; recomputation lays it out as it
-# was. A chosen input is never held in another way too: not by handles, not by the recorder.
+# Each store's `put` returns a `StoredTensor`, whose `fetch` returns the flat tensor; recomputation restores its layout.
+# A chosen input is never also held by handles or by the recorder.
+#
+# Example. The store is `Scattered(group, OnHost())` over 4 GPU ranks, and x is a transposed bfloat16[4096, 8192] of
+# 64 MiB. `Layout.of` returns a flat view of 2^25 elements. `Scattered.put` takes this rank's 2^23 of them, and
+# `OnHost.put` copies these 16 MiB to pinned memory. For the recomputation, `fetch` copies the share back to the device
+# and gathers the 4 shares, and `Layout.restore` returns the transposed tensor.
 
 
 class StoredTensor(Protocol):
     """One flat tensor between forward and backward.
 
-    ``fresh``: whether each ``fetch`` returns memory of its own, which may be written to.
+    ``fresh``: whether each ``fetch`` returns new memory, which may be written to.
     """
 
     @property
@@ -289,32 +296,32 @@ class StoredTensor(Protocol):
         """Return the flat tensor on the device it came from."""
 
     def settle(self) -> None:
-        """What the data was copied from is about to be written to or freed: see that copying is done by then."""
+        """The source of the copy is about to be written to or freed: make sure that the copy is done by then."""
 
     def pack_with_outer_hooks(self, hooks: PackHooks) -> None:
-        """Hand what is held to the saved-tensor hooks around the region."""
+        """Hand the held data to the saved-tensor hooks around the region."""
 
     def prefetch(self) -> None:
-        """Start to bring back what a neighbouring region will want next, if there is anything to gain."""
+        """Start to fetch the inputs of regions that backward needs next, if that saves time."""
 
     def drop(self) -> None:
-        """Let the data go: nobody will fetch it. May be called more than once."""
+        """Release the data: it will not be fetched. May be called more than once."""
 
     @property
     def local(self) -> torch.Tensor | None:
-        """What is held on the device, flat, if anything; before ``park``."""
+        """The flat data held on the device, if any; valid before ``pack_with_outer_hooks``."""
 
     @property
     def host_bytes(self) -> int:
-        """The bytes held in host memory on behalf of a device; before ``park``."""
+        """The bytes held in host memory on behalf of a device; valid before ``pack_with_outer_hooks``."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArgumentInfo:
-    """Which argument a flat tensor is made of, for as long as it is being put somewhere; called, it tells its name.
+    """The argument that a flat tensor comes from, used while the tensor is put into a store; calling it returns a name.
 
-    ``layout`` is that of ``tensor``, the argument; ``call`` is the region call, the same for all its inputs. ``place``:
-    the region's path, and the position of the argument among its leaves.
+    ``layout`` is that of ``tensor``, the argument; ``call`` is the region call, the same for all its inputs.
+    ``position``: the region's path, and the position of the argument among the leaves of the call.
     """
 
     tensor: torch.Tensor
@@ -332,20 +339,20 @@ class InputStore(Protocol):
     """A way to keep flat tensors."""
 
     def accepts(self, tensor: torch.Tensor) -> bool:
-        """Return whether this input can be kept so at all; if not, it is kept whole."""
+        """Return whether this store can keep the input; if not, the region holds the caller's data."""
 
     def put(self, flat: torch.Tensor, name: ArgumentInfo, /) -> StoredTensor:
-        """Copy ``flat`` to where it is kept; ``name`` is called for the argument's name, and not held."""
+        """Copy ``flat`` into the store; ``name`` is called for the argument's name, and not held."""
 
     def describe(self) -> str:
         """Say where inputs are kept, for reports: ``in host memory``."""
 
 
 class OnDevice:
-    """Keeps a copy on the device where the tensor is."""
+    """Keeps a copy on the tensor's device."""
 
     def accepts(self, tensor: torch.Tensor) -> bool:
-        """Any tensor will do."""
+        """Return True: any tensor is accepted."""
         return True
 
     def put(self, flat: torch.Tensor, name: Callable[[], str]) -> StoredTensor:
@@ -372,7 +379,7 @@ class StoredOnDevice:
         return fetch(self._kept)
 
     def settle(self) -> None:
-        """The copy is ordered before whatever comes next on the stream."""
+        """Nothing to do: the stream runs the copy before any later work."""
 
     def pack_with_outer_hooks(self, hooks: PackHooks) -> None:
         """Hand the copy to the hooks."""
@@ -380,10 +387,10 @@ class StoredOnDevice:
             self._kept = pack_with_outer_hooks(self._kept, hooks)
 
     def prefetch(self) -> None:
-        """It is here."""
+        """Nothing to do: the copy is on the device."""
 
     def drop(self) -> None:
-        """Let the copy go."""
+        """Release the copy."""
         self._kept = None
 
     @property
@@ -393,17 +400,17 @@ class StoredOnDevice:
 
     @property
     def host_bytes(self) -> int:
-        """None of it is on the host."""
+        """0: nothing is on the host."""
         return 0
 
 
 @dataclass(frozen=True, slots=True)
 class InputStoring:
-    """Which inputs of a region are kept by ``placement``; the others are kept whole.
+    """Which inputs of a region are kept in ``store``; the others stay where the caller holds them.
 
     ``which``: ``first`` (the first floating-point tensor), ``all`` (every floating-point tensor), or a predicate of the
-    input's position among the leaves of ``(args, kwargs)`` and the tensor. ``release``: after the forward the caller's
-    tensor is given what this rank keeps in place of its data, until backward.
+    input's position among the leaves of ``(args, kwargs)`` and the tensor. ``release``: after the forward and until
+    backward, the caller's tensor holds only the data that this rank keeps on the device.
     """
 
     store: InputStore
@@ -411,7 +418,7 @@ class InputStoring:
     release: bool = False
 
     def choose(self, leaves: Sequence[Any]) -> list[int]:
-        """Return the positions of the leaves to be kept elsewhere."""
+        """Return the positions of the leaves to put into the store."""
         tensors = [
             (position, leaf)
             for position, leaf in enumerate(leaves)
@@ -426,7 +433,7 @@ class InputStoring:
 
 
 class StoredInput:
-    """One kept input: how it is laid out, and where it lies."""
+    """One input in a store: its layout and its stored tensor."""
 
     __slots__ = ("__weakref__", "_released", "layout", "tensor")
 
@@ -450,7 +457,7 @@ class StoredInput:
             self.tensor.pack_with_outer_hooks(hooks)
 
     def release(self, tensor: torch.Tensor) -> None:
-        """Leave the caller's ``tensor`` nothing but what is kept of it on the device, until it is fetched."""
+        """Leave the caller's ``tensor`` only the data that is kept on the device, until it is fetched."""
         self._released = Released(tensor, self.tensor.local, partial(_fetch_released, weakref.ref(self)))
 
     @property
@@ -459,7 +466,7 @@ class StoredInput:
         return self._released is not None
 
     def fetch(self, path: str) -> torch.Tensor:
-        """Return the input, laid out as it was; ``path`` names the region in messages."""
+        """Return the input with its original layout; ``path`` names the region in messages."""
         with torch.no_grad():
             flat = self.tensor.fetch()
             data = self.layout.restore(flat)
@@ -470,7 +477,7 @@ class StoredInput:
             return data
 
     def drop(self) -> None:
-        """Let the data go."""
+        """Release the data."""
         if self._released is not None:
             self._released.forget()
             self._released = None
@@ -483,7 +490,7 @@ class StoredInput:
 
 
 def _fetch_released(reference: weakref.ref[StoredInput], grad: torch.Tensor) -> None:
-    """A hook on a released tensor: ``grad`` is about to be accumulated into it, or passed on."""
+    """Hook of a released tensor: ``grad`` is about to be accumulated into it or passed on."""
     stored = reference()
     if stored is not None and stored.is_released:
         stored.fetch("")

@@ -96,7 +96,7 @@ def test_gradient_inside(body: Body, chosen: dict[str, Any]) -> None:
 
 
 def test_gradient_inside_of_what_is_written_to_later() -> None:
-    found = "aten.add_.Tensor writes to what a gradient inside the region has read"
+    found = "aten.add_.Tensor writes to memory that a gradient inside the region has read"
     assert_same_as_without(block_of(of_what_is_written_to_later), replay(POLICIES["nothing"]), found)
 
 

@@ -119,7 +119,7 @@ GIVES_WAY: dict[Body, str] = {
     comes_from_outside: "replay would hold what the policy does not save (float32[8, 8])",
     is_made_unseen: "autograd saves a tensor that no op made",
     is_made_unseen_last: "autograd saves a tensor that no op made",
-    was_made_in_inference_mode: "aten.add.Tensor reads a tensor of inference mode",
+    was_made_in_inference_mode: "aten.add.Tensor reads an inference tensor",
     goes_unseen: "saved tensor 2 (float32[8, 8]) is replayed with other values than forward had",
 }
 

@@ -101,7 +101,7 @@ def test_weights_whose_data_are_not_there_in_backward() -> None:
     finally:
         GATHERS.clear()
     assert [str(one.message).splitlines()[0] for one in said] == [
-        "blocks.0: replay cannot be used here: the data of a parameter that an op read is elsewhere now"
+        "blocks.0: replay cannot be used here: the data of a parameter that an op read has moved"
     ]
     plain = built(block_of(two_products))
     torch.manual_seed(1)
@@ -180,8 +180,8 @@ def test_large_tensor_from_elsewhere_that_is_written_to_after_the_forward(engine
         with pytest.warns(SacWarning) as said:
             out.sum().backward()
         assert [str(one.message) for one in said] == [
-            f"{found}\n    the region's Python runs again, and finds what is there now: gradients are right if that is "
-            "the same"
+            f"{found}\n    the region's Python runs again and reads the present data: gradients are right if it "
+            "equals forward's"
         ]
 
 

@@ -122,7 +122,7 @@ def test_saved_value_that_a_kernel_overwrites_after_it_was_read() -> None:
     assert_gave_way(
         block_of(read_before_and_after),
         replay(policy(save("matmul"))),
-        warning_of("a result that the policy saves (float32[8, 8]) was written to by no op"),
+        warning_of("a result that the policy saves (float32[8, 8]) was modified, but not by an op"),
         steps=3,
     )
     assert_replayed(block_of(read_before_and_after), replay(POLICIES["nothing"]))
@@ -192,5 +192,5 @@ def test_tensor_that_no_op_made_and_that_nothing_holds(chosen: dict[str, Any]) -
         h = x @ block.a
         return (h + torch.from_dlpack(h.detach().numpy() * 2)).sin() @ block.b
 
-    found = "aten.add.Tensor reads a tensor that no op made, and that nothing holds"
+    found = "aten.add.Tensor reads a tensor that no op made, and that nothing keeps alive"
     assert_gave_way(block_of(body), replay(chosen), warning_of(found))

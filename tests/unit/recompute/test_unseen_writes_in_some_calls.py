@@ -5,6 +5,7 @@ No call proves anything about the next: whether it is written to may hang on a r
 
 from __future__ import annotations
 
+import copy
 import random
 import warnings
 from collections.abc import Callable
@@ -224,3 +225,42 @@ def test_a_choice_that_is_overwritten_and_not_the_same_again_is_an_error() -> No
         "op (NumPy, or a kernel on raw pointers), and the op returns something else in recomputation\n"
         "    fix: write to a copy of it"
     )
+
+
+class Slope(nn.Module):
+    """Takes a gradient inside its forward, after NumPy has written to a tensor that an earlier op reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.load = torch.zeros(8)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == 2:  # the comparison in the first call shows nothing of the others
+            self.load.numpy()[0] += 1
+        h = torch.relu(self.first(x - self.load.tanh()))
+        (slope,) = torch.autograd.grad(self.second(h).sin().sum(), h, create_graph=True)
+        if self.calls == 3:
+            self.load.numpy()[0] += 1
+        return h + slope
+
+
+@pytest.mark.parametrize("engine", ["auto", "replay", "rerun"])
+def test_what_numpy_wrote_around_a_gradient_inside(engine: str) -> None:
+    model = Stack(Slope())
+    plain = copy.deepcopy(model)
+    sac.apply(model, selective(policy(save("matmul")), engine=engine, verify="first"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SacWarning)
+        for _ in range(4):
+            x = torch.randn(4, 8)
+            assert_same(*(_gradients_and_load(one, x) for one in (plain, model)))
+
+
+def _gradients_and_load(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    model(x).square().sum().backward()
+    gradients = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    return gradients | {"load": model.blocks[0].load.clone()}

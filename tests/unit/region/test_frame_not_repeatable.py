@@ -44,7 +44,7 @@ def test_fewer_saved_tensors():
 def test_more_saved_tensors_are_seen_without_early_stop():
     told = error_of(lambda h: h.tanh(), lambda h: h.tanh().tanh(), early_stop=False)
     assert told == (
-        "Changing: recomputation saves more tensors than forward did (1); the first one more is number 1, "
+        "Changing: recomputation saves more tensors than forward did (1); the first extra one is number 1, "
         f"float32[4, 8]\n{PATH}"
     )
 

@@ -277,7 +277,7 @@ def test_another_result_in_recomputation(first, then, found):
 def test_fewer_results_in_recomputation():
     x, h = hidden(4, WIDTH)
     _, second = reentrant(Changing(lambda h: (h.sin(), h.cos()), torch.sin), h)
-    message = f"Changing: result 1 was a tensor in forward and is none in recomputation\n{REPEAT}"
+    message = f"Changing: result 1 was a tensor in forward and is not a tensor in recomputation\n{REPEAT}"
     assert error_of(second.sum().backward) == message
     assert x.grad is None
 

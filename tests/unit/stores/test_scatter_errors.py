@@ -78,7 +78,7 @@ def wrong_groups() -> list[str]:
 
 def test_wrong_groups():
     where = "sac.checkpoint.tp_group: "
-    wrong_type = [f"{where}{what} is no group{LEGAL}" for what in ("'tp'", "3", "an object of type object")]
+    wrong_type = [f"{where}{what} is not a group{LEGAL}" for what in ("'tp'", "3", "an object of type object")]
     dimensions = [
         f'{where}the mesh has 2 dimensions (dp, tp){LEGAL}\n    fix: pass one of them: mesh["tp"]',
         f"{where}the mesh has 2 dimensions{LEGAL}\n    fix: name its dimensions and pass one of them",

@@ -251,10 +251,10 @@ def what_cannot_be_released() -> list[str]:
 
 
 def test_what_cannot_be_released_is_told_at_the_call():
-    view = f": it is a view, and to release it would not free the memory of its base{FIX}"
-    shared = f": it shares its memory with another tensor of this call, and to release it would not free that{FIX}"
+    view = f": it is a view, and releasing it would not free the memory of its base{FIX}"
+    shared = f": it shares its memory with another tensor of this call, and releasing it would not free that{FIX}"
     released = (
-        ": the region that it was passed to before has released it: of its data a share is left\n    fix: leave "
+        ": the region that it was passed to before has released it: only a share of its data is left\n    fix: leave "
         "release_input off where an input is used more than once"
     )
     expected = [
@@ -338,7 +338,8 @@ def test_what_would_compute_with_the_share_raises():
         assert "has been modified by an inplace operation: [torch.FloatTensor [8]]" in product
         assert "is at version 1; expected version 0 instead" in product
         assert written == (
-            "Sequential: its input was changed in place after it had been released, and what is kept of it with it\n"
+            "Sequential: its input was changed in place after it had been released, which "
+            "changed the data that is kept of it\n"
             "    fix: do not write to a released tensor, or leave release_input off"
         )
 
