@@ -203,8 +203,8 @@ class Recurrent(nn.Module):
 def test_an_op_that_tells_no_sizes(real: bool) -> None:
     """Its backward on tensors without data would end the process."""
     assert error_of(Model(Recurrent(), Recurrent()), real=real) == (
-        "aten.mkldnn_rnn_layer.default: how many bytes its kernel packs for backward is not known, so no peak can be "
-        "told\n    fix: use mode: full, or a policy by hand"
+        "aten.mkldnn_rnn_layer.default: how many bytes its kernel packs for backward is not known, so the peak cannot "
+        "be computed\n    fix: use mode: full, or a policy by hand"
     )
 
 
