@@ -1,1 +1,1 @@
-"""Other systems' own signatures for checkpointing, carried out by this package: change the import line, go on."""
+"""Other systems' checkpointing APIs, implemented by this package: only the import line changes."""

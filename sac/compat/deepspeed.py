@@ -1,11 +1,11 @@
-"""DeepSpeed's activation checkpointing (``deepspeed.checkpointing``), carried out by ``sac.checkpoint``.
+"""DeepSpeed's activation checkpointing (``deepspeed.checkpointing``), implemented with ``sac.checkpoint``.
 
-``import sac.compat.deepspeed as checkpointing`` takes the place of ``from deepspeed import checkpointing``.
+``import sac.compat.deepspeed as checkpointing`` replaces ``from deepspeed import checkpointing``.
 
-What is different, each on purpose: arguments stay what they are for the caller, also when they are partitioned or moved
-to the CPU; any number of elements can be partitioned; arguments have any structure; ``checkpoint_in_cpu`` needs no
-partitioning; autocast is put back; a region keeps the settings that it was called with, whatever is configured before
-its backward; an unknown key of the config is an error; a wrong configuration changes nothing.
+Intentional differences: arguments do not change for the caller, even when they are partitioned or moved to the CPU; any
+number of elements can be partitioned; arguments have any structure; ``checkpoint_in_cpu`` needs no partitioning;
+autocast is restored; a region keeps the settings of its call, even if they are configured differently before its
+backward; an unknown key of the config is an error; a wrong configuration changes nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from sac.stores.scatter import FirstCalls, Scattered, group_problem, process_gro
 from sac.stores.store import ArgumentInfo, InputStore, InputStoring, OnDevice, StoredTensor
 from sac.torch_private import tree_leaves, when_backward_ends
 
-# -- The ``activation_checkpointing`` section of a DeepSpeed config, and what regions are told by it
+# -- The ``activation_checkpointing`` section of a DeepSpeed config, and the region settings derived from it
 
 SECTION = "activation_checkpointing"
 
@@ -49,8 +49,8 @@ class ActivationCheckpointing:
 
     ``partition_activations``: keep each floating-point argument scattered over the model-parallel group.
     ``contiguous_memory_optimization``: in buffers of ``number_checkpoints`` slots, one buffer per argument.
-    ``cpu_checkpointing``: in host memory. ``synchronize_checkpoint_boundary``: wait for the device where a region's
-    forward or backward begins and ends. ``profile``: measure how long they take.
+    ``cpu_checkpointing``: in host memory. ``synchronize_checkpoint_boundary``: wait for the device at the beginning and
+    end of a region's forward and backward. ``profile``: measure how long these take.
     """
 
     partition_activations: bool = False
@@ -62,7 +62,7 @@ class ActivationCheckpointing:
 
 
 KEYS = tuple(one.name for one in fields(ActivationCheckpointing))
-# The names that ``configure`` has for the same.
+# The names of the same keys in ``configure``.
 ARGUMENTS = {
     "partition_activations": "partition_activations",
     "contiguous_checkpointing": "contiguous_memory_optimization",
@@ -76,8 +76,8 @@ ARGUMENTS = {
 def read_section(source: Any) -> ActivationCheckpointing:
     """Return the section of a whole DeepSpeed config: a mapping, the path of a JSON file, or an object.
 
-    An object has the keys as attributes, or has another one with them as ``activation_checkpointing_config``. What is
-    not said is as by default. Raises ``ConfigError`` with all that is wrong.
+    An object has the keys as attributes, or has an ``activation_checkpointing_config`` with them. Missing keys have
+    their defaults. Raises ``ConfigError`` with all problems.
     """
     if isinstance(source, (str, os.PathLike)):
         return _section_of(_read_json(Path(source)), str(Path(source)))
@@ -97,10 +97,10 @@ def _section_of(config: Any, where: str) -> ActivationCheckpointing:
     strays = [key for key in config if key in KEYS]
     if strays:
         fix = f"put it into {SECTION}"
-        raise ConfigError([Problem(f"{where}.{key}", f"it stands outside of {SECTION}", fix=fix) for key in strays])
+        raise ConfigError([Problem(f"{where}.{key}", f"it is outside of {SECTION}", fix=fix) for key in strays])
     section = config.get(SECTION, {})
     if not isinstance(section, Mapping):
-        raise ConfigError(Problem(f"{where}.{SECTION}", f"{section!r} is no mapping", expected="a mapping"))
+        raise ConfigError(Problem(f"{where}.{SECTION}", f"{section!r} is not a mapping", expected="a mapping"))
     return _checked(section, f"{where}.{SECTION}")
 
 
@@ -110,20 +110,20 @@ def _read_json(path: Path) -> Any:
     except OSError as error:
         raise ConfigError(Problem(str(path), f"it cannot be read: {error.strerror}")) from error
     except json.JSONDecodeError as error:
-        raise ConfigError(Problem(f"{path}:{error.lineno}:{error.colno}", f"it is no JSON: {error.msg}")) from error
+        raise ConfigError(Problem(f"{path}:{error.lineno}:{error.colno}", f"it is not JSON: {error.msg}")) from error
     except (UnicodeDecodeError, _DuplicateKeyError) as error:
-        raise ConfigError(Problem(str(path), f"it is no JSON: {error}")) from error
+        raise ConfigError(Problem(str(path), f"it is not JSON: {error}")) from error
 
 
 class _DuplicateKeyError(Exception):
-    """A key that stands twice in one object: Python's reader would take the last."""
+    """A key that appears twice in one object: Python's reader would take the last."""
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise _DuplicateKeyError(f"key {key!r} stands twice in one object")
+            raise _DuplicateKeyError(f"key {key!r} appears twice in one object")
         found[key] = value
     return found
 
@@ -136,7 +136,7 @@ def _checked(given: Mapping[Any, Any], where: str) -> ActivationCheckpointing:
 
 
 def value_problems(where: str, key: Any, value: Any) -> list[Problem]:
-    """Return what is wrong with a value for ``key`` of the section, or with the key."""
+    """Return the problems of a value for ``key`` of the section, or of the key."""
     if key not in KEYS:
         return [Problem(where, "it is not known", listing(KEYS), nearest(str(key), KEYS))]
     if key == "number_checkpoints":
@@ -146,7 +146,7 @@ def value_problems(where: str, key: Any, value: Any) -> list[Problem]:
 
 
 def contradictions(section: ActivationCheckpointing, where: str) -> list[Problem]:
-    """Return which values of the section do not go together."""
+    """Return the contradictions between values of the section."""
     if not section.contiguous_memory_optimization:
         return []
     problems = []
@@ -162,7 +162,7 @@ def contradictions(section: ActivationCheckpointing, where: str) -> list[Problem
 
 
 def model_parallel_rank(mpu: Any) -> int:
-    """Return this rank's place in the model-parallel group of an ``mpu`` object; 0 without one."""
+    """Return this rank's position in the model-parallel group of an ``mpu`` object; 0 without one."""
     ask = None if mpu is None else _question(mpu, "rank")
     return int(ask()) if ask is not None else 0
 
@@ -173,7 +173,7 @@ def _question(mpu: Any, what: str) -> Callable[[], Any] | None:
 
 
 def mpu_problems(mpu: Any, section: ActivationCheckpointing, where: str) -> list[Problem]:
-    """Return what is wrong with an ``mpu`` object: what it cannot be asked, and its group if that is needed."""
+    """Return the problems of an ``mpu`` object: missing methods, and its group if that is needed."""
     missing = [what for what in ("rank", "group", "world_size") if mpu is not None and _question(mpu, what) is None]
     if missing:
         found = f"a {type(mpu).__name__} has no {' and no '.join(f'get_model_parallel_{what}' for what in missing)}"
@@ -186,13 +186,13 @@ def mpu_problems(mpu: Any, section: ActivationCheckpointing, where: str) -> list
 
 
 def model_parallel_group(mpu: Any) -> Any:
-    """Return the model-parallel group of an ``mpu`` object; None where nothing is parallel."""
+    """Return the model-parallel group of an ``mpu`` object; None if nothing is parallel."""
     size, group = (_question(mpu, what) if mpu is not None else None for what in ("world_size", "group"))
     return group() if size is not None and group is not None and size() > 1 else None
 
 
 def keeping_of(section: ActivationCheckpointing, mpu: Any) -> InputStoring | None:
-    """Return where regions keep their inputs by this section; None: where the caller holds them."""
+    """Return how regions store their inputs under this section; None if the caller holds them."""
     placement: InputStore | None = OnHost() if section.cpu_checkpointing else None
     if section.partition_activations:
         if section.contiguous_memory_optimization and section.number_checkpoints is not None:
@@ -205,12 +205,12 @@ def keeping_of(section: ActivationCheckpointing, mpu: Any) -> InputStoring | Non
 
 
 def _is_activation(position: int, tensor: torch.Tensor) -> bool:
-    """Return whether an argument is kept elsewhere: ``no_checkpointing = True`` on a tensor says no."""
+    """Return whether an argument is stored elsewhere; ``no_checkpointing = True`` on a tensor prevents it."""
     return tensor.is_floating_point() and not getattr(tensor, "no_checkpointing", False)
 
 
 class SlotsByArgument:
-    """One contiguous buffer per argument: arguments differ in size, an argument of equal layers does not."""
+    """One contiguous buffer per argument: sizes differ between arguments, but not between equal layers."""
 
     def __init__(self, num_checkpoints: int, *, on_host: bool) -> None:
         self.num_checkpoints = num_checkpoints
@@ -218,7 +218,7 @@ class SlotsByArgument:
         self._buffers: dict[str, ContiguousBuffer] = {}
 
     def accepts(self, tensor: torch.Tensor) -> bool:
-        """Any tensor will do."""
+        """Accept any tensor."""
         return True
 
     def put(self, flat: torch.Tensor, name: ArgumentInfo) -> StoredTensor:
@@ -227,25 +227,25 @@ class SlotsByArgument:
         return buffer.put(flat, name)
 
     def describe(self) -> str:
-        """Say where inputs are kept."""
+        """Describe where inputs are kept."""
         return f"in buffers of {self.num_checkpoints} slots{' in host memory' if self.on_host else ''}"
 
     def reset(self) -> None:
-        """Take every slot back."""
+        """Free every slot."""
         for buffer in self._buffers.values():
             buffer.reset()
 
 
-# -- Where a region's forward and backward begin and end: waiting for the device there, and measuring the time
-#    between
+# -- Region boundaries in forward and backward: waiting for the device, and measuring the time between
 
 _log = logging.getLogger("sac.deepspeed")
 
 # Note [Region boundaries in backward]
 #
-# A region's backward begins when the first of the graph nodes that made its outputs is about to run. It ends when all
-# its inputs that get a gradient in this backward have theirs; if there are none, and in any case, when the whole
-# backward ends. Hooks on the inputs would stay on a leaf for ever: they go with the graph of the outputs.
+# A region's backward begins right before the first of the graph nodes that produced its outputs runs. It ends when all
+# its inputs that get a gradient in this backward have theirs. If there are no such inputs, and at the latest, it ends
+# with the whole backward. Hooks on the inputs would stay on a leaf forever, so they are removed together with the graph
+# of the outputs.
 
 
 def synchronize_device() -> None:
@@ -256,7 +256,7 @@ def synchronize_device() -> None:
 
 @dataclass(slots=True)
 class Times:
-    """How long regions of one name took, in milliseconds: the number of passes, and their sum."""
+    """Times of the regions of one name, in milliseconds: the number of passes, and their sum."""
 
     forwards: int = 0
     forward_ms: float = 0.0
@@ -266,16 +266,16 @@ class Times:
 
 @dataclass(slots=True)
 class Boundaries:
-    """What happens at the boundaries of regions: they wait for the device, and measure if ``measures``.
+    """Actions at the boundaries of regions: wait for the device, and measure if ``measures``.
 
-    ``times`` is by the name of the region's function.
+    ``times`` is keyed by the name of the region's function.
     """
 
     measures: bool = False
     times: dict[str, Times] = field(default_factory=dict)
 
     def run(self, name: str, region: Callable[[], Any], inputs: Any) -> Any:
-        """Return what ``region`` returns; ``inputs`` are what it reads."""
+        """Run and measure ``region``, which reads ``inputs``; return its result."""
         synchronize_device()
         started = time.perf_counter()
         output = region()
@@ -286,7 +286,7 @@ class Boundaries:
         return output
 
     def note_forward(self, name: str, seconds: float) -> None:
-        """Take one forward in."""
+        """Record one forward."""
         if self.measures:
             times = self.times.setdefault(name, Times())
             times.forwards += 1
@@ -294,7 +294,7 @@ class Boundaries:
             _log.info("%s: forward %.3f ms", name, seconds * 1e3)
 
     def note_backward(self, name: str, seconds: float) -> None:
-        """Take one backward in, recomputation included."""
+        """Record one backward, including recomputation."""
         if self.measures:
             times = self.times.setdefault(name, Times())
             times.backwards += 1
@@ -309,7 +309,7 @@ def _differentiable(values: Any) -> list[torch.Tensor]:
 def _watch_backward(
     boundaries: Boundaries, name: str, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
 ) -> None:
-    """Have the region's backward noticed; see Note [Region boundaries in backward]."""
+    """Watch the region's backward; see Note [Region boundaries in backward]."""
     backward = _Backward(boundaries, name)
     for node in {output.grad_fn for output in outputs} - {None}:
         node.register_prehook(backward.begin)  # type: ignore[union-attr]
@@ -325,7 +325,7 @@ def _end(reference: weakref.ref[_Backward]) -> None:
 
 
 class _Backward:
-    """One region's backward, as often as it runs; alive as long as the graph nodes of the region's outputs."""
+    """One region's backward, which may run repeatedly; lives as long as the graph nodes of the region's outputs."""
 
     def __init__(self, boundaries: Boundaries, name: str) -> None:
         self.boundaries = boundaries
@@ -353,7 +353,7 @@ class _Backward:
 
 
 def table_of(times: dict[str, Times]) -> str:
-    """Return the times as a table, drawn by rich where it is installed."""
+    """Return the times as a table, drawn by rich if it is installed."""
     columns = ("region", "forwards", "ms per forward", "backwards", "ms per backward")
     rows = [
         (
@@ -394,7 +394,7 @@ def _drawn_by_rich(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str
     return text.getvalue().rstrip("\n")
 
 
-# -- DeepSpeed's activation checkpointing (``deepspeed.checkpointing``), carried out by ``sac.checkpoint``
+# -- DeepSpeed's activation checkpointing (``deepspeed.checkpointing``), implemented with ``sac.checkpoint``
 
 __all__ = [
     "CheckpointFunction",
@@ -419,7 +419,7 @@ _THEIRS = "deepspeed.runtime.activation_checkpointing.checkpointing"
 
 
 class _Process:
-    """What this process has configured; DeepSpeed keeps the same in globals. Exchanged as a whole, never half."""
+    """The configuration of this process, which DeepSpeed keeps in globals. It is replaced as a whole, never in part."""
 
     def __init__(self) -> None:
         self.is_configured = False
@@ -427,7 +427,7 @@ class _Process:
         self.take(ActivationCheckpointing(), None)
 
     def take(self, section: ActivationCheckpointing, mpu: Any) -> None:
-        """Let regions that begin from now on follow ``section``."""
+        """Apply ``section`` to regions that begin from now on."""
         options = CallOptions(use_reentrant=True, get_rng_state_tracker=get_cuda_rng_tracker)
         settings = replace(settings_of(DEFAULT_CONFIG, options, _NAME), input_storing=keeping_of(section, mpu))
         self.section, self.mpu, self.settings = section, mpu, settings
@@ -444,14 +444,14 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Say how regions that begin from now on keep their inputs. Each call begins with the defaults: nothing of it.
+    """Configure how regions that begin from now on keep their inputs. Each call starts from the defaults.
 
     ``mpu_``: an object with ``get_model_parallel_rank``, ``_group`` and ``_world_size`` (or
-    ``get_tensor_model_parallel_…``); None leaves the one of an earlier call. ``deepspeed_config``: a mapping, the path
+    ``get_tensor_model_parallel_…``); None keeps the one of an earlier call. ``deepspeed_config``: a mapping, the path
     of a JSON file, or an object with the keys of ``activation_checkpointing`` as attributes; see
-    ``ActivationCheckpointing``. The other arguments win over it.
+    ``ActivationCheckpointing``. The other arguments take precedence over it.
 
-    Raises ``ConfigError`` with all that is wrong; then nothing has changed.
+    Raises ``ConfigError`` with all problems; then nothing has changed.
     """
     section = read_section(deepspeed_config) if deepspeed_config is not None else ActivationCheckpointing()
     written = {
@@ -480,7 +480,7 @@ def is_configured() -> bool:
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
-    """Turn ``partition_activations`` on or off; raises ``ConfigError`` as ``configure``."""
+    """Turn ``partition_activations`` on or off; raises ``ConfigError`` as ``configure`` does."""
     where = "deepspeed.partition_activations_in_checkpoint"
     _raise_if(value_problems(where, "partition_activations", partition_activation))
     section = replace(_process.section, partition_activations=partition_activation)
@@ -489,13 +489,13 @@ def partition_activations_in_checkpoint(partition_activation: bool) -> None:
 
 
 def set_num_layers(nlayers: int) -> None:
-    """Set how many checkpoints contiguous buffers hold; raises ``ConfigError`` if it is no number of them."""
+    """Set how many checkpoints contiguous buffers hold; raises ``ConfigError`` if ``nlayers`` is not such a number."""
     _raise_if(value_problems("deepspeed.set_num_layers", "number_checkpoints", nlayers))
     _process.take(replace(_process.section, number_checkpoints=nlayers), _process.mpu)
 
 
 def reset() -> None:
-    """Take every slot of the contiguous buffers back, as after forwards whose backward will never run."""
+    """Free every slot of the contiguous buffers, for example after forwards whose backward will never run."""
     keeping = _process.settings.input_storing
     placement = getattr(keeping, "store", None)
     slots = getattr(placement, "inner", placement)
@@ -506,15 +506,15 @@ def reset() -> None:
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run ``function(*args, **kwargs)`` as a reentrant region that is recomputed in backward; return its result.
 
-    As there, a tuple or list of one comes back as that one, and a longer list as a tuple.
+    As in DeepSpeed, a tuple or list with one element is returned as that element, and a longer list as a tuple.
 
-    Raises ``RegionError`` where a contiguous buffer is full or does not fit, and in backward as ``sac.checkpoint``.
+    Raises ``RegionError`` if a contiguous buffer is full or does not fit, and in backward as ``sac.checkpoint`` does.
     """
     return _single(_run(function, args, kwargs, _process.settings))
 
 
 def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """Run ``function(*args)`` as ``checkpoint`` does, as a region that is not reentrant: the mode to choose."""
+    """Run ``function(*args)`` as ``checkpoint`` does, but as a non-reentrant region, which is the recommended mode."""
     return _single(_run(function, args, {}, replace(_process.settings, use_reentrant=False)))
 
 
@@ -523,7 +523,7 @@ class CheckpointFunction:
 
     @staticmethod
     def apply(run_function: Callable[..., Any], all_outputs: list[Any], *args: Any) -> Any:
-        """Run ``run_function(*args)`` as ``checkpoint`` does, append its results to ``all_outputs``, return tensors."""
+        """Run ``run_function(*args)`` as ``checkpoint``, append its results to ``all_outputs``, return the tensors."""
         output = _run(run_function, args, {}, _process.settings)
         results = list(output) if isinstance(output, (tuple, list)) else [output]
         all_outputs += results
@@ -531,7 +531,7 @@ class CheckpointFunction:
 
 
 def get_cuda_rng_tracker() -> RngTracker:
-    """Return the tracker of this process, for the accelerator, or the CPU where there is none."""
+    """Return the tracker of this process, for the accelerator if there is one, else for the CPU."""
     if _process.tracker is None:
         _process.tracker = RngTracker()
     return _process.tracker
@@ -540,8 +540,8 @@ def get_cuda_rng_tracker() -> RngTracker:
 def model_parallel_cuda_manual_seed(seed: int) -> None:
     """Seed the default generator with ``seed``, and the stream ``model-parallel-rng`` with ``seed + 2718 + rank``.
 
-    ``rank`` is this rank's place in the model-parallel group of the ``mpu_`` that was configured, 0 without one. Other
-    streams are forgotten. Raises ``ConfigError`` if it is no seed.
+    ``rank`` is this rank's position in the model-parallel group of the configured ``mpu_``, 0 without one. Other
+    streams are removed. Raises ``ConfigError`` if ``seed`` is not a seed.
     """
     seeds = _checked_seeds(seed, "deepspeed.model_parallel_cuda_manual_seed")
     tracker = get_cuda_rng_tracker()
@@ -551,9 +551,9 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
 
 
 def model_parallel_reconfigure_tp_seed(seed: int) -> None:
-    """Let ``model-parallel-rng`` go on from ``seed + 2718 + rank``.
+    """Continue ``model-parallel-rng`` from ``seed + 2718 + rank``.
 
-    Raises ``ConfigError`` if it is no seed, or there is no such stream yet.
+    Raises ``ConfigError`` if ``seed`` is not a seed, or if the stream does not exist yet.
     """
     seeds = _checked_seeds(seed, "deepspeed.model_parallel_reconfigure_tp_seed")
     tracker = get_cuda_rng_tracker()
@@ -562,13 +562,13 @@ def model_parallel_reconfigure_tp_seed(seed: int) -> None:
 
 
 def profile_table() -> str:
-    """Return how often each region ran since ``configure``, and how long its forward and backward took, as a table."""
+    """Return a table of each region's runs since ``configure``, and the times of its forward and backward."""
     return table_of(_process.boundaries.times)
 
 
 def _run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings) -> Any:
     theirs = sys.modules.get(_THEIRS)
-    if theirs is not None:  # layers of DeepSpeed's own fork its tracker
+    if theirs is not None:  # DeepSpeed's own layers fork its tracker
         settings = replace(settings, trackers=(*settings.trackers, theirs.get_cuda_rng_tracker))
     section = _process.section
     if not section.synchronize_checkpoint_boundary and not section.profile:

@@ -1,15 +1,14 @@
-"""Megatron-Core's activation checkpointing (``megatron.core.tensor_parallel``), carried out by ``sac.checkpoint``.
+"""Megatron-Core's activation checkpointing (``megatron.core.tensor_parallel``), implemented with ``sac.checkpoint``.
 
-``from sac.compat.megatron import checkpoint`` takes the place of the import from ``megatron.core``.
+``from sac.compat.megatron import checkpoint`` replaces the import from ``megatron.core``.
 
-Where Megatron-Core is loaded in this process, its tensor-parallel group, its ranks and its tracker of random states are
-the ones that are used, so that its layers and this module mean the same ones. Without it give the group to
-``set_tensor_model_parallel_group`` and the ranks to ``model_parallel_cuda_manual_seed``.
+If Megatron-Core is loaded in this process, its tensor-parallel group, its ranks and its tracker of random states are
+used, so its layers and this module use the same ones. Without it, pass the group to ``set_tensor_model_parallel_group``
+and the ranks to ``model_parallel_cuda_manual_seed``.
 
-What is different, each on purpose: regions are non-reentrant, so recomputation stops early and
-``torch.autograd.grad`` works; the caller's tensor is not touched unless ``release_input=True``; autocast is put back;
-arguments and results have any structure. FP8 state of TransformerEngine is not put back: FP8 around a region is an
-error.
+Intentional differences: regions are non-reentrant, so recomputation stops early and ``torch.autograd.grad`` works; the
+caller's tensor is not touched unless ``release_input=True``; autocast is restored; arguments and results have any
+structure. FP8 state of TransformerEngine is not restored: FP8 around a region is an error.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ from sac.rng_tracker import DATA_PARALLEL, EXPERT_PARALLEL
 from sac.stores.scatter import group_problem, process_group
 from sac.torch_private import tree_leaves
 
-# -- What Megatron-Core knows of a job, or the user has said of it: its tensor-parallel group, ranks, random states
+# -- The job's tensor-parallel group, ranks and random states, from Megatron-Core or from the user
 
 
 class CudaRNGStatesTracker(RngTracker):
-    """``RngTracker`` under Megatron's name, with its constructor; for the accelerator, or the CPU where there is none.
+    """``RngTracker`` with Megatron's name and constructor; for the accelerator if there is one, else for the CPU.
 
-    Raises ``ConfigError`` for a tracker that CUDA graphs can follow and for one for inference: those are Megatron's.
+    Raises ``ConfigError`` for a tracker compatible with CUDA graphs and for one for inference: only Megatron has those.
     """
 
     def __init__(self, use_cudagraphable_rng: bool = False, is_inference_rng_tracker: bool = False) -> None:
@@ -55,7 +54,7 @@ class CudaRNGStatesTracker(RngTracker):
 
 
 class _Job:
-    """What this process was told; Megatron keeps the same in globals."""
+    """The settings of this process, which Megatron keeps in globals."""
 
     def __init__(self) -> None:
         self.group: Any = None
@@ -66,7 +65,7 @@ _job = _Job()
 
 
 def set_tensor_model_parallel_group(group: Any) -> None:
-    """Say over which group activations are scattered: a process group, or a mesh of one dimension; None forgets it.
+    """Set the group over which activations are scattered: a process group, or a one-dimensional mesh; None clears it.
 
     Raises ``ConfigError`` if this rank is not in it.
     """
@@ -95,9 +94,9 @@ def tensor_model_parallel_group(where: str) -> Any:
 def get_cuda_rng_tracker(
     use_te_rng_tracker: bool = False, inference_rng_tracker: bool = False, use_cudagraphable_rng: bool = False
 ) -> Any:
-    """Return the tracker of this process: Megatron's own where Megatron is loaded, else one of ours.
+    """Return the tracker of this process: Megatron's own if Megatron is loaded, else one of ours.
 
-    Raises ``ConfigError`` without Megatron if another sort of tracker is asked for.
+    Raises ``ConfigError`` without Megatron if another type of tracker is requested.
     """
     theirs = sys.modules.get("megatron.core.tensor_parallel.random")
     if theirs is not None:
@@ -125,10 +124,10 @@ def model_parallel_cuda_manual_seed(
 ) -> None:
     """Seed the default generator and the streams of ``get_cuda_rng_tracker``; see ``sac.full.seed_model_parallel``.
 
-    Where Megatron is loaded, Megatron does it. Else ``tp_rank`` is by default this rank's place in the group that was
-    set, ``ep_rank`` 0, and ``etp_rank`` is ``tp_rank``, as for a job without expert parallelism.
+    If Megatron is loaded, it does the seeding. Otherwise ``tp_rank`` defaults to this rank's position in the group that
+    was set, ``ep_rank`` to 0, and ``etp_rank`` to ``tp_rank``, as for a job without expert parallelism.
 
-    Raises ``ConfigError`` if no rank is known, or without Megatron if another sort of tracker is asked for.
+    Raises ``ConfigError`` if no rank is known, or without Megatron if another type of tracker is requested.
     """
     theirs = sys.modules.get("megatron.core.tensor_parallel.random")
     if theirs is not None:
@@ -179,18 +178,18 @@ def get_expert_parallel_rng_tracker_name() -> str:
 
 
 def _ask_parallel_state(question: str) -> Any:
-    """Return what ``megatron.core.parallel_state`` answers, None where it is not loaded or not initialised."""
+    """Return the answer of ``megatron.core.parallel_state``; None if it is not loaded or not initialised."""
     state = sys.modules.get("megatron.core.parallel_state")
     try:
         return getattr(state, question)() if state is not None else None
-    except AssertionError:  # its way of saying that nothing was initialised
+    except AssertionError:  # raised if nothing was initialised
         return None
 
 
 def _refuse(where: str, **flags: bool) -> None:
     problems = [
         Problem(
-            f"{where}.{name}", "this sort of tracker is Megatron's own", fix=f"leave {name} out, or import megatron"
+            f"{where}.{name}", "this type of tracker belongs to Megatron", fix=f"leave {name} out, or import megatron"
         )
         for name, asked in flags.items()
         if asked
@@ -199,20 +198,20 @@ def _refuse(where: str, **flags: bool) -> None:
         raise ConfigError(problems)
 
 
-# -- Megatron-Core's ``CheckpointWithoutOutput``: regions whose outputs are let go of until backward
+# -- Megatron-Core's ``CheckpointWithoutOutput``: regions whose outputs are released until backward
 
 _DISCARDING = "megatron.CheckpointWithoutOutput"
 
 
 class CheckpointWithoutOutput:
-    """One region whose output is let go of once its consumers have run, and computed again in backward.
+    """One region whose output is released once its consumers have run, and recomputed in backward.
 
-    ``ckpt_manager``: discards the outputs of several, all at once. ``retain_input_tensors`` is always as if true:
-    an output that lies in the memory of an input is never let go of.
+    ``ckpt_manager``: discards the outputs of several regions together. ``retain_input_tensors`` is always treated as
+    true: an output in the memory of an input is never released.
 
-    What is different from Megatron, on purpose: no storage is resized. The output's memory goes when the caller's own
-    references go; consumers that do not lead to the hook tensor keep what they saved; a wrong hook tensor warns, and
-    gradients are right.
+    Intentional differences from Megatron: no storage is resized. The output's memory is freed with the caller's own
+    references; consumers that do not lead to the hook tensor keep what they saved; a wrong hook tensor causes a
+    warning, and gradients are right.
 
     Raises ``ConfigError`` for ``fp8`` other than False and None.
     """
@@ -234,8 +233,8 @@ class CheckpointWithoutOutput:
         self.has_run = False
 
     def checkpoint(self, run_function: Callable[..., Any], *args: Any) -> Any:
-        """Run ``run_function(*args)`` as a region; return its result. In a compiled function it runs in eager."""
-        if torch.compiler.is_compiling():  # the graph that discarding walks is not a compiled one
+        """Run ``run_function(*args)`` as a region; return its result. In a compiled function, it runs in eager mode."""
+        if torch.compiler.is_compiling():  # discarding walks an autograd graph, which a compiled one is not
             return run_in_eager(self.checkpoint, run_function, *args)
         problems = fp8_problem(_DISCARDING) if torch.is_grad_enabled() else []
         if problems:
@@ -248,10 +247,10 @@ class CheckpointWithoutOutput:
         return output
 
     def discard_output_and_register_recompute(self, hook_tensor: Any) -> None:
-        """Let go of the output in what was saved between the region and ``hook_tensor``, a tensor computed from it.
+        """Release the output in what was saved between the region and ``hook_tensor``, a tensor computed from it.
 
-        With a manager this does nothing. Warns if ``hook_tensor`` does not depend on the output, or if the output was
-        changed in place: it is kept then. Raises ``RegionError`` if nothing was checkpointed.
+        With a manager this does nothing. If ``hook_tensor`` does not depend on the output, or the output was changed in
+        place, it is kept, with a warning. Raises ``RegionError`` if nothing was checkpointed.
         """
         if torch.compiler.is_compiling():
             run_in_eager(self.discard_output_and_register_recompute, hook_tensor)
@@ -264,29 +263,29 @@ class CheckpointWithoutOutput:
             _discard_outputs([self], hook_tensor)
 
     def take_discardable(self) -> Discardable | None:
-        """Return the way to discard the output, once; None if there is nothing to discard."""
+        """Return the object that discards the output, once; None if there is nothing to discard."""
         taken, self._discardable = self._discardable, None
         return taken
 
 
 class CheckpointWithoutOutputManager:
-    """Discards the outputs of several regions at once, also where each is the input of the next."""
+    """Discards the outputs of several regions together, also if each is the input of the next."""
 
     def __init__(self) -> None:
         self.checkpoints: list[CheckpointWithoutOutput] = []
 
     def add_checkpoint(self, ckpt: CheckpointWithoutOutput) -> None:
-        """Take a region in that has run; raises ``ConfigError`` for anything else."""
+        """Add a region that has run; raises ``ConfigError`` for anything else."""
         where = "megatron.CheckpointWithoutOutputManager.add_checkpoint"
         if not isinstance(ckpt, CheckpointWithoutOutput):
-            found = f"a {type(ckpt).__name__} is no CheckpointWithoutOutput"
+            found = f"a {type(ckpt).__name__} is not a CheckpointWithoutOutput"
             raise ConfigError(Problem(where, found, expected="a CheckpointWithoutOutput that has run"))
         if not ckpt.has_run:
             raise ConfigError(Problem(where, "it has not run", fix="call its checkpoint(run_function, *args) first"))
         self.checkpoints.append(ckpt)
 
     def discard_all_outputs_and_register_unified_recompute(self, hook_tensor: Any) -> None:
-        """Let go of all outputs in what was saved between the regions and ``hook_tensor``; warns as for one region."""
+        """Release all outputs in what was saved between the regions and ``hook_tensor``; warns as for one region."""
         _discard_outputs(self.checkpoints, hook_tensor)
 
 
@@ -298,7 +297,7 @@ def _discard_outputs(checkpoints: Sequence[CheckpointWithoutOutput], hook_tensor
     discard(found, *(leaf for leaf in tree_leaves(hook_tensor) if isinstance(leaf, torch.Tensor)))
 
 
-# -- Megatron-Core's activation checkpointing (``megatron.core.tensor_parallel``), carried out by ``sac.checkpoint``
+# -- Megatron-Core's activation checkpointing (``megatron.core.tensor_parallel``), implemented with ``sac.checkpoint``
 
 __all__ = [
     "BlockLevelCheckpointManager",
@@ -323,14 +322,13 @@ def checkpoint(
 ) -> Any:
     """Run ``function(*args)`` as a region that is recomputed in backward; return its result.
 
-    ``distribute_saved_activations``: keep the first floating-point input scattered over the tensor-parallel group;
-    None is false, as there.
-    ``release_input``: with that, and as Megatron does, the caller's tensor holds this rank's share only, flat, from the
-    end of the forward until backward. The tracker of ``get_cuda_rng_tracker`` is put back for recomputation, always.
-    Without grad mode it is the plain call.
+    ``distribute_saved_activations``: keep the first floating-point input scattered over the tensor-parallel group; None
+    means false, as in Megatron. ``release_input``: in addition, and as in Megatron, the caller's tensor holds only this
+    rank's share, flat, from the end of the forward until backward. The tracker of ``get_cuda_rng_tracker`` is always
+    restored for recomputation. Without grad mode this is the plain call.
 
     Raises ``ConfigError`` if there is no group to scatter over, for ``release_input`` without scattering, and for FP8
-    around the call; ``RegionError`` in backward as ``sac.checkpoint``.
+    around the call; ``RegionError`` in backward as ``sac.checkpoint`` does.
     """
     if distribute_saved_activations is None:
         distribute_saved_activations = False

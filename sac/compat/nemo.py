@@ -1,16 +1,16 @@
-"""NeMo Automodel's activation checkpointing, carried out by regions.
+"""NeMo Automodel's activation checkpointing, implemented with regions.
 
-``from sac.compat.nemo import …`` takes the place of the import from
+``from sac.compat.nemo import …`` replaces the import from
 ``nemo_automodel.components.distributed.activation_checkpointing``.
 
-What is different: nothing is wrapped. The layers themselves become regions, so that lists of them stay valid and
-``sac.remove`` takes the regions off. What is saved is said by a policy file (the one of the model's family, where there
-is one) and not by a list in code; ``SAC_TRACE`` and ``sac.report`` tell it. The policy of a family may choose other
-matrix products than every second one.
+Differences: nothing is wrapped. The layers themselves become regions, so lists of them stay valid and ``sac.remove``
+removes the regions. A policy file (that of the model's family, if there is one) decides what is saved, not a list in
+code; ``SAC_TRACE`` and ``sac.report`` show the decisions. The policy of a family may choose other matrix products than
+every second one.
 
-A region by itself puts back the attention backends of its forward, TransformerEngine's choice included, and runs ops
-that only recomputation runs. So the functions that make context functions, and those that let ops be ignored, change
-nothing for regions: they are for calls of torch's own ``checkpoint`` that remain.
+A region itself restores the attention backends of its forward, including TransformerEngine's choice, and runs ops that
+appear only in recomputation. So the functions that make context functions, and those that let ops be ignored, change
+nothing for regions: they are for remaining calls of torch's own ``checkpoint``.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ __all__ = [
 
 Contexts: TypeAlias = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
-# What NeMo sets on a wrapper, so that the wrapper is compiled and not what is in it. Without wrappers a layer is always
-# compiled with its region, so nothing has it; the name is here for those who import it.
+# NeMo sets this flag on a wrapper so that the wrapper is compiled and not its contents. Without wrappers, a layer is
+# always compiled together with its region, so nothing has the flag; the name exists for those who import it.
 SELECTIVE_AC_WRAPPER_FLAG = "_nemo_selective_ac"
 
 
@@ -79,7 +79,7 @@ def unwrap_checkpoint_wrapper(module: nn.Module) -> nn.Module:
 
 
 class _AsInForward(AbstractContextManager[None]):
-    """The flags of the process as they were when this was made, with ``inner`` inside; may be entered repeatedly."""
+    """The process flags at the time of construction, with ``inner`` inside; may be entered repeatedly."""
 
     def __init__(self, inner: AbstractContextManager[Any] | None = None) -> None:
         self._flags = BackendFlags()
@@ -98,11 +98,11 @@ class _AsInForward(AbstractContextManager[None]):
 
 
 def sdpa_backend_snapshot_context_fn() -> Contexts:
-    """Return the two contexts of a checkpointed call that starts now; the second puts back what chooses the kernels.
+    """Return the two contexts of a checkpointed call that starts now; the second restores what selects kernels.
 
-    That is what Note [Flags of the process] in ``sac.region.ambient`` lists: attention backends and their
-    order, the function at ``torch.nn.functional.scaled_dot_product_attention``, precisions and more. Regions do so by
-    themselves; this is for ``context_fn`` of torch's ``checkpoint``.
+    See Note [Flags of the process] in ``sac.region.ambient`` for the list: attention backends and their order, the
+    function at ``torch.nn.functional.scaled_dot_product_attention``, precisions and more. Regions do this themselves;
+    this function is for ``context_fn`` of torch's ``checkpoint``.
     """
     return nullcontext(), _AsInForward()
 
@@ -110,17 +110,17 @@ def sdpa_backend_snapshot_context_fn() -> Contexts:
 def transformer_engine_attention_backend_snapshot_context_fn(
     context_fn: Callable[[], Contexts] | None = None,
 ) -> Contexts:
-    """Return the contexts of ``context_fn``, the second with TransformerEngine's choice of backend put back around it.
+    """Return the contexts of ``context_fn``; the second one also restores TransformerEngine's choice of backend.
 
-    Where TransformerEngine is not loaded they are those of ``context_fn``. Regions put the choice back by themselves;
-    this is for ``context_fn`` of torch's ``checkpoint``.
+    If TransformerEngine is not loaded, they are those of ``context_fn``. Regions restore the choice themselves; this
+    function is for ``context_fn`` of torch's ``checkpoint``.
     """
     forward, recompute = context_fn() if context_fn is not None else (nullcontext(), nullcontext())
     return forward, recompute if attention_choice() is None else _AsInForward(recompute)
 
 
 _RANGES = ("_record_function_enter", "_record_function_enter_new", "_record_function_exit")
-# What FSDP2 runs to gather parameters, in recomputation only where the forward found them prefetched.
+# The ops with which FSDP2 gathers parameters: in recomputation only, if the forward found them prefetched.
 _GATHERING = (
     ("fsdp", "all_gather_copy_in", "default"),
     ("fsdp", "split_with_sizes_copy", "default"),
@@ -134,9 +134,9 @@ _GATHERING = (
 
 
 def ignore_sac_ops(ops: Iterable[object | None]) -> None:
-    """Add ops, but for None, to those that torch's own selective checkpointing does not count.
+    """Add ops, except None, to those that torch's own selective checkpointing does not count.
 
-    Regions need none of it: what only recomputation runs is run there.
+    Regions do not need this: they run ops that appear only in recomputation.
     """
     ignored = ignored_ops()
     if ignored is not None:
@@ -144,13 +144,13 @@ def ignore_sac_ops(ops: Iterable[object | None]) -> None:
 
 
 def ensure_profiler_ops_sac_ignored() -> None:
-    """Let torch's own selective checkpointing pass over what ``record_function`` runs."""
+    """Let torch's own selective checkpointing ignore the ops of ``record_function``."""
     packets = [getattr(torch.ops.profiler, name, None) for name in _RANGES]
     ignore_sac_ops(getattr(packet, name) for packet in packets if packet is not None for name in packet.overloads())
 
 
 def ensure_fsdp_ops_sac_ignored() -> None:
-    """Let torch's own selective checkpointing pass over what FSDP2 runs to gather parameters."""
+    """Let torch's own selective checkpointing ignore the ops with which FSDP2 gathers parameters."""
     ignore_sac_ops(_op(*names) for names in _GATHERING)
 
 
@@ -160,7 +160,7 @@ def _op(namespace: str, name: str, overload: str) -> object | None:
 
 
 def detect_kv_sharing_and_maybe_disable_cache(model: nn.Module) -> bool:
-    """Return whether layers of ``model`` read keys and values of others through the cache; if none does, turn it off.
+    """Return whether layers of ``model`` read other layers' keys and values from the cache; if not, turn it off.
 
     Raises ``ModelError`` for a config that cannot be written to: recomputation would then write to the cache again.
     """
@@ -175,10 +175,10 @@ def apply_selective_checkpointing_to_layers(
 ) -> None:
     """Make each of ``layers``, transformer blocks of ``model``, a region under the policy of the model's family.
 
-    With ``has_kv_sharing`` attention cannot be run again: then the other sub-modules are regions that are recomputed as
-    a whole, with a warning. ``enable_compile`` changes nothing: a region is part of what is compiled.
+    With ``has_kv_sharing``, attention cannot be recomputed: the other sub-modules then become regions that are
+    recomputed as a whole, with a warning. ``enable_compile`` changes nothing: a region is part of what is compiled.
 
-    Raises ``ModelError``, with nothing changed, for layers that are regions already.
+    Raises ``ModelError``, with nothing changed, for layers that are already regions.
     """
     del enable_compile
     if has_kv_sharing:
@@ -191,10 +191,10 @@ def apply_selective_checkpointing_to_layers(
 def apply_full_layer_checkpointing_to_layers(model: nn.Module, layers: list[nn.Module]) -> None:
     """Make each of ``layers``, transformer blocks of ``model``, a region that is recomputed as a whole.
 
-    Layers that are regions already, or that torch's ``checkpoint_wrapper`` is around, are passed over. Where layers of
-    the model share keys and values their parts without attention become regions, with a warning.
+    Layers that are already regions, or are inside torch's ``checkpoint_wrapper``, are skipped. If layers of the model
+    share keys and values, their parts without attention become regions, with a warning.
 
-    Raises ``ModelError``, with nothing changed, for layers with checkpointing of their own.
+    Raises ``ModelError``, with nothing changed, for layers with their own checkpointing.
     """
     layers = [one for one in layers if not isinstance(one, checkpoint_wrapper_class()) and not _is_region(one)]
     if layers and shares_kv(model):
@@ -212,12 +212,12 @@ def apply_submodule_checkpointing(
 ) -> None:
     """Make the parts of each layer (attention, MLP, norms) regions.
 
-    With ``has_kv_sharing`` those that are or hold attention are left alone. ``context_fn``: what ``sac.context_fn`` or
-    ``make_selective_checkpoint_context_fn`` returns, whose policy the regions get; the functions of this module that
-    put attention backends back, and None, all mean regions that are recomputed as a whole.
+    With ``has_kv_sharing``, parts that are or contain attention are left alone. ``context_fn``: the result of
+    ``sac.context_fn`` or ``make_selective_checkpoint_context_fn``, whose policy the regions get. The functions of this
+    module that restore attention backends, and None, all mean regions that are recomputed as a whole.
 
-    Raises ``ConfigError`` for another ``context_fn``; ``ModelError``, with nothing changed, for parts that are regions
-    already, and if there are none at all.
+    Raises ``ConfigError`` for another ``context_fn``; ``ModelError``, with nothing changed, for parts that are already
+    regions, and if there are no parts.
     """
     policy = _policy_in(context_fn)
     parts = tuple(part for layer in layers for part in _parts(root_node(layer), without_attention=has_kv_sharing))
@@ -241,7 +241,7 @@ def _tell_of_sharing() -> None:
 
 
 def _policy_in(context_fn: Any) -> Policy:
-    """Return the policy that a context function stands for; raises ``ConfigError`` if it stands for none."""
+    """Return the policy that a context function represents; raises ``ConfigError`` if it represents none."""
     inner = context_fn
     while isinstance(inner, partial) and inner.func is transformer_engine_attention_backend_snapshot_context_fn:
         inner = inner.args[0] if inner.args else inner.keywords.get("context_fn")
@@ -250,7 +250,7 @@ def _policy_in(context_fn: Any) -> Policy:
         return FULL
     policy = policy_of_contexts(inner)
     if policy is None:
-        found = f"{_name_of(inner)} makes contexts of the caller's around forward and recomputation, which regions do "
+        found = f"{_name_of(inner)} makes its own contexts around forward and recomputation, which regions do "
         fix = "choose per op with context_fn=sac.context_fn(policy), or leave it out"
         raise ConfigError(Problem("apply_submodule_checkpointing.context_fn", f"{found}not enter", fix=fix))
     return policy

@@ -1,4 +1,4 @@
-"""The output of a region, let go of until backward although what comes next has saved it."""
+"""Discarding a region's output until backward although its consumers have saved it."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ from sac.torch_private import SHOWS_SAVED_TENSORS, tree_leaves
 
 # Note [Discarded outputs]
 #
-# What comes after a region mostly saves the region's output for its own backward, though the region can compute it
-# again. To let it go takes three steps:
+# The ops after a region usually save the region's output for their own backward, although the region can recompute it.
+# Releasing it takes three steps:
 #
-# Forward. After the function, inside the region, `OutputAnchor.take` saves the outputs, in a node on which nothing else
-# depends. So they are the last of what the region's recomputation has to make, as long as somebody may ask for them.
+# Forward. After the function, inside the region, `OutputAnchor.take` saves the outputs in a node on which nothing else
+# depends. So the region's recomputation has to produce them last, as long as somebody may ask for them.
 #
-# Discard. The graph between the region and a tensor further on is walked, and each saved tensor that lies in the
-# storage of an output gets hooks (autograd's own, as in `saved_tensors_hooks`, but put on afterwards): its data goes,
-# and where in the storage it lay stays. No storage is resized. What the walk does not see (a consumer that does not
-# lead to that tensor, a saved tensor that has hooks, an attribute) holds the output as before; gradients are right
-# either way.
+# Discard. The graph between the region and a later tensor is walked. Each saved tensor in the storage of an output gets
+# hooks (autograd's own, as in `saved_tensors_hooks`, but added afterwards): its data is released, and its position in
+# the storage is kept. No storage is resized. What the walk does not see (a consumer that does not lead to that tensor,
+# a saved tensor with hooks, an attribute) holds the output as before; gradients are right either way.
 #
-# Backward. The first consumer that asks reads what `OutputAnchor.take` saved. That runs the region again, once for all
-# consumers and for the region's own backward, and the consumer's tensor is laid on the recomputed storage.
+# Backward. The first consumer that unpacks its tensor reads what `OutputAnchor.take` saved. This reruns the region,
+# once for all consumers and for the region's own backward, and the consumer's tensor is built on the recomputed
+# storage.
 #
 # Regions that take such an output as their input hold it themselves, not through autograd. `lent_inputs` puts hooks
-# around them, which they hand their inputs to: a chain of regions holds none of the outputs between them.
+# around them, to which they pass their inputs: a chain of regions then holds none of the outputs between them.
 
-_open: weakref.WeakValueDictionary[int | None, Discardable] = weakref.WeakValueDictionary()  # by address of a storage
+_open: weakref.WeakValueDictionary[int | None, Discardable] = weakref.WeakValueDictionary()  # by storage address
 
 
 class Discardable:
-    """The tensors that one call of a region returned: those of the forward until ``discard``, recomputed ones after it.
+    """The tensors that one region call returned: the forward's until ``discard``, recomputed ones after it.
 
-    ``anchor``: what the forward has left; see Note [Discarded outputs].
+    ``anchor``: what the forward left behind; see Note [Discarded outputs].
     """
 
     __slots__ = ("__weakref__", "_layouts", "_memories", "_nodes", "_remembered", "_tensors", "_versions")
@@ -67,7 +67,7 @@ class Discardable:
 
     @property
     def unchanged(self) -> dict[int | None, int]:
-        """The addresses of the forward's outputs still held, but for those written to since; with their indices."""
+        """Addresses and indices of the forward's outputs that are still held and were not written to since."""
         held = reversed(self._tensors.items())
         return {plain_address(tensor): index for index, tensor in held if self._is_unchanged(index)}
 
@@ -78,11 +78,11 @@ class Discardable:
 
     @property
     def starts(self) -> set[Any]:
-        """The graph nodes that made the outputs; that of ``OutputAnchor.take`` if the outputs have none."""
+        """The graph nodes that produced the outputs; that of ``OutputAnchor.take`` if the outputs have none."""
         return self._nodes or {self._remembered.grad_fn}
 
     def let_go(self) -> bool:
-        """Hold no output any more that can be computed again; return whether one has to be held."""
+        """Release every output that can be recomputed; return whether one has to stay held."""
         for index, tensor in list(self._tensors.items()):
             if self._is_unchanged(index):
                 if _open.get(plain_address(tensor)) is self:
@@ -92,15 +92,15 @@ class Discardable:
         return bool(self._tensors)
 
     def lend(self, tensor: torch.Tensor) -> Lent | None:
-        """Return ``tensor``, which lies in the memory of an output, held by its place there; None if it was changed."""
+        """Return ``tensor``, in the memory of an output, held by its position there; None if it was changed."""
         index = next(index for index, output in self._tensors.items() if plain_address(output) == plain_address(tensor))
         return Lent(self, index, tensor) if self._is_unchanged(index) else None
 
     def tensor(self, index: int) -> torch.Tensor:
         """Return an output without its graph.
 
-        Raises ``RegionError`` if the recomputed one lies in memory otherwise, or in the same memory, which is then not
-        the region's own, and was written to.
+        Raises ``RegionError`` if the recomputed output has another memory layout, or if it is in the same memory, which
+        is then not the region's own, and was written to.
         """
         if index in self._tensors:
             return self._tensors[index].detach()
@@ -109,7 +109,7 @@ class Discardable:
         forward, now = self._layouts[index], _layout_of(found)
         if forward != now:
             raise _error(index, f"was {_told(forward)} in forward and is {_told(now)} in recomputation")
-        # The weak reference keeps the address of a storage from being used for another one.
+        # The weak reference prevents the reuse of a storage's address.
         if plain_address(found) == self._memories[index].cdata and version_of(found) != self._versions[index]:
             raise _error(
                 index, "lies in memory that is not the region's own and was written to after the forward", WRITTEN_LATER
@@ -121,7 +121,7 @@ class Discardable:
 
 
 class Lent:
-    """A tensor in the memory of a discardable output, held by where it lies there."""
+    """A tensor in the memory of a discardable output, held by its position there."""
 
     __slots__ = ("_dtype", "_index", "_lender", "_place")
 
@@ -132,7 +132,7 @@ class Lent:
         self._place = (tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def fetch(self) -> torch.Tensor:
-        """Return the tensor, on memory that it shares with other fetches."""
+        """Return the tensor, in memory that it shares with other fetches."""
         with torch.no_grad():
             output = self._lender.tensor(self._index)
             return output.new_empty(0, dtype=self._dtype).set_(output.untyped_storage(), *self._place)
@@ -141,25 +141,25 @@ class Lent:
 def run_discardable(
     settings: Settings, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> tuple[Any, Discardable | None]:
-    """Run ``function(*args)`` as a region; return its result, and what discards the tensors in it.
+    """Run ``function(*args)`` as a region; return its result, and the object that discards the tensors in it.
 
-    That is None where there is nothing to let go of: without grad mode, or if the function returns no tensor with
-    memory of its own. ``settings`` must be those of a non-reentrant region.
+    That object is None if there is nothing to discard: without grad mode, or if the function returns no tensor with its
+    own memory. ``settings`` must be those of a non-reentrant region.
     """
     anchor = OutputAnchor()
     with lent_inputs(args):
         output = run_with(settings, anchored(function), args, {"anchor": anchor})
     discardable = Discardable(anchor) if anchor.node is not None else None
-    anchor.tensors, anchor.node = (), None  # the region holds the anchor: it must not hold the region
+    anchor.tensors, anchor.node = (), None  # the region holds the anchor, which must not hold the region
     return output, discardable
 
 
 def discard(outputs: Sequence[Discardable], *further_on: torch.Tensor) -> int:
-    """Let go of the outputs of regions, and of what was saved of them between the regions and ``further_on``.
+    """Release the outputs of regions, and what was saved of them between the regions and ``further_on``.
 
-    Returns how many saved tensors were let go. The memory goes when its last other holder does. Warns, and keeps what
+    Returns the number of released saved tensors. The memory is freed with its last other holder. Warns, and keeps what
     backward needs, if an output was written to since its region returned it, or if no ``further_on`` depends on it.
-    What was discarded before is passed over.
+    What was already discarded is skipped.
     """
     lenders = {address: (one, index) for one in reversed(outputs) for address, index in one.unchanged.items()}
     missed = [one.starts for one in outputs if one.unchanged and one.has_graph]
@@ -181,7 +181,7 @@ def discard(outputs: Sequence[Discardable], *further_on: torch.Tensor) -> int:
 
 
 def lent_inputs(inputs: Any) -> AbstractContextManager[Any]:
-    """Return a context for a region with these inputs: those that are discardable outputs, it does not hold itself."""
+    """Return a context in which a region with these inputs does not itself hold those that are discardable outputs."""
     if not _open or not any(plain_address(leaf) in _open for leaf in tree_leaves(inputs)):
         return nullcontext()
     return saved_tensors_hooks(partial(_lend, active_hooks()), _take_back)

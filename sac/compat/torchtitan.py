@@ -20,11 +20,11 @@ __all__ = ["SacAC"]
 
 
 class SacAC(ActivationCheckpointing):  # type: ignore[misc]
-    """Carries a config value of ``sac.apply`` out on each part of the model that a process has.
+    """Applies a config value of ``sac.apply`` to each part of the model in a process.
 
     There are no wrappers: names of parameters stay as they are. torchtitan's own keys ``preserve_rng_state``,
-    ``determinism_check`` and ``debug`` are not read; ``value`` may be a mapping that has those of sac.
-    A pipeline part without layers is left as it is, with a warning.
+    ``determinism_check`` and ``debug`` are not read; ``value`` may be a mapping with sac's keys of these names. A
+    pipeline part without layers is left as it is, with a warning.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -34,5 +34,5 @@ class SacAC(ActivationCheckpointing):  # type: ignore[misc]
         value: str = "selective"
 
     def apply(self, model: nn.Module) -> None:
-        """Put it on the blocks of ``model``, in place. Raises what ``sac.apply`` raises."""
+        """Apply the value to the blocks of ``model``, in place. Raises what ``sac.apply`` raises."""
         apply(model, self.config.value)

@@ -1,12 +1,12 @@
-"""TransformerEngine's ``checkpoint``, carried out by ``sac.checkpoint``.
+"""TransformerEngine's ``checkpoint``, implemented with ``sac.checkpoint``.
 
-``from sac.compat.transformer_engine import checkpoint`` takes the place of the import from ``transformer_engine``.
+``from sac.compat.transformer_engine import checkpoint`` replaces the import from ``transformer_engine``.
 
-What is different, each on purpose: the caller's tensors are never touched (``release_input`` of ``sac.full.FullConfig``
-frees their memory as TransformerEngine does); activations are scattered in the non-reentrant mode too, for functions
-without modules of TransformerEngine too, and for any number of elements, strides and device. FP8 state (scales,
-histories of maxima) is not put back for recomputation: FP8 that is on around the call is an error, and FP8 that the
-function itself turns on advances its histories twice.
+Intentional differences: the caller's tensors are never touched (``release_input`` of ``sac.full.FullConfig`` frees
+their memory as TransformerEngine does); activations are also scattered in the non-reentrant mode, for functions without
+modules of TransformerEngine, and for any number of elements, strides and device. FP8 state (scales, histories of
+maxima) is not restored for recomputation: FP8 that is on around the call is an error, and FP8 that the function itself
+turns on advances its histories twice.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MODULES = ("transformer_engine.pytorch.quantization", "transformer_engine.pytor
 
 
 def fp8_problem(where: str) -> list[Problem]:
-    """Return what is wrong if TransformerEngine, where it is loaded, has FP8 on: its state is not put back."""
+    """Return a problem if TransformerEngine is loaded and has FP8 on: its state is not restored."""
     for name in _MODULES:
         state = getattr(sys.modules.get(name), "FP8GlobalStateManager", None)
         if state is not None and state.is_fp8_enabled():
@@ -46,7 +46,7 @@ def fp8_problem(where: str) -> list[Problem]:
     return []
 
 
-# -- TransformerEngine's ``checkpoint``, carried out by ``sac.checkpoint``
+# -- TransformerEngine's ``checkpoint``, implemented with ``sac.checkpoint``
 
 __all__ = ["CudaRNGStatesTracker", "checkpoint"]
 
@@ -71,11 +71,11 @@ def checkpoint(
 
     ``distribute_saved_activations``: keep the first floating-point input scattered over ``tp_group``; None is the
     default group. ``get_rng_state_tracker`` returns the tracker of named random states that the function forks. The old
-    form, ``checkpoint(function, distribute_saved_activations, get_rng_state_tracker, tp_group, *args)``, is understood,
-    with a ``DeprecationWarning``. Without grad mode it is the plain call.
+    form, ``checkpoint(function, distribute_saved_activations, get_rng_state_tracker, tp_group, *args)``, is accepted
+    with a ``DeprecationWarning``. Without grad mode this is the plain call.
 
-    Raises ``ConfigError`` for a ``context_fn`` and for ``debug``, for FP8 around the call, and where
-    ``sac.checkpoint`` does; ``RegionError`` in backward as ``sac.checkpoint``.
+    Raises ``ConfigError`` for a ``context_fn`` and for ``debug``, for FP8 around the call, and where ``sac.checkpoint``
+    does; ``RegionError`` in backward as ``sac.checkpoint`` does.
     """
     if len(args) > 3 and isinstance(args[0], bool) and callable(args[1]) and _may_be_group(args[2]):
         warnings.warn(
@@ -110,7 +110,7 @@ def _may_be_group(value: Any) -> bool:
 def _refused(context_fn: Any, debug: Any) -> list[Problem]:
     problems = []
     if context_fn is not noop_context_fn:
-        found = "contexts of the caller's around forward and recomputation are not entered"
+        found = "the caller's contexts around forward and recomputation are not entered"
         fix = 'choose per op with sac.apply(model, "selective"), or put state back with sac.full.FullConfig(state=...)'
         problems.append(Problem(f"{_NAME}.context_fn", found, fix=fix))
     if debug is not False:
