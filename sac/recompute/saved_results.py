@@ -115,7 +115,7 @@ class SavedLeaf:
         return tensor
 
     def _value(self, serving: Serving) -> torch.Tensor:
-        assert self.data is not None, "a result was given out after it had been let go"
+        assert self.data is not None, "a result was served after its release"
         found = serving.fetched.pop(id(self), None)
         return fetch(self.data) if found is None else found
 

@@ -292,7 +292,7 @@ def print_plan(found: Planned) -> None:
     print_rows(COLUMNS, [_cells(point, made) for point in points], right=_NUMBERS)
     print(
         "peak: of one step, forward and backward, with parameters and gradients; kept: left by the blocks' forward for "
-        "backward;\nrecomputed, time: run again in one backward, and how long that is predicted to take, beside the "
+        "backward;\nrecomputed, time: run again in one backward, and how long that is predicted to take, next to the "
         "blocks' forward"
     )
     for note in made.notes:

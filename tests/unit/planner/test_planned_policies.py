@@ -132,7 +132,7 @@ def test_nothing_is_held_after_the_error() -> None:
 def test_a_model_that_is_one_region_has_a_name_too() -> None:
     value = {"mode": "selective", "policy": planned(entry("", OTHER)), "blocks": [""]}
     model = sac.apply(built(llama_stack).blocks[0], value)
-    with pytest.raises(RegionError, match=r"regions\[0\]: the model runs \d+ ops that are not those"):
+    with pytest.raises(RegionError, match=r"regions\[0\]: the model runs \d+ ops that differ from those"):
         model(*tokens())
 
 
