@@ -136,17 +136,17 @@ class _ProfileTrace(OpTraceRecorder):
         self._seen: set[int] = set()
 
     def add(
-        self, plan: CallSite, rule: Any, saves: bool, args: Any, kwargs: Any, out: Any, *, call: int | None = None
+        self, site: CallSite, rule: Any, saves: bool, args: Any, kwargs: Any, out: Any, *, call: int | None = None
     ) -> None:
         """Append the op that just ran, which is the last entry of the tape unless the tape skips it."""
-        super().add(plan, rule, saves, args, kwargs, out, call=call)
+        super().add(site, rule, saves, args, kwargs, out, call=call)
         entry = len(self.tape.sites) - 1
-        if entry < 0 or entry in self.sizes or self.tape.sites[entry] is not plan:
+        if entry < 0 or entry in self.sizes or self.tape.sites[entry] is not site:
             return
         row = self.rows[-1]
         results = tuple(storage_bytes(tensor) for tensor in new_tensors(out))
-        moved = 0 if plan.is_view else moved_bytes(args, kwargs, out)
-        causal = is_causal(plan.op, args, kwargs)
+        moved = 0 if site.is_view else moved_bytes(args, kwargs, out)
+        causal = is_causal(site.op, args, kwargs)
         self.sizes[entry] = _Sizes(row.call, row.flops, moved, results, row.shape, row.dtype, causal)
 
 

@@ -110,7 +110,7 @@ def _is_name(key: Scalar, what: str, findings: Findings) -> bool:
         fix = "write the keys out, or put the shared rules into a policy of their own and use `extends`"
         findings.add(key.location, 'merge keys ("<<") are not supported', fix=fix)
         return False
-    if key.kind == "text" and key.text.isprintable() and key.text.strip():
+    if key.scalar_type == "text" and key.text.isprintable() and key.text.strip():
         return True
     findings.add(key.location, f"a key of {what} is {describe(key)}", expected="text", fix="quote it if text is meant")
     return False
@@ -118,11 +118,11 @@ def _is_name(key: Scalar, what: str, findings: Findings) -> bool:
 
 def read_text(node: Node, what: str, findings: Findings, *, empty_is_legal: bool = False) -> str | None:
     """Return a text exactly as written (``1.10`` stays ``1.10``)."""
-    if not isinstance(node, Scalar) or node.kind in ("null", "other"):
+    if not isinstance(node, Scalar) or node.scalar_type in ("null", "other"):
         findings.add(node.location, f"{what} is {describe(node)}", expected="text")
-    elif node.kind == "bool":
+    elif node.scalar_type == "bool":
         findings.add(node.location, f"{what} is the boolean {node.text}", expected="text", fix=f'write "{node.text}"')
-    elif node.kind == "float" and not node.location.line:
+    elif node.scalar_type == "float" and not node.location.line:
         # A Python float does not record how it was written: 1.10 becomes 1.1.
         findings.add(
             node.location, f"{what} is the number {node.text}", expected="text", fix="quote it where it is written"
@@ -168,14 +168,14 @@ def read_names(node: Node, what: str, findings: Findings) -> tuple[tuple[str, So
 
 def read_word(node: Node, what: str, legal: Sequence[str], findings: Findings) -> str | None:
     """Return one of the ``legal`` words; case does not matter."""
-    if not isinstance(node, Scalar) or node.kind in ("null", "other"):
+    if not isinstance(node, Scalar) or node.scalar_type in ("null", "other"):
         findings.add(node.location, f"{what} is {describe(node)}", expected=listing(legal))
         return None
     word = next((word for word in legal if word.lower() == node.text.strip().lower()), None)
     if word is None:
         near = nearest(node.text, legal)
         fix = f'write "{near}"' if near else ""
-        if node.kind == "bool" and not node.location.line:
+        if node.scalar_type == "bool" and not node.location.line:
             fix = "quote the word that is meant: YAML 1.1 reads on, off, yes and no as booleans"
         findings.add(node.location, f"{what} is {describe(node)}", expected=listing(legal), nearest=near, fix=fix)
     return word
@@ -183,7 +183,7 @@ def read_word(node: Node, what: str, legal: Sequence[str], findings: Findings) -
 
 def read_bool(node: Node, what: str, findings: Findings) -> bool | None:
     """Return ``true`` or ``false``; ``yes``, ``on``, 1 and quoted words are findings."""
-    if isinstance(node, Scalar) and node.kind == "bool":
+    if isinstance(node, Scalar) and node.scalar_type == "bool":
         return node.text.lower() == "true"
     meant = {"yes": "true", "on": "true", "true": "true", "1": "true"}
     meant |= {"no": "false", "off": "false", "false": "false", "0": "false"}
@@ -198,14 +198,14 @@ def read_whole(node: Node, what: str, findings: Findings, *, least: int) -> int 
     expected, fix = f"a whole number, {least} or more", ""
     if isinstance(node, Scalar):
         digits = node.text.lstrip("+-")
-        octal = len(digits) > 1 and digits.startswith("0") and node.kind == "int"
-        if node.kind in ("int", "float") and not octal:
+        octal = len(digits) > 1 and digits.startswith("0") and node.scalar_type == "int"
+        if node.scalar_type in ("int", "float") and not octal:
             value = _whole(node.text)
             if value is not None and least <= value <= MAX_WHOLE:
                 return value
         if octal:
             fix = f"write {digits.lstrip('0') or '0'}; a leading zero means base 8 to some readers"
-        elif node.kind == "text" and _whole(node.text) is not None:
+        elif node.scalar_type == "text" and _whole(node.text) is not None:
             fix = "remove the quotes"
     findings.add(node.location, f"{what} is {describe(node)}", expected=expected, fix=fix)
     return None
@@ -213,9 +213,13 @@ def read_whole(node: Node, what: str, findings: Findings, *, least: int) -> int 
 
 def read_fraction(node: Node, what: str, findings: Findings) -> float | None:
     """Return a number above 0 and at most 1, written as a number: ``0.5``, ``1``, ``5e-1``."""
-    if isinstance(node, Scalar) and node.kind in ("int", "float") and is_fraction(node.text):
+    if isinstance(node, Scalar) and node.scalar_type in ("int", "float") and is_fraction(node.text):
         return float(node.text)
-    fix = "remove the quotes" if isinstance(node, Scalar) and node.kind == "text" and is_fraction(node.text) else ""
+    fix = (
+        "remove the quotes"
+        if isinstance(node, Scalar) and node.scalar_type == "text" and is_fraction(node.text)
+        else ""
+    )
     findings.add(node.location, f"{what} is {describe(node)}", expected="a number above 0, at most 1", fix=fix)
     return None
 
@@ -242,7 +246,7 @@ def _whole(text: str) -> int | None:
 
 def read_bytes(node: Node, what: str, findings: Findings) -> int | None:
     """Return a number of bytes, written as a number or as text with a unit."""
-    if not isinstance(node, Scalar) or node.kind not in ("int", "float", "text"):
+    if not isinstance(node, Scalar) or node.scalar_type not in ("int", "float", "text"):
         findings.add(node.location, f"{what} is {describe(node)}", expected=LEGAL_BYTES)
         return None
     try:
@@ -325,7 +329,7 @@ def _read_layer_spec(node: Node, what: str, legal: str, findings: Findings) -> L
         return _read_ranges(node, what, legal, findings)
     if isinstance(node, MapNode):
         return _read_counted_layers(node, what, legal, findings)
-    word = node.text.strip().lower() if node.kind == "text" else ""
+    word = node.text.strip().lower() if node.scalar_type == "text" else ""
     if word == "all":
         return Layers()
     if word == "sqrt":
@@ -340,11 +344,11 @@ def _layers_fix(node: Scalar) -> str:
     if between:
         return f'ranges are written as "{between[1]}-{between[2]}", in a list: ["{between[1]}-{between[2]}"]'
     word = node.text.strip().lower()
-    if node.kind == "text" and word in (*LAYER_FORMS, "uniform") and word != "offset":
+    if node.scalar_type == "text" and word in (*LAYER_FORMS, "uniform") and word != "offset":
         return f"say how many, as in {{{word}: {'0.5' if word == 'fraction' else '2'}}}"
-    if node.kind == "float" and is_fraction(node.text):
+    if node.scalar_type == "float" and is_fraction(node.text):
         return f"write {{fraction: {node.text}}}"
-    if node.kind != "int" or not node.text.isdecimal():
+    if node.scalar_type != "int" or not node.text.isdecimal():
         return ""
     fix = f"write [{node.text}] for that layer alone, {{first: {node.text}}} for the first ones"
     high, low = divmod(int(node.text[:18]), 60)
@@ -395,7 +399,7 @@ def _read_ranges(node: ListNode, what: str, legal: str, findings: Findings) -> L
         return None
     ranges = []
     for item in node.items:
-        text = item.text if isinstance(item, Scalar) and item.kind in ("int", "text") else ""
+        text = item.text if isinstance(item, Scalar) and item.scalar_type in ("int", "text") else ""
         found, fix = _RANGE.fullmatch(text), ""
         if found and int(found[1]) <= int(found[2] or found[1]) <= MAX_WHOLE:
             ranges.append((int(found[1]), int(found[2] or found[1])))
@@ -412,7 +416,7 @@ def _read_ranges(node: ListNode, what: str, legal: str, findings: Findings) -> L
 def read_call(node: Node, what: str, findings: Findings) -> Calls | None:
     """Return the chosen calls of an op: ``index``, or ``every`` with an ``offset``."""
     if not isinstance(node, MapNode):
-        text = node.text if isinstance(node, Scalar) and node.kind == "int" else ""
+        text = node.text if isinstance(node, Scalar) and node.scalar_type == "int" else ""
         fix = f"write {{index: {text}}}" if text else ""
         findings.add(node.location, f"{what} is {describe(node)}", expected=LEGAL_CALL, fix=fix)
         return None
@@ -444,7 +448,7 @@ def read_shape(node: Node, what: str, findings: Findings) -> tuple[Dim, ...] | N
 
 
 def _read_dim(node: Node, what: str, findings: Findings, *, is_first: bool) -> Dim | None:
-    text = node.text.strip() if isinstance(node, Scalar) and node.kind in ("int", "text") else ""
+    text = node.text.strip() if isinstance(node, Scalar) and node.scalar_type in ("int", "text") else ""
     if text == "_":
         return Dim()
     if text == "..." and is_first:
@@ -647,7 +651,7 @@ def _require(keys: Sequence[str], node: MapNode, what: str, legal: Sequence[str]
 
 def _read_signature(node: Node, findings: Findings) -> str:
     """Return the signature as it was written; sixteen digits may also read as a number."""
-    text = node.text if isinstance(node, Scalar) and node.kind in ("text", "int", "float") else ""
+    text = node.text if isinstance(node, Scalar) and node.scalar_type in ("text", "int", "float") else ""
     if _SIGNATURE.fullmatch(text):
         return text
     fix = "copy it from what `sac plan` wrote, with quotes around it"

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 MAX_NODES = 10_000  # with every alias expanded; the longest shipped policy has a few hundred
 MAX_DEPTH = 20
 
-ScalarKind: TypeAlias = Literal["text", "null", "bool", "int", "float", "other"]
+ScalarType: TypeAlias = Literal["text", "null", "bool", "int", "float", "other"]
 _NULL = re.compile(r"(~|null|Null|NULL)?")
 _BOOL = re.compile(r"true|True|TRUE|false|False|FALSE")
 _INT = re.compile(r"[-+]?[0-9]+")
@@ -35,7 +35,7 @@ class Scalar:
     """One word, number or text; ``text`` is exactly as in the file."""
 
     text: str
-    kind: ScalarKind
+    scalar_type: ScalarType
     location: SourceLocation
 
 
@@ -85,7 +85,7 @@ class Findings:
         return tuple(problem for _, problem in sorted(self._found, key=lambda found: (found[0].line, found[0].column)))
 
 
-def plain_type(text: str) -> ScalarKind:
+def plain_type(text: str) -> ScalarType:
     """Return the kind of an unquoted scalar.
 
     These are the rules of YAML 1.2: ``on``, ``no`` and ``1:8`` are text, ``1e-3`` is a number. YAML 1.1, which PyYAML
@@ -106,11 +106,11 @@ def describe(node: Node) -> str:
         return "a list" if node.items else "an empty list"
     if isinstance(node, MapNode):
         return "a mapping" if node.entries else "an empty mapping"
-    if node.kind == "null":
+    if node.scalar_type == "null":
         return "empty"
-    if node.kind == "other":
+    if node.scalar_type == "other":
         return f"a {node.text}"
-    return f'"{shown(node.text)}"' if node.kind == "text" else shown(node.text)
+    return f'"{shown(node.text)}"' if node.scalar_type == "text" else shown(node.text)
 
 
 def shown(text: str) -> str:
@@ -217,7 +217,7 @@ class _Composer:
                 self._start_node(event)
             elif isinstance(event, yaml.CollectionEndEvent):
                 self._end_collection()
-        return None if isinstance(self.root, Scalar) and self.root.kind == "null" else self.root
+        return None if isinstance(self.root, Scalar) and self.root.scalar_type == "null" else self.root
 
     def _events(self) -> Iterator[yaml.Event]:
         loader: yaml.SafeLoader | None = None

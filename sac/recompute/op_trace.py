@@ -174,17 +174,17 @@ class SavedFigures:
 # -- Whether a region runs the ops that a plan was made for
 
 
-def check_planned_signature(planned: PlannedRegion | None, rows: OpTraceRecorder | None, path: str) -> None:
-    """Raise ``RegionError`` if ``rows``, of a region group's first call, are not those that the plan was made for.
+def check_planned_signature(planned: PlannedRegion | None, op_trace: OpTraceRecorder | None, path: str) -> None:
+    """Raise ``RegionError`` if ``op_trace``, of a region group's first call, are not those that the plan was made for.
 
-    ``planned`` is the plan's entry for the region group (None: there is none). ``rows`` is None in later calls.
+    ``planned`` is the plan's entry for the region group (None: there is none). ``op_trace`` is None in later calls.
     ``path`` names the region.
     """
-    if planned is None or rows is None:
+    if planned is None or op_trace is None:
         return
-    found = signature(rows.rows)
+    found = signature(op_trace.rows)
     if found != planned.signature:
-        count = sum(row.bytes > 0 for row in rows.rows)
+        count = sum(row.bytes > 0 for row in op_trace.rows)
         raise RegionError(
             Problem(
                 str(planned.location),
