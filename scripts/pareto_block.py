@@ -174,7 +174,7 @@ def baselines(profile: RegionProfile, times: Sequence[float]) -> list[Baseline]:
 
 @dataclass(frozen=True, slots=True)
 class Met:
-    """One anchor: the fastest keep-set within its bytes, beside what it is measured against."""
+    """One anchor: the fastest save option within its bytes, next to what it is measured against."""
 
     mib: int
     counts_input: bool

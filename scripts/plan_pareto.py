@@ -15,7 +15,7 @@ Second table: one block of a 70B model as an H100 runs it. Baselines are priced 
 that is not saved, up to the last that backward needs. Bytes are those beyond the region's input, of 128 MiB.
 
 Third table: what the partitioner of torch.compile saves of that block under `activation_memory_budget`, and the fastest
-keep-set in as many bytes.
+save option in as many bytes.
 
 The script ends with 1 where a plan is slower than what stands beside it, or goes above its budget.
 """
@@ -81,7 +81,7 @@ class Report:
 
 
 def within(front: Sequence[SaveOption], size: int) -> SaveOption:
-    """The fastest keep-set of so many bytes."""
+    """The fastest save option of so many bytes."""
     return [one for one in front if one.bytes <= size][-1]
 
 

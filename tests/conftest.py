@@ -62,13 +62,13 @@ def in_float64() -> Iterator[None]:
 
 @pytest.fixture
 def few_choices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans of a dozen keep-sets for each kind of block and not of hundreds: a step is run with each."""
+    """Plans of a dozen save options for each region group and not of hundreds: a step is run with each."""
     monkeypatch.setattr("sac.planner.pareto.MOST_BEST", 12)
 
 
 @pytest.fixture
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans of all keep-sets after a few steps: what most take is estimated, and checked where they are used."""
+    """Plans of all save options after a few steps: what most take is estimated, and checked where they are used."""
     monkeypatch.setattr("sac.planner.search._MOST_MEASURED", 16)
 
 

@@ -59,7 +59,7 @@ class Towers:
                 self._told[path] = "language"
 
     def of(self, path: str) -> str:
-        """Return the tower of the module at a clean path."""
+        """Return the tower of the module at a clean path: ``language``, ``vision``, ``audio`` or ``multimodal``."""
         if any(not _words(segment).isdisjoint(MULTIMODAL_WORDS) for segment in path.lower().split(".")):
             return "multimodal"
         while path:
@@ -68,11 +68,6 @@ class Towers:
                 return tower
             path = outer
         return self._told.get("", "language")
-
-
-def tower_of(path: str, model: nn.Module) -> str:
-    """Return the tower of the module at the clean ``path``: ``language``, ``vision``, ``audio`` or ``multimodal``."""
-    return Towers(model).of(path)
 
 
 def parse_scope(scope: str | Sequence[str]) -> frozenset[str]:

@@ -185,10 +185,6 @@ class OpMatcher:
         own = traits_of(op).savable_if if self.for_saving else ""
         return " & ".join(filter(None, (condition, own)))
 
-    def certain(self, op: Any) -> bool:
-        """Return whether every call of ``op`` matches."""
-        return self.matches(op) and not self.conditional(op)
-
     def names(self, op: Any) -> bool:
         """Return whether ``op`` matches by its own name or by a save-set, not only by a glob."""
         return any(entry.names for entry in self._meaning(op))

@@ -118,10 +118,6 @@ class StepModel:
         """Return the peak of a step that was run, plus optimizer state and the other micro-batches in flight."""
         return record.peak + self.extra + (self.in_flight - 1) * (record.kept - record.static)
 
-    def is_measured(self, group: int, choice: int) -> bool:
-        """Return whether a step has been run with this choice."""
-        return (group, choice) in self.held
-
     def held_by(self, group: int) -> tuple[int, ...]:
         """Return the bytes that a region of this group leaves behind per choice: measured, otherwise estimated."""
         return tuple(self._held(group, choice) for choice in range(len(self.bytes[group])))

@@ -91,10 +91,10 @@ def prepare(
     of_path = {path: group for group, profile in enumerate(profiles) for path in profile.paths}
     times = tuple(entry_times(profile, figures, calibration) for profile in profiles)
     run_by = pricing_engine(engine)
-    choices = tuple(_choices(profile, of_kind, run_by) for profile, of_kind in zip(profiles, times, strict=True))
+    choices = tuple(_choices(profile, of_group, run_by) for profile, of_group in zip(profiles, times, strict=True))
     step = StepModel(
         groups=tuple(of_path[path] for path in order),
-        bytes=[[choice.bytes for choice in of_kind] for of_kind in choices],
+        bytes=[[choice.bytes for choice in of_group] for of_group in choices],
         paths=tuple(order),
         extra=extra,
         in_flight=in_flight,

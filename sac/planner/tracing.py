@@ -241,9 +241,9 @@ def _merged(watchers: Sequence[_Profiled]) -> tuple[RegionProfile, ...]:
         groups.setdefault(key, []).append(one)
     return tuple(
         replace(
-            of_kind[0],
-            paths=tuple(path for one in of_kind for path in one.paths),
-            layers=tuple(layer for one in of_kind for layer in one.layers),
+            of_group[0],
+            paths=tuple(path for one in of_group for path in one.paths),
+            layers=tuple(layer for one in of_group for layer in one.layers),
         )
-        for of_kind in groups.values()
+        for of_group in groups.values()
     )

@@ -189,8 +189,8 @@ class Region:
         recorder: _AnyRecorder | None = None
         if records or table.matches_modules:
             recorder = self._recorder(owners, settings, signature, inputs, sees_ops=records)
-        group = ReentrantFrame if settings.use_reentrant else Frame
-        frame = group(function, self.path, recorder, owners, settings)
+        frame_type = ReentrantFrame if settings.use_reentrant else Frame
+        frame = frame_type(function, self.path, recorder, owners, settings)
         frame.is_evidence = records and not (self._needs_recorder or table.decides_on_ops)
         return frame, recorder
 

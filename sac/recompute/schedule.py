@@ -200,7 +200,7 @@ Places = dict[int, tuple[int, int, int]]
 
 
 class TapeLayout:
-    """The layout of a tape and its replay schedule; see Note [Tape layouts]. ``places``: where missing handles are."""
+    """The layout of a tape and its replay schedule; see Note [Tape layouts]. ``saved_at``: see ``Wanted``."""
 
     __slots__ = (
         "_counts",
@@ -208,10 +208,10 @@ class TapeLayout:
         "_kept",
         "_leaves",
         "_missing",
-        "_places",
-        "_plans",
         "_reads",
         "_roots",
+        "_saved_at",
+        "_sites",
         "_writes",
         "figures",
         "schedule",
@@ -222,20 +222,20 @@ class TapeLayout:
         self.schedule = schedule
         self.sizes: list[int] = []  # bytes of each value kept in the call that was counted last
         self.figures: SavedFigures | None = None  # figures of that call
-        self._plans, self._reads, self._firsts, self._roots = tape.sites, tape.reads, tape.first_outputs, tape.roots
+        self._sites, self._reads, self._firsts, self._roots = tape.sites, tape.reads, tape.first_outputs, tape.roots
         self._counts, self._writes = tape.output_counts, tape.writes
         self._kept, self._leaves = [*tape.kept], _positions(tape)
-        self._places, self._missing = saved_at, missing
+        self._saved_at, self._missing = saved_at, missing
 
     def matches(self, tape: Tape, saved_at: Places, missing: list[int]) -> bool:
         """Return whether ``tape`` has this layout, so that the schedule is valid for it too."""
         return (
-            self._plans == tape.sites
+            self._sites == tape.sites
             and self._reads == tape.reads
             and self._firsts == tape.first_outputs
             and self._roots == tape.roots
             and self._missing == missing
-            and self._places == saved_at
+            and self._saved_at == saved_at
             and self._counts == tape.output_counts
             and self._writes == tape.writes
             and self._kept == [*tape.kept]
@@ -244,7 +244,7 @@ class TapeLayout:
 
     def share_lists_with(self, tape: Tape) -> None:
         """Make ``tape``, which has this layout, share the lists that are equal for all such tapes."""
-        tape.sites, tape.reads, tape.first_outputs, tape.roots = self._plans, self._reads, self._firsts, self._roots
+        tape.sites, tape.reads, tape.first_outputs, tape.roots = self._sites, self._reads, self._firsts, self._roots
 
 
 def _positions(tape: Tape) -> list[Any]:

@@ -271,11 +271,6 @@ class ReachableState:
                 self._look_into(self._waiting.pop())
         self._seen, self._modules, self._own = set(), (), None
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing to restore."""
-        return not self._holders
-
     def enter_on(self, stack: ExitStack) -> None:
         """Restore the recorded state; restore the current state when ``stack`` is left."""
         for holder in self._holders:

@@ -53,3 +53,9 @@ def test_it_prints_a_table_and_json(script):
     paths = list((SCRIPT.parents[1] / "sac").rglob("*.py"))
     assert found["files"] == len(paths)
     assert sum(found["lines"].values()) == sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
+
+
+def test_the_list_of_files_in_internals_is_the_printed_one(script):
+    page = (SCRIPT.parents[1] / "docs" / "internals.md").read_text(encoding="utf-8")
+    begin, end = "<!-- files: scripts/code_table --files -->\n", "\n<!-- end of files -->"
+    assert page[page.index(begin) + len(begin) : page.index(end)] == script.files()

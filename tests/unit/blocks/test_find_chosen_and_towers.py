@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from sac.blocks.find import Block, find_blocks
-from sac.blocks.towers import parse_scope, tower_of
+from sac.blocks.towers import Towers, parse_scope
 from sac.errors import ConfigError, ModelError
 from sac.policy.patterns import PathPattern
 from tests.support.plain_zoo import Block as PlainBlock
@@ -177,4 +177,4 @@ def test_scope_that_the_model_has_not() -> None:
     ],
 )
 def test_names_tell_towers(path: str, tower: str) -> None:
-    assert tower_of(path, nn.Module()) == tower
+    assert Towers(nn.Module()).of(path) == tower

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from sac.blocks.find import Block, drop_frozen, find_blocks, is_trained
-from sac.blocks.towers import tower_of
+from sac.blocks.towers import Towers
 from sac.errors import ModelError
 from sac.policy.patterns import PathPattern
 from tests.support.model_zoo import FAMILIES, tiny
@@ -228,8 +228,8 @@ def test_scope_of_a_tower_that_is_not_there() -> None:
 
 
 def test_projectors_are_multimodal() -> None:
-    assert tower_of("model.multi_modal_projector.linear_1", tiny("llava")[0]) == "multimodal"
-    assert tower_of("model.visual.merger.mlp.0", tiny("qwen2_vl")[0]) == "multimodal"
+    assert Towers(tiny("llava")[0]).of("model.multi_modal_projector.linear_1") == "multimodal"
+    assert Towers(tiny("qwen2_vl")[0]).of("model.visual.merger.mlp.0") == "multimodal"
 
 
 # --- frozen towers

@@ -17,6 +17,11 @@ def meant(matcher: OpMatcher) -> set[str]:
     return {op_name(op) for op in OPS if matcher.matches(op)}
 
 
+def certain(matcher: OpMatcher, op: object) -> bool:
+    """Whether every call of the op matches."""
+    return matcher.matches(op) and not matcher.conditional(op)
+
+
 @pytest.fixture
 def library():
     made: list[torch.library.Library] = []
@@ -49,13 +54,13 @@ def test_a_glob_means_what_can_be_saved_of_it():
 def test_a_rule_that_recomputes_may_name_what_cannot_be_saved():
     matcher = resolve_ops(["aten.add_", "aten.view", "aten.empty.memory_format"], for_saving=False)
     assert matcher.problems == ()
-    assert all(map(matcher.certain, [aten.add_.Tensor, aten.view.default, aten.empty.memory_format]))
+    assert all(certain(matcher, op) for op in [aten.add_.Tensor, aten.view.default, aten.empty.memory_format])
 
 
 def test_higher_order_ops_have_names_too():
     matcher = resolve_ops(["higher_order.flex_attention"])
     assert matcher.problems == ()
-    assert matcher.certain(torch.ops.higher_order.flex_attention)
+    assert certain(matcher, torch.ops.higher_order.flex_attention)
     assert resolve_ops(["higher_order::flex_attention"]).matches(torch.ops.higher_order.flex_attention)
 
 
@@ -71,11 +76,13 @@ def test_an_op_is_named_by_itself_or_a_set_but_not_by_a_glob():
 def test_a_condition_falls_away_when_the_op_is_also_meant_without_it():
     assert resolve_ops(["device_to_host"]).conditional(aten._to_copy.default) == "device_to_host"
     assert resolve_ops(["device_to_host"]).matches(aten._to_copy.default)
-    assert not resolve_ops(["device_to_host"]).certain(aten._to_copy.default)
-    assert resolve_ops(["device_to_host", "aten._to_copy"]).certain(aten._to_copy.default)
-    assert resolve_ops(["nondeterministic", "collective"]).certain(torch.ops._c10d_functional.all_to_all_single.default)
+    assert not certain(resolve_ops(["device_to_host"]), aten._to_copy.default)
+    assert certain(resolve_ops(["device_to_host", "aten._to_copy"]), aten._to_copy.default)
+    assert certain(
+        resolve_ops(["nondeterministic", "collective"]), torch.ops._c10d_functional.all_to_all_single.default
+    )
     assert resolve_ops(["device_to_host"]).conditional(aten.mm.default) == ""
-    assert not resolve_ops(["device_to_host"]).certain(aten.mm.default)
+    assert not certain(resolve_ops(["device_to_host"]), aten.mm.default)
 
 
 def test_ops_registered_after_the_policy_was_read_are_found(library):
@@ -86,11 +93,11 @@ def test_ops_registered_after_the_policy_was_read_are_found(library):
         "_flash_attn2_cuda_c0ffee", "varlen_fwd(Tensor! q, Tensor k) -> Tensor[]", "bwd(Tensor q) -> Tensor"
     )
     late = library("late_library", "route(Tensor q) -> Tensor")
-    assert attention.certain(flash.varlen_fwd.default)
+    assert certain(attention, flash.varlen_fwd.default)
     assert not attention.matches(flash.bwd.default)
-    assert everything.certain(flash.varlen_fwd.default)
-    assert everything.certain(flash.bwd.default)
-    assert nowhere.certain(late.route.default)
+    assert certain(everything, flash.varlen_fwd.default)
+    assert certain(everything, flash.bwd.default)
+    assert certain(nowhere, late.route.default)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +123,7 @@ def test_expert_parallel_dispatch_must_be_saved_when_its_library_comes(library):
         ops = library(namespace, *(f"{name}(Tensor x) -> Tensor" for name in names))
         assert is_must_save(ops.dispatch.default) == (True, "")
         assert is_must_save(ops.combine.default) == (False, "")
-        assert resolve_ops(["collective"]).certain(ops.combine.default)
+        assert certain(resolve_ops(["collective"]), ops.combine.default)
     assert is_must_save(torch.ops.hybridep.dispatch_bwd.default) == (False, "")
     assert not resolve_ops(["collective"]).matches(torch.ops.hybridep.dispatch_bwd.default)
 
@@ -130,7 +137,7 @@ def test_an_op_that_may_write_is_meant_in_the_calls_that_give_it_nothing_to_writ
     condition = CONDITIONS[matcher.conditional(ops.fwd.default)]
     assert condition((1,), {}, None)
     assert not condition((1, 2), {}, None)
-    assert resolve_ops(["sac_optional::fwd"], for_saving=False).certain(ops.fwd.default)
+    assert certain(resolve_ops(["sac_optional::fwd"], for_saving=False), ops.fwd.default)
 
 
 def test_a_policy_adds_to_a_set_and_defines_its_own(library):
@@ -138,11 +145,13 @@ def test_a_policy_adds_to_a_set_and_defines_its_own(library):
     sets = {"attention": ["sac_mine::flash"], "all_mine": ["attention", "sac_mine.route"], "empty": []}
     assert set_names(sets) == (*SET_NAMES, "all_mine", "empty")
     attention = resolve_ops(["attention"], sets)
-    assert attention.certain(mine.flash.default)
-    assert attention.certain(aten._scaled_dot_product_flash_attention.default)
+    assert certain(attention, mine.flash.default)
+    assert certain(attention, aten._scaled_dot_product_flash_attention.default)
     assert not attention.matches(mine.route.default)
     own = resolve_ops(["all_mine"], sets)
-    assert all(map(own.certain, [mine.flash.default, mine.route.default, aten._flash_attention_forward.default]))
+    assert all(
+        certain(own, op) for op in [mine.flash.default, mine.route.default, aten._flash_attention_forward.default]
+    )
     assert own.names(mine.route.default)
     assert meant(resolve_ops(["empty"], sets)) == set()
 
@@ -161,7 +170,7 @@ def test_a_set_may_name_what_is_not_installed():
     matcher = resolve_ops(["mine"], sets)
     assert matcher.missing == ("not_installed.kernel", "not_installed.*")
     assert matcher.problems == ()
-    assert matcher.certain(aten.mm.default)
+    assert certain(matcher, aten.mm.default)
     assert check_sets(sets) == {}
 
 

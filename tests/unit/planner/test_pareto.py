@@ -1,4 +1,4 @@
-"""The keep-sets of a region are those that no other beats: the same as trying them all."""
+"""The save options of a region are those that no other beats: the same as trying them all."""
 
 from dataclasses import replace
 from itertools import combinations
@@ -16,7 +16,7 @@ ENGINES = ("replay", "rerun")
 
 
 def brute_force(profile, times, engine):
-    """Return the costs of the keep-sets that no other beats, of all subsets of the candidates."""
+    """Return the costs of the save options that no other beats, of all subsets of the candidates."""
     numbers = [entry.number for entry in profile.candidates]
     subsets = (chosen for count in range(len(numbers) + 1) for chosen in combinations(numbers, count))
     costs = {(one.bytes, one.seconds) for one in (priced(profile, times, chosen, engine) for chosen in subsets)}

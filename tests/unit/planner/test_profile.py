@@ -1,4 +1,4 @@
-"""What a profile says is kept is what the real engine keeps, for any keep-set, written as a policy."""
+"""What a profile says is kept is what the real engine keeps, for any save option, written as a policy."""
 
 from __future__ import annotations
 
