@@ -16,8 +16,6 @@ from torch import nn
 
 from sac.torch_private import WRAPPED_NAMES
 
-# Attribute names that only wrappers use for the wrapped module.
-
 # Class (or base class) -> attribute name of the wrapped module, for wrappers that use an ordinary name.
 WRAPPER_CLASSES = {
     "DistributedDataParallel": "module",
