@@ -145,9 +145,9 @@ def test_a_memory_budget_is_told_and_has_no_say_unless_it_is_zero(budget: float,
         ours, log = train_compiled(llama_stack, lambda m: sac.apply(m, value))
     assert log.products() == [products]
     assert_same(reference, ours)
-    wins = "it has no say in regions: what sac saves is saved there, and what it does not is recomputed"
+    wins = "it has no effect in regions: what sac saves is saved there, and everything else is recomputed"
     if not budget:
-        wins = "at 0 it wins: everything is recomputed, what sac saves too"
+        wins = "at 0 it takes precedence: everything is recomputed, including what sac saves"
     assert {str(one.message) for one in caught if issubclass(one.category, SacWarning)} == {
         f"torch._functorch.config.activation_memory_budget: it is {budget}, and sac.apply has been called on what is "
         f"compiled; {wins}\n    fix: leave it at 1, or leave sac.apply out"

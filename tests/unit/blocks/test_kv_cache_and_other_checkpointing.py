@@ -13,12 +13,12 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from sac.blocks.find import find_blocks
 from sac.blocks.kv_cache import (
     cache_configs,
-    existing_checkpointing,
     kv_free_submodules,
     shares_kv,
     takes_shared_kv,
     turn_off_cache,
 )
+from sac.blocks.other_checkpointing import existing_checkpointing
 from sac.errors import ModelError
 from tests.support.model_zoo import FAMILIES, tiny
 from tests.support.plain_zoo import Block, plain

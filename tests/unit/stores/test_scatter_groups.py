@@ -84,7 +84,7 @@ def group_of_one() -> list[Any]:
 
 
 def test_a_group_of_one_rank_has_nothing_to_scatter():
-    assert run_ranks(2, group_of_one) == [[[], [None, "Host", "ContiguousBuffer"]]] * 2
+    assert run_ranks(2, group_of_one) == [[[], [None, "OnHost", "ContiguousBuffer"]]] * 2
 
 
 class Reduced(torch.autograd.Function):
