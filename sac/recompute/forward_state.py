@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,11 +47,27 @@ StorageSnapshots = dict[int, StorageSnapshot]
 Generators = dict[int, tuple[torch.Generator, torch.Tensor]]
 
 
-def snapshot_of(tensor: torch.Tensor) -> StorageSnapshot:
-    """Return a snapshot of the storage of a strided tensor that is about to be written to."""
+def snapshot_of(tensor: torch.Tensor, before: torch.UntypedStorage | None = None) -> StorageSnapshot:
+    """Return a snapshot of the storage of a strided tensor that is about to be written to.
+
+    ``before``: a copy from the start of the forward, if there is one. Something that is not an op (NumPy) may have
+    written since.
+    """
     storage = tensor.untyped_storage()
     reference: Any = storage._weak_ref()
-    return StorageSnapshot(reference, copy_of(storage), version_watch(tensor))
+    usable = before is not None and before.nbytes() == storage.nbytes()
+    return StorageSnapshot(
+        reference, before if before is not None and usable else copy_of(storage), version_watch(tensor)
+    )
+
+
+# Storage address -> the copy of the storage from the start of the forward, if there is one.
+AtStart = Callable[[int], torch.UntypedStorage | None]
+
+
+def no_copy(address: int) -> torch.UntypedStorage | None:
+    """Return that there is no copy."""
+    return None
 
 
 def forget_freed(snapshots: StorageSnapshots) -> None:

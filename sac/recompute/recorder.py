@@ -17,7 +17,15 @@ from sac.ops.facts import FILLING, FILLING_PARTS
 from sac.outer_hooks import PackHooks, active_hooks, pack_with_outer_hooks
 from sac.recompute.autocast import callers_autocast
 from sac.recompute.fallback import PythonRecomputeMode, SavedRoutingResult
-from sac.recompute.forward_state import Generators, StorageSnapshots, forget_freed, note_generator, snapshot_of
+from sac.recompute.forward_state import (
+    AtStart,
+    Generators,
+    StorageSnapshots,
+    forget_freed,
+    no_copy,
+    note_generator,
+    snapshot_of,
+)
 from sac.recompute.module_tracker import RegionMode
 from sac.recompute.op_trace import NO_RULE, OpTraceRecorder, SavedFigures
 from sac.recompute.parameter_only import NOT_PARAMETERS, ParameterOnlyValues, is_large
@@ -27,7 +35,7 @@ from sac.recompute.table import CallSite, DecisionTable, ResolvedRule, run_op
 from sac.recompute.tape import SMALL_NUMEL, TENSOR_HOLE, Tape, as_reads, cast_of
 from sac.region.frame import Handle, Progress, clone_small_views
 from sac.region.inputs import RegionInputs
-from sac.region.module_state import other_bytes
+from sac.region.module_state import is_small, other_bytes
 from sac.region.rng import RngSnapshot, States, state_of, states_of
 from sac.region.settings import AUTO, Settings
 from sac.tensors import (
@@ -338,6 +346,7 @@ def new_tensors(out: Any) -> list[Tensor]:
 # -- The recorder's interface to the dispatch mode
 
 _LIFT_FRESH = torch.ops.aten.lift_fresh.default
+UNSEEN_WRITE = "the forward wrote to a tensor that an op reads in a way that no mode sees (NumPy)"
 
 
 class TapeRecorder:
@@ -350,6 +359,10 @@ class TapeRecorder:
         self.tape = Tape()
         self.paused = False  # True while a replay runs inside the region's own forward, which is not recorded
         self.snapshots: StorageSnapshots = {}
+        # Of small tensors from outside: what each op that wrote to them left, and those that the op at hand writes to.
+        self._left: StorageSnapshots = {}
+        self._being_written: list[Tensor] = []
+        self.at_start: AtStart = no_copy
         self.checksums: dict[int, Sums] | None = {} if verifies else None  # missing handle -> checksum
         self.may_save = False
         self.reads_values = False  # the value of a tensor was read, so the program may have branched on it
@@ -440,7 +453,9 @@ class TapeRecorder:
                 if root in self._kept_in:
                     self._copy_kept(root)
                 if root is None or root in tape.leaves:
+                    self._check_unseen(address, part)
                     self._snapshot(root, address, part, site)
+                    self._being_written.append(part)
                 if root is not None:
                     roots.append(root)
         tape.add_write(tuple(roots))
@@ -483,6 +498,9 @@ class TapeRecorder:
         elif site.op is _LIFT_FRESH and (constant := tape.known(out)) is not None:
             self.keep(constant, out)  # made from Python numbers, which are not arguments of any op
             tape.constants.add(constant)
+        if self._being_written:
+            self._left |= {storage_address(part): snapshot_of(part) for part in self._being_written if is_small(part)}
+            self._being_written = []
         self._look_at_recent(entry)
         tape.needs_attention = bool(tape.not_replayable or tape.factories or self.maybe_modified or self.paused)
         if mode.op_trace is not None:
@@ -621,7 +639,7 @@ class TapeRecorder:
                 self.tape.fail(f"{site.op} writes to a parameter")
             elif address not in self.snapshots:
                 self._written_parameters.add(address)
-                self.snapshots[address] = snapshot_of(tensor)
+                self.snapshots[address] = snapshot_of(tensor, self.at_start(address))
         elif site.traits.is_infrastructure:
             # FullyShardedDataParallel (FSDP1) gathers the parameters of a module inside the region and frees them.
             self.tape.fail(f"{site.op} writes to a tensor from outside the region")
@@ -629,7 +647,21 @@ class TapeRecorder:
             self.tape.fail(f"{site.op} writes to a tensor from outside the region, and freeze_buffers is off")
         elif address not in self.snapshots:
             forget_freed(self.snapshots)
-            self.snapshots[address] = snapshot_of(tensor)
+            self.snapshots[address] = snapshot_of(tensor, self.at_start(address))
+
+    def _check_unseen(self, address: int, part: Tensor) -> None:
+        """An op is about to write: what it finds has to be what the last one left, or what was there at the start."""
+        left = self._left.get(address)
+        before = left.copy if left is not None else self.at_start(address)
+        if before is not None and other_bytes(before, part.untyped_storage()):
+            self.tape.fail(UNSEEN_WRITE)
+
+    def check_left(self) -> None:
+        """Fail if a small tensor from outside is not as the last op that wrote to it has left it."""
+        for one in self._left.values():
+            storage = one.storage
+            if storage is not None and other_bytes(one.copy, storage):
+                self.tape.fail(UNSEEN_WRITE)
 
     def _note_generators(self, args: Any, kwargs: Any) -> None:
         for generator in (*args, *kwargs.values()):
@@ -719,6 +751,10 @@ class ReplayRecorder(TapeRecorder):
     def unpack_early(self, handle: int, tensor: Tensor) -> None:
         """Record that a gradient inside the region's own forward reads ``tensor``, a replayed value, as ``handle``."""
         self.tape.recognise(tensor, self._places[handle][0])
+
+    def set_start(self, at_start: AtStart) -> None:
+        """See ``Recorder.set_start``."""
+        self.at_start = at_start
 
     def forward_mode(self) -> AbstractContextManager[Any]:
         """Return the mode that writes the tape."""
@@ -821,6 +857,7 @@ class ReplayRecorder(TapeRecorder):
         tape = self.tape
         self.resolve_maybe_modified()
         self.recent = []
+        self.check_left()
         forget_freed(self.snapshots)
         self.needs_mode = self.may_save or bool(
             self.snapshots or self._generators or self._wrote_late or self._wrote_inputs
@@ -886,6 +923,7 @@ class ReplayRecorder(TapeRecorder):
         self.tape.drop()
         self.schedule = None
         self.snapshots, self._generators, self._routed, self._places = {}, {}, [], {}
+        self._left = {}
         self.checksums = None
         self._external_copies = {}
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from sac.errors import Problem, RegionError, SacWarning
 from sac.outer_hooks import fetch
 from sac.recompute.autocast import as_then
-from sac.recompute.recorder import ReplayRecorder
+from sac.recompute.recorder import UNSEEN_WRITE, ReplayRecorder
 from sac.recompute.schedule import ReplaySchedule
 from sac.recompute.table import CallSite
 from sac.recompute.tape import ALIAS, CAST, PART, TENSOR_HOLE, WRAP, Tape, from_reads
@@ -425,17 +425,21 @@ class ReplayFrame(Frame):
 
     def _check_unseen_writes(self, schedule: ReplaySchedule) -> None:
         """Raise ``CannotReplay`` if the forward wrote to a leaf unseen: before or after an op read it, nobody knows."""
+        if not self._forward_over:
+            self.recorder.check_left()
+        tape = self.recorder.tape
+        if tape.not_replayable:
+            raise CannotReplay(tape.not_replayable)
         unseen = self.ambient.module_state.written_unseen()
         if not unseen:
             return
-        tape = self.recorder.tape
         for value in schedule.leaves:
             leaf = tape.leaves[value]
-            if leaf.position >= 0 or tape.roots[value] in tape.writers:  # an op wrote to it, by way of `data`
+            if leaf.position >= 0 or tape.roots[value] in tape.writers:  # see ``check_left``
                 continue
             tensor = leaf.tensor()
             if tensor is not None and storage_address(tensor) in unseen:
-                raise CannotReplay("the forward wrote to a tensor that an op reads in a way that no mode sees (NumPy)")
+                raise CannotReplay(UNSEEN_WRITE)
 
     def _rebuild(self) -> tuple[tuple[Any, ...], dict[str, Any], list[tuple[int, Tensor]]]:
         """Return the arguments; a fallback after a replay reuses those of the replay: hooks may unpack only once."""

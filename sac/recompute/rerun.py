@@ -14,7 +14,15 @@ from sac.checksums import Sums, find_different, same, sums_of
 from sac.errors import Problem, RegionError
 from sac.ops.flops import flops_of
 from sac.outer_hooks import OuterPacked, PackHooks, active_hooks, fetch, pack_with_outer_hooks
-from sac.recompute.forward_state import PreForwardState, StorageSnapshots, forget_freed, note_generator, snapshot_of
+from sac.recompute.forward_state import (
+    AtStart,
+    PreForwardState,
+    StorageSnapshots,
+    forget_freed,
+    no_copy,
+    note_generator,
+    snapshot_of,
+)
 from sac.recompute.module_tracker import RegionMode
 from sac.recompute.op_trace import NO_RULE, OpTraceRecorder, SavedFigures
 from sac.recompute.parameter_only import NOT_PARAMETERS, is_large
@@ -141,6 +149,7 @@ class RerunState:
         self.written_parameters: set[int] = set()  # addresses of parameters that the region itself writes to
         self._versions: dict[int, int] = {}  # storage address -> version counter when its result was saved
         self.generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
+        self.at_start: AtStart = no_copy
         self.snapshots: StorageSnapshots = {}  # storage address -> contents before the first write
         self.calls: defaultdict[CallSite, int] = defaultdict(int)
         self.alternations: defaultdict[int, int] = defaultdict(int)
@@ -299,11 +308,11 @@ class RerunState:
             return
         elif origin == "parameter":
             if not (gathers(site) or tensor.is_inference()):
-                self.snapshots[address] = snapshot_of(tensor)
+                self.snapshots[address] = snapshot_of(tensor, self.at_start(address))
                 self.written_parameters.add(address)
         elif self.freeze_buffers and origin in ("foreign", "input"):
             forget_freed(self.snapshots)
-            self.snapshots[address] = snapshot_of(tensor)
+            self.snapshots[address] = snapshot_of(tensor, self.at_start(address))
 
     def note_generator(self, generator: torch.Generator) -> None:
         """See ``forward_state.note_generator``."""
@@ -967,6 +976,10 @@ class RerunRecorder:
         for kept in inputs.tensors:
             if isinstance(kept.data, torch.Tensor):
                 self.state.value_ids.name_input(kept.data, kept.position, lasts=kept.stored is None)
+
+    def set_start(self, at_start: AtStart) -> None:
+        """See ``Recorder.set_start``."""
+        self.state.at_start = at_start
 
     def forward_mode(self) -> AbstractContextManager[Any]:
         """Return the mode that decides."""

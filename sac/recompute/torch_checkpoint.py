@@ -73,6 +73,7 @@ class CheckpointForwardMode(ForwardMode):
 
     def __enter__(self) -> CheckpointForwardMode:
         self._ambient.note()
+        self.state.at_start = self._ambient.at_start
         theirs = active_hooks()
         self._watch = _Watch(self.state, theirs) if theirs is not None else None
         self._hooks = None
@@ -129,6 +130,10 @@ class _Ambient:
         self._surroundings = AmbientState(
             (), owners_of(self._module), _SETTINGS, _objects_torch_was_given(), beside_torch=not self._in_graph
         )
+
+    def at_start(self, address: int) -> torch.UntypedStorage | None:
+        """Return the copy of the storage at ``address`` from the start of the forward, if there is one."""
+        return self._surroundings.module_state.at_start(address) if self._surroundings is not None else None
 
     def forward_is_over(self) -> None:
         """Release buffers that have not changed."""

@@ -425,6 +425,9 @@ class ModuleRecorder:
         """The region is about to run on ``inputs``."""
         self.modules.begin(inputs)
 
+    def set_start(self, at_start: Callable[[int], torch.UntypedStorage | None]) -> None:
+        """Nothing: it sees no ops."""
+
     def forward_mode(self) -> AbstractContextManager[Any]:
         """Return the context in which saved modules run outside the region."""
         return _active(SavingPass(self.modules, lambda: self._packs))

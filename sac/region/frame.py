@@ -255,6 +255,9 @@ class Recorder(Protocol):
     sees_ops: bool
     not_recomputed: frozenset[int]
 
+    def set_start(self, at_start: Callable[[int], torch.UntypedStorage | None]) -> None:
+        """The forward begins; ``at_start`` returns the copy of the storage at an address, if the frame has made one."""
+
     def forward_mode(self) -> AbstractContextManager[Any]:
         """Return the context in which the forward runs."""
 
@@ -331,6 +334,8 @@ class RegionCall(ABC):
             recorded=recorded,
             not_recomputed=not_recomputed,
         )
+        if self.recorder is not None:
+            self.recorder.set_start(self.ambient.module_state.at_start)
 
     def _run_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.recorder is None:

@@ -180,6 +180,10 @@ class ModuleState:
         running = self._written is None
         return {one.address for one in self._watched if (one.was_written_unseen() if running else one.was_unseen)}
 
+    def at_start(self, address: int) -> torch.UntypedStorage | None:
+        """Return the copy of the storage at ``address`` from before the forward; None if there is none."""
+        return next((one.copy for one in self._watched if one.address == address), None)
+
     def copies(self) -> dict[int, torch.UntypedStorage] | None:
         """Return the copies of tensors that other code has written to since the forward, by storage address.
 
@@ -333,6 +337,12 @@ def other_bytes(copy: torch.UntypedStorage, storage: torch.UntypedStorage) -> bo
     if not 0 < size <= _MOST_COPIED_BYTES_UNRECORDED or storage.device.type != "cpu" or size != storage.nbytes():
         return False
     return ctypes.string_at(copy.data_ptr(), size) != ctypes.string_at(storage.data_ptr(), size)
+
+
+def is_small(tensor: torch.Tensor) -> bool:
+    """Return whether ``other_bytes`` looks at the storage of a strided tensor."""
+    storage = tensor.untyped_storage()
+    return storage.device.type == "cpu" and 0 < storage.nbytes() <= _MOST_COPIED_BYTES_UNRECORDED
 
 
 def spare_copy(tensor: torch.Tensor) -> torch.UntypedStorage | None:

@@ -264,3 +264,44 @@ def _gradients_and_load(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
     model(x).square().sum().backward()
     gradients = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
     return gradients | {"load": model.blocks[0].load.clone()}
+
+
+class Mixed(nn.Module):
+    """An op and NumPy write to the same small tensor in one call: ``order`` says how, from the third call on."""
+
+    def __init__(self, order: str) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.load = torch.zeros(8)
+        self.order = order
+        self.calls = 0
+
+    def write(self, how: str) -> None:
+        if how == "n":
+            if self.calls > 2:
+                self.load.numpy()[0] += 1
+        elif how == "d":
+            self.load.data.add_(1)
+        else:
+            with torch.no_grad():
+                self.load.add_(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        factor = self.load.cos() if self.order.startswith("r") else 1.0
+        for how in self.order.removeprefix("r"):
+            self.write(how)
+        return x + self.second(torch.relu(self.first(x * factor * (self.load * 1).cos())))
+
+
+@pytest.mark.parametrize("engine", ["auto", "replay", "rerun"])
+@pytest.mark.parametrize("order", ["dn", "nd", "on", "no", "dnd", "ono", "rnd", "rno", "rn"])
+def test_what_numpy_and_an_op_wrote_to_one_tensor(order: str, engine: str) -> None:
+    model = Stack(Mixed(order), Mixed(order))
+    plain = copy.deepcopy(model)
+    sac.apply(model, selective(policy(save("matmul")), engine=engine, verify="first"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SacWarning)
+        for _ in range(5):
+            x = torch.randn(4, 8)
+            assert_same(*(_gradients_and_load(one, x) for one in (plain, model)))
