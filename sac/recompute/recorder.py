@@ -35,7 +35,7 @@ from sac.recompute.table import CallSite, DecisionTable, ResolvedRule, run_op
 from sac.recompute.tape import SMALL_NUMEL, TENSOR_HOLE, Tape, as_reads, cast_of
 from sac.region.frame import Handle, Progress, clone_small_views
 from sac.region.inputs import RegionInputs
-from sac.region.module_state import is_small, other_bytes
+from sac.region.module_state import other_bytes, small_bytes
 from sac.region.rng import RngSnapshot, States, state_of, states_of
 from sac.region.settings import AUTO, Settings
 from sac.tensors import (
@@ -359,8 +359,9 @@ class TapeRecorder:
         self.tape = Tape()
         self.paused = False  # True while a replay runs inside the region's own forward, which is not recorded
         self.snapshots: StorageSnapshots = {}
-        # Of small tensors from outside: what each op that wrote to them left, and those that the op at hand writes to.
-        self._left: StorageSnapshots = {}
+        # Of small tensors from outside: what the last op that wrote to one left, by the address of its storage, until
+        # the forward is over; and those that the op at hand writes to.
+        self._left: dict[int, bytes] = {}
         self._being_written: list[Tensor] = []
         self.at_start: AtStart = no_copy
         self.checksums: dict[int, Sums] | None = {} if verifies else None  # missing handle -> checksum
@@ -499,8 +500,7 @@ class TapeRecorder:
             self.keep(constant, out)  # made from Python numbers, which are not arguments of any op
             tape.constants.add(constant)
         if self._being_written:
-            self._left |= {storage_address(part): snapshot_of(part) for part in self._being_written if is_small(part)}
-            self._being_written = []
+            self._note_left()
         self._look_at_recent(entry)
         tape.needs_attention = bool(tape.not_replayable or tape.factories or self.maybe_modified or self.paused)
         if mode.op_trace is not None:
@@ -651,16 +651,29 @@ class TapeRecorder:
 
     def _check_unseen(self, address: int, part: Tensor) -> None:
         """An op is about to write: what it finds has to be what the last one left, or what was there at the start."""
-        left = self._left.get(address)
-        before = left.copy if left is not None else self.at_start(address)
-        if before is not None and other_bytes(before, part.untyped_storage()):
+        found = small_bytes(part.untyped_storage())
+        if found is None:
+            return
+        expected = self._left.get(address)
+        if expected is None:
+            before = self.at_start(address)
+            expected = small_bytes(before) if before is not None else None
+        if expected is not None and len(expected) == len(found) and expected != found:
             self.tape.fail(UNSEEN_WRITE)
+
+    def _note_left(self) -> None:
+        for part in self._being_written:
+            data = small_bytes(part.untyped_storage())
+            if data is not None:
+                self._left[storage_address(part)] = data
+        self._being_written = []
 
     def check_left(self) -> None:
         """Fail if a small tensor from outside is not as the last op that wrote to it has left it."""
-        for one in self._left.values():
-            storage = one.storage
-            if storage is not None and other_bytes(one.copy, storage):
+        for address, data in self._left.items():
+            snapshot = self.snapshots.get(address)
+            storage = snapshot.storage if snapshot is not None else None
+            if storage is not None and small_bytes(storage) != data:
                 self.tape.fail(UNSEEN_WRITE)
 
     def _note_generators(self, args: Any, kwargs: Any) -> None:
@@ -858,6 +871,7 @@ class ReplayRecorder(TapeRecorder):
         self.resolve_maybe_modified()
         self.recent = []
         self.check_left()
+        self._left = {}
         forget_freed(self.snapshots)
         self.needs_mode = self.may_save or bool(
             self.snapshots or self._generators or self._wrote_late or self._wrote_inputs

@@ -333,16 +333,18 @@ def _plain_tensors(buffers: list[tuple[nn.Module, Bound]]) -> Iterator[tuple[nn.
 
 def other_bytes(copy: torch.UntypedStorage, storage: torch.UntypedStorage) -> bool:
     """Return whether a small ``storage`` on the CPU differs from its copy; False for all other storages."""
-    size = copy.nbytes()
-    if not 0 < size <= _MOST_COPIED_BYTES_UNRECORDED or storage.device.type != "cpu" or size != storage.nbytes():
+    if copy.nbytes() != storage.nbytes():
         return False
-    return ctypes.string_at(copy.data_ptr(), size) != ctypes.string_at(storage.data_ptr(), size)
+    found = small_bytes(storage)
+    return found is not None and found != small_bytes(copy)
 
 
-def is_small(tensor: torch.Tensor) -> bool:
-    """Return whether ``other_bytes`` looks at the storage of a strided tensor."""
-    storage = tensor.untyped_storage()
-    return storage.device.type == "cpu" and 0 < storage.nbytes() <= _MOST_COPIED_BYTES_UNRECORDED
+def small_bytes(storage: torch.UntypedStorage) -> bytes | None:
+    """Return what a small storage on the CPU holds; None for all others."""
+    size = storage.nbytes()
+    if not 0 < size <= _MOST_COPIED_BYTES_UNRECORDED or storage.device.type != "cpu":
+        return None
+    return ctypes.string_at(storage.data_ptr(), size)
 
 
 def spare_copy(tensor: torch.Tensor) -> torch.UntypedStorage | None:

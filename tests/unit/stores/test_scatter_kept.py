@@ -87,7 +87,7 @@ def kept_in_slots() -> int:
     recorder = Recorder()
     with recorder:
         x, out, _ = chain_of_regions(model, run)
-    return recorder.live_bytes(besides=(x, out))
+    return bytes_held(recorder, (x, out))
 
 
 def test_shares_in_one_buffer():
@@ -155,7 +155,7 @@ def kept_by_blocks(mode: str, scatters: bool, warm: bool) -> tuple[int, list[boo
         recorder = Recorder()
         with recorder:
             out = model(x)
-        kept, gone = recorder.live_bytes(besides=out), [one.expired() for one in passed[1:]]
+        kept, gone = bytes_held(recorder, out), [one.expired() for one in passed[1:]]
     figures = [kind["input_bytes"] for kind in sac.report(model).to_dict()["kinds"]]
     out.sum().backward()
     model.zero_grad()
