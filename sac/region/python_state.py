@@ -12,7 +12,7 @@ import warnings
 import weakref
 from array import array
 from collections import OrderedDict, UserDict, UserList, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from functools import lru_cache, partial
 from itertools import islice
@@ -158,12 +158,12 @@ def _state(value: Any) -> Any:
 # reach is recorded when the forward begins and restored while Python runs again. Afterwards the state from before the
 # recomputation comes back.
 #
-# Reached are: attributes of the region's modules and their tables of submodules; their classes and the globals that
-# these name (Note [Globals and classes]); the contents of functions (closure, defaults, attributes, bound object,
-# arguments of a partial); and from there lists, dicts, sets, deques, short arrays, attributes of objects (also in
-# `__slots__`), and unregistered modules, such as modules in a list, except their parameters. Not reached are: internal
-# objects of libraries (torch, the standard library), generators, modules that contain the region itself, and anything
-# beyond `_MOST_MODULES` modules and `_MOST` objects.
+# Reached are: attributes of the region's modules, their tables of submodules and their hooks; their classes and the
+# globals that these name (Note [Globals and classes]); the contents of functions (closure, defaults, attributes, bound
+# object, arguments of a partial); and from there lists, dicts, sets, deques, short arrays, attributes of objects (also
+# in `__slots__`), and unregistered modules, such as modules in a list, except their parameters. Not reached are:
+# internal objects of libraries (torch, the standard library), generators, modules that contain the region itself, and
+# anything beyond `_MOST_MODULES` modules and `_MOST` objects.
 #
 # The record is shallow and by reference: which objects a container held, not their contents. Tensors are recorded by
 # identity too; Note [Buffers advance once] covers writes to their memory. A tensor with a graph is not held, since the
@@ -260,6 +260,7 @@ class ReachableState:
         for module in modules:
             self._note_module(module)
             classes[type(module)] = None
+        self._note_hooks(modules)
         for cls in classes:
             self._note_class(cls)
         for root in roots:
@@ -319,6 +320,12 @@ class ReachableState:
                     value = getattr(value.__self__, "before", None)  # the forward that sac installed is not user state
                 self._reach(value)
 
+    def _note_hooks(self, modules: Sequence[nn.Module]) -> None:
+        holder = _HooksHolder(modules)
+        self._add(holder)
+        for hook in holder.hooks:
+            self._reach(hook)
+
     def _note_class(self, cls: type) -> None:
         for base in cls.__mro__:
             if _is_users(base) and id(base) not in self._seen:
@@ -374,6 +381,7 @@ class ReachableState:
         if len(below) > self._left_modules or any(id(one) in own for one in below):
             return
         self._left_modules -= len(below)
+        self._note_hooks(below)
         for one in below:
             self._seen.add(id(one))
             self._note_module(one)
@@ -557,6 +565,82 @@ class _ManagedAttributesHolder(_OwnAttributesHolder):
 
     def again(self) -> _ManagedAttributesHolder:
         return _ManagedAttributesHolder(self._target, [*self.now().items()])
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOKS_AND_FLAGS = (
+    *_HOOKS,
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks_with_kwargs",
+)
+
+HookTables = tuple[dict[int, Any], ...]  # those of a module, in the order of _HOOKS_AND_FLAGS
+_NO_HOOKS: HookTables = tuple({} for _ in _HOOKS_AND_FLAGS)
+
+
+class _HooksHolder(_Holder):
+    """The hooks of modules, most of which have none. The key of a hook is used only once in a process.
+
+    Where a hook of torch has come or gone, the module is left alone: that of a lazy module removes itself when it has
+    done its work.
+    """
+
+    __slots__ = ("_held", "_modules")
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = modules
+        self._held = self.now()
+
+    @property
+    def hooks(self) -> list[Any]:
+        """The recorded hooks."""
+        return [hook for tables in self._held.values() for table in tables[: len(_HOOKS)] for hook in table.values()]
+
+    def now(self) -> dict[int, HookTables]:
+        """Return the tables of the modules that have hooks, by the module's position."""
+        found = {}
+        for position, module in enumerate(self._modules):
+            held = module.__dict__
+            for name in _HOOKS:
+                if held.get(name):
+                    found[position] = tuple({**held[one]} for one in _HOOKS_AND_FLAGS)
+                    break
+        return found
+
+    def before(self) -> dict[int, HookTables]:
+        return self._held
+
+    def differs(self, now: dict[int, HookTables]) -> bool:
+        return bool(self._held or now) and next(_changed_hooks(self._held, now), None) is not None
+
+    def put(self, wanted: dict[int, HookTables]) -> None:
+        now = self.now()
+        if wanted or now:
+            for position in _changed_hooks(wanted, now):
+                held = self._modules[position].__dict__
+                for name, table in zip(_HOOKS_AND_FLAGS, wanted.get(position, _NO_HOOKS), strict=True):
+                    held[name].clear()
+                    held[name].update(table)
+
+    def again(self) -> _HooksHolder:
+        return _HooksHolder(self._modules)
+
+
+def _changed_hooks(one: dict[int, HookTables], other: dict[int, HookTables]) -> Iterator[int]:
+    """Yield the positions of modules whose hooks differ, unless a hook of torch does."""
+    for position in {**one, **other}:
+        before, after = one.get(position, _NO_HOOKS), other.get(position, _NO_HOOKS)
+        pairs = [*zip(before, after, strict=True)]
+        if any([*old] != [*new] for old, new in pairs):
+            hooks = [
+                hook
+                for old, new in pairs[: len(_HOOKS)]
+                for key, hook in {**old, **new}.items()
+                if (key in old) != (key in new)
+            ]
+            if not any(is_library(getattr(getattr(hook, "func", hook), "__module__", None)) for hook in hooks):
+                yield position
 
 
 class _SequenceHolder(_Holder):

@@ -92,6 +92,8 @@ def _is_equal(one: Any, other: Any) -> bool:
         return one.bit_generator.state == other.bit_generator.state
     if isinstance(one, random.Random):
         return one.getstate() == other.getstate()
+    if isinstance(one, torch.utils.hooks.RemovableHandle):
+        return type(one) is type(other)
     if isinstance(one, numpy.ndarray):
         return numpy.array_equal(one, other)
     if isinstance(one, dict):
@@ -413,6 +415,56 @@ class Switched(Block):
         return x + self.down(self.act(getattr(self, self.active)(x * self.mask.sin())).sin())
 
 
+class Hooks(Block):
+    """Registers a hook in the forward of one step, and removes it in that of another."""
+
+    hook: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == 2:
+            self.hook = self.up.register_forward_hook(lambda module, args, out: out * 1.5)
+        if self.calls == 4:
+            self.hook.remove()
+        return x + self.mlp(x)
+
+
+class Hooked(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down.register_forward_hook(lambda module, args, out: out * 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(x)
+
+
+def hooks_for_the_forward(model: Model, x: Tensor, step: int) -> Tensor:
+    """Changes and collects activations with hooks that are gone before backward, where another one is."""
+    seen: list[Tensor] = []
+
+    def collect(module: nn.Module, args: Any, kwargs: Any, out: Tensor) -> Tensor:
+        seen.append(out.detach())
+        return out * (1 + len(seen))
+
+    hooks = []
+    for layer in model.layers:
+        hooks.append(layer.up.register_forward_hook(collect, with_kwargs=True))
+        hooks.append(layer.down.register_forward_pre_hook(lambda module, args: (args[0] * 0.5,)))
+        hooks.append(layer.up.register_full_backward_hook(lambda module, given, out: (given[0] * 3,)))
+    loss = model(x).square().mean()
+    for hook in hooks:
+        hook.remove()
+    late = model.layers[0].up.register_forward_hook(lambda module, args, out: out + 1)
+    loss.backward()
+    late.remove()
+    assert len(seen) == len(model.layers)
+    return loss + sum(one.sum() for one in seen)
+
+
 def switching(model: Model, x: Tensor, step: int) -> Tensor:
     """Changes the model between forward and backward."""
     loss = model(x).square().mean()
@@ -436,6 +488,7 @@ def two_forwards(model: Model, x: Tensor, step: int) -> Tensor:
     [
         *(ForcedNorm, ForcedNormBeforeAGradient, ForcedNormByData, LateForcedNorm, MaxNorm),
         *(Dropped, DroppedByPython, Unregistered, BesideTheModules, Iterators, Memory, Load, Counters),
+        Hooks,
     ],
     ids=lambda make: make.__name__,
 )
@@ -446,6 +499,11 @@ def test_program_that_changes_is_exact(make: Callable[[], nn.Module], way: str) 
 @pytest.mark.parametrize("way", WAYS)
 def test_attributes_that_change_between_forward_and_backward_are_those_of_the_forward(way: str) -> None:
     assert_same(Switched, way, switching)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_hooks_that_change_between_forward_and_backward_are_those_of_the_forward(way: str) -> None:
+    assert_same(Hooked, way, hooks_for_the_forward)
 
 
 @pytest.mark.parametrize("way", WAYS)
