@@ -24,22 +24,10 @@ from sac.config import CALL_KEYS, FULL_CONFIG_KEYS, OWN_KEYS, STORES, CallOption
 from sac.full import FullConfig
 from tests.docs.pages import rows, snippets
 from tests.docs.snippet_models import WIDTH, Layer, Model
+from tests.support.rank_programs import ModelParallelUnit
 from tests.support.ranks import run_ranks
 
 PAGE = "docs/full-recompute.md"
-
-
-class ModelParallelUnit:
-    """What DeepSpeed calls an mpu."""
-
-    def get_model_parallel_rank(self) -> int:
-        return dist.get_rank()
-
-    def get_model_parallel_world_size(self) -> int:
-        return dist.get_world_size()
-
-    def get_model_parallel_group(self) -> Any:
-        return dist.group.WORLD
 
 
 def names_of_a_user() -> dict[str, Any]:

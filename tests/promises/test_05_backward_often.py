@@ -32,7 +32,7 @@ from tests.support.blocks import (
 from tests.support.custom_ops import SineReadTwice
 from tests.support.recording import Recorder, without_collector
 from tests.support.stock import install_stock
-from tests.support.training import assert_same, assert_same_training, built
+from tests.support.training import assert_same, assert_same_training, built, gradient_penalty, inputs_then_weights
 
 VALUES = {
     "full": FULL,
@@ -57,18 +57,6 @@ def three_times_by_grad(loss: Tensor, inputs: list[Tensor], parameters: list[nn.
         for again in (True, True, False)
         for grad in torch.autograd.grad(loss, [*inputs, *parameters], retain_graph=again)
     ]
-
-
-def inputs_then_weights(loss: Tensor, inputs: list[Tensor], parameters: list[nn.Parameter]) -> list[Tensor | None]:
-    """The split of zero-bubble pipelines."""
-    first = torch.autograd.grad(loss, inputs, retain_graph=True)
-    return [*first, *torch.autograd.grad(loss, parameters)]
-
-
-def gradient_penalty(loss: Tensor, inputs: list[Tensor], parameters: list[nn.Parameter]) -> list[Tensor | None]:
-    (grad,) = torch.autograd.grad(loss, inputs, create_graph=True)
-    (loss + grad.square().sum()).backward()
-    return [grad]
 
 
 def second_derivative_only(loss: Tensor, inputs: list[Tensor], parameters: list[nn.Parameter]) -> list[Tensor | None]:

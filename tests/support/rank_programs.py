@@ -28,6 +28,33 @@ def functional(block: FunctionBlock, x: Tensor) -> Tensor:
     return reduced(x @ block.a).sin() @ block.b
 
 
+class SummedOverRanks(torch.autograd.Function):
+    """Sum over the ranks in forward, as it is in backward: what ends a row-parallel layer."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        x = x.clone()
+        dist.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class ModelParallelUnit:
+    """What DeepSpeed calls an mpu, over the default group."""
+
+    def get_model_parallel_rank(self) -> int:
+        return dist.get_rank()
+
+    def get_model_parallel_world_size(self) -> int:
+        return dist.get_world_size()
+
+    def get_model_parallel_group(self) -> Any:
+        return dist.group.WORLD
+
+
 class _Reduced(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -103,3 +103,16 @@ def stepped(
         for name, buffer in model.named_buffers():
             seen[f"{step} buffer {name}"] = buffer.clone()
     return seen
+
+
+class Counter:
+    """Counts its forwards, and lets the count go into the value."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def snapshot(self) -> int:
+        return self.count
+
+    def restore(self, state: int) -> None:
+        self.count = state

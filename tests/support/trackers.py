@@ -130,15 +130,10 @@ class TiedGenerator(torch.Generator):
         return torch.sin(torch.arange(like.numel()) * 1.7 + self.box[0] + 31.0 * self.box[1]).view(like.shape) + 2
 
 
-class TiedTracker(DeepSpeedLike):
-    """Ties the default generator to the named one for the time of a fork, as graph-safe trackers do on CUDA."""
+class GraphSafeLike(DeepSpeedLike):
+    """States are generators, to which `default` is tied for the time of a fork: TransformerEngine, Megatron on CUDA."""
 
-    def __init__(self, default: TiedGenerator) -> None:
-        super().__init__()
-        self.default = default
-
-    def first_state(self, seed: int) -> TiedGenerator:
-        return TiedGenerator.seeded(seed)
+    default: Any
 
     @contextlib.contextmanager
     def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
@@ -149,6 +144,17 @@ class TiedTracker(DeepSpeedLike):
         finally:
             self.states_[name] = self.default.graphsafe_get_state()
             self.default.graphsafe_set_state(outer)
+
+
+class TiedTracker(GraphSafeLike):
+    """The same with a generator that is given."""
+
+    def __init__(self, default: TiedGenerator) -> None:
+        super().__init__()
+        self.default = default
+
+    def first_state(self, seed: int) -> TiedGenerator:
+        return TiedGenerator.seeded(seed)
 
 
 MAKERS: Mapping[str, Callable[[], Any]] = {

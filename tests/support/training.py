@@ -175,3 +175,15 @@ def deterministic(device: str) -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(before)
+
+
+def inputs_then_weights(loss: Tensor, inputs: list[Tensor], parameters: list[nn.Parameter]) -> list[Tensor | None]:
+    """The split of zero-bubble pipelines."""
+    first = torch.autograd.grad(loss, inputs, retain_graph=True)
+    return [*first, *torch.autograd.grad(loss, parameters)]
+
+
+def gradient_penalty(loss: Tensor, inputs: list[Tensor], parameters: list[nn.Parameter]) -> list[Tensor | None]:
+    (grad,) = torch.autograd.grad(loss, inputs, create_graph=True)
+    (loss + grad.square().sum()).backward()
+    return [grad]

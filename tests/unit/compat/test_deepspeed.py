@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
@@ -18,21 +16,12 @@ from torch.utils._pytree import tree_leaves
 import sac.compat.deepspeed as checkpointing
 from sac.errors import ConfigError, RegionError
 from sac.full import RngTracker
+from tests.support.rank_programs import ModelParallelUnit
 from tests.support.ranks import run_ranks
 from tests.support.training import assert_same
-from tests.unit.compat.programs import WIDTH, forking, gradients_of, plainly, same_everywhere, trained
+from tests.unit.compat.programs import DEEPSPEED, WIDTH, forking, gradients_of, plainly, same_everywhere, trained
 
-CALLS = {"reentrant": checkpointing.checkpoint, "non-reentrant": checkpointing.non_reentrant_checkpoint}
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_configured(monkeypatch):
-    monkeypatch.setattr(checkpointing, "_process", checkpointing._Process())
-
-
-@pytest.fixture(params=CALLS, name="call")
-def _call(request) -> Callable[..., Any]:
-    return CALLS[request.param]
+pytestmark = pytest.mark.usefixtures("nothing_is_configured")
 
 
 class MaskedLinear(nn.Linear):
@@ -282,23 +271,10 @@ def test_what_is_configured_before_backward_does_not_matter_to_regions_that_have
     assert torch.equal(x.grad, torch.autograd.grad(x.sin().exp().sin().exp().sum(), x)[0])
 
 
-class Mpu:
-    """Says what DeepSpeed asks an mpu object for, over the default group."""
-
-    def get_model_parallel_rank(self) -> int:
-        return dist.get_rank()
-
-    def get_model_parallel_world_size(self) -> int:
-        return dist.get_world_size()
-
-    def get_model_parallel_group(self) -> Any:
-        return dist.group.WORLD
-
-
 def partitioned(name: str, arguments: dict[str, Any]) -> list[list[str]]:
     """Dropout, keywords and flags, an odd number of elements, a residual: wrong or errors in DeepSpeed."""
-    checkpointing.configure(Mpu(), partition_activations=True, **arguments)
-    call = CALLS[name]
+    checkpointing.configure(ModelParallelUnit(), partition_activations=True, **arguments)
+    call = DEEPSPEED[name]
 
     def run(function: Any, *args: Any, **kwargs: Any) -> Any:
         if name == "reentrant":
@@ -333,14 +309,14 @@ def partitioned(name: str, arguments: dict[str, Any]) -> list[list[str]]:
     [{}, {"checkpoint_in_cpu": True}, {"contiguous_checkpointing": True, "num_checkpoints": 1}],
     ids=lambda arguments: "+".join(arguments) or "partition",
 )
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", DEEPSPEED)
 def test_partitioning_over_two_ranks(name, arguments):
     assert run_ranks(2, partitioned, name, arguments) == [[[], [], []]] * 2
 
 
 def kept_elements(arguments: dict[str, Any]) -> list[int]:
     """How many elements a region keeps of arguments of 9, 4 and 1: of the last none is kept elsewhere, if so marked."""
-    checkpointing.configure(Mpu(), partition_activations=True, **arguments)
+    checkpointing.configure(ModelParallelUnit(), partition_activations=True, **arguments)
     kept = []
     keeping = checkpointing._process.settings.input_storing
     put = keeping.store.inner.put

@@ -5,9 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -20,17 +18,8 @@ from tests.support.training import assert_same
 from tests.unit.compat.programs import WIDTH, plainly, trained
 
 WAITS = Noted()  # what the region can reach is put back before it runs again
-CALLS = {"reentrant": checkpointing.checkpoint, "non-reentrant": checkpointing.non_reentrant_checkpoint}
 
-
-@pytest.fixture(autouse=True)
-def _nothing_is_configured(monkeypatch):
-    monkeypatch.setattr(checkpointing, "_process", checkpointing._Process())
-
-
-@pytest.fixture(params=CALLS, name="call")
-def _call(request) -> Callable[..., Any]:
-    return CALLS[request.param]
+pytestmark = pytest.mark.usefixtures("nothing_is_configured")
 
 
 @pytest.fixture(name="waits")

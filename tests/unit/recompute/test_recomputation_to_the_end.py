@@ -13,6 +13,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 
 import sac
 from tests.support.blocks import FunctionBlock, Stack, alternate, install, policy, save, selective, square
+from tests.support.rank_programs import SummedOverRanks
 from tests.support.ranks import run_ranks
 from tests.support.recording import Recorder, backward_ops
 from tests.support.training import assert_same_training, built
@@ -150,23 +151,9 @@ def test_training_is_the_same(body: Callable[..., Any], name: str) -> None:
 # Ranks that run other ops around a collective
 
 
-class _Reduced(torch.autograd.Function):
-    """An all-reduce without communication in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        x = x.clone()
-        dist.all_reduce(x)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
-
-
 def around_a_collective(block: FunctionBlock, x: Tensor) -> Tensor:
     """Rank 0 reads what it gets, and runs the collective again for it; rank 1 has no use for that by itself."""
-    y = _Reduced.apply(x @ block.a)
+    y = SummedOverRanks.apply(x @ block.a)
     return y.sin() if dist.get_rank() == 0 else y * 2
 
 

@@ -24,7 +24,7 @@ from tests.support.replay_programs import (
     replay,
     warning_of,
 )
-from tests.support.training import assert_same, built
+from tests.support.training import assert_same, built, gradient_penalty, inputs_then_weights
 
 Body = Callable[[FunctionBlock, Tensor], Tensor]
 
@@ -39,17 +39,6 @@ def twice(loss: Tensor, inputs: list[Tensor], parameters: list[nn.Parameter]) ->
     first = [one.grad.clone() for one in parameters if one.grad is not None]
     loss.backward()
     return list(first)
-
-
-def inputs_then_weights(loss: Tensor, inputs: list[Tensor], parameters: list[nn.Parameter]) -> list[Tensor | None]:
-    first = torch.autograd.grad(loss, inputs, retain_graph=True)
-    return [*first, *torch.autograd.grad(loss, parameters)]
-
-
-def gradient_penalty(loss: Tensor, inputs: list[Tensor], parameters: list[nn.Parameter]) -> list[Tensor | None]:
-    (grad,) = torch.autograd.grad(loss, inputs, create_graph=True)
-    (loss + grad.square().sum()).backward()
-    return [grad]
 
 
 def on_another_thread(loss: Tensor, inputs: list[Tensor], parameters: list[nn.Parameter]) -> list[Tensor | None]:

@@ -88,6 +88,24 @@ def test_autocast_of_forward_holds_in_backward_on_another_thread(name: str, entr
     assert_same(grads(built(llama_stack, device)), grads(ours))
 
 
+def on_two_threads(work: Callable[[int], None]) -> None:
+    """Run `work` with 0 and with 1, at once; what it raises fails the test."""
+    errors: list[BaseException] = []
+
+    def run(index: int) -> None:
+        try:
+            work(index)
+        except BaseException as error:  # asserted on below
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors
+
+
 def train_steps(model: Stack, seed: int, gate: threading.Barrier | None, steps: int = 6) -> dict[str, Tensor]:
     """Train with a generator of its own, in step with the other threads."""
     generator = torch.Generator().manual_seed(seed)
@@ -111,20 +129,11 @@ def test_two_threads_train_two_models_at_once(name: str, entry: str) -> None:
     models = [install(built(llama_stack, seed=seed), VALUES[name], entry) for seed in (1, 2)]
     gate = threading.Barrier(2)
     found: dict[int, dict[str, Tensor]] = {}
-    errors: list[BaseException] = []
 
     def work(index: int) -> None:
-        try:
-            found[index] = train_steps(models[index], index + 1, gate)
-        except BaseException as error:  # asserted on below
-            errors.append(error)
+        found[index] = train_steps(models[index], index + 1, gate)
 
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors, errors
+    on_two_threads(work)
     for index in range(2):
         assert_same(expected[index], found[index])
 
@@ -136,24 +145,15 @@ def test_two_threads_run_one_model_at_once(name: str, entry: str) -> None:
     inputs = [torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
     gate = threading.Barrier(2)
     found: dict[int, tuple[Tensor, ...]] = {}
-    errors: list[BaseException] = []
 
     def grads(of: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
         return torch.autograd.grad(of(x).square().mean(), list(of.parameters()))
 
     def work(index: int) -> None:
-        try:
-            for _ in range(5):
-                gate.wait(timeout=60)
-                found[index] = grads(model, inputs[index])
-        except BaseException as error:  # asserted on below
-            errors.append(error)
+        for _ in range(5):
+            gate.wait(timeout=60)
+            found[index] = grads(model, inputs[index])
 
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors, errors
+    on_two_threads(work)
     for index in range(2):
         assert all(torch.equal(a, b) for a, b in zip(grads(reference, inputs[index]), found[index], strict=True))

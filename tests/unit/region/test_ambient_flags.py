@@ -102,20 +102,23 @@ def attention(block: FunctionBlock, x: Tensor) -> Tensor:
     return (torch.ones(8) * 0.3 * h.sin()).cos()  # in the default dtype, if that is a wider one
 
 
-@ON_EACH_WAY
-@ON_EACH_FLAG
-def test_recomputation_sees_the_flags_of_forward(surrounding: Surrounding, read: Callable[[], Any], way: Way) -> None:
+def values_seen(read: Callable[[], Any], way: Way, **surroundings: Surrounding) -> Noted:
+    """Train without regions and with them; the bits are equal, and the flag's values in all forwards are returned."""
     seen = Noted()
 
     def body(block: FunctionBlock, x: Tensor) -> Tensor:
         seen.append(read())
         return attention(block, x)
 
+    assert_same(stepped(stack_of(body), as_it_is, **surroundings), stepped(stack_of(body), way, **surroundings))
+    return seen
+
+
+@ON_EACH_WAY
+@ON_EACH_FLAG
+def test_recomputation_sees_the_flags_of_forward(surrounding: Surrounding, read: Callable[[], Any], way: Way) -> None:
     before = read()
-    assert_same(
-        stepped(stack_of(body), as_it_is, forward=surrounding),
-        stepped(stack_of(body), way, forward=surrounding),
-    )
+    seen = values_seen(read, way, forward=surrounding)
     assert len(seen) == 6 + (6 if way is WAYS["replay"] else 12)
     assert all(value == seen[0] for value in seen)
     assert seen[0] != before
@@ -126,17 +129,8 @@ def test_recomputation_sees_the_flags_of_forward(surrounding: Surrounding, read:
 def test_recomputation_does_not_see_the_flags_of_backward(
     surrounding: Surrounding, read: Callable[[], Any], way: Way
 ) -> None:
-    seen = Noted()
-
-    def body(block: FunctionBlock, x: Tensor) -> Tensor:
-        seen.append(read())
-        return attention(block, x)
-
     before = read()
-    assert_same(
-        stepped(stack_of(body), as_it_is, backward=surrounding),
-        stepped(stack_of(body), way, backward=surrounding),
-    )
+    seen = values_seen(read, way, backward=surrounding)
     assert all(value == before for value in seen)
 
 

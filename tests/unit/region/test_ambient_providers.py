@@ -24,7 +24,7 @@ from sac.region import ambient as process_flags
 from tests.support.blocks import FULL, Stack, install, square
 from tests.support.recording import without_collector
 from tests.support.runs import Noted
-from tests.support.stateful import MATMULS, as_it_is, by_function
+from tests.support.stateful import MATMULS, Counter, as_it_is, by_function
 from tests.support.training import assert_same, built
 
 
@@ -45,19 +45,6 @@ class AmaxHistory:
 
     def restore(self, state: list[float]) -> None:
         self.largest = list(state)
-
-
-class Counter:
-    """Counts its forwards, and lets the count go into the value."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def snapshot(self) -> int:
-        return self.count
-
-    def restore(self, state: int) -> None:
-        self.count = state
 
 
 class Quantised(nn.Module):

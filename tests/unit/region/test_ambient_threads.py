@@ -18,6 +18,7 @@ import sac
 from sac.full import FullConfig
 from sac.region import ambient as process_flags
 from tests.support.runs import Noted
+from tests.support.stateful import Counter
 
 WAIT = 60  # seconds until a test that hangs gives up
 
@@ -181,24 +182,11 @@ def test_what_belongs_to_a_thread_is_the_recomputations_own() -> None:
     assert found["second"] == found["second again"] == (False, [], True)
 
 
-class Steps:
-    """State of the user's own; see test_ambient_providers.py."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def snapshot(self) -> int:
-        return self.count
-
-    def restore(self, state: int) -> None:
-        self.count = state
-
-
 def test_many_threads_leave_nothing_changed() -> None:
     """Each with regions of its own and other flags in the forward; backward of all at once."""
     attention = F.scaled_dot_product_attention
     surroundings = [MATH, FLASH, nullcontext, MATH]
-    providers = [Steps() for _ in surroundings]
+    providers = [Counter() for _ in surroundings]
     found: list[Tensor | None] = [None] * len(surroundings)
     losses, inputs = [], []
     for place, (surrounding, steps) in enumerate(zip(surroundings, providers, strict=True)):
@@ -222,7 +210,7 @@ def test_many_threads_leave_nothing_changed() -> None:
     for thread in threads:
         thread.join(WAIT)
     for place, x in enumerate(inputs):
-        again, steps = x.detach().clone().requires_grad_(), Steps()
+        again, steps = x.detach().clone().requires_grad_(), Counter()
         h = again
         for _ in range(20):
             h = body_of(steps)(h)
@@ -232,7 +220,7 @@ def test_many_threads_leave_nothing_changed() -> None:
     assert F.scaled_dot_product_attention is attention
 
 
-def body_of(steps: Steps) -> Callable[[Tensor], Tensor]:
+def body_of(steps: Counter) -> Callable[[Tensor], Tensor]:
     def body(x: Tensor) -> Tensor:
         steps.count += 1
         return (x * steps.count).sin().cos()

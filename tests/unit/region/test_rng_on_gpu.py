@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,13 +15,13 @@ from torch.nn import functional as F
 import sac
 from sac.errors import RegionError
 from sac.full import RngTracker
-from tests.support.trackers import DeepSpeedLike, bytes_of, filled
+from tests.support.trackers import GraphSafeLike, bytes_of, filled
 
 pytestmark = pytest.mark.gpu
 
 
-class GraphSafe(DeepSpeedLike):
-    """States are generators, to which the default one is tied for the time of a fork: TransformerEngine, Megatron."""
+class GraphSafe(GraphSafeLike):
+    """The same with the default generator of the current device."""
 
     def first_state(self, seed: int) -> torch.Generator:
         return self.default.clone_state().manual_seed(seed)
@@ -29,16 +29,6 @@ class GraphSafe(DeepSpeedLike):
     @property
     def default(self) -> torch.Generator:
         return torch.cuda.default_generators[torch.cuda.current_device()]
-
-    @contextlib.contextmanager
-    def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
-        outer = self.default.graphsafe_get_state()
-        self.default.graphsafe_set_state(self.states_[name])
-        try:
-            yield
-        finally:
-            self.states_[name] = self.default.graphsafe_get_state()
-            self.default.graphsafe_set_state(outer)
 
 
 def body(tracker: Any, x: Tensor) -> Tensor:

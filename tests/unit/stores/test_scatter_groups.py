@@ -26,6 +26,7 @@ from sac.full import FullConfig
 from sac.stores.scatter import StoredShare
 from sac.stores.store import Layout
 from tests.support.blocks import Stack
+from tests.support.rank_programs import SummedOverRanks
 from tests.support.ranks import run_ranks
 from tests.support.scattering import Run, Seen, differences, mlp, plainly, scattered, summed_up, weights
 from tests.support.training import same_bits
@@ -87,20 +88,6 @@ def test_a_group_of_one_rank_has_nothing_to_scatter():
     assert run_ranks(2, group_of_one) == [[[], [None, "OnHost", "ContiguousBuffer"]]] * 2
 
 
-class Reduced(torch.autograd.Function):
-    """Sum over the ranks in forward, as it is in backward: what ends a row-parallel layer."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        x = x.clone()
-        dist.all_reduce(x)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
-
-
 class Spread(torch.autograd.Function):
     """As it is in forward, sum over the ranks in backward: what begins a column-parallel layer."""
 
@@ -125,7 +112,7 @@ def tensor_parallel(run: Run) -> Seen:
 
     def layer(h: Tensor, at: int) -> Tensor:
         up, down = layers[at]
-        return h + Reduced.apply(down(F.gelu(up(Spread.apply(F.layer_norm(h, (6,)))))))
+        return h + SummedOverRanks.apply(down(F.gelu(up(Spread.apply(F.layer_norm(h, (6,)))))))
 
     h = x * 1.5
     for at in range(3):
