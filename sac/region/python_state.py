@@ -158,7 +158,7 @@ def _state(value: Any) -> Any:
 # reach is recorded when the forward begins and restored while Python runs again. Afterwards the state from before the
 # recomputation comes back.
 #
-# Reached are: attributes of the region's modules, their tables of submodules and their hooks; their classes and the
+# Reached are: attributes of the region's modules, their tables of submodules and of hooks; their classes and the
 # globals that these name (Note [Globals and classes]); the contents of functions (closure, defaults, attributes, bound
 # object, arguments of a partial); and from there lists, dicts, sets, deques, short arrays, attributes of objects (also
 # in `__slots__`), and unregistered modules, such as modules in a list, except their parameters. Not reached are:
@@ -260,7 +260,7 @@ class ReachableState:
         for module in modules:
             self._note_module(module)
             classes[type(module)] = None
-        self._note_hooks(modules)
+        self._add(_HooksHolder(modules))
         for cls in classes:
             self._note_class(cls)
         for root in roots:
@@ -276,6 +276,8 @@ class ReachableState:
         """Restore the recorded state; restore the current state when ``stack`` is left."""
         for holder in self._holders:
             now = holder.now()
+            if type(holder) is _HooksHolder and (gone := holder.without(now)):
+                ReachableState((), *gone).enter_on(stack)  # what they have collected stays as it is
             stack.callback(holder.put, now)  # even if nothing differs yet: the recomputation may change it
             if holder.differs(now):
                 holder.put(holder.before())
@@ -319,12 +321,6 @@ class ReachableState:
                 if name == "forward" and is_library(type(getattr(value, "__self__", None)).__module__):
                     value = getattr(value.__self__, "before", None)  # the forward that sac installed is not user state
                 self._reach(value)
-
-    def _note_hooks(self, modules: Sequence[nn.Module]) -> None:
-        holder = _HooksHolder(modules)
-        self._add(holder)
-        for hook in holder.hooks:
-            self._reach(hook)
 
     def _note_class(self, cls: type) -> None:
         for base in cls.__mro__:
@@ -381,7 +377,7 @@ class ReachableState:
         if len(below) > self._left_modules or any(id(one) in own for one in below):
             return
         self._left_modules -= len(below)
-        self._note_hooks(below)
+        self._add(_HooksHolder(below))
         for one in below:
             self._seen.add(id(one))
             self._note_module(one)
@@ -582,6 +578,9 @@ _NO_HOOKS: HookTables = tuple({} for _ in _HOOKS_AND_FLAGS)
 class _HooksHolder(_Holder):
     """The hooks of modules, most of which have none. The key of a hook is used only once in a process.
 
+    What hooks collect is not part of the state: they run again, as in torch. Only what a hook has collected that was
+    removed before the recomputation is put back after it.
+
     Where a hook of torch has come or gone, the module is left alone: that of a lazy module removes itself when it has
     done its work.
     """
@@ -592,10 +591,15 @@ class _HooksHolder(_Holder):
         self._modules = modules
         self._held = self.now()
 
-    @property
-    def hooks(self) -> list[Any]:
-        """The recorded hooks."""
-        return [hook for tables in self._held.values() for table in tables[: len(_HOOKS)] for hook in table.values()]
+    def without(self, now: dict[int, HookTables]) -> list[Any]:
+        """Return the recorded hooks that have been removed since, according to ``now``."""
+        return [
+            hook
+            for position, tables in self._held.items()
+            for old, new in zip(tables[: len(_HOOKS)], now.get(position, _NO_HOOKS), strict=False)
+            for key, hook in old.items()
+            if key not in new
+        ]
 
     def now(self) -> dict[int, HookTables]:
         """Return the tables of the modules that have hooks, by the module's position."""

@@ -448,7 +448,7 @@ def hooks_for_the_forward(model: Model, x: Tensor, step: int) -> Tensor:
 
     def collect(module: nn.Module, args: Any, kwargs: Any, out: Tensor) -> Tensor:
         seen.append(out.detach())
-        return out * (1 + len(seen))
+        return out * 1.5
 
     hooks = []
     for layer in model.layers:
