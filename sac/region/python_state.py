@@ -15,7 +15,7 @@ from collections import OrderedDict, UserDict, UserList, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from functools import lru_cache, partial
-from itertools import islice
+from itertools import chain, islice
 from operator import is_
 from typing import Any
 
@@ -256,13 +256,7 @@ class ReachableState:
         self._left_modules = _MOST_MODULES
         self._modules = modules
         self._own: set[int] | None = None
-        classes: dict[type, None] = {}
-        for module in modules:
-            self._note_module(module)
-            classes[type(module)] = None
-        self._add(_HooksHolder(modules))
-        for cls in classes:
-            self._note_class(cls)
+        self._note_modules(modules)
         for root in roots:
             self._reach(root)
             if type(root) is types.FunctionType:
@@ -274,17 +268,24 @@ class ReachableState:
 
     def enter_on(self, stack: ExitStack) -> None:
         """Restore the recorded state; restore the current state when ``stack`` is left."""
+        found: list[tuple[_Holder, Any]] = []
+        stack.callback(_put_all, found)
         for holder in self._holders:
             now = holder.now()
             if type(holder) is _HooksHolder and (gone := holder.without(now)):
                 ReachableState((), *gone).enter_on(stack)  # what they have collected stays as it is
-            stack.callback(holder.put, now)  # even if nothing differs yet: the recomputation may change it
+            found.append((holder, now))  # even if nothing differs yet: the recomputation may change it
             if holder.differs(now):
                 holder.put(holder.before())
 
     def keep_changes(self) -> None:
         """Keep only the holders whose contents have changed, with their current contents."""
-        self._holders = [holder.again() for holder in self._holders if holder.differs(holder.now())]
+        holders, self._holders = self._holders, []
+        for holder in holders:
+            if isinstance(holder, _TablesHolder):
+                self._holders += holder.changed()
+            elif holder.differs(holder.now()):
+                self._holders.append(holder.again())
         self.tensors, self.generators, self.others = {}, [], []
 
     def put_back(self) -> None:
@@ -298,46 +299,82 @@ class ReachableState:
 
     # Recording
 
-    def _note_module(self, module: nn.Module) -> None:
+    def _note_modules(self, modules: Sequence[nn.Module]) -> None:
+        """Record the attributes and submodules of ``modules``, their hooks, and their classes."""
+        tables: list[tuple[dict[str, Any], int]] = []
+        for module in modules:
+            self._note_module(module, tables)
+        if tables:
+            self._add(_TablesHolder(tables))
+        self._add(_HooksHolder(modules))
+        classes = dict.fromkeys(map(type, modules))
+        seen = self._seen
+        bases = {base: None for cls in classes for base in _user_bases(cls) if id(base) not in seen}
+        if bases:
+            self._note_classes([*bases])
+        for cls in classes:
+            self._note_globals(_globals_by_class(cls))
+
+    def _note_module(self, module: nn.Module, tables: list[tuple[dict[str, Any], int]]) -> None:
+        """Record the attributes and submodules of a module: in ``tables`` if they can be compared with others."""
         held = module.__dict__
         children = held.get("_modules")
         if children:
-            self._add(_DictHolder(children))
+            if type(children) is dict:
+                tables.append((children, 0))
+            else:
+                self._add(_DictHolder(children))
         if len(held) <= _STANDARD_COUNT or not _is_open(type(module)):
             return
         # The standard entries come first, except where something was set before nn.Module.__init__ ran.
-        if next(iter(held)) != "training":
+        is_usual = next(iter(held)) == "training"
+        own = [
+            pair
+            for pair in islice(held.items(), _STANDARD_COUNT if is_usual else 0, None)
+            if type(pair[1]) not in PLAIN
+        ]
+        if not is_usual:
             self._add(_DictHolder(held, _STANDARD))
-            own = [*held.items()]
+        elif held.get("_is_fsdp_managed_module"):
+            own = [(name, value) for name, value in own if not _is_of_flat_parameter(value)]
+            self._add(_ManagedAttributesHolder(held))
+        elif own and any(_has_stand_in(value) for _, value in own):
+            self._add(_OwnAttributesHolder(held))
         else:
-            own = [*islice(held.items(), _STANDARD_COUNT, None)]
-            if held.get("_is_fsdp_managed_module"):
-                own = [(name, value) for name, value in own if not _is_of_flat_parameter(value)]
-                self._add(_ManagedAttributesHolder(held, own))
-            else:
-                self._add(_OwnAttributesHolder(held, own))
+            tables.append((held, _STANDARD_COUNT))
         for name, value in own:
-            if type(value) not in PLAIN:
-                if name == "forward" and is_library(type(getattr(value, "__self__", None)).__module__):
-                    value = getattr(value.__self__, "before", None)  # the forward that sac installed is not user state
-                self._reach(value)
+            if name == "forward" and is_library(type(getattr(value, "__self__", None)).__module__):
+                value = getattr(value.__self__, "before", None)  # the forward that sac installed is not user state
+            self._reach(value)
 
-    def _note_class(self, cls: type) -> None:
-        for base in cls.__mro__:
-            if _is_users(base) and id(base) not in self._seen:
-                self._seen.add(id(base))
-                self._note_names(_ClassHolder(base))
-        self._note_globals(_globals_by_class(cls))
+    def _note_classes(self, classes: list[type]) -> None:
+        together = []
+        for cls in classes:
+            self._seen.add(id(cls))
+            values = [value for name, value in vars(cls).items() if name[:2] != "__"]
+            if any(map(_has_stand_in, values)):
+                self._add(_ClassHolder(cls))
+            else:
+                together.append(cls)
+            self._reach_values(values)
+        if together:
+            self._add(_ClassesHolder(together))
 
     def _note_globals(self, found: tuple[Globals, ...]) -> None:
         for reference, names in found:
             if (function := reference()) is not None:
-                self._note_names(_EntriesHolder(function.__globals__, names))
+                holder = _EntriesHolder(function.__globals__, names)
+                self._add(holder)
+                self._reach_values(holder.now().values())
 
-    def _note_names(self, holder: _NamesHolder) -> None:
-        self._add(holder)
-        for value in holder.now().values():
-            if type(value) not in PLAIN and not isinstance(value, _OF_CLASSES):
+    def _reach_values(self, values: Iterable[Any]) -> None:
+        """Reach the values of a class or of a file."""
+        for value in values:
+            cls = type(value)
+            if cls is types.FunctionType:
+                if _may_hold(value):
+                    self._reach(value)
+            elif cls not in PLAIN and not isinstance(value, _OF_CLASSES):
                 self._reach(value)
 
     def _add(self, holder: _Holder) -> None:
@@ -377,11 +414,9 @@ class ReachableState:
         if len(below) > self._left_modules or any(id(one) in own for one in below):
             return
         self._left_modules -= len(below)
-        self._add(_HooksHolder(below))
+        self._seen.update(map(id, below))
+        self._note_modules(below)
         for one in below:
-            self._seen.add(id(one))
-            self._note_module(one)
-            self._note_class(type(one))
             self._add(_EntriesHolder(one.__dict__, ("training",)))
             if type(one._buffers) is dict:
                 self._add(_DictHolder(one._buffers))
@@ -447,6 +482,20 @@ class ReachableState:
     def _reach_all(self, values: Iterable[Any]) -> None:
         for value in tuple(values):
             self._reach(value)
+
+
+def _put_all(found: list[tuple[_Holder, Any]]) -> None:
+    """Replace the contents of holders; an error in one does not keep the others from it."""
+    with ExitStack() as stack:
+        for holder, contents in found:
+            try:
+                holder.put(contents)
+            except BaseException as error:
+                stack.callback(_raise, error)
+
+
+def _raise(error: BaseException) -> None:
+    raise error
 
 
 class _Holder:
@@ -527,10 +576,10 @@ class _OwnAttributesHolder(_DictHolder):
 
     __slots__ = ()
 
-    def __init__(self, target: dict[str, Any], own: list[tuple[str, Any]]) -> None:
+    def __init__(self, target: dict[str, Any]) -> None:
         self._target = target
         self._apart = _STANDARD
-        self._held = _with_leaves(dict(own))
+        self._held = _with_leaves(self.now())
 
     def now(self) -> dict[str, Any]:
         return dict(islice(self._target.items(), _STANDARD_COUNT, None))
@@ -545,7 +594,7 @@ class _OwnAttributesHolder(_DictHolder):
         target.update(wanted)
 
     def again(self) -> _OwnAttributesHolder:
-        return _OwnAttributesHolder(self._target, [*self.now().items()])
+        return _OwnAttributesHolder(self._target)
 
 
 class _ManagedAttributesHolder(_OwnAttributesHolder):
@@ -560,7 +609,105 @@ class _ManagedAttributesHolder(_OwnAttributesHolder):
         return {name: value for name, value in super().now().items() if not _is_of_flat_parameter(value)}
 
     def again(self) -> _ManagedAttributesHolder:
-        return _ManagedAttributesHolder(self._target, [*self.now().items()])
+        return _ManagedAttributesHolder(self._target)
+
+
+class _TablesHolder(_Holder):
+    """Many tables of names, such as the attributes of modules, without stand-ins: compared all at once.
+
+    Each is given with the number of its first entries that are not part of the state. Contents are given as the tables
+    that differ from the record, by position.
+    """
+
+    __slots__ = ("_firsts", "_lengths", "_names", "_tables", "_values")
+
+    def __init__(self, tables: list[tuple[Any, int]]) -> None:
+        self._tables = [table for table, _ in tables]
+        self._firsts = [first for _, first in tables]
+        self._lengths = [*map(len, self._tables)]
+        self._names = [*chain.from_iterable(self._tables)]
+        self._values = [*chain.from_iterable([table.values() for table in self._tables])]
+
+    def now(self) -> dict[int, dict[str, Any]]:
+        tables = self._tables
+        if (
+            [*map(len, tables)] == self._lengths
+            and all(map(is_, chain.from_iterable([table.values() for table in tables]), self._values))
+            and [*chain.from_iterable(tables)] == self._names
+        ):
+            return {}
+        found = {}
+        for position, recorded in enumerate(self._recorded()):
+            now = self._entries(position)
+            if not _are_identical(now, recorded):
+                found[position] = now
+        return found
+
+    def before(self) -> dict[int, dict[str, Any]]:
+        return {}
+
+    def differs(self, now: dict[int, dict[str, Any]]) -> bool:
+        return bool(now)
+
+    def put(self, wanted: dict[int, dict[str, Any]]) -> None:
+        now = self.now()
+        if now or wanted:
+            for position, recorded in enumerate(self._recorded()):
+                if position in now or position in wanted:
+                    self._put(position, wanted.get(position, recorded))
+
+    def changed(self) -> list[_Holder]:
+        """Return a record of each table that differs, with its current contents."""
+        return [
+            (_OwnAttributesHolder if self._firsts[position] else _DictHolder)(self._tables[position])
+            for position in self.now()
+        ]
+
+    def _recorded(self) -> Iterator[dict[str, Any]]:
+        end = 0
+        for first, length in zip(self._firsts, self._lengths, strict=True):
+            begin, end = end + first, end + length
+            yield dict(zip(self._names[begin:end], self._values[begin:end], strict=True))
+
+    def _entries(self, position: int) -> dict[str, Any]:
+        """Return the current entries of a table that are part of the state."""
+        return dict(islice(self._tables[position].items(), self._firsts[position], None))
+
+    def _put(self, position: int, wanted: dict[str, Any]) -> None:
+        """Replace these entries by ``wanted``; their order counts among submodules."""
+        table, now = self._tables[position], self._entries(position)
+        if not _are_identical(now, wanted):
+            for name in now if [*now] != [*wanted] else ():
+                del table[name]
+            table.update(wanted)
+
+
+def _are_identical(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
+    """Return whether two dictionaries have the same names in the same order, for the same objects."""
+    return [*one] == [*other] and all(map(is_, one.values(), other.values()))
+
+
+class _ClassesHolder(_TablesHolder):
+    """The attributes of classes; see ``_ClassHolder``."""
+
+    __slots__ = ("_classes",)
+
+    def __init__(self, classes: list[type]) -> None:
+        self._classes = classes
+        super().__init__([(vars(cls), 0) for cls in classes])
+
+    def changed(self) -> list[_Holder]:
+        return [_ClassHolder(self._classes[position]) for position in self.now()]
+
+    def _recorded(self) -> Iterator[dict[str, Any]]:
+        for recorded in super()._recorded():
+            yield {name: value for name, value in recorded.items() if name[:2] != "__"}
+
+    def _entries(self, position: int) -> dict[str, Any]:
+        return attributes_of_class(self._classes[position])
+
+    def _put(self, position: int, wanted: dict[str, Any]) -> None:
+        _ClassHolder(self._classes[position]).put(wanted)
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -832,7 +979,7 @@ class _SlotsHolder(_NamesHolder):
 
 
 class _ClassHolder(_NamesHolder):
-    """The attributes of a class."""
+    """The attributes of a class, except those whose names start with two underscores."""
 
     __slots__ = ()
 
@@ -915,6 +1062,16 @@ def _noted(value: Any) -> Any:
     return _Leaf(value) if isinstance(value, torch.Tensor) and has_graph(value) else value
 
 
+def _user_bases(cls: type) -> list[type]:
+    """Return a class and its bases, as far as they are from user code."""
+    flags = _flags_of_bases(cls)
+    return [base for base, is_one in zip(cls.__mro__, flags, strict=False) if is_one] if True in flags else []
+
+
+def _has_stand_in(value: Any) -> bool:
+    return type(value) in ITERATORS or (isinstance(value, torch.Tensor) and has_graph(value))
+
+
 def _is_of_flat_parameter(value: Any) -> bool:
     return type(value) is torch.Tensor and value._is_view() and getattr(value._base, "_is_flat_param", False)
 
@@ -979,4 +1136,4 @@ def _is_open_class(cls: Any) -> bool:
 slots_of = by_class(_slots_of)
 _is_open = by_class(_is_open_class)
 _globals_by_class = by_class(globals_of_class)
-_is_users = by_class(is_users)
+_flags_of_bases = by_class(lambda cls: tuple(map(is_users, cls.__mro__)))
