@@ -91,6 +91,16 @@ COMPOSABLE_PREFIX = "__composable_api_state_key"  # of torch's composable `check
 
 # -- The running backward
 
+# -- Hooks of all modules
+
+# `register_module_forward_hook` and its like put hooks into tables that have no public name. A recomputation restores
+# them, as it does the hooks of single modules. Without a table, its hooks are those of backward. 1.8 to 2.13.
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOK_FLAGS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
+HOOKS_OF_ALL_MODULES: dict[str, dict[int, Any]] = {
+    name: getattr(nn.modules.module, f"_global{name}", {}) for name in (*HOOKS, *HOOK_FLAGS)
+}
+
 NO_TASK = -1
 
 # The number of the backward (graph task) that this thread runs, NO_TASK outside of one. It distinguishes a second

@@ -187,7 +187,7 @@ MUTATIONS = (
         1,
         _REACHABLE,
         "a counter advances in recomputation too",
-        "stack.callback(holder.put, now)",
+        "found.append((holder, now))",
     ),
     Mutation(
         "python-random-left",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextvars
+import ctypes
 import functools
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -346,6 +348,34 @@ def _take_back(change: _Change) -> None:
         del _changes[index]
 
 
+# -- Context variables
+
+
+class ContextVariables:
+    """The values of all ``contextvars.ContextVar`` in the forward; a thread of backward may have others."""
+
+    __slots__ = ("_forward",)
+
+    def __init__(self) -> None:
+        self._forward = contextvars.copy_context()
+
+    def enter_on(self, stack: ExitStack) -> None:
+        """Give the variables these values; when ``stack`` is left, all have the values from before."""
+        context = self._forward.copy()  # a context can be entered only once at a time
+        _enter_context(context)
+        stack.callback(_exit_context, context)
+
+
+# `Context.run` is the only way in that Python has; in C there is the pair of functions that it consists of.
+def _context_function(name: str) -> Callable[[contextvars.Context], int]:
+    function = getattr(ctypes.pythonapi, name)
+    function.argtypes, function.restype = [ctypes.py_object], ctypes.c_int
+    return cast("Callable[[contextvars.Context], int]", function)
+
+
+_enter_context, _exit_context = _context_function("PyContext_Enter"), _context_function("PyContext_Exit")
+
+
 # -- State of the user's state providers
 
 
@@ -387,7 +417,18 @@ class AmbientState:
     ``ModuleState``. ``beside_torch``: torch's checkpoint restores torch's random states.
     """
 
-    __slots__ = ("_recorded", "autocast", "flags", "host_rng", "modes", "module_state", "provided", "reachable", "rng")
+    __slots__ = (
+        "_recorded",
+        "autocast",
+        "flags",
+        "host_rng",
+        "modes",
+        "module_state",
+        "provided",
+        "reachable",
+        "rng",
+        "variables",
+    )
 
     def __init__(
         self,
@@ -419,6 +460,7 @@ class AmbientState:
         self.flags = BackendFlags()
         self.autocast = AutocastState(tensors)
         self.modes = FunctionModes()
+        self.variables = ContextVariables()
         keep_graphs_in_order_of_making()
 
     def close(self, where: str, *, needed: bool = True) -> None:
@@ -446,6 +488,7 @@ class AmbientState:
         self.module_state.enter_on(stack)
         self.flags.enter_on(stack)
         self.autocast.enter_on(stack)
+        self.variables.enter_on(stack)
         self.modes.enter_on(stack)
 
     def process_flags(self) -> ExitStack:

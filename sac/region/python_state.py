@@ -7,6 +7,7 @@ import dis
 import enum
 import itertools
 import sys
+import threading
 import types
 import warnings
 import weakref
@@ -22,9 +23,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from sac.region.fingerprint import PLAIN, by_class
+from sac.region.fingerprint import PLAIN, by_class, names_in
 from sac.region.rng import is_random_source
 from sac.tensors import detached, has_graph
+from sac.torch_private import HOOK_FLAGS, HOOKS, HOOKS_OF_ALL_MODULES
 
 # -- Globals and class attributes that the code of modules uses
 
@@ -32,15 +34,18 @@ from sac.tensors import detached, has_graph
 #
 # `CALLS[0] += 1` and `Block.calls += 1` in a forward change state just as `self.calls += 1` does, and are restored with
 # it (Note [Python state]). The globals are read once from the code of a class: the names that its methods look up, and
-# the names that functions of the same file look up, if the methods name these. Names of modules and classes are
-# excluded. Functions of other files and the classes of torch are not followed.
+# the names that functions of the same package look up, if the methods name these. Of a Python module that the code
+# names, these are the attributes that it names too; of a class, its attributes. Torch and the standard library are not
+# followed, and neither are functions of other packages.
+#
+# Example. A method runs `scale = Scaling.now() * settings.scale`. `Scaling` is a class of the same package, whose
+# attributes are recorded, and the globals that `now` looks up; `settings` is a Python module, of which `scale` is.
 
 _LOOKS_UP = frozenset({"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL"})
 MISSING = object()
-_CONSTANT = (types.ModuleType, type)
 _OURS_AND_TORCH = frozenset({"torch", "sac"})
 
-Globals = tuple["weakref.ref[types.FunctionType]", tuple[str, ...]]  # a function of a file (for its globals), and names
+Globals = tuple["weakref.ref[Any]", tuple[str, ...]]  # a Python module, or a function (for its globals), and names
 
 
 def globals_of_class(cls: Any) -> tuple[Globals, ...]:
@@ -61,12 +66,12 @@ def attributes_of_class(cls: type) -> dict[str, Any]:
 
 def is_users(cls: type) -> bool:
     """Return whether a class is from user code: not from torch, sac or the standard library."""
-    return not is_library(cls.__module__) and cls.__module__.partition(".")[0] not in sys.stdlib_module_names
+    return not _is_library_or_standard(cls.__module__)
 
 
 def _globals_of(waiting: list[types.FunctionType]) -> tuple[Globals, ...]:
-    names: dict[int, dict[str, None]] = {}  # by the file's globals
-    one_of: dict[int, types.FunctionType] = {}
+    names: dict[int, dict[str, None]] = {}  # by the id of the table that holds them
+    one_of: dict[int, Any] = {}
     seen: set[types.CodeType] = set()
     while waiting:
         function = waiting.pop()
@@ -74,15 +79,46 @@ def _globals_of(waiting: list[types.FunctionType]) -> tuple[Globals, ...]:
             continue
         seen.add(function.__code__)
         held = function.__globals__
-        file = id(held)
-        one_of.setdefault(file, function)
+        one_of.setdefault(id(held), function)
         for name in _looked_up(function.__code__):
             value = held.get(name, MISSING)
-            if isinstance(value, types.FunctionType) and value.__globals__ is held:
-                waiting.append(value)
-            if not isinstance(value, _CONSTANT) and not (value is MISSING and hasattr(builtins, name)):
-                names.setdefault(file, {})[name] = None
-    return tuple((weakref.ref(one_of[file]), tuple(found)) for file, found in names.items())
+            if isinstance(value, types.ModuleType):
+                if not _is_library_or_standard(value.__name__):
+                    one_of.setdefault(id(vars(value)), value)
+                    for attribute in names_in(function.__code__):
+                        if attribute[:2] != "__" and attribute in vars(value):
+                            _note_name(vars(value), attribute, function, names, waiting)
+            elif value is not MISSING or not hasattr(builtins, name):
+                _note_name(held, name, function, names, waiting)
+    return tuple((weakref.ref(one_of[table]), tuple(found)) for table, found in names.items())
+
+
+def _note_name(
+    held: dict[str, Any],
+    name: str,
+    function: types.FunctionType,
+    names: dict[int, dict[str, None]],
+    waiting: list[types.FunctionType],
+) -> None:
+    """Add a name that the code of ``function`` looks up to ``names``; add functions to follow to ``waiting``."""
+    value = held.get(name, MISSING)
+    if isinstance(value, type):
+        if not is_users(value) or issubclass(value, enum.Enum):
+            return
+        if not issubclass(value, nn.Module):  # the classes of the region's modules are looked at anyway
+            methods = map(_function, vars(value).values())
+            waiting += [one for one in methods if one is not None and one.__globals__ is function.__globals__]
+    elif isinstance(value, types.ModuleType):
+        return
+    elif isinstance(value, types.FunctionType) and _is_of_package(value, function):
+        waiting.append(value)
+    names.setdefault(id(held), {})[name] = None
+
+
+def _is_of_package(function: types.FunctionType, other: types.FunctionType) -> bool:
+    """Return whether two functions are from the same package, or the same file."""
+    packages = [str(one.__globals__.get("__name__")).partition(".")[0] for one in (function, other)]
+    return packages[0] == packages[1] or function.__globals__ is other.__globals__
 
 
 @lru_cache(maxsize=1024)
@@ -101,6 +137,10 @@ def _function(value: Any) -> types.FunctionType | None:
 def is_library(module: Any) -> bool:
     """Return whether ``module`` is the name of a module of torch or sac."""
     return str(module).partition(".")[0] in _OURS_AND_TORCH
+
+
+def _is_library_or_standard(module: Any) -> bool:
+    return is_library(module) or str(module).partition(".")[0] in sys.stdlib_module_names
 
 
 # -- Copies of iterators
@@ -158,12 +198,13 @@ def _state(value: Any) -> Any:
 # reach is recorded when the forward begins and restored while Python runs again. Afterwards the state from before the
 # recomputation comes back.
 #
-# Reached are: attributes of the region's modules, their tables of submodules and of hooks; their classes and the
-# globals that these name (Note [Globals and classes]); the contents of functions (closure, defaults, attributes, bound
-# object, arguments of a partial); and from there lists, dicts, sets, deques, short arrays, attributes of objects (also
-# in `__slots__`), and unregistered modules, such as modules in a list, except their parameters. Not reached are:
-# internal objects of libraries (torch, the standard library), generators, modules that contain the region itself, and
-# anything beyond `_MOST_MODULES` modules and `_MOST` objects.
+# Reached are: attributes of the region's modules, their tables of submodules and of hooks (also of the hooks of all
+# modules); their classes and what these name (Note [Globals and classes]); the contents of functions (closure,
+# defaults, attributes, bound object, arguments of a partial); and from there lists, dicts, sets, deques, short arrays,
+# attributes of objects (also in `__slots__`, and those of a `threading.local` in the thread that asks), and
+# unregistered modules, such as modules in a list, except their parameters. Context variables are restored too
+# (`ContextVariables` in ambient.py). Not reached are: internal objects of libraries (torch, the standard library),
+# generators, modules that contain the region itself, and anything beyond `_MOST_MODULES` modules and `_MOST` objects.
 #
 # The record is shallow and by reference: which objects a container held, not their contents. Tensors are recorded by
 # identity too; Note [Buffers advance once] covers writes to their memory. A tensor with a graph is not held, since the
@@ -306,7 +347,7 @@ class ReachableState:
             self._note_module(module, tables)
         if tables:
             self._add(_TablesHolder(tables))
-        self._add(_HooksHolder(modules))
+        self._add(_HooksHolder([HOOKS_OF_ALL_MODULES, *[module.__dict__ for module in modules]]))
         classes = dict.fromkeys(map(type, modules))
         seen = self._seen
         bases = {base: None for cls in classes for base in _user_bases(cls) if id(base) not in seen}
@@ -347,7 +388,8 @@ class ReachableState:
                 value = getattr(value.__self__, "before", None)  # the forward that sac installed is not user state
             self._reach(value)
 
-    def _note_classes(self, classes: list[type]) -> None:
+    def _note_classes(self, classes: list[type], *, with_methods: bool = True) -> None:
+        """Record the attributes of classes. ``with_methods``: also what their methods hold."""
         together = []
         for cls in classes:
             self._seen.add(id(cls))
@@ -356,14 +398,15 @@ class ReachableState:
                 self._add(_ClassHolder(cls))
             else:
                 together.append(cls)
-            self._reach_values(values)
+            self._reach_values(value for value in values if with_methods or type(value) is not types.FunctionType)
         if together:
             self._add(_ClassesHolder(together))
 
     def _note_globals(self, found: tuple[Globals, ...]) -> None:
         for reference, names in found:
-            if (function := reference()) is not None:
-                holder = _EntriesHolder(function.__globals__, names)
+            if (owner := reference()) is not None:
+                held = vars(owner) if isinstance(owner, types.ModuleType) else owner.__globals__
+                holder = _EntriesHolder(held, names)
                 self._add(holder)
                 self._reach_values(holder.now().values())
 
@@ -374,6 +417,10 @@ class ReachableState:
             if cls is types.FunctionType:
                 if _may_hold(value):
                     self._reach(value)
+            elif isinstance(value, type):
+                if not issubclass(value, enum.Enum):
+                    named = [base for base in _user_bases(value) if id(base) not in self._seen]
+                    self._note_classes(named, with_methods=False)
             elif cls not in PLAIN and not isinstance(value, _OF_CLASSES):
                 self._reach(value)
 
@@ -424,6 +471,10 @@ class ReachableState:
 
     def _look_into(self, value: Any) -> None:
         cls = type(value)
+        if isinstance(value, threading.local):
+            self._add(_LocalHolder(value))
+            self._reach_all(value.__dict__.values())
+            return
         if isinstance(value, dict):
             if len(value) <= _LONGEST:
                 self._add(_DictHolder(value))
@@ -571,6 +622,34 @@ class _DictHolder(_Holder):
         return _DictHolder(self._target, self._apart)
 
 
+class _LocalHolder(_Holder):
+    """The attributes of a ``threading.local``, of the thread that asks: the backward's may be another."""
+
+    __slots__ = ("_held", "_target")
+
+    def __init__(self, target: threading.local) -> None:
+        self._target = target
+        self._held = _with_leaves(self.now())
+
+    def now(self) -> dict[str, Any]:
+        return dict(self._target.__dict__)
+
+    def before(self) -> dict[str, Any]:
+        now = self.now()
+        return {name: _made(value, now.get(name)) for name, value in self._held.items()}
+
+    def differs(self, now: dict[str, Any]) -> bool:
+        return [*now] != [*self._held] or not all(map(_is_same, self._held.values(), now.values()))
+
+    def put(self, wanted: dict[str, Any]) -> None:
+        if not _are_identical(self.now(), wanted):
+            self._target.__dict__.clear()
+            self._target.__dict__.update(wanted)
+
+    def again(self) -> _LocalHolder:
+        return _LocalHolder(self._target)
+
+
 class _OwnAttributesHolder(_DictHolder):
     """The entries of a module's dict after the standard ones."""
 
@@ -710,20 +789,14 @@ class _ClassesHolder(_TablesHolder):
         _ClassHolder(self._classes[position]).put(wanted)
 
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_HOOKS_AND_FLAGS = (
-    *_HOOKS,
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks_with_kwargs",
-)
+_HOOKS_AND_FLAGS = (*HOOKS, *HOOK_FLAGS)
 
 HookTables = tuple[dict[int, Any], ...]  # those of a module, in the order of _HOOKS_AND_FLAGS
 _NO_HOOKS: HookTables = tuple({} for _ in _HOOKS_AND_FLAGS)
 
 
 class _HooksHolder(_Holder):
-    """The hooks of modules, most of which have none. The key of a hook is used only once in a process.
+    """The hooks of modules, most of which have none, and those of all modules. A key is used only once in a process.
 
     What hooks collect is not part of the state: they run again, as in torch. Only what a hook has collected that was
     removed before the recomputation is put back after it.
@@ -732,10 +805,10 @@ class _HooksHolder(_Holder):
     done its work.
     """
 
-    __slots__ = ("_held", "_modules")
+    __slots__ = ("_held", "_owners")
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules = modules
+    def __init__(self, owners: list[dict[str, Any]]) -> None:
+        self._owners = owners
         self._held = self.now()
 
     def without(self, now: dict[int, HookTables]) -> list[Any]:
@@ -743,17 +816,16 @@ class _HooksHolder(_Holder):
         return [
             hook
             for position, tables in self._held.items()
-            for old, new in zip(tables[: len(_HOOKS)], now.get(position, _NO_HOOKS), strict=False)
+            for old, new in zip(tables[: len(HOOKS)], now.get(position, _NO_HOOKS), strict=False)
             for key, hook in old.items()
             if key not in new
         ]
 
     def now(self) -> dict[int, HookTables]:
-        """Return the tables of the modules that have hooks, by the module's position."""
+        """Return the tables of those that have hooks, by position."""
         found = {}
-        for position, module in enumerate(self._modules):
-            held = module.__dict__
-            for name in _HOOKS:
+        for position, held in enumerate(self._owners):
+            for name in HOOKS:
                 if held.get(name):
                     found[position] = tuple({**held[one]} for one in _HOOKS_AND_FLAGS)
                     break
@@ -769,13 +841,13 @@ class _HooksHolder(_Holder):
         now = self.now()
         if wanted or now:
             for position in _changed_hooks(wanted, now):
-                held = self._modules[position].__dict__
+                held = self._owners[position]
                 for name, table in zip(_HOOKS_AND_FLAGS, wanted.get(position, _NO_HOOKS), strict=True):
                     held[name].clear()
                     held[name].update(table)
 
     def again(self) -> _HooksHolder:
-        return _HooksHolder(self._modules)
+        return _HooksHolder(self._owners)
 
 
 def _changed_hooks(one: dict[int, HookTables], other: dict[int, HookTables]) -> Iterator[int]:
@@ -786,7 +858,7 @@ def _changed_hooks(one: dict[int, HookTables], other: dict[int, HookTables]) -> 
         if any([*old] != [*new] for old, new in pairs):
             hooks = [
                 hook
-                for old, new in pairs[: len(_HOOKS)]
+                for old, new in pairs[: len(HOOKS)]
                 for key, hook in {**old, **new}.items()
                 if (key in old) != (key in new)
             ]

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import array
 import collections
+import contextlib
+import contextvars
 import copy
 import dataclasses
 import inspect
 import itertools
 import random
 import sys
+import threading
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
+from unittest import mock
 
 import numpy
 import pytest
@@ -27,6 +31,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import sac
+from tests.promises import outside
 
 STEPS = 6
 MATMULS = {"rules": [{"id": "matmuls", "ops": ["matmul"], "do": "save", "optional": True}]}
@@ -47,8 +52,9 @@ APPLIED = {
     "whole module": _config("selective", MODULE),
     "no match": _config("selective", NO_MATCH),
     "no match, replay": _config("selective", NO_MATCH, engine="replay"),
+    "reentrant": _config("full", use_reentrant=True),
 }
-WAYS = [*APPLIED, "sac.checkpoint"]
+WAYS = [*(way for way in APPLIED if way != "reentrant"), "sac.checkpoint"]
 
 
 class Block(nn.Module):
@@ -78,9 +84,13 @@ class Model(nn.Module):
 def _own_state(module: nn.Module) -> Any:
     standard = vars(nn.Module()).keys() | {"forward", "way"}
     return [
-        copy.deepcopy({name: value for name, value in vars(one).items() if name not in standard})
+        copy.deepcopy({name: _plain(value) for name, value in vars(one).items() if name not in standard})
         for one in module.modules()
     ]
+
+
+def _plain(value: Any) -> Any:
+    return dict(vars(value)) if isinstance(value, threading.local) else value
 
 
 def _is_equal(one: Any, other: Any) -> bool:
@@ -474,6 +484,98 @@ def switching(model: Model, x: Tensor, step: int) -> Tensor:
         layer.mask.copy_(torch.rand(4))
     loss.backward()
     return loss
+
+
+SCALE: contextvars.ContextVar[float] = contextvars.ContextVar("SCALE", default=1.0)
+LOCAL = threading.local()
+
+
+class Scaling:
+    """A state that is on for a while, as modules of libraries have it: in an attribute of a class."""
+
+    factor = 1.0
+
+    @staticmethod
+    def now() -> float:
+        return Scaling.factor
+
+
+class Surrounded(Block):
+    """Its result depends on what the loop has set around its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.local = threading.local()
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = SCALE.get() * getattr(LOCAL, "scale", 1.0) * getattr(self.local, "scale", 1.0)
+        return x + self.down(torch.sin(self.up(x) * (scale * Scaling.now() * outside.factor)))
+
+
+@contextlib.contextmanager
+def attribute(of: Any, name: str, value: float) -> Iterator[None]:
+    with mock.patch.object(of, name, value, create=True):
+        yield
+
+
+@contextlib.contextmanager
+def variable(model: Model) -> Iterator[None]:
+    token = SCALE.set(1.7)
+    try:
+        yield
+    finally:
+        SCALE.reset(token)
+
+
+@contextlib.contextmanager
+def hook_of_all_modules(model: Model) -> Iterator[None]:
+    def louder(module: nn.Module, args: Any, out: Tensor) -> Tensor | None:
+        return out * 1.7 if type(module) is nn.Linear else None
+
+    with torch.nn.modules.module.register_module_forward_hook(louder):
+        yield
+
+
+@contextlib.contextmanager
+def locals_of_modules(model: Model) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for layer in model.layers:
+            stack.enter_context(attribute(layer.local, "scale", 1.7))
+        yield
+
+
+SURROUNDINGS: dict[str, Callable[[Model], contextlib.AbstractContextManager[None]]] = {
+    "context variable": variable,
+    "thread's own": lambda model: attribute(LOCAL, "scale", 1.7),
+    "thread's own, of a module": locals_of_modules,
+    "class": lambda model: attribute(Scaling, "factor", 1.7),
+    "Python module": lambda model: attribute(outside, "factor", 1.7),
+    "hook of all modules": hook_of_all_modules,
+}
+
+
+@pytest.mark.parametrize(
+    ("way", "elsewhere"),
+    [*((way, False) for way in [*WAYS, "reentrant"]), *((way, True) for way in ["full", "rerun", "reentrant"])],
+    ids=lambda value: value if isinstance(value, str) else "another thread" if value else "this thread",
+)
+@pytest.mark.parametrize("what", SURROUNDINGS)
+def test_state_around_the_forward_is_that_of_the_recomputation(what: str, way: str, elsewhere: bool) -> None:
+    """Also where backward runs with another one, or on another thread."""
+
+    def loop(model: Model, x: Tensor, step: int) -> Tensor:
+        with SURROUNDINGS[what](model) if step % 2 else contextlib.nullcontext():
+            loss = model(x).square().mean()
+        with contextlib.nullcontext() if step % 2 else SURROUNDINGS[what](model):
+            if elsewhere:
+                thread = threading.Thread(target=loss.backward)
+                thread.start(), thread.join()
+            else:
+                loss.backward()
+        assert (SCALE.get(), vars(LOCAL), Scaling.factor, outside.factor) == (1.0, {}, 1.0, 1.0)
+        return loss
+
+    assert_same(Surrounded, way, loop)
 
 
 def two_forwards(model: Model, x: Tensor, step: int) -> Tensor:

@@ -1,0 +1,3 @@
+"""A Python module whose attribute a region's code names; see test_exact_when_programs_change.py."""
+
+factor = 1.0
