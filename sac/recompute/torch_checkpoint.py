@@ -405,7 +405,7 @@ class TracedPolicy:
         """Return the decision on this call as torch's ``CheckpointPolicy``."""
         table, record = self.record.table, self.record
         path = self._module()
-        site = table.sites_of(path).get(op) or table.add_site(op, path)
+        site = table.sites_of(path).get(id(op)) or table.add_site(op, path)
         if site.is_bookkeeping:
             return CheckpointPolicy.PREFER_RECOMPUTE
         saves, rule = site.savable, self._rule_of_module(path)

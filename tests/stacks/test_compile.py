@@ -38,7 +38,7 @@ VALUES: dict[str, tuple[Any, int]] = {
     "save the products of one child": (selective(policy(save("matmul", module="self_attn.**"))), 4),
     "save in the first block": (selective(policy(save("matmul", layers={"first": 1}))), 6),
     "save by shape": (selective(policy(save("matmul", shape=["_", 64]))), 8),
-    "save the second call": (selective(policy(save("aten.mm", call={"index": 0}, module="mlp.gate_proj"))), 10),
+    "save the first call": (selective(policy(save("aten.mm", call={"index": 0}, module="mlp.gate_proj"))), 10),
     "save by default": (selective(policy(default="save")), 0),
 }
 

@@ -7,13 +7,23 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import sac
 from sac.errors import SacWarning
 from sac.recompute import torch_checkpoint as traced
 from tests.stacks.test_compiled_inside import ATTENTION_AND_PRODUCTS
-from tests.support.blocks import FULL, alternate, llama_stack, policy, save, selective, tokens
+from tests.support.blocks import (
+    FULL,
+    Stack,
+    alternate,
+    llama_stack,
+    policy,
+    save,
+    selective,
+    square,
+    tokens,
+)
 from tests.support.compiling import skip_if_results_are_not_told, train_compiled
 from tests.support.pairs import in_turn
 from tests.support.training import built
@@ -23,7 +33,7 @@ VALUES = {
     "every product": selective(policy(save("matmul"))),
     "one linear": selective(policy(save("matmul", module="mlp.gate_proj"))),
     "attention, and products in turn": ATTENTION_AND_PRODUCTS,
-    "the second call": selective(policy(save("aten.mm", call={"index": 0}, module="self_attn.*"))),
+    "the first call": selective(policy(save("aten.mm", call={"index": 0}, module="self_attn.*"))),
     "by layer": selective(policy(save("attention"), save("matmul", layers={"first": 1}))),
     "every second, by shape": selective(policy(alternate("matmul", shape=["_", 64]))),
 }
@@ -120,3 +130,26 @@ def test_rules_on_results_that_torch_does_not_show_are_told(monkeypatch: pytest.
         f"which torch {torch.__version__} does not show to a policy under torch.compile: it matches nothing there\n"
         "    fix: use a later torch, or say which op is meant by module or call"
     }
+
+
+class FourProducts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(4):
+            x = (x @ self.weight).sin()
+        return x
+
+
+@pytest.mark.parametrize(
+    ("call", "saved"), [({"index": 1}, 1), ({"index": [0, 3]}, 2), ({"every": 2, "offset": 1}, 2)], ids=str
+)
+def test_calls_of_an_op_in_one_module_are_counted(call: Any, saved: int) -> None:
+    value = selective(policy(save("aten.mm", call=call)))
+    skip_if_results_are_not_told(value)
+    model = sac.apply(built(lambda: Stack(FourProducts())), value)
+    torch.compile(model, backend="aot_eager")(*square()).sum().backward()
+    (kind,) = sac.report(model).to_dict()["kinds"]
+    assert kind["traced"] == {"saved": saved, "recomputed": 8 - saved, "rules": {"rule-0": saved}}
