@@ -505,10 +505,10 @@ MUTATIONS = (
     Mutation(
         "routing-not-saved",
         10,
-        _MODES,
+        _TABLE,
         "topk chooses anew in recomputation",
-        "if not saves and site.must_save:",
-        "if saves and site.must_save:",
+        "if decision is Decision.RECOMPUTE and site.must_save:",
+        "if decision is Decision.SAVE and site.must_save:",
     ),
     Mutation(
         "routing-anew-after-replay",

@@ -136,10 +136,18 @@ class _ProfileTrace(OpTraceRecorder):
         self._seen: set[int] = set()
 
     def add(
-        self, site: CallSite, rule: Any, saves: bool, args: Any, kwargs: Any, out: Any, *, call: int | None = None
+        self,
+        site: CallSite,
+        rule: Any,
+        decision: Decision,
+        args: Any,
+        kwargs: Any,
+        out: Any,
+        *,
+        call: int | None = None,
     ) -> None:
         """Append the op that just ran, which is the last entry of the tape unless the tape skips it."""
-        super().add(site, rule, saves, args, kwargs, out, call=call)
+        super().add(site, rule, decision, args, kwargs, out, call=call)
         entry = len(self.tape.sites) - 1
         if entry < 0 or entry in self.sizes or self.tape.sites[entry] is not site:
             return

@@ -16,7 +16,7 @@ from torch import nn
 from sac.errors import ConfigError, Problem, RegionError
 from sac.ops.flops import flops_of
 from sac.ops.names import op_name
-from sac.policy.model import PlannedRegion
+from sac.policy.model import Decision, PlannedRegion
 from sac.recompute.table import CallSite, ResolvedRule, first_tensor
 from sac.tensors import storage_bytes, tensors_of
 from sac.torch_private import tree_leaves
@@ -58,7 +58,7 @@ class OpTraceRecorder:
         self,
         site: CallSite,
         rule: ResolvedRule | None,
-        saves: bool,
+        decision: Decision,
         args: Any,
         kwargs: Any,
         out: Any,
@@ -75,9 +75,9 @@ class OpTraceRecorder:
                 module=site.path,
                 op=name,
                 call=count if call is None else call,
-                decision="save" if saves else "recompute",
+                decision=decision.value,
                 rule=rule.rule.id if rule is not None else "",
-                reason=_reason(site, rule, saves),
+                reason=_reason(site, rule, decision),
                 bytes=0 if site.is_view else sum(map(storage_bytes, tensors_of(out))),
                 flops=flops_of(site.op, args, kwargs, out),
                 shape=tuple(tensor.shape) if tensor is not None else (),
@@ -113,12 +113,12 @@ def signature(rows: Iterable[OpTraceRow]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _reason(site: CallSite, rule: ResolvedRule | None, saves: bool) -> str:
+def _reason(site: CallSite, rule: ResolvedRule | None, decision: Decision) -> str:
     if site.traits.unsavable_reason:
         return site.traits.unsavable_reason
-    if rule is not None and (saves == rule.saves or not saves):
+    if rule is not None and decision in (rule.decision, Decision.RECOMPUTE):
         return f"rule {rule.rule.id}"
-    return "must-save" if saves and site.must_save else "default"
+    return "must-save" if decision is Decision.SAVE and site.must_save else "default"
 
 
 # -- What the last call of one region kept, for the report

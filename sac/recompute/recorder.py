@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from sac.checksums import Sums, checksum, find_different
 from sac.ops.facts import FILLING, FILLING_PARTS
 from sac.outer_hooks import PackHooks, active_hooks, pack_with_outer_hooks
+from sac.policy.model import Decision
 from sac.recompute.autocast import callers_autocast
 from sac.recompute.fallback import PythonRecomputeMode, SavedRoutingResult
 from sac.recompute.forward_state import (
@@ -29,9 +30,9 @@ from sac.recompute.forward_state import (
 from sac.recompute.module_tracker import RegionMode
 from sac.recompute.op_trace import NO_RULE, OpTraceRecorder, SavedFigures
 from sac.recompute.parameter_only import NOT_PARAMETERS, ParameterOnlyValues, is_large
-from sac.recompute.rerun import decide, default_generators, gathers, written_tensors
+from sac.recompute.rerun import default_generators, gathers, written_tensors
 from sac.recompute.schedule import ReplaySchedule, TapeLayout, Wanted, schedule_replay
-from sac.recompute.table import CallSite, DecisionTable, ResolvedRule, run_op
+from sac.recompute.table import CallSite, DecisionTable, ResolvedRule, decide, run_op
 from sac.recompute.tape import SMALL_NUMEL, TENSOR_HOLE, Tape, as_reads, cast_of
 from sac.region.frame import Handle, Progress, clone_small_views
 from sac.region.inputs import RegionInputs
@@ -328,7 +329,7 @@ class TapeMode(RegionMode):
             if site.traits.is_infrastructure and func.namespace in _NO_REPLAY:
                 self.tape.fail(f"{func.namespace} ops run inside the region")
             if self.op_trace is not None:
-                self.op_trace.add(site, None, False, args, kwargs, None)
+                self.op_trace.add(site, None, Decision.RECOMPUTE, args, kwargs, None)
         return site.run(*args, **kwargs)
 
 
@@ -401,18 +402,18 @@ class TapeRecorder:
         first, tensors = len(self.tape.roots), new_tensors(out)
         for tensor in tensors:
             self.tape.add(tensor)
-        rule, saves = site.final_rule, False
+        rule, decision = site.final_rule, Decision.RECOMPUTE
         if site.may_save or site.conditional_rules:
             self.may_save = self.may_save or site.may_save
-            saves, rule = decide(self, site, args, kwargs, out)
-            if saves and site.must_save:
+            decision, rule = decide(self, site, args, kwargs, out)
+            if decision is Decision.SAVE and site.must_save:
                 for value in range(first, len(self.tape.roots)):
                     self._keep_routing(site, value, tensors[value - first])
                 self._routing.append((site, range(first, len(self.tape.roots))))
         if rule is not None:
             self.hits[rule.index] += 1
         if mode.op_trace is not None:
-            mode.op_trace.add(site, rule, saves, args, kwargs, out)
+            mode.op_trace.add(site, rule, decision, args, kwargs, out)
         return out
 
     def read_factories(self, site: CallSite, args: Any, kwargs: Any, reads: list[int]) -> None:
@@ -489,11 +490,11 @@ class TapeRecorder:
             tape.versions[first:] = [tape.versions[reads[0]]] * count
         if keywords:
             tape.keywords[entry] = keywords
-        saves, rule, call = False, None, None
+        decision, rule, call = Decision.RECOMPUTE, None, None
         if site.has_decision:
-            saves, rule, call = self.decide_on(site, args, kwargs, out, first, reads)
+            decision, rule, call = self.decide_on(site, args, kwargs, out, first, reads)
         if site.draws:
-            self.random_states.after(entry, runs_again=not saves)
+            self.random_states.after(entry, runs_again=decision is not Decision.SAVE)
         if site.traits.is_factory and count:
             tape.factories[first] = entry
         elif site.op is _LIFT_FRESH and (constant := tape.known(out)) is not None:
@@ -504,21 +505,22 @@ class TapeRecorder:
         self._look_at_recent(entry)
         tape.needs_attention = bool(tape.not_replayable or tape.factories or self.maybe_modified or self.paused)
         if mode.op_trace is not None:
-            mode.op_trace.add(site, rule, saves, args, kwargs, out, call=call)
+            mode.op_trace.add(site, rule, decision, args, kwargs, out, call=call)
 
     def decide_on(
         self, site: CallSite, args: Any, kwargs: Any, out: Any, first: int, reads: list[int]
-    ) -> tuple[bool, ResolvedRule | None, int | None]:
+    ) -> tuple[Decision, ResolvedRule | None, int | None]:
         """Decide on the result of an op, and keep it if it is saved; return the decision, the rule and the call."""
-        saves, rule, call = False, site.final_rule, None
+        decision, rule, call = Decision.RECOMPUTE, site.final_rule, None
         if site.may_save or site.conditional_rules:
             call = self.calls[site]
-            saves, rule = decide(self, site, args, kwargs, out)
-            saves = saves and self._save(site, rule, call, first, out, reads)
+            decision, rule = decide(self, site, args, kwargs, out)
+            if decision is Decision.SAVE and not self._save(site, rule, call, first, out, reads):
+                decision = Decision.RECOMPUTE
             self.may_save = self.may_save or site.may_save
         if rule is not None:
             self.hits[rule.index] += 1
-        return saves, rule, call
+        return decision, rule, call
 
     def _add_results(self, site: CallSite, out: Any) -> int:
         """Number the results of an op, but not arguments that it returns; return how many were numbered."""

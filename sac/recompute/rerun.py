@@ -14,6 +14,7 @@ from sac.checksums import Sums, find_different, same, sums_of
 from sac.errors import Problem, RegionError
 from sac.ops.flops import flops_of
 from sac.outer_hooks import OuterPacked, PackHooks, active_hooks, fetch, pack_with_outer_hooks
+from sac.policy.model import Decision
 from sac.recompute.forward_state import (
     AtStart,
     PreForwardState,
@@ -26,7 +27,7 @@ from sac.recompute.forward_state import (
 from sac.recompute.module_tracker import RegionMode
 from sac.recompute.op_trace import NO_RULE, OpTraceRecorder, SavedFigures
 from sac.recompute.parameter_only import NOT_PARAMETERS, is_large
-from sac.recompute.table import CallSite, DecisionTable, ResolvedRule, run_op, site_name
+from sac.recompute.table import CallSite, DecisionTable, ResolvedRule, decide, run_op, site_name
 from sac.recompute.value_ids import Description, ValueIds
 from sac.recompute.whole_modules import SavedModuleCall, SavedModules, SavingPass, ServingPass
 from sac.region.frame import OTHER_PATH, OTHER_VALUE, OTHER_WRITE, Handle, NoEarlyStop, Progress, clone_small_views
@@ -546,13 +547,6 @@ def _is_tensor(description: Any) -> bool:
 _LIFT_FRESH = torch.ops.aten.lift_fresh.default
 
 
-class CallCounter(Protocol):
-    """The counters that decisions depend on in addition to the call itself."""
-
-    calls: defaultdict[CallSite, int]
-    alternations: defaultdict[int, int]
-
-
 class StopsEarly(Protocol):
     """The progress of a recomputation: ``RecomputeMode`` asks it before each op whether to stop."""
 
@@ -607,7 +601,7 @@ class ForwardMode(RegionMode):
             if site.is_view and func is _LIFT_FRESH:
                 state.value_ids.name_constant(out)
             if self.op_trace is not None:
-                self.op_trace.add(site, None, False, args, kwargs, out)
+                self.op_trace.add(site, None, Decision.RECOMPUTE, args, kwargs, out)
             return out
         signature, external, made_of = state.value_ids.signature(site.key, args, kwargs)
         if site.is_random:
@@ -624,7 +618,7 @@ class ForwardMode(RegionMode):
             if site.final_rule is not None:
                 state.hits[site.final_rule.index] += 1
             if self.op_trace is not None:
-                self.op_trace.add(site, site.final_rule, False, args, kwargs, out)
+                self.op_trace.add(site, site.final_rule, Decision.RECOMPUTE, args, kwargs, out)
         if site.writes:
             _relabel(state.value_ids, site, signature, external, args, kwargs, made_of)
         state.value_ids.producers[signature] = site
@@ -684,7 +678,8 @@ class ForwardMode(RegionMode):
         call = state.calls[site]
         occurrence = state.occurrences[signature]
         state.occurrences[signature] = occurrence + 1
-        saves, rule = decide(state, site, args, kwargs, out)
+        decision, rule = decide(state, site, args, kwargs, out)
+        saves = decision is Decision.SAVE
         if rule is not None:
             state.hits[rule.index] += 1
         moved = [(g, now) for g, state in before if not equal(now := state_of(g), state)] if saves else []
@@ -698,7 +693,8 @@ class ForwardMode(RegionMode):
         else:
             state.note_reads(args)
         if self.op_trace is not None:
-            self.op_trace.add(site, rule, saves, args, kwargs, out, call=call)
+            decision = Decision.SAVE if saves else Decision.RECOMPUTE
+            self.op_trace.add(site, rule, decision, args, kwargs, out, call=call)
         return out
 
 
@@ -874,27 +870,6 @@ def _copied(kept: torch.Tensor | OuterPacked) -> torch.Tensor:
 
 def _fresh(kept: torch.Tensor | OuterPacked) -> torch.Tensor:
     return fetch(kept).detach()
-
-
-def decide(state: CallCounter, site: CallSite, args: Any, kwargs: Any, out: Any) -> tuple[bool, ResolvedRule | None]:
-    """Return whether this call's result is saved, and the rule that matched; count the call."""
-    call = state.calls[site]
-    state.calls[site] = call + 1
-    saves, rule = site.final_saves, site.final_rule
-    for conditional in site.conditional_rules:
-        if conditional.matches(call, args, kwargs, out):
-            rule, saves = conditional.resolved, conditional.saves
-            if conditional.alternates:
-                turn = state.alternations[rule.index]
-                state.alternations[rule.index] = turn + 1
-                saves = turn % 2 == 0
-            break
-    if not saves and site.must_save:
-        condition = site.must_save_condition
-        saves = condition is None or condition(args, kwargs, out)
-    if saves and site.savable_if is not None:
-        saves = site.savable_if(args, kwargs, out)
-    return saves, rule
 
 
 def _written_parts(site: CallSite, args: Any, kwargs: Any) -> list[torch.Tensor]:

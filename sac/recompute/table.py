@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -39,9 +40,14 @@ class ResolvedRule:
     index: int
 
     @property
+    def decision(self) -> Decision:
+        """The decision on a match (for an alternating rule: on the first one)."""
+        return Decision.SAVE if self.rule.do == ALTERNATE else Decision(self.rule.do)
+
+    @property
     def saves(self) -> bool:
         """Whether a match is saved (for an alternating rule: may be saved)."""
-        return self.rule.do != Decision.RECOMPUTE.value
+        return self.decision is Decision.SAVE
 
     def names(self, op: Any) -> bool:
         """Return whether the rule names ``op`` itself or through a set, and not only by a glob."""
@@ -54,7 +60,7 @@ class ConditionalRule:
 
     resolved: ResolvedRule
     alternates: bool
-    saves: bool
+    decision: Decision
     condition: Condition | None
 
     def matches(self, call: int, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> bool:
@@ -77,8 +83,8 @@ class CallSite:
         "conditional_rules",
         "constants",
         "draws",
+        "final_decision",
         "final_rule",
-        "final_saves",
         "has_decision",
         "has_generator",
         "is_bookkeeping",
@@ -148,13 +154,44 @@ class CallSite:
         self.calls_on_inputs: set[int] = set()  # calls whose results depended on more than parameters
         self.conditional_rules: tuple[ConditionalRule, ...] = ()
         self.final_rule: ResolvedRule | None = None
-        self.final_saves = False
+        self.final_decision = Decision.RECOMPUTE
         self.must_save = False
         self.must_save_condition: Condition | None = None
         self.may_save = False
         self.is_random = traits.is_random
         self.is_custom_op = is_custom_op(op)
         self.is_cheap = op_name(op).startswith("aten.") and not has_formula(op)
+
+
+class CallCounter(Protocol):
+    """The counters of one region call that decisions depend on in addition to the op's own call."""
+
+    calls: defaultdict[CallSite, int]
+    alternations: defaultdict[int, int]
+
+
+def decide(
+    counter: CallCounter, site: CallSite, args: Any, kwargs: Any, out: Any
+) -> tuple[Decision, ResolvedRule | None]:
+    """Return the decision on the result of this call, and the rule that matched; count the call."""
+    call = counter.calls[site]
+    counter.calls[site] = call + 1
+    decision, rule = site.final_decision, site.final_rule
+    for conditional in site.conditional_rules:
+        if conditional.matches(call, args, kwargs, out):
+            rule, decision = conditional.resolved, conditional.decision
+            if conditional.alternates:
+                turn = counter.alternations[rule.index]
+                counter.alternations[rule.index] = turn + 1
+                decision = Decision.RECOMPUTE if turn % 2 else Decision.SAVE
+            break
+    if decision is Decision.RECOMPUTE and site.must_save:
+        condition = site.must_save_condition
+        if condition is None or condition(args, kwargs, out):
+            decision = Decision.SAVE
+    if decision is Decision.SAVE and site.savable_if is not None and not site.savable_if(args, kwargs, out):
+        decision = Decision.RECOMPUTE
+    return decision, rule
 
 
 def run_op(site: CallSite, args: Any, kwargs: Any) -> Any:
@@ -232,15 +269,15 @@ class DecisionTable:
 
     def _resolve(self, site: CallSite) -> None:
         conditional_rules: list[ConditionalRule] = []
-        site.final_saves = self.default is Decision.SAVE
+        site.final_decision = self.default
         rules = self.rules
         if self.saves_whole(""):
-            site.final_rule, site.final_saves, rules = self.whole_rule(""), True, ()
+            site.final_rule, site.final_decision, rules = self.whole_rule(""), Decision.SAVE, ()
         for resolved in rules:
             rule = resolved.rule
             if rule.matches_module:
                 if not resolved.saves and any(_decides_on(rule, path) for path in paths_up(site.path)):
-                    site.final_rule, site.final_saves = resolved, False
+                    site.final_rule, site.final_decision = resolved, Decision.RECOMPUTE
                     break
                 continue
             if rule.module is not None and not rule.module.matches(site.path):
@@ -250,14 +287,16 @@ class DecisionTable:
             name = resolved.matcher.conditional(site.op)
             condition = CONDITIONS[name] if name else None
             if rule.do != ALTERNATE and condition is None and not _depends_on_call(rule):
-                site.final_rule, site.final_saves = resolved, resolved.saves
+                site.final_rule, site.final_decision = resolved, resolved.decision
                 break
-            conditional_rules.append(ConditionalRule(resolved, rule.do == ALTERNATE, resolved.saves, condition))
+            conditional_rules.append(ConditionalRule(resolved, rule.do == ALTERNATE, resolved.decision, condition))
         site.conditional_rules = tuple(conditional_rules)
         site.must_save, condition_name = self._must_save(site)
         site.must_save_condition = CONDITIONS[condition_name] if condition_name else None
         site.may_save = (
-            site.final_saves or site.must_save or any(conditional.saves for conditional in conditional_rules)
+            site.final_decision is Decision.SAVE
+            or site.must_save
+            or any(conditional.decision is Decision.SAVE for conditional in conditional_rules)
         )
 
     def _must_save(self, site: CallSite) -> tuple[bool, str]:

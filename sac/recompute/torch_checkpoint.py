@@ -22,9 +22,9 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from sac.errors import Problem, RegionError, SacWarning
 from sac.outer_hooks import PackHooks, active_hooks
-from sac.policy.model import ALTERNATE
-from sac.recompute.rerun import ForwardMode, RecomputeMode, RerunState, decide
-from sac.recompute.table import DecisionTable, ResolvedRule, TracedCalls, paths_up
+from sac.policy.model import ALTERNATE, Decision
+from sac.recompute.rerun import ForwardMode, RecomputeMode, RerunState
+from sac.recompute.table import DecisionTable, ResolvedRule, TracedCalls, decide, paths_up
 from sac.recompute.whole_modules import ModuleEvidence, SavedModules
 from sac.region.ambient import AmbientState
 from sac.region.compiled_graphs import kept_out_of_graphs
@@ -408,11 +408,13 @@ class TracedPolicy:
         site = table.sites_of(path).get(id(op)) or table.add_site(op, path)
         if site.is_bookkeeping:
             return CheckpointPolicy.PREFER_RECOMPUTE
-        saves, rule = site.savable, self._rule_of_module(path)
+        decision = Decision.SAVE if site.savable else Decision.RECOMPUTE
+        rule = self._rule_of_module(path)
         if rule is None:
-            saves, rule = False, site.final_rule
+            decision, rule = Decision.RECOMPUTE, site.final_rule
             if site.may_save or site.conditional_rules:
-                saves, rule = decide(record, site, args, kwargs, getattr(context, "op_output", None))
+                decision, rule = decide(record, site, args, kwargs, getattr(context, "op_output", None))
+        saves = decision is Decision.SAVE
         self._count(saves, rule)
         return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
 
