@@ -11,7 +11,7 @@ from torch import nn
 
 from sac.blocks.install import regions_of
 from sac.policy.read import bytes_text
-from sac.recompute.op_trace import NO_RULE
+from sac.recompute.op_trace import NO_RULE, compiled_calls
 from sac.recompute.regions import Region, RegionGroup
 from sac.stores.store import InputStoring
 
@@ -279,15 +279,15 @@ def _kind_report(group: RegionGroup, regions: Sequence[Region]) -> KindReport:
         rules=tuple(_rule_uses(group, regions)),
         unmatched=tuple(_unmatched(group)),
         traced=_traced(group),
-        left_in_eager=group.table.left_in_eager,
+        left_in_eager=compiled_calls(group.table).left_in_eager,
         compiled_graphs=stats.compiled_graphs,
         engine=stats.engine,
-        no_replay=group.not_replayable,
+        no_replay=group.evidence.not_replayable,
     )
 
 
 def _traced(group: RegionGroup) -> TracedReport | None:
-    calls = group.table.traced
+    calls = compiled_calls(group.table).traced
     if calls is None:
         return None
     hits = {one.rule.id: calls.hits[one.index] for one in group.table.rules if one.index in calls.hits}

@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import os
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -17,7 +18,7 @@ from sac.errors import ConfigError, Problem, RegionError
 from sac.ops.flops import flops_of
 from sac.ops.names import op_name
 from sac.policy.model import Decision, PlannedRegion
-from sac.recompute.table import CallSite, ResolvedRule, first_tensor
+from sac.recompute.table import CallSite, DecisionTable, ResolvedRule, first_tensor
 from sac.tensors import storage_bytes, tensors_of
 from sac.torch_private import tree_leaves
 
@@ -243,3 +244,35 @@ def _log_rows(region: str, rows: Sequence[OpTraceRow]) -> None:
             told.add(key)
             where = f"{region}.{row.module}" if row.module else region
             _log.info("%-9s %s in %s (%s)", row.decision.upper(), row.op, where or "the region", row.reason)
+
+
+# -- What was decided in graphs of ``torch.compile``, for the report
+
+
+@dataclass(slots=True)
+class TracedCalls:
+    """The decisions passed to ``torch.compile`` when it last traced a region: calls saved, recomputed, and per rule."""
+
+    saved: int = 0
+    recomputed: int = 0
+    hits: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class CompiledCalls:
+    """What ``torch.compile`` did with regions of one decision table.
+
+    ``traced`` is None until one has been traced. ``left_in_eager``: the number of calls that were to be traced, but
+    that Dynamo or its backend ran op by op.
+    """
+
+    traced: TracedCalls | None = None
+    left_in_eager: int = 0
+
+
+_compiled_calls: weakref.WeakKeyDictionary[DecisionTable, CompiledCalls] = weakref.WeakKeyDictionary()
+
+
+def compiled_calls(table: DecisionTable) -> CompiledCalls:
+    """Return what ``torch.compile`` did with regions of ``table``."""
+    return _compiled_calls.setdefault(table, CompiledCalls())

@@ -17,6 +17,7 @@ from sac.ops.facts import FILLING, FILLING_PARTS
 from sac.outer_hooks import PackHooks, active_hooks, pack_with_outer_hooks
 from sac.policy.model import Decision
 from sac.recompute.autocast import callers_autocast
+from sac.recompute.evidence import GroupEvidence
 from sac.recompute.fallback import PythonRecomputeMode, SavedRoutingResult
 from sac.recompute.forward_state import (
     AtStart,
@@ -354,9 +355,16 @@ class TapeRecorder:
     """The recorder's interface to ``TapeMode``; see Note [The tape]. ``ReplayRecorder`` adds that to the frame."""
 
     def __init__(
-        self, table: DecisionTable, owners: tuple[nn.Module, ...], settings: Settings, *, verifies: bool
+        self,
+        table: DecisionTable,
+        owners: tuple[nn.Module, ...],
+        settings: Settings,
+        evidence: GroupEvidence,
+        *,
+        verifies: bool,
     ) -> None:
         self.table = table
+        self.evidence = evidence
         self.tape = Tape()
         self.paused = False  # True while a replay runs inside the region's own forward, which is not recorded
         self.snapshots: StorageSnapshots = {}
@@ -543,7 +551,8 @@ class TapeRecorder:
             new = [value for value in new if roots[value] >= first]
             if not new or site.must_save:
                 return False
-        if not site.must_save and call not in site.calls_on_inputs and self._is_of_parameters(site, call, out, reads):
+        is_known = (site, call) in self.evidence.calls_on_inputs
+        if not (site.must_save or is_known) and self._is_of_parameters(site, call, out, reads):
             return False
         number = rule.index if rule is not None else NO_RULE
         tensors = (out,) if count == 1 and type(out) is Tensor else new_tensors(out)
@@ -562,7 +571,7 @@ class TapeRecorder:
         """Return whether a result is computed from parameters alone, and large."""
         made_of = self._parameter_only.all_of(reads)
         if made_of == NOT_PARAMETERS:
-            site.calls_on_inputs.add(call)  # applies to the next region too: it only decides what is kept
+            self.evidence.calls_on_inputs.add((site, call))
         return is_large(out, made_of) and not (site.draws and self.random_states.have_moved())
 
     def keep(self, value: int, tensor: Tensor) -> None:
@@ -621,7 +630,7 @@ class TapeRecorder:
     def _is_constant(self, entry: int, tensor: Tensor) -> bool:
         was_paused, self.paused = self.paused, True  # during a save by autograd, the mode sees the ops of this check
         try:
-            return _is_constant(self.tape, entry, tensor)
+            return _is_constant(self.tape, entry, tensor, self.evidence)
         finally:
             self.paused = was_paused
 
@@ -695,7 +704,7 @@ def _writes_parts(site: CallSite) -> bool:
     return site.writes and site.op._schema.name.split("::")[1] in FILLING_PARTS
 
 
-def _is_constant(tape: Tape, entry: int, tensor: Tensor) -> bool:
+def _is_constant(tape: Tape, entry: int, tensor: Tensor, evidence: GroupEvidence) -> bool:
     """Return whether ``tensor``, made by the factory op of ``entry``, still equals what that op makes.
 
     On a device this is checked only once per entry for a region group: the comparison synchronizes with the device,
@@ -704,11 +713,11 @@ def _is_constant(tape: Tape, entry: int, tensor: Tensor) -> bool:
     if tensor.is_meta or type(tensor).__name__ == "FakeTensor":
         return True  # no data
     site: CallSite = tape.sites[entry]
-    shape, answer = site.constants.get(entry, (None, False))
+    shape, answer = evidence.constants.get((site, entry), (None, False))
     if shape != tensor.shape or tensor.is_cpu:
         args = [tensor if one is TENSOR_HOLE else one for one in tape.arg_templates[entry]]
         answer = bool(torch.equal(site.run(*args, **tape.keywords.get(entry, {})), tensor))
-        site.constants[entry] = tensor.shape, answer
+        evidence.constants[site, entry] = tensor.shape, answer
     return answer
 
 
@@ -733,8 +742,9 @@ class ReplayRecorder(TapeRecorder):
         *,
         verifies: bool = False,
         layout: TapeLayout | None = None,
+        evidence: GroupEvidence | None = None,
     ) -> None:
-        super().__init__(table, owners, settings, verifies=verifies)
+        super().__init__(table, owners, settings, evidence or GroupEvidence(), verifies=verifies)
         self.path = path
         self.op_trace = op_trace
         self.needs_mode = False

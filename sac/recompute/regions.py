@@ -1,4 +1,4 @@
-"""Regions and region groups: which engine runs a call, and the evidence from earlier calls."""
+"""Regions and region groups: which engine runs a call."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from torch import nn
 from sac.errors import SacWarning
 from sac.outer_hooks import active_hooks
 from sac.policy.model import PlannedRegion, Policy
+from sac.recompute.evidence import GroupEvidence, RegionEvidence, remember
 from sac.recompute.op_trace import OpTraceRecorder, OpTraceRow, RegionStats, check_planned_signature, log_decisions
 from sac.recompute.recorder import ReplayRecorder
 from sac.recompute.replay import CAN_REPLAY, ReplayFrame, warn_not_replayable
 from sac.recompute.rerun import RerunRecorder
-from sac.recompute.schedule import TapeLayout
 from sac.recompute.table import DecisionTable, rebuild_table
-from sac.recompute.whole_modules import ModuleEvidence, ModuleRecorder, SavedModules, saved_modules
+from sac.recompute.whole_modules import ModuleRecorder, SavedModules, saved_modules
 from sac.region.compiled_graphs import count_compiled
 from sac.region.fingerprint import PLAIN, FunctionFingerprint, weak_identity
 from sac.region.forward_ad import OnTangents, dual_level_is_on, refuse_reentrant, refuse_transforms
@@ -36,31 +36,7 @@ from sac.torch_private import tree_leaves
 
 # -- Region groups and regions
 
-# Note [Evidence]
-#
-# Evidence is what earlier calls of a region have shown. It saves time in later calls and never changes a result.
-#
-# If rules decide on ops, or the user sets `engine: replay`, every call runs under a recorder. In `full`, and if all
-# rules match whole modules, most regions do not need a recorder, and a recorder would be the largest overhead. So only
-# the first call with each input signature runs under one. Later calls with the same signature enter no dispatch mode if
-# that first call had none of these: a routing op, a generator passed by the caller, a write to an external tensor, a
-# last op that writes to a tensor that autograd has saved. Two calls have the same signature if their dtypes, shapes,
-# `requires_grad` flags and plain values are equal and the function consists of the same parts (Note [Which function is
-# it]). Evidence is per region.
-#  - A call that read a tensor's value, or drew random numbers from Python or NumPy, may have branched on that. It is
-#    no evidence for other calls.
-#  - Once a region has needed a recorder, all its later calls have one.
-#  - A call without a recorder is correct whatever it does. The state that it can reach is recorded first and restored
-#    later (Note [Python state], Note [Buffers advance once]). If the call wrote to memory of which there is no copy,
-#    its activations are kept (Note [The walk of a region]).
-#
-# Example. A layer uses `torch.rand(()).item()` to skip itself with probability 0.5, and ends in an `rrelu`. The first
-# call skips the layer, so `rand` is the only op that runs. That call read a value, so the next call is recorded too.
-# Since the layer's code names `rrelu`, so is every later call.
-
-
 _AnyRecorder = RerunRecorder | ReplayRecorder | ModuleRecorder
-MOST_SIGNATURES = 1024  # input signatures that a region remembers; with variable lengths there is no other bound
 
 
 class RegionGroup:
@@ -72,8 +48,7 @@ class RegionGroup:
         self.planned = None if table.matches_modules else planned  # a module saved as a whole hides its ops
         self.op_trace: tuple[OpTraceRow, ...] = ()
         self.lists_ops = True  # whether the first call fills `op_trace`, which takes longer than running data-free ops
-        self.layouts: dict[Any, TapeLayout] = {}  # input signature -> tape layout
-        self.not_replayable = ""  # why the regions of this group are not replayed
+        self.evidence = GroupEvidence()
 
     def __reduce__(self) -> tuple[Any, ...]:
         table = self.table
@@ -91,19 +66,7 @@ class Region:
         self.group = group
         self.path = path
         self.stats = RegionStats()
-        self.function_keys: dict[Hashable, object] = {}  # parts of the function in a call -> its function key
-        self._needs_no_mode: set[Any] = set()  # input signatures whose calls need no dispatch mode
-        self._module_evidence: dict[Any, ModuleEvidence] = {}  # input signature -> evidence on modules saved as a whole
-        self._verified: set[Any] = set()  # input signatures of which one call has been compared with its replay
-        self._needs_recorder = False  # a call needed a recorder, or would have: all later calls have one
-
-    def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {
-            "_needs_no_mode": set(),
-            "_module_evidence": {},
-            "_verified": set(),
-            "function_keys": {},
-        }  # a copy starts without evidence: signatures hold weak references, which cannot be copied
+        self.evidence = RegionEvidence()
 
     def run(
         self,
@@ -141,7 +104,7 @@ class Region:
             inputs.signature = None
         if function_key is not None and inputs.signature is not None:
             signature = (function_key, settings.freeze_buffers, settings.use_reentrant, inputs.signature)
-        if self.group.table.saves_everything and signature in self._needs_no_mode and active_hooks() is None:
+        if self.group.table.saves_everything and signature in self.evidence.needs_no_mode and active_hooks() is None:
             self.stats.calls += 1
             return function(*args, **kwargs)
         if settings.input_storing is not None:
@@ -151,12 +114,12 @@ class Region:
         try:
             output = frame.run(inputs, args, kwargs)
         except UnseenWriteError:
-            self._always_record()
+            self.evidence.require_recorder()
             raise
         if (recorder is None or not recorder.sees_ops) and frame.ambient.module_state.were_written:
-            self._always_record()
+            self.evidence.require_recorder()
         if frame.kept_whole is not None:
-            self._always_record()
+            self.evidence.require_recorder()
             warnings.warn(str(frame.kept_whole), SacWarning, stacklevel=2)
         if isinstance(recorder, (RerunRecorder, ReplayRecorder)):
             check_planned_signature(self.group.planned, recorder.op_trace, self.path)  # before inputs are released
@@ -181,8 +144,8 @@ class Region:
     ) -> tuple[Frame | ReentrantFrame, _AnyRecorder | None]:
         """Return the frame that runs one call, and its recorder if it needs one; see Note [Evidence]."""
         table = self.group.table
-        is_known = signature is not None and signature in self._needs_no_mode and not table.saves_everything
-        records = not is_known or self._needs_recorder or table.decides_on_ops or settings.engine == REPLAY
+        is_known = signature is not None and signature in self.evidence.needs_no_mode and not table.saves_everything
+        records = not is_known or self.evidence.needs_recorder or table.decides_on_ops or settings.engine == REPLAY
         if records and self._is_replayed(settings):
             return self._replay_frame(function, owners, settings, signature, inputs, leaves)
         self.stats.engine = RERUN if records else ""
@@ -191,7 +154,7 @@ class Region:
             recorder = self._recorder(owners, settings, signature, inputs, sees_ops=records)
         frame_type = ReentrantFrame if settings.use_reentrant else Frame
         frame = frame_type(function, self.path, recorder, owners, settings)
-        frame.is_evidence = records and not (self._needs_recorder or table.decides_on_ops)
+        frame.is_evidence = records and not (self.evidence.needs_recorder or table.decides_on_ops)
         return frame, recorder
 
     def _replay_frame(
@@ -203,14 +166,22 @@ class Region:
         inputs: RegionInputs,
         leaves: Callable[[], list[Any]],
     ) -> tuple[ReplayFrame, ReplayRecorder]:
-        verifies = settings.verify == ALWAYS or (settings.verify == FIRST and signature not in self._verified)
-        layout = self.group.layouts.get(inputs.signature)
+        verifies = settings.verify == ALWAYS or (settings.verify == FIRST and signature not in self.evidence.verified)
+        layout = self.group.evidence.layouts.get(inputs.signature)
         recorder = ReplayRecorder(
-            self.group.table, self.path, owners, settings, self._new_trace(), verifies=verifies, layout=layout
+            self.group.table,
+            self.path,
+            owners,
+            settings,
+            self._new_trace(),
+            verifies=verifies,
+            layout=layout,
+            evidence=self.group.evidence,
         )
         recorder.begin(inputs, leaves())
         give_up = partial(self._give_up, settings.engine == REPLAY)
-        self._note_verified(signature)
+        if signature is not None:
+            remember(self.evidence.verified, signature)
         self.stats.engine = REPLAY
         frame = ReplayFrame(function, self.path, recorder, owners, settings, give_up=give_up, given_up=self._given_up)
         return frame, recorder
@@ -219,7 +190,7 @@ class Region:
         """Return whether a call that needs a recorder is recomputed by replay."""
         table = self.group.table
         if (
-            (self.group.not_replayable and active_hooks() is None)  # see Note [Replay]
+            (self.group.evidence.not_replayable and active_hooks() is None)  # see Note [Replay]
             or table.matches_modules
             or settings.engine == RERUN
             or settings.use_reentrant
@@ -233,29 +204,18 @@ class Region:
     def _new_trace(self) -> OpTraceRecorder | None:
         return OpTraceRecorder() if self.group.lists_ops and not self.group.op_trace else None
 
-    def _note_verified(self, signature: Any) -> None:
-        if len(self._verified) >= MOST_SIGNATURES:
-            self._verified.clear()
-        self._verified.add(signature)
-
     def _give_up(self, asked: bool, reason: str) -> None:
         """Use the rerun engine for later calls of this region group, since a call could not be replayed.
 
         ``asked``: whether the user set `engine: replay`; then a warning is given.
         """
-        if not self.group.not_replayable:
-            self.group.not_replayable = reason
+        if not self.group.evidence.not_replayable:
+            self.group.evidence.not_replayable = reason
             if asked:
                 warn_not_replayable(self.path, reason)
 
     def _given_up(self) -> str:
-        return self.group.not_replayable
-
-    def _always_record(self) -> None:
-        """Record all later calls, since a call without a recorder wrote to something."""
-        self._needs_no_mode.clear()
-        self._module_evidence.clear()
-        self._needs_recorder = True
+        return self.group.evidence.not_replayable
 
     def _recorder(
         self, owners: tuple[nn.Module, ...], settings: Settings, signature: Any, inputs: RegionInputs, *, sees_ops: bool
@@ -263,7 +223,7 @@ class Region:
         table = self.group.table
         modules, not_recomputed = None, frozenset[int]()
         if table.matches_modules:
-            evidence = self._module_evidence.get(signature)
+            evidence = self.evidence.modules.get(signature)
             modules = SavedModules(table, self.path, settings, evidence)
             if evidence is None:
                 modules.evidence.not_recomputed = saved_modules(owners, table)
@@ -294,26 +254,20 @@ class Region:
             self.group.op_trace = tuple(recorder.op_trace.rows)
             log_decisions(self.path, self.group.op_trace)
         everything = self.group.table.saves_everything
+        evidence = self.evidence
         if not everything and (
             recorder.needs_mode or frame.ambient.module_state.were_written or needs_recorder(frame.owners)
         ):
-            self._needs_recorder = True
-        is_proof = not (self._needs_recorder or recorder.reads_values or frame.moved_host_rng)
-        if signature is not None and (everything or is_proof):
-            if len(self._needs_no_mode) >= MOST_SIGNATURES:
-                self._needs_no_mode.clear()
-            self._needs_no_mode.add(signature)
-        modules = recorder.state.modules if isinstance(recorder, RerunRecorder) else None
-        if signature is not None and modules is not None:
-            if len(self._module_evidence) >= MOST_SIGNATURES:
-                self._module_evidence.clear()
-            modules.evidence.figures = recorder.figures
-            self._module_evidence[signature] = modules.evidence
-        if isinstance(recorder, ReplayRecorder) and signature is not None and recorder.layout is not None:
-            layouts = self.group.layouts
-            if len(layouts) >= MOST_SIGNATURES:
-                layouts.clear()
-            layouts[signature[-1]] = recorder.layout
+            evidence.needs_recorder = True
+        if signature is not None:
+            if everything or not (evidence.needs_recorder or recorder.reads_values or frame.moved_host_rng):
+                remember(evidence.needs_no_mode, signature)
+            if isinstance(recorder, ReplayRecorder):
+                if recorder.layout is not None:
+                    remember(self.group.evidence.layouts, signature[-1], recorder.layout)
+            elif (modules := recorder.state.modules) is not None:
+                modules.evidence.figures = recorder.figures
+                remember(evidence.modules, signature, modules.evidence)
         self.stats.take(recorder.figures, frame.input_bytes)
 
 
@@ -392,14 +346,14 @@ def _run_modules(
     if not fingerprint.is_known:
         return region.run(function, owners, None, settings, args, kwargs)
     key = _key(fingerprint)
-    function_key = region.function_keys.get(key)
+    function_key = region.evidence.function_keys.get(key)
     if function_key is not None:
         return region.run(function, owners, function_key, settings, args, kwargs)
-    function_key = _put(region.function_keys, key, object())
+    function_key = _put(region.evidence.function_keys, key, object())
     output = region.run(function, owners, function_key, settings, args, kwargs)
     after = _fingerprint_of(modules)
     _note_changes(fingerprint, after)
-    _put(region.function_keys, _key(after), function_key)
+    _put(region.evidence.function_keys, _key(after), function_key)
     return output
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
 
@@ -79,9 +79,7 @@ class CallSite:
     """Everything that the dispatch modes need to know about one op at one module path."""
 
     __slots__ = (
-        "calls_on_inputs",
         "conditional_rules",
-        "constants",
         "draws",
         "final_decision",
         "final_rule",
@@ -146,12 +144,6 @@ class CallSite:
         self.is_flat = traits.is_flat
         self.savable = not traits.unsavable_reason or bool(traits.savable_if)
         self.savable_if = CONDITIONS[traits.savable_if] if traits.savable_if else None
-        # The next two are learnt from earlier calls and cannot change a result: they decide only what is kept, and a
-        # kept value is correct in any call. On a device, `constants` can make a call keep less: if a kernel writes to
-        # such a tensor in a later call only, the replayed value differs, and every call compares it (`verify`).
-        # Entry -> shape of the factory result made there, and whether it was still a constant when it was read.
-        self.constants: dict[int, tuple[torch.Size, bool]] = {}
-        self.calls_on_inputs: set[int] = set()  # calls whose results depended on more than parameters
         self.conditional_rules: tuple[ConditionalRule, ...] = ()
         self.final_rule: ResolvedRule | None = None
         self.final_decision = Decision.RECOMPUTE
@@ -202,21 +194,10 @@ def run_op(site: CallSite, args: Any, kwargs: Any) -> Any:
     return site.run(*args, **kwargs)
 
 
-@dataclass(slots=True)
-class TracedCalls:
-    """The decisions passed to ``torch.compile`` when it last traced a region: calls saved, recomputed, and per rule."""
-
-    saved: int = 0
-    recomputed: int = 0
-    hits: dict[int, int] = field(default_factory=dict)
-
-
 class DecisionTable:
     """The rules that apply to one layer of one stack, and the call sites derived from them; see ``add_site``.
 
-    ``must_save``: nondeterministic routing ops are kept even if no rule saves them (promise 10). ``traced`` is None
-    until a region with this table has been traced. ``left_in_eager``: the number of calls that were to be traced, but
-    that Dynamo or its backend ran op by op.
+    ``must_save``: nondeterministic routing ops are kept even if no rule saves them (promise 10).
     """
 
     def __init__(self, policy: Policy, rules: tuple[ResolvedRule, ...], *, must_save: bool = True) -> None:
@@ -230,8 +211,6 @@ class DecisionTable:
         self.decides_on_ops = not self.saves_everything and (
             self.default is Decision.SAVE or any(one.saves and not one.rule.matches_module for one in rules)
         )
-        self.traced: TracedCalls | None = None
-        self.left_in_eager = 0
         self._sites: dict[str, dict[int, CallSite]] = {}  # path -> id of an op (its hash is Python code) -> call site
 
     def sites_of(self, path: str) -> dict[int, CallSite]:

@@ -23,9 +23,11 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from sac.errors import Problem, RegionError, SacWarning
 from sac.outer_hooks import PackHooks, active_hooks
 from sac.policy.model import ALTERNATE, Decision
+from sac.recompute.evidence import MODULE_EVIDENCE
+from sac.recompute.op_trace import TracedCalls, compiled_calls
 from sac.recompute.rerun import ForwardMode, RecomputeMode, RerunState
-from sac.recompute.table import DecisionTable, ResolvedRule, TracedCalls, decide, paths_up
-from sac.recompute.whole_modules import ModuleEvidence, SavedModules
+from sac.recompute.table import DecisionTable, ResolvedRule, decide, paths_up
+from sac.recompute.whole_modules import SavedModules
 from sac.region.ambient import AmbientState
 from sac.region.compiled_graphs import kept_out_of_graphs
 from sac.region.fingerprint import PLAIN
@@ -59,9 +61,6 @@ from sac.torch_private import (
 # tensors. In recomputation, x waits until the first matmul is about to run, then goes to torch; h is served, the gelu
 # runs, and g waits. The second matmul does not write to g. So g goes to torch right before it, torch has its two
 # tensors and stops, and the matmul does not run.
-
-# See Note [Whole modules].
-_EVIDENCE: weakref.WeakKeyDictionary[DecisionTable, ModuleEvidence] = weakref.WeakKeyDictionary()
 
 
 class CheckpointForwardMode(ForwardMode):
@@ -97,7 +96,7 @@ class CheckpointForwardMode(ForwardMode):
             self.state.close(kept, ALL if last >= 0 and chosen_early_stop() is False else last)
             self.state.decided = []
             if self.state.modules is not None:
-                _EVIDENCE[self.state.table] = self.state.modules.evidence
+                MODULE_EVIDENCE[self.state.table] = self.state.modules.evidence
             self._ambient.forward_is_over()
             outer = hooks_below_top() if watch is not None else None
             if outer is not None:
@@ -308,8 +307,9 @@ def checkpoint_contexts(
     if is_traced():
         forward, recompute = create_selective_checkpoint_contexts(TracedPolicy(table, path, module))
         return forward, recompute
-    table.left_in_eager += in_graph
-    modules = SavedModules(table, path, _SETTINGS, _EVIDENCE.get(table)) if table.matches_modules else None
+    if in_graph:
+        compiled_calls(table).left_in_eager += 1
+    modules = SavedModules(table, path, _SETTINGS, MODULE_EVIDENCE.get(table)) if table.matches_modules else None
     state = RerunState(table, path, owners_of(module), modules=modules)
     ambient = _Ambient(module, in_graph=in_graph)
     return CheckpointForwardMode(state, ambient), CheckpointRecomputeMode(state, ambient)
@@ -392,7 +392,7 @@ class TracedPolicy:
 
     def __init__(self, table: DecisionTable, path: str, module: nn.Module | None = None) -> None:
         self.record = RerunState(table, path)
-        self.calls = table.traced = TracedCalls()
+        self.calls = compiled_calls(table).traced = TracedCalls()
         _tell_of_budget()
         _tell_of_results(table)
         self._paths = {} if module is None else {str(id(part)): name for name, part in module.named_modules()}

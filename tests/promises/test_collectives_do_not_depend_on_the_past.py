@@ -74,7 +74,7 @@ def sent_in_backward(place: str, recorded: bool) -> list[int]:
     region = model[0].forward.__self__.region
     counts = []
     for _ in range(CALLS):
-        region._needs_recorder = recorded and dist.get_rank() == 1
+        region.evidence.needs_recorder = recorded and dist.get_rank() == 1
         loss = model(torch.randn(3, 4)).square().sum()
         with Sent() as sent:
             loss.backward()
