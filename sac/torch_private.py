@@ -89,8 +89,6 @@ WRAPPED_MODULE = "_checkpoint_wrapped_module"  # of torch's checkpoint_wrapper, 
 WRAPPED_NAMES = (WRAPPED_MODULE, "_fsdp_wrapped_module", "_fpw_module", "_orig_mod")  # FSDP1, and OptimizedModule
 COMPOSABLE_PREFIX = "__composable_api_state_key"  # of torch's composable `checkpoint`, 2.1 to 2.13
 
-# -- The running backward
-
 # -- Hooks of all modules
 
 # `register_module_forward_hook` and its like put hooks into tables that have no public name. A recomputation restores
@@ -100,6 +98,8 @@ HOOK_FLAGS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_fo
 HOOKS_OF_ALL_MODULES: dict[str, dict[int, Any]] = {
     name: getattr(nn.modules.module, f"_global{name}", {}) for name in (*HOOKS, *HOOK_FLAGS)
 }
+
+# -- The running backward
 
 NO_TASK = -1
 

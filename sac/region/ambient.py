@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from sac.region.module_state import ModuleState, UnseenWriteError
-from sac.region.python_state import ReachableState
+from sac.region.python_state import ReachableState, stand_in, stands_for
 from sac.region.rng import HostRandomState, RngSnapshot
 from sac.region.settings import Settings, StateProvider
 from sac.torch_private import (
@@ -357,13 +357,21 @@ class ContextVariables:
     __slots__ = ("_forward",)
 
     def __init__(self) -> None:
-        self._forward = contextvars.copy_context()
+        self._forward = [(variable, stand_in(value)) for variable, value in contextvars.copy_context().items()]
 
     def enter_on(self, stack: ExitStack) -> None:
         """Give the variables these values; when ``stack`` is left, all have the values from before."""
-        context = self._forward.copy()  # a context can be entered only once at a time
+        now = contextvars.copy_context()
+        values = [(variable, stands_for(value, now.get(variable))) for variable, value in self._forward]
+        context = contextvars.Context()
         _enter_context(context)
         stack.callback(_exit_context, context)
+        for variable, value in values:
+            variable.set(value)
+
+    def drop(self) -> None:
+        """Release the values."""
+        self._forward = []
 
 
 # `Context.run` is the only way in that Python has; in C there is the pair of functions that it consists of.
@@ -470,6 +478,7 @@ class AmbientState:
         a parameter or a large buffer without a recorder.
         """
         self.module_state.close()
+        self.reachable.tensors = {}  # some have graphs; the recorder has its own table
         if needed and not self._recorded and (problem := self.module_state.unseen_write(where)) is not None:
             raise UnseenWriteError(problem)
 
@@ -502,3 +511,4 @@ class AmbientState:
         self.rng = self.host_rng = self.provided = None
         self.reachable.drop()
         self.module_state.drop()
+        self.variables.drop()

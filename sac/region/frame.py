@@ -398,7 +398,8 @@ class RegionCall(ABC):
 def _is_of_module(function: Callable[..., Any]) -> bool:
     """Return whether ``function`` is a forward bound to a module of the region: modules are examined separately."""
     if type(function) is partial and len(function.args) == 1 and not function.keywords:
-        return isinstance(function.args[0], nn.Module)
+        owner, name = function.args[0], getattr(function.func, "__name__", "")
+        return isinstance(owner, nn.Module) and getattr(type(owner), name, None) is function.func
     return type(function) is MethodType and isinstance(function.__self__, nn.Module)
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import builtins
+import contextvars
 import dis
 import enum
 import itertools
+import re
 import sys
 import threading
 import types
@@ -23,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sac.region.fingerprint import PLAIN, by_class, names_in
+from sac.region.fingerprint import PLAIN, by_class
 from sac.region.rng import is_random_source
 from sac.tensors import detached, has_graph
 from sac.torch_private import HOOK_FLAGS, HOOKS, HOOKS_OF_ALL_MODULES
@@ -34,14 +36,17 @@ from sac.torch_private import HOOK_FLAGS, HOOKS, HOOKS_OF_ALL_MODULES
 #
 # `CALLS[0] += 1` and `Block.calls += 1` in a forward change state just as `self.calls += 1` does, and are restored with
 # it (Note [Python state]). The globals are read once from the code of a class: the names that its methods look up, and
-# the names that functions of the same package look up, if the methods name these. Of a Python module that the code
-# names, these are the attributes that it names too; of a class, its attributes. Torch and the standard library are not
-# followed, and neither are functions of other packages.
+# the names that functions look up, if the methods name these. Of a Python module that the code names, these are the
+# attributes that it names too; of a class, its attributes. Torch and the standard library are not followed, and neither
+# are other installed packages.
 #
 # Example. A method runs `scale = Scaling.now() * settings.scale`. `Scaling` is a class of the same package, whose
 # attributes are recorded, and the globals that `now` looks up; `settings` is a Python module, of which `scale` is.
 
 _LOOKS_UP = frozenset({"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL"})
+_LOOKS_UP_ON = frozenset({"LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR"})
+_BETWEEN = frozenset({"COPY", "DUP_TOP", "EXTENDED_ARG", "CACHE"})  # may stand between a name and its attribute
+_INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
 MISSING = object()
 _OURS_AND_TORCH = frozenset({"torch", "sac"})
 
@@ -51,12 +56,14 @@ Globals = tuple["weakref.ref[Any]", tuple[str, ...]]  # a Python module, or a fu
 def globals_of_class(cls: Any) -> tuple[Globals, ...]:
     """Return the names of globals that methods of a user's class look up, by file."""
     values = [value for base in cls.__mro__ if is_users(base) for value in vars(base).values()]
-    return _globals_of([function for function in map(_function, values) if function is not None])
+    return globals_of_code(*(function for value in values for function in _functions(value)))
 
 
-def globals_of_code(function: types.FunctionType) -> tuple[Globals, ...]:
-    """Return the names of globals that a function looks up, by file; none for functions of torch and sac."""
-    return () if is_library(function.__module__) else _globals_of([function])
+def globals_of_code(*functions: types.FunctionType) -> tuple[Globals, ...]:
+    """Return the names of globals that functions look up, by file."""
+    names = _NamesInCode()
+    names.waiting += functions
+    return names.found()
 
 
 def attributes_of_class(cls: type) -> dict[str, Any]:
@@ -69,69 +76,105 @@ def is_users(cls: type) -> bool:
     return not _is_library_or_standard(cls.__module__)
 
 
-def _globals_of(waiting: list[types.FunctionType]) -> tuple[Globals, ...]:
-    names: dict[int, dict[str, None]] = {}  # by the id of the table that holds them
-    one_of: dict[int, Any] = {}
-    seen: set[types.CodeType] = set()
-    while waiting:
-        function = waiting.pop()
-        if function.__code__ in seen:
-            continue
-        seen.add(function.__code__)
+class _NamesInCode:
+    """Collects the names that functions, and those that they call, look up; see Note [Globals and classes]."""
+
+    def __init__(self) -> None:
+        self.waiting: list[types.FunctionType] = []
+        self._names: dict[int, dict[str, None]] = {}  # by the id of the table that holds them
+        self._owners: dict[int, Any] = {}  # id of a table -> the Python module whose it is, or a function of the file
+        self._seen: set[types.CodeType] = set()
+
+    def found(self) -> tuple[Globals, ...]:
+        while self.waiting:
+            function = self.waiting.pop()
+            if function.__code__ not in self._seen:
+                self._seen.add(function.__code__)
+                self._look_at(function)
+        return tuple((weakref.ref(self._owners[table]), tuple(names)) for table, names in self._names.items())
+
+    def _look_at(self, function: types.FunctionType) -> None:
+        self.waiting += _inside(function)
         held = function.__globals__
-        one_of.setdefault(id(held), function)
-        for name in _looked_up(function.__code__):
-            value = held.get(name, MISSING)
-            if isinstance(value, types.ModuleType):
-                if not _is_library_or_standard(value.__name__):
-                    one_of.setdefault(id(vars(value)), value)
-                    for attribute in names_in(function.__code__):
-                        if attribute[:2] != "__" and attribute in vars(value):
-                            _note_name(vars(value), attribute, function, names, waiting)
-            elif value is not MISSING or not hasattr(builtins, name):
-                _note_name(held, name, function, names, waiting)
-    return tuple((weakref.ref(one_of[table]), tuple(found)) for table, found in names.items())
-
-
-def _note_name(
-    held: dict[str, Any],
-    name: str,
-    function: types.FunctionType,
-    names: dict[int, dict[str, None]],
-    waiting: list[types.FunctionType],
-) -> None:
-    """Add a name that the code of ``function`` looks up to ``names``; add functions to follow to ``waiting``."""
-    value = held.get(name, MISSING)
-    if isinstance(value, type):
-        if not is_users(value) or issubclass(value, enum.Enum):
+        if _is_library_or_standard(held.get("__name__")):
             return
-        if not issubclass(value, nn.Module):  # the classes of the region's modules are looked at anyway
-            methods = map(_function, vars(value).values())
-            waiting += [one for one in methods if one is not None and one.__globals__ is function.__globals__]
-    elif isinstance(value, types.ModuleType):
-        return
-    elif isinstance(value, types.FunctionType) and _is_of_package(value, function):
-        waiting.append(value)
-    names.setdefault(id(held), {})[name] = None
+        for name, *attributes in _looked_up(function.__code__):
+            owner: Any = function
+            table = held
+            value = held.get(name, MISSING)
+            while type(value) is types.ModuleType and attributes and _is_followed(vars(value), held):
+                owner, table, name = value, vars(value), attributes.pop(0)
+                value = table.get(name, MISSING)
+            if value is not MISSING or not hasattr(builtins, name):
+                self._note(owner, table, name, value, function)
+
+    def _note(self, owner: Any, table: dict[str, Any], name: str, value: Any, function: types.FunctionType) -> None:
+        """Note a name that the code of ``function`` looks up, and follow what it stands for."""
+        cls = type(value)
+        if issubclass(cls, types.ModuleType):
+            return
+        if issubclass(cls, type):
+            if not is_users(value) or issubclass(value, enum.Enum):
+                return
+            if not issubclass(value, nn.Module):  # the classes of the region's modules are looked at anyway
+                methods = [method for one in vars(value).values() for method in _functions(one)]
+                self.waiting += [one for one in methods if one.__globals__ is function.__globals__]
+        elif cls is types.FunctionType and _is_followed(value.__globals__, function.__globals__):
+            self.waiting.append(value)
+        self._owners.setdefault(id(table), owner)
+        self._names.setdefault(id(table), {})[name] = None
 
 
-def _is_of_package(function: types.FunctionType, other: types.FunctionType) -> bool:
-    """Return whether two functions are from the same package, or the same file."""
-    packages = [str(one.__globals__.get("__name__")).partition(".")[0] for one in (function, other)]
-    return packages[0] == packages[1] or function.__globals__ is other.__globals__
+def _is_followed(module: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Return whether what ``module`` holds is followed from code of ``other``: not if another package is installed."""
+    if module is other:
+        return True
+    package, others = (str(one.get("__name__")).partition(".")[0] for one in (module, other))
+    if package == others:
+        return True
+    file = module.get("__file__")
+    return not _is_library_or_standard(package) and isinstance(file, str) and not _INSTALLED.search(file)
 
 
 @lru_cache(maxsize=1024)
-def _looked_up(code: types.CodeType) -> tuple[str, ...]:
-    """Return the names of globals that code, or code inside it, looks up."""
-    inner = (name for one in code.co_consts if isinstance(one, types.CodeType) for name in _looked_up(one))
-    own = (step.argval for step in dis.get_instructions(code) if step.opname in _LOOKS_UP)
-    return tuple(dict.fromkeys((*own, *inner)))
+def _looked_up(code: types.CodeType) -> tuple[tuple[str, ...], ...]:
+    """Return the globals that code, or code inside it, looks up, each with the attributes that it looks up on it."""
+    found: dict[tuple[str, ...], None] = {}
+    path: tuple[str, ...] = ()
+    for step in dis.get_instructions(code):
+        if step.opname in _LOOKS_UP:
+            path = (step.argval,)
+        elif path and step.opname in _LOOKS_UP_ON:
+            path = (*path, step.argval)
+        elif step.opname not in _BETWEEN:
+            path = ()
+        if path:
+            found[path] = None
+    for one in code.co_consts:
+        if isinstance(one, types.CodeType):
+            found.update(dict.fromkeys(_looked_up(one)))
+    return tuple(found)
 
 
-def _function(value: Any) -> types.FunctionType | None:
-    value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
-    return value if type(value) is types.FunctionType else None
+def _functions(value: Any) -> list[types.FunctionType]:
+    """Return the functions that the value of a class attribute consists of."""
+    cls = type(value)
+    if cls is property:
+        held = [value.fget, value.fset, value.fdel]
+    elif cls in (classmethod, staticmethod, types.MethodType):
+        held = [value.__func__]
+    else:
+        held = [value]
+    return [one for one in held if type(one) is types.FunctionType]
+
+
+def _inside(function: types.FunctionType) -> list[types.FunctionType]:
+    """Return the functions that a function holds, as a decorator holds the one that it wraps."""
+    held = [getattr(function, "__wrapped__", None)]
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # not bound
+            held.append(cell.cell_contents)
+    return [one for one in held if type(one) is types.FunctionType]
 
 
 def is_library(module: Any) -> bool:
@@ -292,19 +335,20 @@ class ReachableState:
         self.others: list[Any] = []
         self._holders: list[_Holder] = []
         self._seen: set[int] = set()
-        self._waiting: list[Any] = []
+        self._waiting: deque[Any] = deque()  # the modules' own attributes come first, if there is too much
         self._left = _MOST
         self._left_modules = _MOST_MODULES
         self._modules = modules
         self._own: set[int] | None = None
+        self._add(_HooksHolder([HOOKS_OF_ALL_MODULES]))
         self._note_modules(modules)
         for root in roots:
-            self._reach(root)
-            if type(root) is types.FunctionType:
-                self._note_globals(globals_of_code(root))
+            self._note_root(root)
+        for value in contextvars.copy_context().values():
+            self._reach(value)
         while self._waiting:
             with suppress(Exception):  # an object that raises when it is examined is left alone
-                self._look_into(self._waiting.pop())
+                self._look_into(self._waiting.popleft())
         self._seen, self._modules, self._own = set(), (), None
 
     def enter_on(self, stack: ExitStack) -> None:
@@ -340,6 +384,20 @@ class ReachableState:
 
     # Recording
 
+    def _note_root(self, root: Any) -> None:
+        """Record what a function, or another callable, can reach."""
+        self._reach(root)
+        while type(root) is partial:
+            root = root.func
+        if type(root) is types.MethodType:
+            self._reach_values([type(root.__self__)])
+            root = root.__func__
+        elif not isinstance(root, (types.FunctionType, nn.Module, type(None))) and _is_open(type(root)):
+            self._reach_values([type(root)])
+            root = next((vars(base)["__call__"] for base in type(root).__mro__ if "__call__" in vars(base)), None)
+        if type(root) is types.FunctionType:
+            self._note_globals(globals_of_code(root))
+
     def _note_modules(self, modules: Sequence[nn.Module]) -> None:
         """Record the attributes and submodules of ``modules``, their hooks, and their classes."""
         tables: list[tuple[dict[str, Any], int]] = []
@@ -347,14 +405,18 @@ class ReachableState:
             self._note_module(module, tables)
         if tables:
             self._add(_TablesHolder(tables))
-        self._add(_HooksHolder([HOOKS_OF_ALL_MODULES, *[module.__dict__ for module in modules]]))
+        self._add(_HooksHolder([module.__dict__ for module in modules]))
         classes = dict.fromkeys(map(type, modules))
         seen = self._seen
         bases = {base: None for cls in classes for base in _user_bases(cls) if id(base) not in seen}
         if bases:
             self._note_classes([*bases])
         for cls in classes:
-            self._note_globals(_globals_by_class(cls))
+            self._note_globals(_globals_by_class(cls).of(cls))
+            if slots := slots_of(cls):
+                for module in modules:
+                    if type(module) is cls:
+                        self._note_slots(module, slots)
 
     def _note_module(self, module: nn.Module, tables: list[tuple[dict[str, Any], int]]) -> None:
         """Record the attributes and submodules of a module: in ``tables`` if they can be compared with others."""
@@ -365,7 +427,7 @@ class ReachableState:
                 tables.append((children, 0))
             else:
                 self._add(_DictHolder(children))
-        if len(held) <= _STANDARD_COUNT or not _is_open(type(module)):
+        if not _is_open(type(module)):
             return
         # The standard entries come first, except where something was set before nn.Module.__init__ ran.
         is_usual = next(iter(held)) == "training"
@@ -417,11 +479,11 @@ class ReachableState:
             if cls is types.FunctionType:
                 if _may_hold(value):
                     self._reach(value)
-            elif isinstance(value, type):
+            elif issubclass(cls, type):
                 if not issubclass(value, enum.Enum):
                     named = [base for base in _user_bases(value) if id(base) not in self._seen]
                     self._note_classes(named, with_methods=False)
-            elif cls not in PLAIN and not isinstance(value, _OF_CLASSES):
+            elif cls not in PLAIN and not issubclass(cls, _OF_CLASSES):
                 self._reach(value)
 
     def _add(self, holder: _Holder) -> None:
@@ -429,19 +491,19 @@ class ReachableState:
 
     def _reach(self, value: Any) -> None:
         """Record ``value`` if it is a tensor or a generator; queue it if it may hold other objects."""
-        cls = type(value)
+        cls = type(value)  # not `isinstance`, which asks a proxy for its class, and a lazy one then for its object
         if cls in _WITHOUT_STATE or (cls is types.FunctionType and not _may_hold(value)):
             return
-        if isinstance(value, torch.Tensor):
+        if issubclass(cls, torch.Tensor):
             if not isinstance(value, nn.Parameter):
                 self.tensors[id(value)] = value
         elif id(value) in self._seen:
             pass
-        elif isinstance(value, nn.Module):
+        elif issubclass(cls, nn.Module):
             self._reach_module(value)
-        elif isinstance(value, _IGNORED):
+        elif issubclass(cls, _IGNORED):
             pass
-        elif isinstance(value, torch.Generator):
+        elif issubclass(cls, torch.Generator):
             self._seen.add(id(value))
             self.generators.append(value)
         elif self._left > 0:
@@ -521,14 +583,16 @@ class ReachableState:
 
     def _note_attributes(self, value: Any) -> None:
         held = _dict_of(value)
-        if type(held) is dict and held:
+        if type(held) is dict:  # also an empty one: a class may have the first value of an attribute
             self._add(_DictHolder(held))
             self._reach_all(held.values())
-        slots = slots_of(type(value))
-        if slots:
-            holder = _SlotsHolder(value, slots)
-            self._add(holder)
-            self._reach_all(holder.now().values())
+        if slots := slots_of(type(value)):
+            self._note_slots(value, slots)
+
+    def _note_slots(self, value: Any, slots: dict[str, Any]) -> None:
+        holder = _SlotsHolder(value, slots)
+        self._add(holder)
+        self._reach_all(holder.now().values())
 
     def _reach_all(self, values: Iterable[Any]) -> None:
         for value in tuple(values):
@@ -538,7 +602,7 @@ class ReachableState:
 def _put_all(found: list[tuple[_Holder, Any]]) -> None:
     """Replace the contents of holders; an error in one does not keep the others from it."""
     with ExitStack() as stack:
-        for holder, contents in found:
+        for holder, contents in reversed(found):  # one object may have several: the first has what was there
             try:
                 holder.put(contents)
             except BaseException as error:
@@ -590,7 +654,7 @@ class _DictHolder(_Holder):
 
     def before(self) -> dict[Any, Any]:
         now = self.now()
-        return {key: _made(value, now.get(key)) for key, value in self._held.items()}
+        return {key: stands_for(value, now.get(key)) for key, value in self._held.items()}
 
     def differs(self, now: dict[Any, Any]) -> bool:
         held, apart = self._held, self._apart
@@ -620,34 +684,6 @@ class _DictHolder(_Holder):
 
     def again(self) -> _DictHolder:
         return _DictHolder(self._target, self._apart)
-
-
-class _LocalHolder(_Holder):
-    """The attributes of a ``threading.local``, of the thread that asks: the backward's may be another."""
-
-    __slots__ = ("_held", "_target")
-
-    def __init__(self, target: threading.local) -> None:
-        self._target = target
-        self._held = _with_leaves(self.now())
-
-    def now(self) -> dict[str, Any]:
-        return dict(self._target.__dict__)
-
-    def before(self) -> dict[str, Any]:
-        now = self.now()
-        return {name: _made(value, now.get(name)) for name, value in self._held.items()}
-
-    def differs(self, now: dict[str, Any]) -> bool:
-        return [*now] != [*self._held] or not all(map(_is_same, self._held.values(), now.values()))
-
-    def put(self, wanted: dict[str, Any]) -> None:
-        if not _are_identical(self.now(), wanted):
-            self._target.__dict__.clear()
-            self._target.__dict__.update(wanted)
-
-    def again(self) -> _LocalHolder:
-        return _LocalHolder(self._target)
 
 
 class _OwnAttributesHolder(_DictHolder):
@@ -801,8 +837,8 @@ class _HooksHolder(_Holder):
     What hooks collect is not part of the state: they run again, as in torch. Only what a hook has collected that was
     removed before the recomputation is put back after it.
 
-    Where a hook of torch has come or gone, the module is left alone: that of a lazy module removes itself when it has
-    done its work.
+    Hooks of torch come and go by themselves, and are left alone: that of a lazy module removes itself when it has done
+    its work.
     """
 
     __slots__ = ("_held", "_owners")
@@ -835,14 +871,20 @@ class _HooksHolder(_Holder):
         return self._held
 
     def differs(self, now: dict[int, HookTables]) -> bool:
-        return bool(self._held or now) and next(_changed_hooks(self._held, now), None) is not None
+        return bool(self._held or now) and any(
+            [*map(list, _merged(self._held.get(one, _NO_HOOKS), now.get(one, _NO_HOOKS)))]
+            != [*map(list, now.get(one, _NO_HOOKS))]
+            for one in {**self._held, **now}
+        )
 
     def put(self, wanted: dict[int, HookTables]) -> None:
         now = self.now()
-        if wanted or now:
-            for position in _changed_hooks(wanted, now):
+        for position in {**wanted, **now}:
+            present = now.get(position, _NO_HOOKS)
+            merged = _merged(wanted.get(position, _NO_HOOKS), present)
+            if [*map(list, merged)] != [*map(list, present)]:
                 held = self._owners[position]
-                for name, table in zip(_HOOKS_AND_FLAGS, wanted.get(position, _NO_HOOKS), strict=True):
+                for name, table in zip(_HOOKS_AND_FLAGS, merged, strict=True):
                     held[name].clear()
                     held[name].update(table)
 
@@ -850,20 +892,26 @@ class _HooksHolder(_Holder):
         return _HooksHolder(self._owners)
 
 
-def _changed_hooks(one: dict[int, HookTables], other: dict[int, HookTables]) -> Iterator[int]:
-    """Yield the positions of modules whose hooks differ, unless a hook of torch does."""
-    for position in {**one, **other}:
-        before, after = one.get(position, _NO_HOOKS), other.get(position, _NO_HOOKS)
-        pairs = [*zip(before, after, strict=True)]
-        if any([*old] != [*new] for old, new in pairs):
-            hooks = [
-                hook
-                for old, new in pairs[: len(HOOKS)]
-                for key, hook in {**old, **new}.items()
-                if (key in old) != (key in new)
-            ]
-            if not any(is_library(getattr(getattr(hook, "func", hook), "__module__", None)) for hook in hooks):
-                yield position
+def _merged(wanted: HookTables, now: HookTables) -> HookTables:
+    """Return ``wanted``, except for hooks of torch, of which those of ``now`` stay."""
+    if [*map(list, wanted)] == [*map(list, now)]:
+        return now
+    count = len(HOOKS)
+    hooks = [
+        {key: hook for key, hook in old.items() if key in new or not _is_of_torch(hook)}
+        | {key: hook for key, hook in new.items() if _is_of_torch(hook)}
+        for old, new in zip(wanted[:count], now[:count], strict=True)
+    ]
+    keys = {key for table in hooks for key in table}
+    flags = [
+        {key: flag for key, flag in {**old, **new}.items() if key in keys}
+        for old, new in zip(wanted[count:], now[count:], strict=True)
+    ]
+    return (*hooks, *flags)
+
+
+def _is_of_torch(hook: Any) -> bool:
+    return is_library(getattr(getattr(hook, "func", hook), "__module__", None))
 
 
 class _SequenceHolder(_Holder):
@@ -873,7 +921,7 @@ class _SequenceHolder(_Holder):
 
     def __init__(self, target: Any) -> None:
         self._target = target
-        self._held = [_noted(value) for value in target]
+        self._held = [stand_in(value) for value in target]
 
     def now(self) -> list[Any]:
         return [*self._target]
@@ -881,7 +929,7 @@ class _SequenceHolder(_Holder):
     def before(self) -> list[Any]:
         now = [*self._target]
         now += [None] * (len(self._held) - len(now))
-        return [_made(value, other) for value, other in zip(self._held, now, strict=False)]
+        return [stands_for(value, other) for value, other in zip(self._held, now, strict=False)]
 
     def differs(self, now: list[Any]) -> bool:
         held = self._held
@@ -963,7 +1011,7 @@ class _CellHolder(_Holder):
 
     def __init__(self, cell: types.CellType) -> None:
         self._cell = cell
-        self.held = _noted(self.now())
+        self.held = stand_in(self.now())
 
     def now(self) -> Any:
         try:
@@ -972,7 +1020,7 @@ class _CellHolder(_Holder):
             return MISSING
 
     def before(self) -> Any:
-        return _made(self.held, self.now())
+        return stands_for(self.held, self.now())
 
     def differs(self, now: Any) -> bool:
         return not _is_same(self.held, now)
@@ -1007,7 +1055,7 @@ class _NamesHolder(_Holder):
 
     def before(self) -> dict[str, Any]:
         now = self.now()
-        return {name: _made(value, now.get(name)) for name, value in self._held.items()}
+        return {name: stands_for(value, now.get(name)) for name, value in self._held.items()}
 
     def differs(self, now: dict[str, Any]) -> bool:
         held = self._held
@@ -1048,6 +1096,24 @@ class _SlotsHolder(_NamesHolder):
 
     def again(self) -> _SlotsHolder:
         return _SlotsHolder(self._target, self._slots)
+
+
+class _LocalHolder(_NamesHolder):
+    """The attributes of a ``threading.local``, of the thread that asks: the backward's may be another."""
+
+    __slots__ = ()
+
+    def now(self) -> dict[str, Any]:
+        return dict(self._target.__dict__)
+
+    def _set(self, name: str, value: Any) -> None:
+        self._target.__dict__[name] = value
+
+    def _delete(self, name: str) -> None:
+        del self._target.__dict__[name]
+
+    def again(self) -> _LocalHolder:
+        return _LocalHolder(self._target)
 
 
 class _ClassHolder(_NamesHolder):
@@ -1119,19 +1185,19 @@ def _entries(target: dict[Any, Any]) -> dict[Any, Any]:
 
 def _with_leaves(held: dict[Any, Any]) -> dict[Any, Any]:
     for key, value in held.items():
-        if type(value) not in PLAIN and (noted := _noted(value)) is not value:
+        if type(value) not in PLAIN and (noted := stand_in(value)) is not value:
             held[key] = noted
     return held
 
 
-def _noted(value: Any) -> Any:
+def stand_in(value: Any) -> Any:
     """Return what to record for ``value``: the value itself, or a ``_Leaf`` or ``_Iterator`` in its place."""
     if type(value) in ITERATORS:
         try:
             return _Iterator(value)
         except (TypeError, RuntimeError):  # it cannot be copied, or its container has changed
             return value
-    return _Leaf(value) if isinstance(value, torch.Tensor) and has_graph(value) else value
+    return _Leaf(value) if issubclass(type(value), torch.Tensor) and has_graph(value) else value
 
 
 def _user_bases(cls: type) -> list[type]:
@@ -1141,7 +1207,8 @@ def _user_bases(cls: type) -> list[type]:
 
 
 def _has_stand_in(value: Any) -> bool:
-    return type(value) in ITERATORS or (isinstance(value, torch.Tensor) and has_graph(value))
+    cls = type(value)
+    return cls in ITERATORS or (issubclass(cls, torch.Tensor) and has_graph(value))
 
 
 def _is_of_flat_parameter(value: Any) -> bool:
@@ -1152,7 +1219,7 @@ def _is_same(held: Any, now: Any) -> bool:
     return held.is_for(now) if type(held) in _STAND_INS else held is now
 
 
-def _made(held: Any, now: Any) -> Any:
+def stands_for(held: Any, now: Any) -> Any:
     """Return the value to restore for ``held``."""
     if type(held) not in _STAND_INS:
         return held
@@ -1189,8 +1256,8 @@ def _slots_of(cls: Any) -> dict[str, Any]:
     """Return the descriptors of the attributes that objects of a class keep in ``__slots__``, by name."""
     found: dict[str, Any] = {}
     for base in cls.__mro__:
-        for name, descriptor in vars(base).items():
-            if isinstance(descriptor, types.MemberDescriptorType) and name not in ("__dict__", "__weakref__"):
+        for name, descriptor in vars(base).items() if "__slots__" in vars(base) else ():
+            if type(descriptor) is types.MemberDescriptorType and name not in ("__dict__", "__weakref__"):
                 found.setdefault(name, descriptor)
     return found
 
@@ -1207,5 +1274,31 @@ def _is_open_class(cls: Any) -> bool:
 
 slots_of = by_class(_slots_of)
 _is_open = by_class(_is_open_class)
-_globals_by_class = by_class(globals_of_class)
+
+
+class _GlobalsOfClass:
+    """What ``globals_of_class`` has returned, and the ``forward`` that the class had; holds neither alive."""
+
+    __slots__ = ("_forward", "_found")
+
+    def __init__(self) -> None:
+        self._forward: Any = None
+        self._found: tuple[Globals, ...] | None = None
+
+    def of(self, cls: Any) -> tuple[Globals, ...]:
+        forward = getattr(cls, "forward", None)
+        is_function = type(forward) is types.FunctionType
+        if (
+            self._found is None
+            or (is_function and (self._forward is None or self._forward() is not forward))
+            or any(owner() is None for owner, _ in self._found)
+        ):
+            self._forward = weakref.ref(forward) if is_function else None
+            self._found = globals_of_class(cls)
+        return self._found
+
+
+_globals_by_class = by_class(lambda cls: _GlobalsOfClass())
+
+
 _flags_of_bases = by_class(lambda cls: tuple(map(is_users, cls.__mro__)))

@@ -139,7 +139,7 @@ def _names_one_of(names: frozenset[str], cls: Any) -> bool:
 
 
 def _code_of(value: Any) -> types.CodeType | None:
-    function = getattr(value, "__func__", value)
+    function = value.__func__ if type(value) in (classmethod, staticmethod, types.MethodType) else value
     return function.__code__ if type(function) is types.FunctionType else None
 
 

@@ -1,0 +1,406 @@
+"""Promise 1 for Python state in unusual places: what a recomputation changes is put back, and finds what it found.
+
+The oracle is that of test_exact_when_programs_change.py: the same model without sac, over six steps.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextvars
+import functools
+import gc
+import importlib.util
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.module_tracker import ModuleTracker
+
+import sac
+import tests.promises.outside
+from tests.promises import outside
+from tests.promises.test_exact_when_programs_change import Block, Model, assert_same
+
+WAYS = ["full", "rerun", "whole module", "reentrant"]
+COUNT = 0
+
+
+class CountsToo(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        global COUNT
+        COUNT += 1
+        return x * COUNT
+
+
+class TwoClasses(Block):
+    """A class and that of its child change one global."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = CountsToo()
+
+    def forward(self, x: Tensor) -> Tensor:
+        global COUNT
+        COUNT += 1
+        return x + self.mlp(self.child(x).sin() * COUNT)
+
+
+class FirstSetLater(Block):
+    """An attribute of a Python module that is not there when the region is called first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if hasattr(outside, "memory"):
+            x = x + outside.memory
+        y = self.mlp(x)
+        outside.memory = y.detach()  # type: ignore[attr-defined]
+        return y
+
+
+class ByWholePath(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        tests.promises.outside.factor += 0.5
+        return self.mlp(x * tests.promises.outside.factor)
+
+
+def passed_on(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(method)
+    def call(*args: Any) -> Tensor:
+        return method(*args)
+
+    return call
+
+
+class Decorated(Block):
+    @passed_on
+    def forward(self, x: Tensor) -> Tensor:
+        global COUNT
+        COUNT += 1
+        return self.mlp(x * COUNT)
+
+
+class ByTorchDecorated(Block):
+    @torch.autocast("cpu", enabled=False)
+    def forward(self, x: Tensor) -> Tensor:
+        global COUNT
+        COUNT += 1
+        return self.mlp(x * COUNT)
+
+
+class Registry:
+    """Holds more objects than are looked at."""
+
+    entries: ClassVar = [types.SimpleNamespace(number=[number]) for number in range(1500)]
+
+
+class Crowded(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = {"calls": [0]}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.counts["calls"][0] += 1
+        return self.mlp(x * self.counts["calls"][0] * Registry.entries[0].number[0] + x * self.counts["calls"][0])
+
+
+class Counter:
+    calls = 0
+
+
+CURRENT: contextvars.ContextVar[Counter] = contextvars.ContextVar("CURRENT")
+
+
+class InAContextVariable(Block):
+    """The variable's value is changed, which has no attribute of its own at first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        CURRENT.get().calls += 1
+        return self.mlp(x * CURRENT.get().calls)
+
+
+class Slotted(Block):
+    __slots__ = ("calls",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        object.__setattr__(self, "calls", 0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        object.__setattr__(self, "calls", self.calls + 1)
+        return self.mlp(x * self.calls)
+
+
+class ByProperty(Block):
+    @property
+    def calls(self) -> int:
+        return COUNT
+
+    @calls.setter
+    def calls(self, value: int) -> None:
+        global COUNT
+        COUNT = value
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.mlp(x * self.calls)
+
+
+class ByName(dict):  # type: ignore[type-arg]
+    __getattr__ = dict.__getitem__
+
+
+class Config:
+    table = ByName(scale=2.0)
+
+
+class UnusualAttributes(Block):
+    """Objects that raise other errors for an attribute than Python's own."""
+
+    table = ByName(scale=0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        Config.table["scale"] += 1
+        return self.mlp(x * Config.table.scale * self.table.scale)
+
+
+def made(block: type[Block]) -> Callable[[], Block]:
+    """Return what makes a block of a class; the state that is not its own begins anew."""
+
+    def make() -> Block:
+        global COUNT
+        COUNT = 0
+        outside.factor = 1.0
+        outside.__dict__.pop("memory", None)
+        CURRENT.set(Counter())
+        Config.table["scale"] = 2.0
+        return block()
+
+    return make
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "block",
+    [
+        *(TwoClasses, FirstSetLater, ByWholePath, Decorated, ByTorchDecorated, Crowded),
+        *(InAContextVariable, Slotted, ByProperty, UnusualAttributes),
+    ],
+)
+def test_state_in_unusual_places(block: type[Block], way: str) -> None:
+    try:
+        assert_same(made(block), way)
+    finally:
+        made(Block)()
+
+
+def counting(linear: nn.Module, x: Tensor) -> Tensor:
+    global COUNT
+    COUNT += 1
+    return linear(x).sin() * COUNT
+
+
+class Caller:
+    def __init__(self, linear: nn.Module) -> None:
+        self.linear = linear
+
+    def method(self, x: Tensor) -> Tensor:
+        return counting(self.linear, x)
+
+    __call__ = method
+
+
+CALLABLES: dict[str, Callable[[nn.Module], Callable[[Tensor], Tensor]]] = {
+    "partial": lambda linear: partial(counting, linear),
+    "method": lambda linear: Caller(linear).method,
+    "object": Caller,
+    "lambda": lambda linear: lambda x: counting(linear, x),
+    "function in a closure": lambda linear: passed_on(lambda x: counting(linear, x)),
+}
+
+
+@pytest.mark.parametrize("kind", CALLABLES)
+def test_globals_of_what_is_passed_to_checkpoint(kind: str) -> None:
+    def trained(run: Callable[..., Tensor]) -> list[Any]:
+        global COUNT
+        COUNT = 0
+        torch.manual_seed(0)
+        linear = nn.Linear(4, 4)
+        function, found = CALLABLES[kind](linear), []
+        for _ in range(3):
+            h = linear(torch.randn(3, 4))
+            for _ in range(2):
+                h = run(function, h)
+            h.sum().backward()
+            found.append((COUNT, linear.weight.grad.tolist()))
+            linear.zero_grad()
+        return found
+
+    assert trained(sac.checkpoint) == trained(lambda function, h: function(h))
+
+
+def with_a_tracker(model: Model, x: Tensor, step: int) -> Tensor:
+    """A hook of the user's and one of torch's, on all modules, in the forward only."""
+
+    def louder(module: nn.Module, args: Any, out: Tensor) -> Tensor | None:
+        return out * 1.7 if type(module) is nn.Linear else None
+
+    with torch.nn.modules.module.register_module_forward_hook(louder), ModuleTracker():
+        loss = model(x).square().mean()
+    loss.backward()
+    assert not torch.nn.modules.module._global_forward_hooks
+    return loss
+
+
+class Unregistered(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.others = [nn.Linear(4, 4)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.others[0](x).sin())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_hook_beside_one_of_torch(way: str) -> None:
+    assert_same(Unregistered, way, with_a_tracker)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_forward_that_is_replaced_later(way: str) -> None:
+    def loop(model: Model, x: Tensor, step: int) -> Tensor:
+        if step == 2:
+            Replaced.forward = lambda self, x: counting(self.up, x).mean() * self.mlp(x)  # type: ignore[method-assign]
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    class Replaced(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.mlp(x)
+
+    before = Replaced.forward
+
+    def make() -> Block:
+        global COUNT
+        COUNT = 0
+        Replaced.forward = before  # type: ignore[method-assign]
+        return Replaced()
+
+    assert_same(make, way, loop)
+
+
+MEMORY: contextvars.ContextVar[Tensor | None] = contextvars.ContextVar("MEMORY", default=None)
+
+
+class Remembers(Block):
+    """Holds its last result, with its graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.memory = self.mlp(x)
+        MEMORY.set(self.memory)
+        ALIVE.add(self.memory)
+        return self.memory
+
+
+ALIVE: weakref.WeakSet[Tensor] = weakref.WeakSet()
+
+
+@pytest.mark.parametrize("way", [None, "full", "rerun", "auto"])
+def test_a_chain_of_forwards_without_backward_holds_no_graphs(way: str | None) -> None:
+    from tests.promises.test_exact_when_programs_change import APPLIED
+
+    model = Model(Remembers, way)
+    if way is not None:
+        sac.apply(model, APPLIED[way])
+    ALIVE.clear()
+    gc.disable()
+    try:
+        alive = []
+        for _ in range(4):
+            model(torch.randn(3, 4))
+            alive.append(len(ALIVE))
+    finally:
+        gc.enable()
+        MEMORY.set(None)
+    assert alive == [2] * 4  # one of each block
+
+
+def test_a_lazily_imported_module_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lazily_imported.py").write_text("raise ImportError('this was not to be imported')\n")
+    spec = importlib.util.spec_from_file_location("lazily_imported", tmp_path / "lazily_imported.py")
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader = importlib.util.LazyLoader(spec.loader)
+    lazy = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "lazily_imported", lazy)
+    spec.loader.exec_module(lazy)
+    monkeypatch.setattr(sys.modules[__name__], "LAZY", lazy)
+    assert_same(NamesALazyModule, "full")
+
+
+LAZY: Any = None
+
+
+class NamesALazyModule(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(x) if x.shape[0] < 100 else LAZY.function(x)
+
+
+class Proxy:
+    """Stands for an object that is there only at times: asked for its class it raises, as some libraries' do."""
+
+    @property
+    def __class__(self) -> Any:
+        raise RuntimeError("there is no current object")
+
+
+PROXY = Proxy()
+
+
+class NamesAProxy(Block):
+    of_class = PROXY
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(x) if x is not PROXY else x
+
+
+@pytest.mark.parametrize("way", ["full", "rerun"])
+def test_a_proxy_is_not_asked_for_its_class(way: str) -> None:
+    assert_same(NamesAProxy, way)
+
+
+def test_a_thread_that_has_no_value_of_its_own_gets_none() -> None:
+    """Values of a `threading.local` are those of the forward in the thread of backward, and only for its time."""
+    local = threading.local()
+    local.scale = 3.0
+    seen: collections.Counter[float | None] = collections.Counter()
+
+    class Reads(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.mlp(x * getattr(local, "scale", 7.0))
+
+    def loop(model: Model, x: Tensor, step: int) -> Tensor:
+        loss = model(x).square().mean()
+
+        def backward() -> None:
+            loss.backward()
+            seen[getattr(local, "scale", None)] += 1
+
+        thread = threading.Thread(target=backward)
+        thread.start()
+        thread.join()
+        return loss
+
+    assert_same(Reads, "full", loop)
+    assert set(seen) == {None}
