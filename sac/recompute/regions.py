@@ -27,7 +27,7 @@ from sac.region.fingerprint import PLAIN, FunctionFingerprint, weak_identity
 from sac.region.forward_ad import OnTangents, dual_level_is_on, refuse_reentrant, refuse_transforms
 from sac.region.frame import Frame
 from sac.region.inputs import RegionInputs
-from sac.region.module_state import NewModuleError, UnseenWriteError, has_uninitialized
+from sac.region.module_state import UnseenWriteError, has_uninitialized
 from sac.region.reentrant import ReentrantFrame
 from sac.region.settings import ALWAYS, FIRST, NEVER, REPLAY, RERUN, Settings, as_torch_says
 from sac.region.writes import needs_recorder
@@ -111,7 +111,6 @@ class Region:
             inputs.store(settings.input_storing, args, kwargs, self.path)
         leaves = partial(inputs.leaves_of, args, kwargs)
         frame, recorder = self._frame(function, owners, settings, signature, inputs, leaves)
-        frame.is_first = not self.stats.calls
         try:
             output = frame.run(inputs, args, kwargs)
         except UnseenWriteError:
@@ -120,16 +119,13 @@ class Region:
         if (recorder is None or not recorder.sees_ops) and frame.ambient.module_state.were_written:
             self.evidence.require_recorder()
         if frame.kept_whole is not None:
-            if not isinstance(frame.kept_whole, NewModuleError):
-                self.evidence.require_recorder()
+            self.evidence.require_recorder()
             warnings.warn(str(frame.kept_whole), SacWarning, stacklevel=2)
         if isinstance(recorder, (RerunRecorder, ReplayRecorder)):
             check_planned_signature(self.group.planned, recorder.op_trace, self.path)  # before inputs are released
         if settings.input_storing is not None:
             inputs.finish(settings.input_storing, args, kwargs, output)
-        if frame.kept_whole is not None:
-            self.stats.take(None, frame.input_bytes)
-        elif isinstance(recorder, (RerunRecorder, ReplayRecorder)):
+        if isinstance(recorder, (RerunRecorder, ReplayRecorder)):
             self._take_evidence(recorder, frame, signature)
         elif isinstance(recorder, ModuleRecorder):
             self.stats.take(recorder.modules.evidence.figures, frame.input_bytes)

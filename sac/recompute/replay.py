@@ -312,7 +312,7 @@ class ReplayFrame(Frame):
         kept = [handle for handle in alive if handle.is_kept]
         missing = [handle.index for handle in alive if not handle.is_kept]
         needed = recorder.may_run_again(kept, missing)
-        self.ambient.close(self.path, needed=needed, python=False)
+        self.ambient.close(self.path, needed=needed)
         recorder.end(kept, missing)
         if recorder.tape.not_replayable:
             self._give_up(recorder.tape.not_replayable)

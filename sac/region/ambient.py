@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from sac.region.module_state import ModuleState, NewModuleError, UnseenWriteError
+from sac.region.module_state import ModuleState, UnseenWriteError
 from sac.region.python_state import ReachableState, stand_in, stands_for
 from sac.region.rng import HostRandomState, RngSnapshot
 from sac.region.settings import Settings, StateProvider
@@ -471,19 +471,16 @@ class AmbientState:
         self.variables = ContextVariables()
         keep_graphs_in_order_of_making()
 
-    def close(self, where: str, *, needed: bool = True, python: bool = True) -> None:
-        """The forward is over: release copies that are not needed.
+    def close(self, where: str, *, needed: bool = True) -> None:
+        """The forward is over: release copies that are not needed. ``needed``: whether a recomputation may come.
 
-        ``needed``: whether a recomputation may come; ``python``: whether it runs Python, as far as is known. Raises
-        ``UnseenWriteError``, with ``where`` as the name of the region, if one may come and the forward wrote to a
-        parameter or a large buffer without a recorder; ``NewModuleError`` if it registered a module or a parameter.
+        Raises ``UnseenWriteError``, with ``where`` as the name of the region, if one may come and the forward wrote to
+        a parameter or a large buffer without a recorder.
         """
         self.module_state.close()
         self.reachable.tensors = {}  # some have graphs; the recorder has its own table
         if needed and not self._recorded and (problem := self.module_state.unseen_write(where)) is not None:
             raise UnseenWriteError(problem)
-        if needed and python and (problem := self.module_state.new_module(where)) is not None:
-            raise NewModuleError(problem)
 
     def enter_on(self, stack: ExitStack) -> None:
         """Restore the state of the forward; restore the current state when ``stack`` is left.

@@ -303,8 +303,7 @@ class RegionCall(ABC):
         self.owners = owners
         self.settings = settings
         self.input_bytes = (0, 0)  # on devices, and on the host on their behalf: held by this region or its handles
-        self.is_first = False  # the region's first call: it may register modules, so what autograd saves is at hand
-        self.kept_whole: UnseenWriteError | None = None  # after the forward: why its activations are kept after all
+        self.kept_whole: Problem | None = None  # after the forward: why its activations are kept after all
         self.is_evidence = False  # whether ``moved_host_rng`` will be read
         self.moved_host_rng = False  # after the forward: whether it drew from Python's or NumPy's generators
         self._lock = threading.RLock()
@@ -455,7 +454,7 @@ class Frame(RegionCall):
         # Without a recorder: the tensors that autograd has saved and their versions at that time.
         # See Note [The walk of a region].
         self._packed: list[tuple[torch.Tensor, int]] | None = None
-        if self.recorder is None or not self.recorder.sees_ops or self.is_first:
+        if self.recorder is None or not self.recorder.sees_ops:
             self._packed = []
         self._begin(inputs)
         with saved_tensors_hooks(self._pack, self._unpack):
@@ -480,8 +479,8 @@ class Frame(RegionCall):
             kept = self._hold(alive)
         except UnseenWriteError as error:
             if packed is None:
-                raise error.if_not_kept() from None
-            self.kept_whole = error
+                raise
+            self.kept_whole = error.problems[0]
             kept = self._keep_whole(alive, packed)
         if self.hooks is not None:
             for handle in kept:

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from operator import is_
 from typing import Any
 
 import torch
@@ -61,23 +60,6 @@ Bound = dict[str, Any]
 class UnseenWriteError(RegionError):
     """A region wrote to a buffer, a parameter or an input unseen: recomputation lacks the earlier values."""
 
-    fix_if_not_kept = "repeat the step: from now on the region keeps a copy of what it writes to"
-
-    def if_not_kept(self) -> UnseenWriteError:
-        """Return this error for a call whose activations cannot be kept instead."""
-        return type(self)(
-            replace(one, fix=self.fix_if_not_kept) if one.fix.startswith(_KEPT) else one for one in self.problems
-        )
-
-
-class NewModuleError(UnseenWriteError):
-    """A forward registered a module or a parameter: a recomputation would make another one."""
-
-    fix_if_not_kept = "make it before the region is called first, for example in `__init__`"
-
-
-_KEPT = "none is needed: the activations of this call are kept until its backward instead of being recomputed"
-
 
 class ModuleState:
     """Parameters, buffers and flags of a region's modules when its forward began.
@@ -87,18 +69,7 @@ class ModuleState:
     ids of modules that recomputation does not run, so their writes to their buffers need no copy.
     """
 
-    __slots__ = (
-        "_buffers",
-        "_held",
-        "_need_grad",
-        "_parameters",
-        "_registered",
-        "_training",
-        "_versions",
-        "_watched",
-        "_written",
-        "made",
-    )
+    __slots__ = ("_buffers", "_held", "_need_grad", "_parameters", "_training", "_versions", "_watched", "_written")
 
     def __init__(
         self,
@@ -111,10 +82,6 @@ class ModuleState:
     ) -> None:
         self._training = [(owner, owner.training) for owner in owners]
         self._parameters = [(bound, {**bound}) for owner in owners if (bound := owner._parameters)]
-        # Each table of modules and each empty one of parameters: what the forward registers is found by them.
-        self._registered: list[tuple[Any, Bound]] = [(owner._modules, {**owner._modules}) for owner in owners]
-        self._registered += [(owner._parameters, {}) for owner in owners if not owner._parameters]
-        self.made = ""  # after ``close``: what the forward registered
         self._held = [one for _, held in self._parameters for one in held.values() if one is not None]
         self._need_grad = [one.requires_grad for one in self._held]
         self._written: list[torch.Tensor] | None = None  # parameters, after ``close``
@@ -134,8 +101,6 @@ class ModuleState:
         """The forward is over: drop larger copies of tensors that it did not write to."""
         for one in self._watched:
             one.close()
-        self.made = next(_made((*self._registered, *self._parameters)), "")
-        self._registered = []
         before = self._versions
         self._written = []
         self.note_parameters()
@@ -182,16 +147,6 @@ class ModuleState:
         if lost is None:
             lost = next(iter(self._written or ()), None)
         return None if lost is None else self._unseen(lost, where)
-
-    def new_module(self, where: str) -> Problem | None:
-        """Return a problem if the forward registered a module or a parameter. Call it after ``close``."""
-        if not self.made:
-            return None
-        return Problem(
-            where=where or "region",
-            found=f"this call registered {self.made}: a recomputation would make another one",
-            fix=f"{_KEPT}; make it before the region is called first, for example in `__init__`, to avoid that",
-        )
 
     def changed_tensor(self, where: str) -> Problem | None:
         """Return a problem if other code has written to a large tensor since the forward.
@@ -248,8 +203,6 @@ class ModuleState:
             stack.callback(_bind, owner._buffers, dict(owner._buffers))
             _bind(owner._buffers, before)
         for bound, before in self._parameters:
-            if len(bound) == len(before) and all(map(is_, bound.values(), before.values())):
-                continue
             now = dict(bound)
             other = {name: value for name, value in before.items() if _was_exchanged(value, now.get(name))}
             if other:
@@ -262,14 +215,15 @@ class ModuleState:
 
     def drop(self) -> None:
         """Release everything."""
-        self._buffers, self._parameters, self._watched, self._training, self._registered = [], [], [], [], []
+        self._buffers, self._parameters, self._watched, self._training = [], [], [], []
         self._held, self._need_grad, self._versions, self._written = [], [], [], None
 
     def _unseen(self, tensor: torch.Tensor, where: str) -> Problem:
         return Problem(
             where=where or "region",
             found=f"this call changed {self._named(tensor)}({describe(tensor)}) in place, which no earlier call did",
-            fix=f"{_KEPT}, and later calls of the region keep a copy of what they write to",
+            fix="none is needed: the activations of this call are kept until its backward instead of being recomputed, "
+            "and later calls of the region keep a copy of what they write to",
         )
 
     def _named(self, tensor: torch.Tensor) -> str:
@@ -356,20 +310,6 @@ class _Watched:
         if copy is not None and copy.nbytes() == storage.nbytes():
             stack.callback(overwrite, storage, copy_of(storage))
             overwrite(storage, copy)
-
-
-def _made(tables: Iterable[tuple[Any, Bound]]) -> Iterator[str]:
-    """Yield what has been registered under a name that was free."""
-    for now, before in tables:
-        if len(now) == len(before) and all(map(is_, now.values(), before.values())):
-            continue
-        for name, value in now.items():
-            if value is not None and before.get(name) is None:
-                yield f"the {'module' if isinstance(value, nn.Module) else 'parameter'} {name!r} ({_named(value)})"
-
-
-def _named(value: Any) -> str:
-    return type(value).__name__ if isinstance(value, nn.Module) else describe(value)
 
 
 def _put_training(flags: Iterable[tuple[nn.Module, bool]]) -> None:

@@ -17,7 +17,6 @@ from sac.region.compiled_graphs import never_compiled
 from sac.region.fingerprint import PLAIN, attributes_of
 from sac.region.frame import ALL, RETAIN, NoEarlyStop, RegionCall
 from sac.region.inputs import RegionInputs
-from sac.region.module_state import UnseenWriteError
 from sac.region.writes import check_writes, give_history
 from sac.tensors import describe, detached, metadata
 from sac.torch_private import graph_is_retained, is_for_every_leaf, tree_flatten, tree_unflatten
@@ -249,10 +248,7 @@ class ReentrantFrame(RegionCall):
         written = self._written(given)
         results = Results(result, given, passed, written)
         self._check_left(inputs.leaves_of(args, kwargs), passed or given, results.problem)
-        try:
-            self._keep([], ALL if results.indices or written else -1)
-        except UnseenWriteError as error:
-            raise error.if_not_kept() from None
+        self._keep([], ALL if results.indices or written else -1)
         changed = self._get_history(written, given, passed) if written else []
         if results.indices or changed:
             return self._attached(results, changed, given)

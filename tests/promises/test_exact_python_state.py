@@ -13,7 +13,6 @@ import importlib.util
 import sys
 import threading
 import types
-import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -27,9 +26,8 @@ from torch.utils.module_tracker import ModuleTracker
 
 import sac
 import tests.promises.outside
-from sac.errors import RegionError, SacWarning
 from tests.promises import outside
-from tests.promises.test_exact_when_programs_change import APPLIED, Block, Model, assert_same
+from tests.promises.test_exact_when_programs_change import Block, Model, assert_same
 
 WAYS = ["full", "rerun", "whole module", "reentrant"]
 COUNT = 0
@@ -202,70 +200,6 @@ def test_state_in_unusual_places(block: type[Block], way: str) -> None:
         made(Block)()
 
 
-class MakesALayer(Block):
-    """Makes a layer in its first forward, and draws random numbers after that."""
-
-    late: nn.Module | None
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.late = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.late is None:
-            self.late = nn.Linear(4, 4)
-        return self.mlp(nn.functional.dropout(self.late(x).cos(), 0.3))
-
-
-def parameters_too(model: Model, x: Tensor, step: int) -> Tensor:
-    loss = model(x).square().mean()
-    loss.backward()
-    assert all(one.grad is not None for one in model.parameters())
-    return loss
-
-
-@pytest.mark.parametrize("way", ["full", "auto", "replay", "rerun", "whole module", "sac.checkpoint"])
-def test_a_layer_that_the_first_forward_makes(way: str) -> None:
-    assert_same(MakesALayer, way, parameters_too)
-
-
-def test_it_is_told_once() -> None:
-    model = sac.apply(Model(MakesALayer, "full"), APPLIED["full"])
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", SacWarning)
-        for _ in range(3):
-            model(torch.randn(3, 4)).sum().backward()
-    assert [str(one.message) for one in caught] == [
-        f"{path}: this call registered the module 'late' (Linear): a recomputation would make another one\n"
-        "    fix: none is needed: the activations of this call are kept until its backward instead of being "
-        "recomputed; make it before the region is called first, for example in `__init__`, to avoid that"
-        for path in ("layers.0", "layers.1")
-    ]
-
-
-class MakesALayerLater(MakesALayer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return super().forward(x) if self.calls > 1 else self.mlp(x)
-
-
-@pytest.mark.parametrize(("way", "make"), [("reentrant", MakesALayer), ("rerun", MakesALayerLater)])
-def test_where_its_activations_cannot_be_kept(way: str, make: type[Block]) -> None:
-    model = sac.apply(Model(make, way), APPLIED[way])
-    if way == "rerun":
-        model(torch.randn(3, 4)).sum().backward()
-    with pytest.raises(RegionError) as caught:
-        model(torch.randn(3, 4)).sum()
-    assert str(caught.value) == (
-        "layers.0: this call registered the module 'late' (Linear): a recomputation would make another one\n"
-        "    fix: make it before the region is called first, for example in `__init__`"
-    )
-
-
 def counting(linear: nn.Module, x: Tensor) -> Tensor:
     global COUNT
     COUNT += 1
@@ -384,6 +318,8 @@ ALIVE: weakref.WeakSet[Tensor] = weakref.WeakSet()
 
 @pytest.mark.parametrize("way", [None, "full", "rerun", "auto"])
 def test_a_chain_of_forwards_without_backward_holds_no_graphs(way: str | None) -> None:
+    from tests.promises.test_exact_when_programs_change import APPLIED
+
     model = Model(Remembers, way)
     if way is not None:
         sac.apply(model, APPLIED[way])
