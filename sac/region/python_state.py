@@ -186,8 +186,6 @@ class ReachableState:
         self._note_modules(modules)
         for root in roots:
             self._note_root(root)
-        for value in contextvars.copy_context().values():
-            self._reach(value)
         while self._waiting:
             with suppress(Exception):  # an object that raises when it is examined is left alone
                 self._look_into(self._waiting.popleft())
@@ -375,6 +373,9 @@ class ReachableState:
 
     def _look_into(self, value: Any) -> None:
         cls = type(value)
+        if cls is contextvars.ContextVar:
+            self._reach(value.get(None))
+            return
         if isinstance(value, threading.local):
             self._add(_LocalHolder(value))
             self._reach_all(value.__dict__.values())
