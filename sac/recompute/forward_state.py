@@ -55,10 +55,9 @@ def snapshot_of(tensor: torch.Tensor, before: torch.UntypedStorage | None = None
     """
     storage = tensor.untyped_storage()
     reference: Any = storage._weak_ref()
-    usable = before is not None and before.nbytes() == storage.nbytes()
-    return StorageSnapshot(
-        reference, before if before is not None and usable else copy_of(storage), version_watch(tensor)
-    )
+    if before is None or before.nbytes() != storage.nbytes():
+        before = copy_of(storage)
+    return StorageSnapshot(reference, before, version_watch(tensor))
 
 
 # Storage address -> the copy of the storage from the start of the forward, if there is one.

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from sac.region.module_state import ModuleState, UnseenWriteError
-from sac.region.python_state import ReachableState, stand_in, stands_for
+from sac.region.python_state import ReachableState, restored_value, stand_in
 from sac.region.rng import HostRandomState, RngSnapshot
 from sac.region.settings import Settings, StateProvider
 from sac.torch_private import (
@@ -362,7 +362,7 @@ class ContextVariables:
     def enter_on(self, stack: ExitStack) -> None:
         """Give the variables these values; when ``stack`` is left, all have the values from before."""
         now = contextvars.copy_context()
-        values = [(variable, stands_for(value, now.get(variable))) for variable, value in self._forward]
+        values = [(variable, restored_value(value, now.get(variable))) for variable, value in self._forward]
         context = contextvars.Context()
         _enter_context(context)
         stack.callback(_exit_context, context)

@@ -497,7 +497,7 @@ class _DictHolder(_Holder):
 
     def before(self) -> dict[Any, Any]:
         now = self.now()
-        return {key: stands_for(value, now.get(key)) for key, value in self._held.items()}
+        return {key: restored_value(value, now.get(key)) for key, value in self._held.items()}
 
     def differs(self, now: dict[Any, Any]) -> bool:
         held, apart = self._held, self._apart
@@ -777,7 +777,7 @@ class _SequenceHolder(_Holder):
     def before(self) -> list[Any]:
         now = [*self._target]
         now += [None] * (len(self._held) - len(now))
-        return [stands_for(value, other) for value, other in zip(self._held, now, strict=False)]
+        return [restored_value(value, other) for value, other in zip(self._held, now, strict=False)]
 
     def differs(self, now: list[Any]) -> bool:
         held = self._held
@@ -868,7 +868,7 @@ class _CellHolder(_Holder):
             return MISSING
 
     def before(self) -> Any:
-        return stands_for(self.held, self.now())
+        return restored_value(self.held, self.now())
 
     def differs(self, now: Any) -> bool:
         return not _is_same(self.held, now)
@@ -903,7 +903,7 @@ class _NamesHolder(_Holder):
 
     def before(self) -> dict[str, Any]:
         now = self.now()
-        return {name: stands_for(value, now.get(name)) for name, value in self._held.items()}
+        return {name: restored_value(value, now.get(name)) for name, value in self._held.items()}
 
     def differs(self, now: dict[str, Any]) -> bool:
         held = self._held
@@ -1067,7 +1067,7 @@ def _is_same(held: Any, now: Any) -> bool:
     return held.is_for(now) if type(held) in _STAND_INS else held is now
 
 
-def stands_for(held: Any, now: Any) -> Any:
+def restored_value(held: Any, now: Any) -> Any:
     """Return the value to restore for ``held``."""
     if type(held) not in _STAND_INS:
         return held

@@ -249,12 +249,16 @@ class Slope(nn.Module):
 
 @pytest.mark.parametrize("engine", ["auto", "replay", "rerun"])
 def test_what_numpy_wrote_around_a_gradient_inside(engine: str) -> None:
-    model = Stack(Slope())
+    assert_same_steps(Stack(Slope()), engine, 4)
+
+
+def assert_same_steps(model: nn.Module, engine: str, steps: int) -> None:
+    """Train a model without sac, and a copy of it with sac that verifies first calls only."""
     plain = copy.deepcopy(model)
     sac.apply(model, selective(policy(save("matmul")), engine=engine, verify="first"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SacWarning)
-        for _ in range(4):
+        for _ in range(steps):
             x = torch.randn(4, 8)
             assert_same(*(_gradients_and_load(one, x) for one in (plain, model)))
 
@@ -297,11 +301,4 @@ class Mixed(nn.Module):
 @pytest.mark.parametrize("engine", ["auto", "replay", "rerun"])
 @pytest.mark.parametrize("order", ["dn", "nd", "on", "no", "dnd", "ono", "rnd", "rno", "rn"])
 def test_what_numpy_and_an_op_wrote_to_one_tensor(order: str, engine: str) -> None:
-    model = Stack(Mixed(order), Mixed(order))
-    plain = copy.deepcopy(model)
-    sac.apply(model, selective(policy(save("matmul")), engine=engine, verify="first"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SacWarning)
-        for _ in range(5):
-            x = torch.randn(4, 8)
-            assert_same(*(_gradients_and_load(one, x) for one in (plain, model)))
+    assert_same_steps(Stack(Mixed(order), Mixed(order)), engine, 5)
