@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from sac.blocks.install import regions_of
+from sac.native.load import status
 from sac.policy.read import bytes_text
 from sac.recompute.op_trace import NO_RULE, compiled_calls
 from sac.recompute.regions import Region, RegionGroup
@@ -179,6 +180,8 @@ class Report:
     """The result of ``sac.report``; ``str`` formats it for people, ``to_dict`` returns it as plain values.
 
     ``kept_inputs``: which inputs are kept elsewhere than in the caller's tensors, and where; empty if none are.
+    ``native``: whether this process uses the C++ library, or why not. ``native_ops``: ops that the library has recorded
+    in the last call of each region.
     """
 
     mode: str
@@ -187,6 +190,8 @@ class Report:
     zero_hit_rules: tuple[str, ...]
     left_alone: tuple[str, ...]
     notes: tuple[str, ...]
+    native: str
+    native_ops: int
 
     @property
     def kept_bytes(self) -> int:
@@ -218,7 +223,7 @@ class Report:
             lines.append(f"rules without a hit: {', '.join(self.zero_hit_rules)}")
         if self.left_alone:
             lines.append(f"frozen, left alone: {group_label(self.left_alone)}")
-        return "\n".join([*lines, *self.notes])
+        return "\n".join([*lines, *self.notes, self.native])
 
 
 def report(model: nn.Module) -> Report:
@@ -229,7 +234,7 @@ def report(model: nn.Module) -> Report:
     """
     forwards = list(regions_of(model))
     if not forwards:
-        return Report("none", "", (), (), (), ())
+        return Report("none", "", (), (), (), (), status(), 0)
     applied = forwards[0].applied
     kinds = tuple(_kind_report(group, regions) for group, regions in _alike(model))
     hit = {use.rule for group in kinds for use in group.rules if use.hits}
@@ -242,6 +247,8 @@ def report(model: nn.Module) -> Report:
         tuple(sorted(rules - hit)) if any(group.calls or group.traced for group in kinds) else (),
         applied.left_alone,
         applied.notes,
+        status(),
+        sum(forward.region.stats.native_ops for forward in forwards),
     )
 
 

@@ -51,7 +51,12 @@ def shares_storage(tensor: torch.Tensor, others: Sequence[torch.Tensor]) -> bool
 
 def version_of(tensor: torch.Tensor) -> int:
     """Return the tensor's version counter; 0 for an inference tensor, which has none."""
-    return 0 if tensor.is_inference() else tensor._version
+    try:
+        return tensor._version
+    except RuntimeError:
+        if tensor.is_inference():
+            return 0
+        raise
 
 
 def metadata(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:

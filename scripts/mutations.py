@@ -115,8 +115,8 @@ MUTATIONS = (
         1,
         _BINDINGS,
         "eval() between the passes changes the recomputation",
-        "        _put_training(self._training)",
-        "        pass",
+        "            _put_training(self._owners, self._training)",
+        "            pass",
         earlier=("                owner.training = training", "                pass"),
     ),
     Mutation(
@@ -270,8 +270,8 @@ MUTATIONS = (
         4,
         _FRAME,
         "a recomputed tensor of another dtype is taken",
-        "metadata(tensor) != (handle.shape, handle.dtype, handle.device)",
-        "tensor.shape != handle.shape",
+        "or tensor.dtype != handle.dtype or tensor.device",
+        "or tensor.device",
     ),
     Mutation(
         "unmatched-silent",
@@ -394,8 +394,8 @@ MUTATIONS = (
         6,
         _FRAME,
         "inputs are held although nothing is recomputed",
-        "if not handle.is_kept), default=-1)",
-        "if not handle.is_kept), default=0)",
+        "if not handle.is_kept), -1)",
+        "if not handle.is_kept), 0)",
     ),
     # 7, no leaks
     Mutation(

@@ -88,6 +88,13 @@ def entered(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return seen
 
 
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say whether the engines that were tested are those of the C++ library."""
+    from sac.native.load import status
+
+    terminalreporter.write_line(status())
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Import all files of tests without the cycle collector: there is next to nothing that it could free."""

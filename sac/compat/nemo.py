@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -37,6 +37,7 @@ from sac.errors import ConfigError, ModelError, Problem, SacWarning
 from sac.policy.model import Policy
 from sac.recompute.regions import FULL
 from sac.region.ambient import BackendFlags, attention_choice
+from sac.region.undo import UndoStack
 from sac.torch_private import WRAPPED_MODULE, checkpoint_wrapper_class, ignored_ops
 
 __all__ = [
@@ -84,10 +85,10 @@ class _AsInForward(AbstractContextManager[None]):
     def __init__(self, inner: AbstractContextManager[Any] | None = None) -> None:
         self._flags = BackendFlags()
         self._inner = inner
-        self._entered: list[ExitStack] = []
+        self._entered: list[UndoStack] = []
 
     def __enter__(self) -> None:
-        with ExitStack() as stack:
+        with UndoStack() as stack:
             self._flags.enter_on(stack)
             if self._inner is not None:
                 stack.enter_context(self._inner)

@@ -171,6 +171,11 @@ class Rule:
         return not self.ops
 
     @property
+    def matches_each_call(self) -> bool:
+        """Whether it matches every call of the ops that it names, whatever their number, shape, dtype and size."""
+        return self.call is None and self.shape is None and not self.dtype and not self.min_bytes
+
+    @property
     def is_for_some_regions(self) -> bool:
         """Whether `blocks` or `layers` may exclude regions."""
         return bool(self.blocks) or self.layers is not None

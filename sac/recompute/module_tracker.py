@@ -35,26 +35,26 @@ class ModulePass(Protocol):
         """Run the module."""
 
 
+Outer = tuple[ModuleListener | None, ModulePass | None]
+
+
 class _Active(threading.local):
-    mode: ModuleListener | None = None
-    modules: ModulePass | None = None
+    listeners: Outer = None, None
 
 
 _ACTIVE = _Active()  # one per thread: backward may run on a thread of its own
 
-Outer = tuple[ModuleListener | None, ModulePass | None]
-
 
 def enter(mode: ModuleListener | None, modules: ModulePass | None = None) -> Outer:
     """Make these the active listeners of this thread; return the previous ones."""
-    outer = _ACTIVE.mode, _ACTIVE.modules
-    _ACTIVE.mode, _ACTIVE.modules = mode, modules
+    outer = _ACTIVE.listeners
+    _ACTIVE.listeners = mode, modules
     return outer
 
 
 def leave(outer: Outer) -> None:
     """Make ``outer`` the active listeners again."""
-    _ACTIVE.mode, _ACTIVE.modules = outer
+    _ACTIVE.listeners = outer
 
 
 class TrackedForward:
@@ -72,13 +72,14 @@ class TrackedForward:
         """Run the module, and report it to the active mode."""
         module = self.module
         original = self.before
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():  # cannot trace `_ACTIVE`
             return type(module).forward(module, *args, **kwargs) if original is None else original(*args, **kwargs)
-        modules = _ACTIVE.modules
+        mode, modules = _ACTIVE.listeners
         if modules is not None and (call_key := modules.call_key_of(self.path)) is not None:
             return modules.call(call_key, self, args, kwargs)
-        mode = _ACTIVE.mode
         if mode is None:
+            if original is None and not kwargs:  # the usual case
+                return type(module).forward(module, *args)
             return type(module).forward(module, *args, **kwargs) if original is None else original(*args, **kwargs)
         path, sites = mode.path, mode.sites
         mode.path, mode.sites = self.path, mode.table.sites_of(self.path)

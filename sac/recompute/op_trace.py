@@ -134,7 +134,7 @@ class RegionStats:
     ``saved_bytes``: for backward, without the inputs. ``input_host_bytes``: of inputs kept in host memory for a device.
     ``dead_bytes``: decided to be saved, but freed because backward can never read it. ``by_rule`` and ``hits`` are
     keyed by the rule's index in the table. ``compiled_graphs``: those of ``torch.compile`` that the first call ran.
-    ``engine``: that of the last call, empty if it needed none.
+    ``engine``: that of the last call, empty if it needed none. ``native_ops``: those that the C++ library recorded.
     """
 
     calls: int = 0
@@ -146,6 +146,7 @@ class RegionStats:
     hits: dict[int, int] = field(default_factory=dict)
     compiled_graphs: int = 0
     engine: str = ""
+    native_ops: int = 0
 
     def figures(self) -> tuple[object, ...]:
         """Return everything except the number of calls, for comparison."""

@@ -173,7 +173,7 @@ class ParameterOnlyValues:
         return entry
 
     def _of_leaf(self, value: int) -> int:
-        leaf = self._tape.leaves.get(value)
+        leaf = self._tape.leaf(value)
         tensor: Tensor | None = leaf.tensor() if leaf is not None and leaf.position < 0 else None
         if tensor is None:
             return NOT_PARAMETERS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from contextlib import AbstractContextManager
 from typing import Any
 from weakref import ref
@@ -80,6 +80,10 @@ class RandomOpStates:
     def before(self, generators: list[torch.Generator]) -> None:
         """Record the states of ``generators``, from which the next op may draw."""
         self._before = states_of(generators)
+
+    def drew(self, state: torch.Tensor) -> None:
+        """Record that the op has drawn from the default generator of the CPU, which was in ``state`` before."""
+        self._before = [(torch.default_generator, state)]
 
     def have_moved(self) -> bool:
         """Return whether the op has advanced one of its generators."""
@@ -164,6 +168,24 @@ def figures_of_tape(
         rules[rule] = rules.get(rule, 0) + size
     lost = sum(size for address, size in dead.items() if address not in sizes)
     return SavedFigures(sum(size for size, _ in sizes.values()), lost, rules, dict(hits))
+
+
+def _sizes_of(kept: Mapping[int, Tensor], loose: Iterable[Handle], held: Mapping[int, Tensor]) -> Any:
+    """Return what ``figures_of_tape`` depends on among calls with the same tape layout; None for unusual tensors."""
+    sizes: list[int] = []
+    places: dict[int, int] = {}
+    for value, tensor in kept.items():
+        if type(tensor) is not Tensor:
+            return None
+        places.setdefault(storage_address(tensor), value)
+        sizes.append(storage_bytes(tensor))
+    for handle in loose:
+        place = places.get(handle.storage)
+        if place is None or not isinstance(handle.value, Tensor):
+            return None
+        # A view of what is not held may become a copy, which has the size of the view.
+        sizes.append(place if place in held else -handle.value.nbytes)
+    return sizes
 
 
 # -- Ops with a nondeterministic order of summation, which verification skips
@@ -319,7 +341,7 @@ class TapeMode(RegionMode):
         if tape.not_replayable:
             return recorder.run_untaped(self, site, args, kwargs)
         if site.is_custom_op:
-            tape.autocast_states[len(tape.sites)] = callers_autocast(func, args)
+            tape.autocast_states[tape.entry_count()] = callers_autocast(func, args)
         out = run_op(site, args, kwargs)
         recorder.finish(self, site, args, kwargs, rest, reads, keywords, out)
         return out
@@ -365,7 +387,7 @@ class TapeRecorder:
     ) -> None:
         self.table = table
         self.evidence = evidence
-        self.tape = Tape()
+        self.tape = self.new_tape()
         self.paused = False  # True while a replay runs inside the region's own forward, which is not recorded
         self.snapshots: StorageSnapshots = {}
         # Of small tensors from outside: what the last op that wrote to one left, by the address of its storage, until
@@ -376,8 +398,8 @@ class TapeRecorder:
         self.checksums: dict[int, Sums] | None = {} if verifies else None  # missing handle -> checksum
         self.may_save = False
         self.reads_values = False  # the value of a tensor was read, so the program may have branched on it
-        self.calls: defaultdict[CallSite, int] = defaultdict(int)
-        self.alternations: defaultdict[int, int] = defaultdict(int)
+        self.calls: MutableMapping[CallSite, int] = defaultdict(int)
+        self.alternations: MutableMapping[int, int] = defaultdict(int)
         self.hits: defaultdict[int, int] = defaultdict(int)
         self.recent: list[tuple[int, Tensor, int]] = []  # saved by autograd since the last op: handle, tensor, root
         self.maybe_modified: list[tuple[int, Tensor, int, int]] = []
@@ -397,6 +419,14 @@ class TapeRecorder:
         self._wrote_inputs = False
         self._wrote_late = False
 
+    def new_tape(self) -> Tape:
+        """Return the tape of this call."""
+        return Tape()
+
+    def note_recent(self, handle: int, tensor: Tensor, root: int) -> None:
+        """Record that autograd has saved ``tensor`` since the last op."""
+        self.recent.append((handle, tensor, root))
+
     def run_untaped(self, mode: TapeMode, site: CallSite, args: Any, kwargs: Any) -> Any:
         """Run an op of a forward that is not replayable: keep must-save results, snapshot memory before writes."""
         if site.has_generator or site.draws:
@@ -407,7 +437,7 @@ class TapeRecorder:
             if isinstance(tensor, nn.Parameter):
                 self._gathered.update(map(storage_address, tensor_parts(tensor)))
         out = run_op(site, args, kwargs)
-        first, tensors = len(self.tape.roots), new_tensors(out)
+        first, tensors = self.tape.value_count(), new_tensors(out)
         for tensor in tensors:
             self.tape.add(tensor)
         rule, decision = site.final_rule, Decision.RECOMPUTE
@@ -415,9 +445,9 @@ class TapeRecorder:
             self.may_save = self.may_save or site.may_save
             decision, rule = decide(self, site, args, kwargs, out)
             if decision is Decision.SAVE and site.must_save:
-                for value in range(first, len(self.tape.roots)):
+                for value in range(first, self.tape.value_count()):
                     self._keep_routing(site, value, tensors[value - first])
-                self._routing.append((site, range(first, len(self.tape.roots))))
+                self._routing.append((site, range(first, self.tape.value_count())))
         if rule is not None:
             self.hits[rule.index] += 1
         if mode.op_trace is not None:
@@ -453,7 +483,7 @@ class TapeRecorder:
                     tape.fail(f"{site.op} writes to a tensor without strides")
                     continue
                 address = storage_address(part)
-                root = tape.by_storage.get(address)
+                root = tape.root_at(address)
                 if root is None and part is tensor and (value := tape.known(tensor)) is not None:
                     root = tape.roots[value]  # the first value in this storage is freed; this is a view of it
                 if root is not None and site.op._schema.name == "aten::set_":
@@ -462,7 +492,7 @@ class TapeRecorder:
                     tape.fail(f"{site.op} writes to memory that a gradient inside the region has read")
                 if root in self._kept_in:
                     self._copy_kept(root)
-                if root is None or root in tape.leaves:
+                if root is None or tape.leaf(root) is not None:
                     self._check_unseen(address, part)
                     self._snapshot(root, address, part, site)
                     self._being_written.append(part)
@@ -489,13 +519,15 @@ class TapeRecorder:
     ) -> None:
         """Record an op that has run: add its entry to the tape, decide on its results, and keep the saved ones."""
         tape = self.tape
-        entry, first = len(tape.sites), len(tape.roots)
+        entry, first = tape.entry_count(), tape.value_count()
         count = self._add_results(site, out)
         tape.append(site, rest, reads, first)
         if count != 1:
             tape.output_counts[entry] = count
         if site.is_view and reads:
-            tape.versions[first:] = [tape.versions[reads[0]]] * count
+            version = tape.version(reads[0])
+            for value in range(first, first + count):
+                tape.set_version(value, version)
         if keywords:
             tape.keywords[entry] = keywords
         decision, rule, call = Decision.RECOMPUTE, None, None
@@ -511,7 +543,9 @@ class TapeRecorder:
         if self._being_written:
             self._note_left()
         self._look_at_recent(entry)
-        tape.needs_attention = bool(tape.not_replayable or tape.factories or self.maybe_modified or self.paused)
+        tape.needs_attention = bool(
+            tape.not_replayable or tape.watches_factories() or self.maybe_modified or self.paused
+        )
         if mode.op_trace is not None:
             mode.op_trace.add(site, rule, decision, args, kwargs, out, call=call)
 
@@ -640,7 +674,7 @@ class TapeRecorder:
             kept[value] = kept[value].clone()  # outer modes see the clone, among them those that measure memory
 
     def _snapshot(self, root: int | None, address: int, tensor: Tensor, site: CallSite) -> None:
-        leaf = self.tape.leaves.get(root) if root is not None else None
+        leaf = self.tape.leaf(root) if root is not None else None
         if leaf is not None and leaf.position >= 0:
             assert self._inputs is not None
             self._inputs.copy_storage(address)
@@ -731,6 +765,7 @@ class ReplayRecorder(TapeRecorder):
 
     sees_ops = True
     not_recomputed: frozenset[int] = frozenset()
+    native_ops = 0  # recorded by the C++ library
 
     def __init__(
         self,
@@ -788,13 +823,12 @@ class ReplayRecorder(TapeRecorder):
     def pack(self, tensor: Tensor, handle: Handle) -> None:
         """Record which value autograd saves with ``tensor``; keep it if that is free or the tape does not know it."""
         tape = self.tape
-        found = tape.ids.get(id(tensor))
         if tape.needs_attention and (tape.not_replayable or self.paused):
             return
+        value = tape.known(tensor)
         version = tensor._version
-        if found is not None and found[0]() is tensor:
-            value = found[1]
-            if version != tape.versions[value]:
+        if value is not None:
+            if version != tape.version(value):
                 value = tape.look_at_version(tensor, value)
         elif (
             tape.is_known(tensor)
@@ -811,9 +845,9 @@ class ReplayRecorder(TapeRecorder):
         if root in self._kept_in:
             handle.keep(tensor)
             handle.storage = storage_address(tensor)
-            self.recent.append((handle.index, tensor, root))
+            self.note_recent(handle.index, tensor, root)
             return
-        leaf = tape.leaves.get(root)  # None if FSDP has allocated the storage of a parameter inside the region
+        leaf = tape.leaf(root)  # None if FSDP has allocated the storage of a parameter inside the region
         is_written = root in tape.writers
         is_parameter = leaf is not None and leaf.position < 0 and leaf.is_persistent
         if (root in self._persistent_roots and not is_written) or (is_parameter and is_written):
@@ -823,8 +857,8 @@ class ReplayRecorder(TapeRecorder):
             handle.version = version
             handle.value = handle.watched = tensor
             return
-        self._places[handle.index] = value, len(tape.sites), version
-        self.recent.append((handle.index, tensor, root))
+        self._places[handle.index] = value, tape.entry_count(), version
+        self.note_recent(handle.index, tensor, root)
         self.sum_up(handle.index, tensor)
 
     def _pack_external(self, tensor: Tensor, handle: Handle) -> None:
@@ -895,7 +929,6 @@ class ReplayRecorder(TapeRecorder):
             if layout is None or not layout.matches(tape, self._places, missing):
                 layout = TapeLayout(tape, self._places, missing, self.schedule_of(missing))
             self.layout = layout
-            layout.share_lists_with(tape)
             self.schedule = layout.schedule
             self._check_leaves()
             self._check_kept()
@@ -966,15 +999,15 @@ class ReplayRecorder(TapeRecorder):
     def _find_modified_after_save(self, missing: list[int]) -> None:
         """Find saved tensors written to after the save: backward reads the new data, raises, or replay is given up."""
         tape = self.tape
-        alive = {value: reference for reference, value in tape.ids.values()}
+        alive = tape.alive()
         for handle in missing:
             value, time, version = self._places[handle]
             writers = tape.writers.get(tape.roots[value])
             if not writers or writers[-1] < time:
                 continue
-            tensor = reference() if (reference := alive.get(value)) is not None else None
+            tensor = alive.get(value)
             if tensor is not None and tensor._version == version:
-                self._places[handle] = value, len(tape.sites), version
+                self._places[handle] = value, tape.entry_count(), version
                 self.sum_up(handle, tensor)
             elif tensor is None or self.may_fall_back:
                 # Autograd's own GRU cells write to one output of `unsafe_chunk` after they have saved another.
@@ -987,8 +1020,9 @@ class ReplayRecorder(TapeRecorder):
         """Check that the leaves still exist; nothing holds them, so one freed by now is missing in backward."""
         assert self.schedule is not None
         tape = self.tape
-        for value in self.schedule.leaves:
-            leaf = tape.leaves[value]
+        for value in tape.leaves_to_check(self.schedule.leaves):
+            leaf = tape.leaf(value)
+            assert leaf is not None
             if leaf.position < 0 and leaf.tensor() is None:
                 reader = next(
                     (tape.sites[one.number] for one in self.schedule.steps if value in tape.reads[one.number]), None
@@ -1043,16 +1077,18 @@ class ReplayRecorder(TapeRecorder):
         tape, layout = self.tape, self.layout
         held = {value: tape.kept[value] for value in self.schedule.kept} if self.schedule is not None else {}
         loose = [handle for handle in kept if not handle.is_external]
+        sizes: Any = None
+        if layout is not None:
+            sizes = _sizes_of(tape.kept, loose, held)
         if loose:
             addresses = {storage_address(part) for tensor in held.values() for part in tensor_parts(tensor)}
             clone_small_views([handle for handle in loose if handle.storage not in addresses])
-        sizes = [storage_bytes(tensor) for tensor in tape.kept.values()]
-        if layout is not None and layout.figures is not None and not loose and layout.sizes == sizes:
+        if layout is not None and sizes is not None and layout.sizes == sizes:
             self.figures = layout.figures
         else:
             routed = (value for _, values in self._routing for value in values)
             self.figures = figures_of_tape(tape.kept, [*held, *routed], loose, self._rules, self.hits)
-            if layout is not None and not loose:
+            if layout is not None:
                 layout.sizes, layout.figures = sizes, self.figures
         tape.kept = held
         self.random_states.close(

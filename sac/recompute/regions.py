@@ -13,9 +13,11 @@ import torch
 from torch import nn
 
 from sac.errors import SacWarning
+from sac.native.load import library
 from sac.outer_hooks import active_hooks
 from sac.policy.model import PlannedRegion, Policy
 from sac.recompute.evidence import GroupEvidence, RegionEvidence, remember
+from sac.recompute.native_recorder import NativeReplayFrame, NativeReplayRecorder
 from sac.recompute.op_trace import OpTraceRecorder, OpTraceRow, RegionStats, check_planned_signature, log_decisions
 from sac.recompute.recorder import ReplayRecorder
 from sac.recompute.replay import CAN_REPLAY, ReplayFrame, warn_not_replayable
@@ -71,7 +73,7 @@ class Region:
     def run(
         self,
         function: Callable[..., Any],
-        owners: tuple[nn.Module, ...],
+        fingerprint: FunctionFingerprint,
         function_key: Hashable,
         settings: Settings,
         args: tuple[Any, ...],
@@ -79,9 +81,11 @@ class Region:
     ) -> Any:
         """Run one call; gradients are those of ``function(*args, **kwargs)``.
 
-        ``owners`` are the function's modules. ``function_key`` stands for the parts of the function. Calls share
-        evidence only if their keys are equal; a call without a key has none.
+        ``fingerprint``: that of the function, of which this call gets the record of attributes. ``function_key`` stands
+        for its parts. Calls share evidence only if their keys are equal; a call without a key has none.
         """
+        owners = tuple(fingerprint.owners)
+        attributes, fingerprint.attributes = fingerprint.attributes, None
         refuse_transforms(self.path)
         settings = as_torch_says(settings)
         if not self.stats.calls and has_uninitialized(owners):
@@ -99,6 +103,7 @@ class Region:
         inputs = RegionInputs(args, kwargs)
         if inputs.owners:
             owners += inputs.owners
+            attributes = None
         signature = None
         if in_dual_level:
             inputs.signature = None
@@ -106,11 +111,12 @@ class Region:
             signature = (function_key, settings.freeze_buffers, settings.use_reentrant, inputs.signature)
         if self.group.table.saves_everything and signature in self.evidence.needs_no_mode and active_hooks() is None:
             self.stats.calls += 1
+            attributes = None
             return function(*args, **kwargs)
         if settings.input_storing is not None:
             inputs.store(settings.input_storing, args, kwargs, self.path)
-        leaves = partial(inputs.leaves_of, args, kwargs)
-        frame, recorder = self._frame(function, owners, settings, signature, inputs, leaves)
+        frame, recorder = self._frame(function, owners, settings, signature, inputs, args, kwargs)
+        frame.attributes, attributes = attributes, None
         try:
             output = frame.run(inputs, args, kwargs)
         except UnseenWriteError:
@@ -140,14 +146,15 @@ class Region:
         settings: Settings,
         signature: Any,
         inputs: RegionInputs,
-        leaves: Callable[[], list[Any]],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> tuple[Frame | ReentrantFrame, _AnyRecorder | None]:
         """Return the frame that runs one call, and its recorder if it needs one; see Note [Evidence]."""
         table = self.group.table
         is_known = signature is not None and signature in self.evidence.needs_no_mode and not table.saves_everything
         records = not is_known or self.evidence.needs_recorder or table.decides_on_ops or settings.engine == REPLAY
         if records and self._is_replayed(settings):
-            return self._replay_frame(function, owners, settings, signature, inputs, leaves)
+            return self._replay_frame(function, owners, settings, signature, inputs, args, kwargs)
         self.stats.engine = RERUN if records else ""
         recorder: _AnyRecorder | None = None
         if records or table.matches_modules:
@@ -164,26 +171,30 @@ class Region:
         settings: Settings,
         signature: Any,
         inputs: RegionInputs,
-        leaves: Callable[[], list[Any]],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> tuple[ReplayFrame, ReplayRecorder]:
         verifies = settings.verify == ALWAYS or (settings.verify == FIRST and signature not in self.evidence.verified)
         layout = self.group.evidence.layouts.get(inputs.signature)
-        recorder = ReplayRecorder(
+        op_trace = self._new_trace()
+        native = library() if op_trace is None else None  # the library shows no op to Python
+        recorder: ReplayRecorder = (ReplayRecorder if native is None else partial(NativeReplayRecorder, native))(
             self.group.table,
             self.path,
             owners,
             settings,
-            self._new_trace(),
+            op_trace,
             verifies=verifies,
             layout=layout,
             evidence=self.group.evidence,
         )
-        recorder.begin(inputs, leaves())
+        recorder.begin(inputs, inputs.leaves_of(args, kwargs))
         give_up = partial(self._give_up, settings.engine == REPLAY)
         if signature is not None:
             remember(self.evidence.verified, signature)
         self.stats.engine = REPLAY
-        frame = ReplayFrame(function, self.path, recorder, owners, settings, give_up=give_up, given_up=self._given_up)
+        frame_type = ReplayFrame if native is None else NativeReplayFrame
+        frame = frame_type(function, self.path, recorder, owners, settings, give_up=give_up, given_up=self._given_up)
         return frame, recorder
 
     def _is_replayed(self, settings: Settings) -> bool:
@@ -269,6 +280,7 @@ class Region:
                 modules.evidence.figures = recorder.figures
                 remember(evidence.modules, signature, modules.evidence)
         self.stats.take(recorder.figures, frame.input_bytes)
+        self.stats.native_ops = recorder.native_ops if isinstance(recorder, ReplayRecorder) else 0
 
 
 def _rebuild(
@@ -301,13 +313,12 @@ def run_as_region(
 ) -> Any:
     """Run ``function(*args, **kwargs)`` as a region, using the evidence from earlier calls of the same function."""
     fingerprint = _fingerprint_of(function)
-    owners = tuple(fingerprint.owners)
     key = _key(fingerprint) if fingerprint.is_known else None
     region = _regions.get(key) if key is not None else None
     if region is not None:
-        return region.run(function, owners, _OF_ONE_FUNCTION, settings, args, kwargs)
+        return region.run(function, fingerprint, _OF_ONE_FUNCTION, settings, args, kwargs)
     region = Region(_group_of(function), _name_of(function))
-    output = region.run(function, owners, _OF_ONE_FUNCTION, settings, args, kwargs)
+    output = region.run(function, fingerprint, _OF_ONE_FUNCTION, settings, args, kwargs)
     if key is not None:
         _note_changes(fingerprint, _fingerprint_of(function))
         _put(_regions, _key(fingerprint), region)
@@ -342,15 +353,14 @@ def _run_modules(
     kwargs: dict[str, Any],
 ) -> Any:
     fingerprint = _fingerprint_of(modules)
-    owners = tuple(fingerprint.owners)
     if not fingerprint.is_known:
-        return region.run(function, owners, None, settings, args, kwargs)
+        return region.run(function, fingerprint, None, settings, args, kwargs)
     key = _key(fingerprint)
     function_key = region.evidence.function_keys.get(key)
     if function_key is not None:
-        return region.run(function, owners, function_key, settings, args, kwargs)
+        return region.run(function, fingerprint, function_key, settings, args, kwargs)
     function_key = _put(region.evidence.function_keys, key, object())
-    output = region.run(function, owners, function_key, settings, args, kwargs)
+    output = region.run(function, fingerprint, function_key, settings, args, kwargs)
     after = _fingerprint_of(modules)
     _note_changes(fingerprint, after)
     _put(region.evidence.function_keys, _key(after), function_key)

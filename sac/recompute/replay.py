@@ -6,7 +6,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -57,28 +57,51 @@ class ExternalChangeError(Exception):
 Before = dict[int, torch.UntypedStorage]
 
 
-def run_schedule(schedule: ReplaySchedule, tape: Tape, inputs: dict[int, Tensor], before: Before, fill: Fill) -> None:
+class Runner(Protocol):
+    """Runs the steps of a schedule."""
+
+    def new_values(self, count: int) -> Any:
+        """Return a sequence for ``count`` values, all None."""
+
+    def load(self, schedule: ReplaySchedule, tape: Tape, before: Before, values: Any) -> Sequence[int]:
+        """Put the leaves that are certainly what they were into ``values``; return the others. See ``run_schedule``."""
+
+    def run(self, schedule: ReplaySchedule, tape: Tape, values: Any, fill: Fill) -> None:
+        """Run all steps on ``values``, those that they start from."""
+
+
+def run_schedule(
+    schedule: ReplaySchedule, tape: Tape, inputs: dict[int, Tensor], before: Before, fill: Fill, runner: Runner
+) -> None:
     """Run the steps of ``schedule``; call ``fill`` with the number of each waiting handle and its tensor.
 
     ``inputs``: the region's inputs, by position. ``before``: the earlier data of external tensors that were written to
     since, by the address of their storage. Raises ``CannotReplay`` and ``ExternalChangeError`` before any op runs.
     """
-    values: list[Any] = [None] * len(tape.roots)
+    values = runner.new_values(tape.value_count())
     for value in schedule.kept:  # above autograd: fetching a value may recompute an outer region
         values[value] = fetch(tape.kept[value])
     generators = {id(g): g for step in schedule.steps for g, _ in tape.states.get(step.number, ())}
     # Active dispatch modes see the ops, as they would inside a mode's handler; autograd and autocast do not.
     with torch.enable_grad(), BelowAutograd(), WithoutAutocast(), ExitStack() as stack:
-        _load(schedule, tape, inputs, before, values)
+        _load(schedule, runner.load(schedule, tape, before, values), tape, inputs, before, values)
         for generator in generators.values():
             stack.callback(generator.set_state, state_of(generator))
-        _run(schedule, tape, values, fill)
+        runner.run(schedule, tape, values, fill)
 
 
-def _load(schedule: ReplaySchedule, tape: Tape, inputs: dict[int, Tensor], before: Before, values: list[Any]) -> None:
+def _load(
+    schedule: ReplaySchedule,
+    leaves: Sequence[int],
+    tape: Tape,
+    inputs: dict[int, Tensor],
+    before: Before,
+    values: Any,
+) -> None:
     copies: dict[int, torch.UntypedStorage] = {}
-    for value in schedule.leaves:
-        leaf = tape.leaves[value]
+    for value in leaves:
+        leaf = tape.leaf(value)
+        assert leaf is not None
         if leaf.position >= 0:
             values[value] = detached(inputs[leaf.position])
             continue
@@ -108,36 +131,50 @@ def _place(geometry: tuple[Any, ...]) -> tuple[Any, ...]:
     return offset, shape, stride
 
 
-def _run(schedule: ReplaySchedule, tape: Tape, values: list[Any], fill: Fill) -> None:
-    for handle, value in schedule.fills:
-        fill(handle, values[value])
-    rests, states, keywords = tape.arg_templates, tape.states, tape.keywords
-    works: list[Any] = []  # of point-to-point calls, several of which must be in flight at once
-    for number, run, positions, result, fills, frees in schedule.orders or _orders(schedule, tape):
-        if result < 0 or works or number in states:
-            _run_unusual(schedule, tape, number, values, works)
-        else:
-            args = [*rests[number]]
-            for index, value in positions:
-                if args[index] is not TENSOR_HOLE:  # a number, where another call with this tape layout had a tensor
-                    args = _arguments(rests[number], tape.reads[number], values)
-                    break
-                args[index] = values[value]
-            values[result] = run(*args, **keywords[number]) if number in keywords else run(*args)
-        for handle, value in fills:
+class PythonRunner:
+    """Runs all steps from Python."""
+
+    def new_values(self, count: int) -> list[Any]:
+        """See ``Runner``."""
+        return [None] * count
+
+    def load(self, schedule: ReplaySchedule, tape: Tape, before: Before, values: Any) -> Sequence[int]:
+        """See ``Runner``."""
+        return schedule.leaves
+
+    def run(self, schedule: ReplaySchedule, tape: Tape, values: list[Any], fill: Fill) -> None:
+        """See ``Runner``."""
+        for handle, value in schedule.fills:
             fill(handle, values[value])
-        for value in frees:
-            values[value] = None
-    _wait(works)
+        rests, states, keywords = tape.arg_templates, tape.states, tape.keywords
+        works: list[Any] = []  # of point-to-point calls, several of which must be in flight at once
+        for number, run, positions, result, fills, frees in schedule.orders or _orders(schedule, tape):
+            if result < 0 or works or number in states:
+                run_unusual(schedule, tape, number, values, works)
+            else:
+                args = [*rests[number]]
+                for index, value in positions:
+                    if (
+                        args[index] is not TENSOR_HOLE
+                    ):  # a number, where another call with this tape layout had a tensor
+                        args = _arguments(rests[number], tape.reads[number], values)
+                        break
+                    args[index] = values[value]
+                values[result] = run(*args, **keywords[number]) if number in keywords else run(*args)
+            for handle, value in fills:
+                fill(handle, values[value])
+            for value in frees:
+                values[value] = None
+        wait(works)
 
 
 def _orders(schedule: ReplaySchedule, tape: Tape) -> list[Any]:
     """Return the steps in the form in which they run; calls with the same schedule share it.
 
     An ordinary step consists of its number, the callable, the places of tensors in its arguments, the number of its
-    result, the handles to fill and the values to free. The result is -1 for a step that ``_run_unusual`` runs.
+    result, the handles to fill and the values to free. The result is -1 for a step that ``run_unusual`` runs.
     """
-    schedule.orders = []
+    orders: list[Any] = []
     schedule.steps_by_number = {step.number: step for step in schedule.steps}
     for step in schedule.steps:
         number = step.number
@@ -153,18 +190,19 @@ def _orders(schedule: ReplaySchedule, tape: Tape) -> list[Any]:
             holes = [index for index, one in enumerate(rest) if one is TENSOR_HOLE]
             positions = tuple(zip(holes, tape.reads[number], strict=True))
             result = step.outputs[0][1] if step.outputs else -1
-        schedule.orders.append((number, getattr(op, "run", None), positions, result, step.fills, step.frees))
-    return schedule.orders
+        orders.append((number, getattr(op, "run", None), positions, result, step.fills, step.frees))
+    schedule.orders = orders
+    return orders
 
 
-def _run_unusual(schedule: ReplaySchedule, tape: Tape, number: int, values: list[Any], works: list[Any]) -> None:
+def run_unusual(schedule: ReplaySchedule, tape: Tape, number: int, values: Any, works: list[Any]) -> None:
     """Run a step that is not ordinary: several results or none, tensors in containers, random numbers, collectives."""
     op, rest, reads = tape.sites[number], tape.arg_templates[number], tape.reads[number]
     if type(op) is not CallSite:
         out = _made(op, rest, [values[read] for read in reads])
     else:
         if works and op.op.namespace != "c10d":
-            _wait(works)
+            wait(works)
         for generator, state in tape.states.get(number, ()):
             generator.set_state(state)
         keywords = tape.keywords.get(number, {})
@@ -180,13 +218,13 @@ def _run_unusual(schedule: ReplaySchedule, tape: Tape, number: int, values: list
         if op.is_collective and op.op.namespace == "c10d":
             works.extend(_works_of(out))
             if schedule.steps_by_number[number].fills:
-                _wait(works)
+                wait(works)
     made = [out] if isinstance(out, Tensor) else tensors_of(out)
     for index, value in schedule.steps_by_number[number].outputs:
         values[value] = made[index]
 
 
-def _arguments(rest: Sequence[Any], reads: Sequence[int], values: list[Any]) -> list[Any]:
+def _arguments(rest: Sequence[Any], reads: Sequence[int], values: Any) -> list[Any]:
     left = iter(reads)
     return [values[next(left)] if one is TENSOR_HOLE else one for one in rest]
 
@@ -197,7 +235,8 @@ def _works_of(out: Any) -> list[Any]:
     return [one for one in found if isinstance(one, torch.ScriptObject) and hasattr(one, "wait")]
 
 
-def _wait(works: list[Any]) -> None:
+def wait(works: list[Any]) -> None:
+    """Wait for all ``works``, in order."""
     while works:
         works.pop(0).wait()
 
@@ -288,6 +327,7 @@ class ReplayFrame(Frame):
     """
 
     recorder: ReplayRecorder
+    runner: Runner = PythonRunner()
 
     def __init__(self, *args: Any, give_up: Callable[[str], None], given_up: Callable[[], str], **more: Any) -> None:
         super().__init__(*args, **more)
@@ -338,7 +378,7 @@ class ReplayFrame(Frame):
         if self._was_changed(handle):
             self.recorder.tape.fail(_CHANGED)
             self.recorder.forget_external(self._alive())
-        return self._value_of(handle)
+        return super()._unpack(handle)
 
     def _was_changed(self, handle: Handle) -> bool:
         """Return whether ``handle`` keeps an external tensor that was written to and can be read anew by Python."""
@@ -354,7 +394,7 @@ class ReplayFrame(Frame):
             return
         last = last and self._forward_over
         wanted.task = -2  # it may have been unpacked in this task before: a second read of ctx.saved_tensors
-        waiting = {handle.index: handle for handle in self._alive() if self._waits(handle, task)}
+        waiting = {handle.index: handle for handle in self._alive() if handle.waits(task)}
         try:
             # Not during a forward inside hooks: an outer checkpoint must be passed the same tensors as in its forward.
             if (self._forward_over or self.hooks is None) and (reason := self._given_up()):
@@ -370,6 +410,7 @@ class ReplayFrame(Frame):
             return
         if last:
             self._drop()
+            self._last_task = task
 
     def _replay(self, waiting: dict[int, Handle]) -> None:
         recorder = self.recorder
@@ -388,7 +429,7 @@ class ReplayFrame(Frame):
             schedule = recorder.schedule_of(sorted(asked))
         self._check_unseen_writes(schedule)
         if self.settings.checks_metadata:
-            read = frozenset(id(recorder.tape.leaves[value].tensor()) for value in schedule.leaves)
+            read = recorder.tape.leaf_ids(schedule.leaves)
             if (problem := module_state.changed_parameter(self.path, read)) is not None:
                 raise RegionError(problem)
         filled: list[int] = []
@@ -404,7 +445,7 @@ class ReplayFrame(Frame):
         try:
             self._rebuilt = rebuilt = self._rebuild()
             with self.ambient.process_flags():
-                run_schedule(schedule, recorder.tape, dict(rebuilt[2]), before, fill)
+                run_schedule(schedule, recorder.tape, dict(rebuilt[2]), before, fill, self.runner)
         except ExternalChangeError as change:
             problem = self._problem(
                 f"a tensor from outside the region ({describe(change.tensor)}) was changed in place after the "
@@ -434,7 +475,8 @@ class ReplayFrame(Frame):
         if not unseen:
             return
         for value in schedule.leaves:
-            leaf = tape.leaves[value]
+            leaf = tape.leaf(value)
+            assert leaf is not None
             if leaf.position >= 0 or tape.roots[value] in tape.writers:  # see ``check_left``
                 continue
             tensor = leaf.tensor()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -152,8 +152,8 @@ class RerunState:
         self.generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
         self.at_start: AtStart = no_copy
         self.snapshots: StorageSnapshots = {}  # storage address -> contents before the first write
-        self.calls: defaultdict[CallSite, int] = defaultdict(int)
-        self.alternations: defaultdict[int, int] = defaultdict(int)
+        self.calls: MutableMapping[CallSite, int] = defaultdict(int)
+        self.alternations: MutableMapping[int, int] = defaultdict(int)
         self.hits: defaultdict[int, int] = defaultdict(int)
         self.dead_bytes = 0
         self.rule_of: dict[int, int] = {}  # after the forward: storage address of a result -> rule that saved it

@@ -65,7 +65,7 @@ class ReplaySchedule:
     leaves: list[int]
     written: frozenset[int]
     handles: frozenset[int]
-    orders: list[Any] = field(default_factory=list)  # the steps in the form in which `replay.py` runs them
+    orders: Any = None  # the steps in the form in which they are run, made by the first replay
     steps_by_number: dict[int, Step] = field(default_factory=dict)
 
 
@@ -204,14 +204,11 @@ class TapeLayout:
 
     __slots__ = (
         "_counts",
-        "_firsts",
         "_kept",
+        "_layout",
         "_leaves",
         "_missing",
-        "_reads",
-        "_roots",
         "_saved_at",
-        "_sites",
         "_writes",
         "figures",
         "schedule",
@@ -220,32 +217,24 @@ class TapeLayout:
 
     def __init__(self, tape: Tape, saved_at: Places, missing: list[int], schedule: ReplaySchedule) -> None:
         self.schedule = schedule
-        self.sizes: list[int] = []  # bytes of each value kept in the call that was counted last
+        self.sizes: Any = None  # bytes of each value kept in the call that was counted last; see ``_sizes_of``
         self.figures: SavedFigures | None = None  # figures of that call
-        self._sites, self._reads, self._firsts, self._roots = tape.sites, tape.reads, tape.first_outputs, tape.roots
+        self._layout = tape.layout()
         self._counts, self._writes = tape.output_counts, tape.writes
-        self._kept, self._leaves = [*tape.kept], _positions(tape)
+        self._kept, self._leaves = [*tape.kept], tape.leaf_positions()
         self._saved_at, self._missing = saved_at, missing
 
     def matches(self, tape: Tape, saved_at: Places, missing: list[int]) -> bool:
-        """Return whether ``tape`` has this layout, so that the schedule is valid for it too."""
+        """Return whether ``tape`` has this layout, so that the schedule is valid for it too.
+
+        If so, it shares the lists that are equal for all such tapes.
+        """
         return (
-            self._sites == tape.sites
-            and self._reads == tape.reads
-            and self._firsts == tape.first_outputs
-            and self._roots == tape.roots
-            and self._missing == missing
+            self._missing == missing
             and self._saved_at == saved_at
             and self._counts == tape.output_counts
             and self._writes == tape.writes
             and self._kept == [*tape.kept]
-            and self._leaves == _positions(tape)
+            and self._leaves == tape.leaf_positions()
+            and tape.has_layout(self._layout)
         )
-
-    def share_lists_with(self, tape: Tape) -> None:
-        """Make ``tape``, which has this layout, share the lists that are equal for all such tapes."""
-        tape.sites, tape.reads, tape.first_outputs, tape.roots = self._sites, self._reads, self._firsts, self._roots
-
-
-def _positions(tape: Tape) -> list[Any]:
-    return [(value, leaf.position) for value, leaf in tape.leaves.items()]

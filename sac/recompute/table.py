@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
@@ -92,6 +91,7 @@ class CallSite:
         "is_flat",
         "is_ordinary",
         "is_random",
+        "is_told",
         "is_unrecorded",
         "is_view",
         "key",
@@ -138,6 +138,7 @@ class CallSite:
             or (self.is_view and traits.view_of < 0)
             or is_custom_op(op)
         )
+        self.is_told = False  # whether the native library has been told of it; see Note [The native recorder]
         self.has_decision = False  # whether a rule, the default or the must-save tier decides on its result
         self.has_generator = bool(traits.generator_args or traits.generator_kwargs)
         self.draws = traits.may_draw
@@ -158,8 +159,8 @@ class CallSite:
 class CallCounter(Protocol):
     """The counters of one region call that decisions depend on in addition to the op's own call."""
 
-    calls: defaultdict[CallSite, int]
-    alternations: defaultdict[int, int]
+    calls: MutableMapping[CallSite, int]
+    alternations: MutableMapping[int, int]
 
 
 def decide(
@@ -212,6 +213,13 @@ class DecisionTable:
             self.default is Decision.SAVE or any(one.saves and not one.rule.matches_module for one in rules)
         )
         self._sites: dict[str, dict[int, CallSite]] = {}  # path -> id of an op (its hash is Python code) -> call site
+        self._native: Any = None
+
+    def native(self, library: Any) -> Any:
+        """Return the native library's call sites of this table."""
+        if self._native is None:
+            self._native = library.Sites()
+        return self._native
 
     def sites_of(self, path: str) -> dict[int, CallSite]:
         """Return the call sites so far, by id of the op, of the module at ``path`` of the region."""
@@ -265,7 +273,7 @@ class DecisionTable:
                 continue
             name = resolved.matcher.conditional(site.op)
             condition = CONDITIONS[name] if name else None
-            if rule.do != ALTERNATE and condition is None and not _depends_on_call(rule):
+            if rule.do != ALTERNATE and condition is None and rule.matches_each_call:
                 site.final_rule, site.final_decision = resolved, resolved.decision
                 break
             conditional_rules.append(ConditionalRule(resolved, rule.do == ALTERNATE, resolved.decision, condition))
@@ -318,12 +326,8 @@ def _decides_on(rule: Rule, path: str) -> bool:
     return rule.matches_module and rule.module is not None and rule.module.matches(path)
 
 
-def _depends_on_call(rule: Rule) -> bool:
-    return rule.call is not None or rule.shape is not None or bool(rule.dtype) or rule.min_bytes > 0
-
-
 def _matches_every_call(rule: Rule) -> bool:
-    return "*" in rule.ops and rule.module is None and rule.layers is None and not _depends_on_call(rule)
+    return "*" in rule.ops and rule.module is None and rule.layers is None and rule.matches_each_call
 
 
 def _tensor_matches(rule: Rule, tensor: torch.Tensor) -> bool:

@@ -183,19 +183,11 @@ class Tape:
     )
 
     def __init__(self) -> None:
-        # An entry is an index into these four lists. The two dicts after them hold what only some entries have.
-        self.sites: list[Any] = []  # its call site, or one of ALIAS, PART, CAST, WRAP
-        self.arg_templates: list[Any] = []  # its arguments, with TENSOR_HOLE or Ref for tensors
-        self.reads: list[Sequence[int]] = []  # the values that it reads
-        self.first_outputs: list[int] = []  # the number of its first result
-        self.output_counts: dict[int, int] = {}  # the number of its results, if that is not one
+        self.begin()
+        # Only some entries and values have one of these.
+        self.output_counts: dict[int, int] = {}  # the number of an entry's results, if that is not one
         self.keywords: dict[int, Any] = {}
-        self.ids: dict[int, tuple[Any, int]] = {}  # id of a tensor -> a weak reference to it, and its value
-        self.roots: list[int] = []  # per value
-        self.versions: list[int] = []  # per value: its version counter at the last check
         self.seen_at: dict[int, int] = {}  # value -> number of the entry before which its version was last accepted
-        self.by_storage: dict[int, int] = {}  # address of a storage -> root; see ``sync``
-        self.unsynced: list[tuple[int, weakref.ref[Tensor]]] = []
         self.parts: dict[int, tuple[int, int]] = {}  # address of a part of a wrapper -> value of the wrapper, its index
         self.writers: dict[int, list[int]] = {}  # root -> entries that write to it
         self.writes: dict[int, tuple[int, ...]] = {}  # entry -> roots that it writes to
@@ -213,40 +205,59 @@ class Tape:
         self.states: dict[int, States] = {}  # entry -> the generators that it advances, with their states before it
         self.draws_after: dict[int, tuple[int, ...]] = {}  # entry -> entries that leave the generator states it needs
         self.autocast_states: dict[int, Any] = {}  # entry of a custom op -> its caller's autocast, if the body uses it
-        self.storages = WeakStorages()
         self.has_meshes = False  # there are DTensors, whose ops may communicate without being collectives
         self.not_replayable = ""  # why this call cannot be replayed
         # The next op needs the slow path: not replayable, factories, a pause, or values that may have been modified.
         self.needs_attention = False
+
+    def begin(self) -> None:
+        """Make the tables that every entry and every value has."""
+        # An entry is an index into these four lists.
+        self.sites: list[Any] = []  # its call site, or one of ALIAS, PART, CAST, WRAP
+        self.arg_templates: list[Any] = []  # its arguments, with TENSOR_HOLE or Ref for tensors
+        self.reads: list[Sequence[int]] = []  # the values that it reads
+        self.first_outputs: list[int] = []  # the number of its first result
+        self.ids: dict[int, tuple[Any, int]] = {}  # id of a tensor -> a weak reference to it, and its value
+        self.roots: list[int] = []  # per value
+        self.versions: list[int] = []  # per value: its version counter at the last check
+        self.by_storage: dict[int, int] = {}  # address of a storage -> root; see ``sync``
+        self.unsynced: list[tuple[int, weakref.ref[Tensor]]] = []
+        self.storages = WeakStorages()
 
     def fail(self, why: str) -> None:
         """Record that this call cannot be replayed, and why; only the first reason is reported."""
         self.not_replayable = self.not_replayable or why
         self.needs_attention = True
 
-    # Reading
+    # Entries and values. Only the methods of this section touch the tables that an op needs; the others call them.
 
-    def find(self, tensor: Tensor, op: Any) -> int:
-        """Return the number of a tensor that ``op`` reads."""
-        found = self.ids.get(id(tensor))
-        if found is None or found[0]() is not tensor:
-            return self.register_unknown(tensor, op)
-        value = found[1]
-        if tensor.is_inference():
-            self.fail(f"{op} reads an inference tensor")
-        elif tensor._version != self.versions[value]:
-            return self.look_at_version(tensor, value)
+    def entry_count(self) -> int:
+        """Return the number of entries, which is the number of the next one."""
+        return len(self.sites)
+
+    def value_count(self) -> int:
+        """Return the number of values, which is the number of the next one."""
+        return len(self.roots)
+
+    def append(self, site: Any, rest: Any, reads: Sequence[int], first: int) -> None:
+        """Add an entry with one result."""
+        self.sites.append(site)
+        self.arg_templates.append(rest)
+        self.reads.append(reads)
+        self.first_outputs.append(first)
+
+    def number(self, tensor: Tensor, root: int, version: int) -> int:
+        """Give ``tensor`` the next number; ``root`` is -1 if it is the first value in its storage."""
+        value = len(self.roots)
+        self.ids[id(tensor)] = weakref.ref(tensor), value
+        self.versions.append(version)
+        self.roots.append(value if root < 0 else root)
         return value
 
     def known(self, tensor: Tensor) -> int | None:
         """Return the number of a tensor, or None if this very tensor is not on the tape."""
         found = self.ids.get(id(tensor))
         return found[1] if found is not None and found[0]() is tensor else None
-
-    def is_known(self, tensor: Tensor) -> bool:
-        """Return whether the storage of ``tensor`` is on the tape."""
-        self.sync()
-        return first_address(tensor) in self.by_storage
 
     def tensor_of(self, value: int) -> Tensor | None:
         """Return the tensor with this number if it is still alive. A linear search."""
@@ -256,25 +267,136 @@ class Tape:
                 return found
         return None
 
+    def alive(self) -> dict[int, Tensor]:
+        """Return the tensors on the tape that are still alive, by number."""
+        found = ((value, reference()) for reference, value in self.ids.values())
+        return {value: tensor for value, tensor in found if tensor is not None}
+
+    def version(self, value: int) -> int:
+        """Return the version counter of ``value`` at the last check."""
+        return self.versions[value]
+
+    def set_version(self, value: int, version: int) -> None:
+        """Record that ``version`` of ``value`` has been checked."""
+        self.versions[value] = version
+
+    def root_at(self, address: int) -> int | None:
+        """Return the root of the storage at ``address``, if it has been recorded; see ``sync``."""
+        return self.by_storage.get(address)
+
+    def record_storage(self, address: int, root: int, tensor: Tensor) -> None:
+        """Record that the storage at ``address``, that of ``tensor``, has the root ``root``."""
+        self.by_storage[address] = root
+        self.storages.watch(tensor)
+
+    def watch(self, value: int, tensor: Tensor) -> None:
+        """Let the next ``sync`` record the storage of ``tensor``, which is ``value``."""
+        self.unsynced.append((value, weakref.ref(tensor)))
+
+    def sync(self) -> None:
+        """Record the storages of the values produced since the last sync.
+
+        This runs on demand, not per value, because many values are freed by then. A storage whose values are all freed
+        is not known any more; another tensor in it counts as external.
+        """
+        for value, reference in self.unsynced:
+            tensor = reference()
+            if tensor is None:
+                tensor = self.kept.get(value)
+            if tensor is not None:
+                address = storage_address(tensor)
+                if address not in self.by_storage:
+                    self.record_storage(address, self.roots[value], tensor)
+        self.unsynced.clear()
+
+    def leaf(self, value: int) -> Leaf | None:
+        """Return the leaf that ``value`` is, if it is one."""
+        return self.leaves.get(value)
+
+    def set_leaf(self, value: int, leaf: Leaf) -> None:
+        """Record that ``value`` is a leaf."""
+        self.leaves[value] = leaf
+
+    def leaf_positions(self) -> list[tuple[int, int]]:
+        """Return each leaf with its position."""
+        return [(value, leaf.position) for value, leaf in self.leaves.items()]
+
+    def leaves_to_check(self, values: Sequence[int]) -> Sequence[int]:
+        """Return those of the leaves ``values`` that are not known to be parameters that are still alive."""
+        return values
+
+    def leaf_ids(self, values: Sequence[int]) -> frozenset[int]:
+        """Return the ids of the tensors of these leaves."""
+        return frozenset(id(leaf.tensor()) for value in values if (leaf := self.leaf(value)) is not None)
+
+    def layout(self) -> Any:
+        """Return what ``has_layout`` compares: sites, reads, first results and roots."""
+        return self.sites, self.reads, self.first_outputs, self.roots
+
+    def has_layout(self, layout: Any) -> bool:
+        """Return whether this tape has the same ``layout``; share its lists if so."""
+        if type(layout) is not tuple or layout != (self.sites, self.reads, self.first_outputs, self.roots):
+            return False
+        self.sites, self.reads, self.first_outputs, self.roots = layout
+        return True
+
+    def forget_tensors(self) -> None:
+        """Release the tables that find tensors."""
+        self.ids, self.by_storage, self.unsynced = {}, {}, []
+        self.storages = WeakStorages()
+
+    def close(self) -> None:
+        """End the forward."""
+        self.forget_tensors()
+        self.parts, self.seen_at, self.factories, self.external_tensors = {}, {}, {}, {}
+
+    def drop(self) -> None:
+        """Release everything; no replay follows."""
+        self.begin()
+        self.output_counts, self.keywords, self.kept, self.leaves = {}, {}, {}, {}
+        self.states, self.autocast_states, self.writers, self.writes = {}, {}, {}, {}
+
+    def watches_factories(self) -> bool:
+        """Return whether every op has to be looked at, because it may read what a factory has made."""
+        return bool(self.factories)
+
+    # Reading
+
+    def find(self, tensor: Tensor, op: Any) -> int:
+        """Return the number of a tensor that ``op`` reads."""
+        value = self.known(tensor)
+        if value is None:
+            return self.register_unknown(tensor, op)
+        if tensor.is_inference():
+            self.fail(f"{op} reads an inference tensor")
+        elif tensor._version != self.version(value):
+            return self.look_at_version(tensor, value)
+        return value
+
+    def is_known(self, tensor: Tensor) -> bool:
+        """Return whether the storage of ``tensor`` is on the tape."""
+        self.sync()
+        return self.root_at(first_address(tensor)) is not None
+
     def look_at_version(self, tensor: Tensor, value: int) -> int:
         """Return the number of ``tensor``, whose version counter has moved: ``value``, or a new one if unseen."""
         seen = self.seen_at.get(value, -1)
         writers = self.writers.get(self.roots[value], ())
-        if tensor._version - self.versions[value] > sum(entry >= seen for entry in writers):
+        if tensor._version - self.version(value) > sum(entry >= seen for entry in writers):
             return self.hold_current(tensor)  # an unseen write: the present data is a new value
-        self.versions[value] = tensor._version
-        self.seen_at[value] = len(self.sites)
+        self.set_version(value, tensor._version)
+        self.seen_at[value] = self.entry_count()
         return value
 
     def hold_current(self, tensor: Tensor) -> int:
         """Keep the present data of ``tensor`` as a new value that replay does not recompute; return its number."""
         self.sync()
-        before = self.by_storage.get(first_address(tensor))
+        before = self.root_at(first_address(tensor))
         value = self.add(tensor, new_root=True)
         self.kept[value] = detached(tensor)
         self.kept_in[value] = [value]
         for held in self.kept_in.pop(before, ()) if before is not None else ():
-            if self.versions[held] == tensor._version:  # kept after that write, through another view
+            if self.version(held) == tensor._version:  # kept after that write, through another view
                 self.kept_in[value].append(held)
             else:
                 self.overwritten.add(held)
@@ -284,48 +406,25 @@ class Tape:
         """Record that ``tensor``, replayed inside the region's own forward, holds the present data of ``value``."""
         root, address = self.roots[value], first_address(tensor)
         self.sync()
-        if root not in self.writers and address not in self.by_storage:
-            self.by_storage[address] = root
-            self.storages.watch(tensor)
+        if root not in self.writers and self.root_at(address) is None:
+            self.record_storage(address, root, tensor)
             self.unpacked_early.add(root)
-
-    def sync(self) -> None:
-        """Record the storages of the values produced since the last sync.
-
-        This runs on demand, not per value, because many values are freed by then. A storage whose values are all freed
-        is not known any more; another tensor in it counts as external.
-        """
-        by_storage, roots = self.by_storage, self.roots
-        for value, reference in self.unsynced:
-            tensor = reference()
-            if tensor is None:
-                tensor = self.kept.get(value)
-            if tensor is not None:
-                address = storage_address(tensor)
-                if address not in by_storage:
-                    by_storage[address] = roots[value]
-                    self.storages.watch(tensor)
-        self.unsynced.clear()
 
     def add(self, tensor: Tensor, *, new_root: bool = False) -> int:
         """Give ``tensor`` a number."""
-        if self.unsynced:
-            self.sync()
-        value = len(self.roots)
-        self.ids[id(tensor)] = (weakref.ref(tensor), value)
+        self.sync()
         cls = type(tensor)
         plain = cls is Tensor or cls is Parameter
         address = storage_address(tensor) if plain else first_address(tensor)
-        root = None if new_root else self.by_storage.get(address)
+        root = None if new_root else self.root_at(address)
         # In the mode, a view has its own version counter; above the mode, it shares the counter of its base.
-        self.versions.append(version_of(tensor) if root is None else self.versions[root])
+        version = version_of(tensor) if root is None else self.version(root)
+        value = self.number(tensor, -1 if root is None else root, version)
         wraps = not plain and is_wrapper(tensor)
         if root is None:
             root = value
             if not wraps and tensor.layout is torch.strided:  # others have no storage, so the address means nothing
-                self.by_storage[address] = root
-                self.storages.watch(tensor)
-        self.roots.append(root)
+                self.record_storage(address, root, tensor)
         if wraps:
             self._note_parts(tensor, value, root)
         return value
@@ -335,23 +434,21 @@ class Tape:
         for index, part in enumerate(wrapped_parts(wrapper)):
             address = storage_address(part)
             self.parts[address] = (value, index)
-            if address not in self.by_storage:
-                self.by_storage[address] = root
-                self.storages.watch(part)
+            if self.root_at(address) is None:
+                self.record_storage(address, root, part)
 
     def register_unknown(self, tensor: Tensor, op: Any) -> int:
         """Give a number to a tensor that no op of the tape produced."""
         cls = type(tensor)
         if cls is Parameter:
             return self._register_parameter(tensor)
-        if self.unsynced:
-            self.sync()
+        self.sync()
         if cls is not Tensor and is_wrapper(tensor):
             return self._register_wrapper(tensor, op)
         if tensor.is_inference():
             self.fail(f"{op} reads an inference tensor")
         address = storage_address(tensor)
-        root = self.by_storage.get(address)
+        root = self.root_at(address)
         if root is None:
             parameter = cast_of(tensor)
             if parameter is not None:
@@ -359,7 +456,7 @@ class Tape:
             return self.add_leaf(tensor)
         if address in self.parts:
             return self._register_part(tensor)
-        leaf = self.leaves.get(root)
+        leaf = self.leaf(root)
         if leaf is not None and leaf.position < 0 and root not in self.writers:
             return self.add_leaf(tensor)
         if tensor.is_conj() or tensor.is_neg() or tensor.layout is not torch.strided:
@@ -367,17 +464,12 @@ class Tape:
         return self._made(ALIAS, (layout_key(tensor),), (root,), tensor)
 
     def _register_parameter(self, parameter: Tensor) -> int:
-        value = len(self.roots)
-        reference = weakref.ref(parameter)
         version = version_of(parameter)
-        self.ids[id(parameter)] = reference, value
-        self.unsynced.append((value, reference))
-        address = storage_address(parameter)
-        root = self.by_storage.get(address, value)  # weights may share a storage
-        self.roots.append(root)
-        self.versions.append(version)
-        self.leaves[value] = Leaf(-1, reference, version, parameter.shape, True)
-        self.persistent_roots.add(root)
+        root = self.root_at(storage_address(parameter))  # weights may share a storage
+        value = self.number(parameter, -1 if root is None else root, version)
+        self.watch(value, parameter)
+        self.set_leaf(value, Leaf(-1, weakref.ref(parameter), version, parameter.shape, True))
+        self.persistent_roots.add(self.roots[value])
         return value
 
     def _register_part(self, tensor: Tensor) -> int:
@@ -387,7 +479,7 @@ class Tape:
     def _register_wrapper(self, tensor: Any, op: Any) -> int:
         parts = inner_tensors(tensor)
         addresses = [storage_address(part) for part in wrapped_parts(tensor)]
-        if not any(address in self.by_storage for address in addresses):
+        if all(self.root_at(address) is None for address in addresses):
             return self.add_leaf(tensor)
         names, context = tensor.__tensor_flatten__()
         held = [(name, getattr(tensor, name)) for name in names]  # tensors, and the mesh of a DTensor (torch 2.13)
@@ -398,20 +490,13 @@ class Tape:
     def _made(self, site: Any, rest: Any, reads: tuple[int, ...], tensor: Tensor) -> int:
         """Add an entry that makes ``tensor`` from the values ``reads``, and give the tensor a number."""
         value = self.add(tensor)
-        self.seen_at[value] = len(self.sites)
+        self.seen_at[value] = self.entry_count()
         self.append(site, rest, reads, value)
         return value
 
     def find_behind(self, tensor: Tensor, root: int) -> None:
         """Register ``tensor``, which an op returned, as an alias of ``root``, whichever op produced that."""
         self._made(ALIAS, (layout_key(tensor),), (root,), tensor)
-
-    def append(self, site: Any, rest: Any, reads: Sequence[int], first: int) -> None:
-        """Add an entry with one result."""
-        self.sites.append(site)
-        self.arg_templates.append(rest)
-        self.reads.append(reads)
-        self.first_outputs.append(first)
 
     def add_leaf(self, tensor: Tensor, position: int = -1, *, lasts: bool = True) -> int:
         """Give a number to an input of the region, or to an external tensor.
@@ -428,7 +513,7 @@ class Tape:
             held = _Held(tensor if tensor.grad_fn is None else detached(tensor))
         lasts = lasts if position >= 0 else is_parameter
         # The tensor's own version: a view that was replayed inside the region's forward has its own counter.
-        self.leaves[value] = Leaf(position, held, version_of(tensor), tensor.shape, lasts)
+        self.set_leaf(value, Leaf(position, held, version_of(tensor), tensor.shape, lasts))
         if lasts:
             self.persistent_roots.add(self.roots[value])
         return value
@@ -437,37 +522,11 @@ class Tape:
 
     def add_write(self, roots: tuple[int, ...]) -> None:
         """Record that the next entry writes to ``roots``."""
-        entry = len(self.sites)
+        entry = self.entry_count()
         self.writes[entry] = roots
         for root in roots:
             self.writers.setdefault(root, []).append(entry)
             self.factories.pop(root, None)
-
-    def close(self) -> None:
-        """End the forward: release the tables that find tensors."""
-        self.ids, self.by_storage, self.parts, self.unsynced = {}, {}, {}, []
-        self.seen_at, self.factories, self.external_tensors = {}, {}, {}
-        self.storages = WeakStorages()
-
-    def drop(self) -> None:
-        """Release everything; no replay follows."""
-        self.sites, self.arg_templates, self.reads, self.first_outputs, self.roots, self.versions = (
-            [],
-            [],
-            [],
-            [],
-            [],
-            [],
-        )
-        self.output_counts, self.keywords, self.kept, self.leaves, self.states, self.autocast_states = (
-            {},
-            {},
-            {},
-            {},
-            {},
-            {},
-        )
-        self.writers, self.writes = {}, {}
 
 
 class _Held:

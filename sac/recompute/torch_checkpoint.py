@@ -8,7 +8,6 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -34,6 +33,7 @@ from sac.region.fingerprint import PLAIN
 from sac.region.frame import ALL, Handle, NoEarlyStop
 from sac.region.module_state import has_uninitialized, owners_of
 from sac.region.settings import Settings
+from sac.region.undo import UndoStack
 from sac.tensors import detached, shares_storage
 from sac.torch_private import (
     CHECKPOINT_FUNCTION,
@@ -117,7 +117,7 @@ class _Ambient:
         self._module = module
         self._in_graph = in_graph
         self._surroundings: AmbientState | None = None
-        self._entered: list[ExitStack] = []  # nested: a region can be recomputed inside its own recomputation
+        self._entered: list[UndoStack] = []  # nested: a region can be recomputed inside its own recomputation
 
     def note(self) -> None:
         """The forward begins; raises ``RegionError`` if modules would create their parameters in it."""
@@ -140,7 +140,7 @@ class _Ambient:
             self._surroundings.close("")
 
     def __enter__(self) -> None:
-        with ExitStack() as stack:
+        with UndoStack() as stack:
             if self._surroundings is not None:
                 module_state = self._surroundings.module_state
                 if not self._in_graph and (problem := module_state.changed_parameter("")) is not None:

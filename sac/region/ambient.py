@@ -8,7 +8,6 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
@@ -19,6 +18,8 @@ from sac.region.module_state import ModuleState, UnseenWriteError
 from sac.region.python_state import ReachableState, restored_value, stand_in
 from sac.region.rng import HostRandomState, RngSnapshot
 from sac.region.settings import Settings, StateProvider
+from sac.region.tables import AttributesHolder
+from sac.region.undo import UndoStack
 from sac.torch_private import (
     FUNCTIONS_ON,
     HAS_FUNCTION_MODES,
@@ -56,7 +57,7 @@ class AutocastState:
         self._settings = _settings_now(_device_types(tensors))
         self._cache = torch.is_autocast_cache_enabled()
 
-    def enter_on(self, stack: ExitStack) -> None:
+    def enter_on(self, stack: UndoStack) -> None:
         """Set autocast as recorded until ``stack`` is left; does nothing if the current settings are the same.
 
         It does not use ``torch.autocast``: torch-function modes would see that, and it chooses dtypes itself.
@@ -118,7 +119,7 @@ class FunctionModes:
         self._stack = _stack_now()
         self._state = _state_now()
 
-    def enter_on(self, stack: ExitStack) -> None:
+    def enter_on(self, stack: UndoStack) -> None:
         """Turn exactly these modes on; restore the current ones when ``stack`` is left."""
         now = _stack_now()
         if len(now) != len(self._stack) or any(a is not b for a, b in zip(now, self._stack, strict=True)):
@@ -154,18 +155,19 @@ def _put_state(state: Any) -> None:
     set_function_state(state if state is not None else FUNCTIONS_ON)
 
 
-@contextmanager
-def subclasses_on() -> Iterator[None]:
-    """Turn subclasses on, so that ops on a subclass return that subclass; ``loss.backward()`` of one turns them off."""
-    state = _state_now()
-    if state is None:
-        yield
-        return
-    _put_state(None)
-    try:
-        yield
-    finally:
-        _put_state(state)
+class subclasses_on:  # noqa: N801
+    """Turns subclasses on: ops on a subclass return that subclass. ``loss.backward()`` of one turns them off."""
+
+    __slots__ = ("_state",)
+
+    def __enter__(self) -> None:
+        self._state = _state_now()
+        if self._state is not None:
+            _put_state(None)
+
+    def __exit__(self, *error: Any) -> None:
+        if self._state is not None:
+            _put_state(self._state)
 
 
 # -- Flags of the process that select kernels
@@ -326,7 +328,7 @@ class BackendFlags:
     def __init__(self) -> None:
         self._forward = _read()
 
-    def enter_on(self, stack: ExitStack) -> None:
+    def enter_on(self, stack: UndoStack) -> None:
         """Set the flags as recorded; restore the current ones when ``stack`` is left."""
         with _lock:
             found = _read()
@@ -359,7 +361,7 @@ class ContextVariables:
     def __init__(self) -> None:
         self._forward = [(variable, stand_in(value)) for variable, value in contextvars.copy_context().items()]
 
-    def enter_on(self, stack: ExitStack) -> None:
+    def enter_on(self, stack: UndoStack) -> None:
         """Give the variables these values; when ``stack`` is left, all have the values from before."""
         now = contextvars.copy_context()
         values = [(variable, restored_value(value, now.get(variable))) for variable, value in self._forward]
@@ -399,7 +401,7 @@ class ProvidedState:
     def __init__(self, providers: tuple[StateProvider, ...]) -> None:
         self._forward = [(provider, provider.snapshot()) for provider in providers]
 
-    def enter_on(self, stack: ExitStack) -> None:
+    def enter_on(self, stack: UndoStack) -> None:
         """Give each provider the state of the forward; restore the current one when ``stack`` is left."""
         for provider, state in self._forward:
             now: Any = provider.snapshot()
@@ -421,8 +423,9 @@ class AmbientState:
     """State at the start of one region call: random states, Python state, buffers, flags and modes.
 
     ``function``: the function that the region runs, in addition to its modules. ``held``: tensors that objects among
-    its arguments hold. ``recorded``: whether a recorder sees the ops of the forward. ``not_recomputed``: see
-    ``ModuleState``. ``beside_torch``: torch's checkpoint restores torch's random states.
+    its arguments hold. ``attributes``: see ``ReachableState``. ``recorded``: whether a recorder sees the ops of the
+    forward. ``not_recomputed``: see ``ModuleState``. ``beside_torch``: torch's checkpoint restores torch's random
+    states.
     """
 
     __slots__ = (
@@ -446,12 +449,13 @@ class AmbientState:
         function: Any = None,
         held: Iterable[torch.Tensor] = (),
         *,
+        attributes: AttributesHolder | None = None,
         recorded: bool = True,
         not_recomputed: frozenset[int] = frozenset(),
         beside_torch: bool = False,
     ) -> None:
         self._recorded = recorded
-        self.reachable = reachable = ReachableState(owners, function)
+        self.reachable = reachable = ReachableState(owners, function, attributes=attributes)
         self.provided = ProvidedState(settings.providers) if settings.providers else None
         self.rng = self.host_rng = None
         if settings.preserve_rng_state and not beside_torch:
@@ -482,7 +486,7 @@ class AmbientState:
         if needed and not self._recorded and (problem := self.module_state.unseen_write(where)) is not None:
             raise UnseenWriteError(problem)
 
-    def enter_on(self, stack: ExitStack) -> None:
+    def enter_on(self, stack: UndoStack) -> None:
         """Restore the state of the forward; restore the current state when ``stack`` is left.
 
         Torch-function modes come last, so that they see the region's calls and not those of sac.
@@ -500,9 +504,9 @@ class AmbientState:
         self.variables.enter_on(stack)
         self.modes.enter_on(stack)
 
-    def process_flags(self) -> ExitStack:
+    def process_flags(self) -> UndoStack:
         """Return a context in which the flags of the process are those of the forward: all that single ops read."""
-        stack = ExitStack()
+        stack = UndoStack()
         self.flags.enter_on(stack)
         return stack
 

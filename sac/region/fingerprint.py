@@ -10,11 +10,13 @@ import weakref
 from collections import OrderedDict, UserDict, UserList, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from functools import lru_cache, partial
-from itertools import islice
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
+
+from sac.native.load import library
+from sac.region.tables import STANDARD_COUNT, AttributesHolder
 
 # -- Parts of a fingerprint: plain values, weak references, tensor signatures, names in code
 
@@ -100,6 +102,16 @@ def by_class(ask: Callable[[Any], _Answer]) -> Callable[[Any], _Answer]:
     return remembered
 
 
+def without_installed(name: str, value: Any) -> Any:
+    """Return an attribute of a module, or None if it is a forward that sac installed, which is not user state.
+
+    If the installed forward has replaced another one, this is returned.
+    """
+    if name == "forward" and _is_of_library(type(getattr(value, "__self__", None))):
+        return getattr(value.__self__, "before", None)
+    return value
+
+
 def tensor_signature(tensor: torch.Tensor) -> tuple[Hashable, ...]:
     """Return the properties of a tensor that may decide which ops run on it, except its values."""
     return type(tensor), tensor.dtype, tensor.shape, tensor.device, tensor.requires_grad
@@ -139,11 +151,10 @@ _SEQUENCES = (tuple, list, set, frozenset, deque)
 _MOST = 512
 _DEEPEST = 3
 _NESTED = 30  # levels of containers and functions; more could overflow Python's stack
-_STANDARD = len(vars(nn.Module()))  # number of entries that nn.Module itself puts into a module's dict; they come first
 # Torch modules that need no dispatch mode whatever their attributes are, and how many entries their dict has. If the
 # user has added no attributes, only `training` is examined.
 _BUILT_IN: dict[type, int] = {
-    kind: _STANDARD + len(kind.__constants__)
+    kind: STANDARD_COUNT + len(kind.__constants__)
     for kind in (nn.Linear, nn.Dropout, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.GELU, nn.SiLU, nn.ReLU, nn.Softmax)
 }
 
@@ -152,15 +163,17 @@ class FunctionFingerprint:
     """Builds the fingerprint of functions or arguments; see Note [Which function is it].
 
     ``parts``: the parts, flat. ``is_known``: whether the parts are complete. ``owners``: the torch modules found and
-    their submodules, whose state is restored for recomputation.
+    their submodules, whose state is restored for recomputation. ``attributes``: a record of the attributes of all
+    ``owners``, with the last one first; None if they were not found together.
     """
 
-    __slots__ = ("_code_names", "_left", "_nested", "_objects", "_seen", "is_known", "owners", "parts")
+    __slots__ = ("_code_names", "_left", "_nested", "_objects", "_seen", "attributes", "is_known", "owners", "parts")
 
     def __init__(self) -> None:
         self.parts: list[Any] = []
         self.is_known = True
         self.owners: list[nn.Module] = []
+        self.attributes: AttributesHolder | None = None
         self._left = _MOST
         self._nested = 0
         self._objects = 0
@@ -197,8 +210,43 @@ class FunctionFingerprint:
             self._nested -= 1
 
     def _add_module(self, root: nn.Module) -> None:
-        parts, seen = self.parts, self._seen
+        parts = self.parts
         parts.append(weak_identity(root))
+        native: Any = library()
+        found = None if native is None else native.modules_below(root, self._seen, _BUILT_IN, weak_identity)
+        if found is None:
+            helds, skipped = self._add_modules_below(root)
+        else:
+            added, owners, helds, skipped = found
+            parts += added
+            self.owners += owners
+        helds.reverse()
+        attributes = AttributesHolder(helds)
+        are_usual = attributes.are_usual()
+        names, values, objects = attributes.names, attributes.values, attributes.objects
+        if are_usual and native is not None:
+            native.add_values(names, values, attributes.counts, skipped, PLAIN, parts, objects, self._add_object)
+        elif are_usual and True not in skipped:
+            self._add_values(names[::-1], values[::-1], objects)
+        else:
+            names, values, end = names[::-1], values[::-1], 0
+            for held, is_skipped in zip(reversed(helds), skipped, strict=True):
+                begin, end = end, end + max(len(held) - STANDARD_COUNT, 0)
+                if is_skipped:
+                    objects += [value for value in values[begin:end] if type(value) not in PLAIN]
+                elif are_usual or next(iter(held)) == "training":
+                    self._add_values(names[begin:end], values[begin:end], objects)
+                else:  # something plain was set before nn.Module.__init__ ran
+                    self._add_values([*held], [*held.values()], objects)
+        if helds:
+            self.attributes = attributes if are_usual and len(helds) == len(self.owners) else None
+
+    def _add_modules_below(self, root: nn.Module) -> tuple[list[dict[str, Any]], list[bool]]:
+        """Add a module and its submodules; return their dicts, and which ones are built in, without more attributes."""
+        parts, seen = self.parts, self._seen
+        helds: list[dict[str, Any]] = []
+        skipped: list[bool] = []
+        identities: dict[type, WeakIdentity] = {}
         waiting = [root]
         for module in waiting:  # not module.modules(): it builds the names of all of them
             if module is None or id(module) in seen:
@@ -210,24 +258,45 @@ class FunctionFingerprint:
                 self.owners += module.modules()
                 continue
             self.owners.append(module)
+            helds.append(held)
+            if cls not in identities:
+                identities[cls] = weak_identity(cls)
+            children, count = held["_modules"], len(held)
+            if children or _BUILT_IN.get(cls) != count:
+                waiting += children.values()
+                skipped.append(False)
+                parts += (identities[cls], held["training"], count, len(children))
+            else:
+                skipped.append(True)
+                parts += (identities[cls], held["training"])
             if held["_forward_hooks"] or held["_forward_pre_hooks"]:
                 parts += (tuple(module._forward_hooks), tuple(module._forward_pre_hooks))  # hook ids, which are unique
-            children = held["_modules"]
-            if _BUILT_IN.get(cls) == len(held) and not children:
-                parts += (cls, held["training"])
-                continue
-            parts += (weak_identity(cls), held["training"], len(children))
-            waiting += children.values()
-            # The standard entries come first, except where something plain was set before nn.Module.__init__ ran.
-            for value in islice(held.values(), _STANDARD, None) if next(iter(held)) == "training" else held.values():
-                if type(value) in PLAIN:
-                    parts.append(value)
-                else:
-                    parts.append(None)
-                    if type(value) in _FUNCTIONS:
-                        self._add_function_of_module(value)
-                    elif type(value) is torch.Generator:  # code anywhere may decide whether the module draws from it
-                        self.is_known = False
+        return helds, skipped
+
+    def _add_values(self, names: list[str], values: list[Any], objects: list[Any]) -> None:
+        """Add the attributes of a module; append to ``objects`` those that may hold state."""
+        parts = self.parts
+        for name, value in zip(names, values, strict=True):
+            if type(value) in PLAIN:
+                parts.append(value)
+            else:
+                self._add_object(name, value, objects)
+
+    def _add_object(self, name: str, value: Any, objects: list[Any]) -> None:
+        """Add an attribute of a module that is not a plain value; append it to ``objects`` if it may hold state."""
+        self.parts.append(None)
+        if name == "forward":
+            replaced = without_installed(name, value)
+            if replaced is not None:
+                objects.append(replaced)
+            elif _is_of_sac(type(value.__self__)):
+                return
+        else:
+            objects.append(value)
+        if type(value) in _FUNCTIONS:
+            self._add_function_of_module(value)
+        elif type(value) is torch.Generator:  # code anywhere may decide whether the module draws from it
+            self.is_known = False
 
     def _add_function_of_module(self, value: Any) -> None:
         owner: Any = getattr(value, "__self__", None)
@@ -364,6 +433,8 @@ def _is_library(module: Any) -> bool:
     return str(module).partition(".")[0] in ("torch", "sac")
 
 
+_is_of_library = by_class(lambda cls: _is_library(cls.__module__))
+_is_of_sac = by_class(lambda cls: cls.__module__.startswith("sac."))
 _LOOKS: dict[type, Callable[[FunctionFingerprint, Any], None]] = {
     types.FunctionType: FunctionFingerprint._add_function,
     types.MethodType: FunctionFingerprint._add_method,

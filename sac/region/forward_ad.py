@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -174,25 +174,31 @@ def refuse_transforms(path: str) -> None:
         )
 
 
-@contextmanager
-def outside_transforms() -> Iterator[None]:
-    """Leave the active transforms, such as those around a batched backward, and enter them again at the end.
+class outside_transforms:  # noqa: N801
+    """Leaves the active transforms, such as those around a batched backward, and enters them again at the end.
 
     A recomputation does not depend on them: it runs once for all gradients of the batch, on the inputs of the forward.
     Inside a ``vmap`` it could not draw random numbers.
     """
-    depth = 0
-    if enter_vmap is not None and leave_vmap is not None:
-        depth = enter_vmap() - 1
-        leave_vmap()
-    for _ in range(depth):
-        leave_vmap()
-    try:
-        if innermost_transform is None or innermost_transform() is None:
-            yield
-        else:
-            with without_transforms():
-                yield
-    finally:
-        for _ in range(depth):
-            enter_vmap()
+
+    __slots__ = ("_depth", "_without")
+
+    def __enter__(self) -> None:
+        self._depth = 0
+        if enter_vmap is not None and leave_vmap is not None:
+            self._depth = enter_vmap() - 1
+            leave_vmap()
+        for _ in range(self._depth):
+            leave_vmap()
+        self._without: Any = None
+        if innermost_transform is not None and innermost_transform() is not None:
+            self._without = without_transforms()
+            self._without.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            if self._without is not None:
+                self._without.__exit__(*error)
+        finally:
+            for _ in range(self._depth):
+                enter_vmap()

@@ -7,7 +7,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from types import MethodType
@@ -25,17 +25,22 @@ from sac.region.forward_ad import outside_transforms
 from sac.region.inputs import RegionInputs
 from sac.region.module_state import UnseenWriteError
 from sac.region.settings import PLAIN, Settings
-from sac.tensors import describe, detached, metadata, shares_storage, storage_bytes, version_of
-from sac.torch_private import current_graph_task_id, graph_is_retained
+from sac.region.tables import AttributesHolder
+from sac.region.undo import UndoStack
+from sac.tensors import describe, detached, shares_storage, storage_bytes, version_of
+from sac.torch_private import NO_TASK, current_graph_task_id, graph_is_retained
 
 # -- What autograd holds instead of a region's tensors, and how a recomputation fills it
 
 
 class Fillable(Protocol):
-    """The part of the frame that fills handles."""
+    """The part of the frame that a recomputation needs to fill its handles: the errors where a tensor does not fit."""
 
-    def fill(self, index: int, tensor: torch.Tensor, task: int) -> bool:
-        """Put a recomputed tensor on its handle; return whether the handle was waiting for it."""
+    def surplus(self, index: int, tensor: torch.Tensor) -> Problem:
+        """Return the problem that forward saved fewer tensors."""
+
+    def differs(self, handle: Handle, tensor: torch.Tensor) -> Problem:
+        """Return the problem that forward saved a tensor of another shape, dtype or device."""
 
 
 ALL = 1 << 62  # index of the last missing handle where that is unknown: backward may ask for any saved tensor
@@ -52,7 +57,7 @@ class Handle:
     """Placeholder that autograd holds instead of a tensor. ``is_kept`` separates kept handles from missing ones."""
 
     # The defaults are class attributes: there is one handle per tensor that autograd saves, and few need them all.
-    shape: torch.Size | None = None
+    shape: torch.Size | None = None  # compared with those of the tensor that recomputation saves in its place
     dtype: torch.dtype | None = None
     device: torch.device | None = None
     is_kept = False
@@ -65,10 +70,8 @@ class Handle:
 
     def __init__(self, index: int, tensor: torch.Tensor | None = None) -> None:
         self.index = index
-        if tensor is not None:  # compared later with the tensor that recomputation saves in its place
-            self.shape = tensor.shape
-            self.dtype = tensor.dtype
-            self.device = tensor.device
+        if tensor is not None:
+            self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
 
     def keep(self, tensor: torch.Tensor) -> None:
         """Hold the data of ``tensor`` until autograd drops this handle."""
@@ -77,6 +80,10 @@ class Handle:
         # gathers it again, and an alias would hold the whole weight.
         self.is_kept, self.version = True, version_of(tensor)
         self.value = self.watched = tensor if tensor.is_leaf else detached(tensor)
+
+    def waits(self, task: int) -> bool:
+        """Return whether backward may still ask for this handle's value in graph task ``task``."""
+        return self.value is None and not self.is_kept and (self.task != task or task == -1)
 
     def pack_with_outer_hooks(self, hooks: PackHooks) -> None:
         """Hand the held tensor to the saved-tensor hooks around the region."""
@@ -100,14 +107,19 @@ class Handle:
 
 
 class RecomputeProgress:
-    """Counts the tensors that autograd saves in one recomputation, and decides where to stop it."""
+    """Counts the tensors that autograd saves in one recomputation, puts them on the handles, decides where to stop.
+
+    ``handles``: those of the frame, in order. ``checks``: whether shape, dtype and device are compared.
+    """
 
     __slots__ = (
         "__weakref__",
+        "checks",
         "count",
         "done",
         "early_stop",
         "frame",
+        "handles",
         "last_missing",
         "since_op",
         "stop_in_pack",
@@ -116,10 +128,20 @@ class RecomputeProgress:
     )
 
     def __init__(
-        self, frame: Fillable, last_missing: int, *, stop_in_pack: bool, task: int, early_stop: bool = True
+        self,
+        frame: Fillable,
+        handles: list[weakref.ref[Handle]],
+        last_missing: int,
+        *,
+        stop_in_pack: bool,
+        task: int,
+        early_stop: bool,
+        checks: bool,
     ) -> None:
         self.early_stop = early_stop
+        self.checks = checks
         self.frame = frame
+        self.handles = handles
         self.count = 0
         self.last_missing = last_missing
         self.stop_in_pack = stop_in_pack
@@ -129,22 +151,36 @@ class RecomputeProgress:
         self.since_op: list[torch.Tensor] = []  # what autograd has saved since the last op ran
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Put the tensor on its handle, and return it to autograd without its graph.
+        """Put the tensor on its handle if backward may ask for it, and return it to autograd without its graph.
 
-        With its graph (torch 2.13 passes an op's output with its graph) the recomputed node would hold itself.
+        With its graph (torch 2.13 passes an op's output with its graph) the recomputed node would hold itself. Raises
+        ``RegionError`` if forward saved fewer tensors, or one of another shape, dtype or device.
         """
         if tensor.requires_grad:
             tensor = tensor.detach() if self.stop_in_pack else detached(tensor)  # no recorder: no mode to bypass
-        index, self.count = self.count, self.count + 1
-        if not self.done or not self.early_stop:
-            if self.frame.fill(index, tensor, self.task) and self.verify is not None:
+        index = self.count
+        self.count = index + 1
+        if self.done and self.early_stop:
+            return tensor
+        if index >= len(self.handles):
+            raise RegionError(self.frame.surplus(index, tensor))
+        handle = self.handles[index]()
+        if handle is not None and handle.waits(self.task):
+            if (
+                handle.shape is not None
+                and (tensor.shape != handle.shape or tensor.dtype != handle.dtype or tensor.device != handle.device)
+                and self.checks
+            ):
+                raise RegionError(self.frame.differs(handle, tensor))
+            handle.value = tensor
+            if self.verify is not None:
                 self.verify(index, tensor)
-            self.done = index >= self.last_missing
-            if self.stop_in_pack:
-                if self.done and self.early_stop:
-                    raise StopRecompute(self.frame)
-            else:
-                self.since_op.append(tensor)
+        if not self.stop_in_pack:
+            self.since_op.append(tensor)
+        if index >= self.last_missing:
+            self.done = True
+            if self.stop_in_pack and self.early_stop:
+                raise StopRecompute(self.frame)
         return tensor
 
     def stop_before(self, written: Sequence[torch.Tensor]) -> None:
@@ -304,6 +340,7 @@ class RegionCall(ABC):
         self.settings = settings
         self.input_bytes = (0, 0)  # on devices, and on the host on their behalf: held by this region or its handles
         self.kept_whole: Problem | None = None  # after the forward: why its activations are kept after all
+        self.attributes: AttributesHolder | None = None  # those of all owners, if they have been recorded for this call
         self.is_evidence = False  # whether ``moved_host_rng`` will be read
         self.moved_host_rng = False  # after the forward: whether it drew from Python's or NumPy's generators
         self._lock = threading.RLock()
@@ -331,9 +368,11 @@ class RegionCall(ABC):
             self.settings,
             function,
             held.values(),
+            attributes=self.attributes,
             recorded=recorded,
             not_recomputed=not_recomputed,
         )
+        self.attributes = None
         if self.recorder is not None:
             self.recorder.set_start(self.ambient.module_state.at_start)
 
@@ -374,7 +413,7 @@ class RegionCall(ABC):
             self.recorder.drop()
 
     def _enter_forward_again(
-        self, stack: ExitStack, inputs: list[tuple[int, torch.Tensor]], progress: Progress
+        self, stack: UndoStack, inputs: list[tuple[int, torch.Tensor]], progress: Progress
     ) -> None:
         """Restore the state of the forward, with grad enabled, for a run of the function on the rebuilt ``inputs``.
 
@@ -434,8 +473,7 @@ def _is_of_module(function: Callable[..., Any]) -> bool:
 # values in a later one.
 
 
-def _call(reference: weakref.ref[Handle]) -> Handle | None:
-    return reference()
+_weak = weakref.ref
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
@@ -451,20 +489,26 @@ class Frame(RegionCall):
         """See ``RegionCall.run``."""
         self._handles: list[weakref.ref[Handle]] = []
         self._forward_over = False
+        # The graph task in which the last recomputation has ended: none comes after it. Before that no task's number.
+        self._last_task: int | None = None
         # Without a recorder: the tensors that autograd has saved and their versions at that time.
         # See Note [The walk of a region].
         self._packed: list[tuple[torch.Tensor, int]] | None = None
         if self.recorder is None or not self.recorder.sees_ops:
             self._packed = []
         self._begin(inputs)
-        with saved_tensors_hooks(self._pack, self._unpack):
+        with saved_tensors_hooks(*self._saved_tensor_hooks()):
             output = self._run_forward(args, kwargs)
         self._close()
         return output
 
+    def _saved_tensor_hooks(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        return self._pack, self._unpack
+
     def _pack(self, tensor: torch.Tensor) -> Handle:
-        handle = Handle(len(self._handles), tensor)
-        self._handles.append(weakref.ref(handle))
+        handles = self._handles
+        handle = Handle(len(handles), tensor)
+        handles.append(_weak(handle))
         if self._packed is not None:
             self._packed.append((tensor, version_of(tensor)))
         if self.recorder is not None:
@@ -489,7 +533,7 @@ class Frame(RegionCall):
     def _hold(self, alive: list[Handle]) -> list[Handle]:
         """Hold what backward will need for these handles; return those that keep their own value."""
         kept = [handle for handle in alive if handle.is_kept]
-        last_missing = max((handle.index for handle in alive if not handle.is_kept), default=-1)
+        last_missing = next((handle.index for handle in reversed(alive) if not handle.is_kept), -1)
         if last_missing >= 0 and not self.settings.early_stop:
             last_missing = ALL  # recomputation also reaches later handles
         self._keep(kept, last_missing)
@@ -506,18 +550,18 @@ class Frame(RegionCall):
         return alive
 
     def _alive(self) -> list[Handle]:
-        return [handle for handle in (reference() for reference in self._handles) if handle is not None]
+        return [handle for reference in self._handles if (handle := reference()) is not None]
 
     @never_compiled
     def _unpack(self, handle: Handle) -> torch.Tensor:
-        return self._value_of(handle)
-
-    def _value_of(self, handle: Handle) -> torch.Tensor:
         """Return the tensor that autograd saved as ``handle``; recompute it if necessary."""
         if handle.is_kept:
             return handle.kept_value(self.path)
         task = current_graph_task_id()
-        retains = task == -1 or graph_is_retained()
+        value = handle.value
+        if task == self._last_task and value is not None:  # the usual case
+            return value if type(value) is torch.Tensor else fetch(value)
+        retains = task == NO_TASK or graph_is_retained()
         with self._lock:
             if handle.value is None:
                 try:
@@ -533,42 +577,32 @@ class Frame(RegionCall):
                 handle.value = None
             return fetch(value)
 
-    def fill(self, index: int, tensor: torch.Tensor, task: int) -> bool:
-        """Put the ``index``-th tensor that recomputation saves on its handle; return whether the handle waited for it.
-
-        Raises ``RegionError`` if forward saved fewer tensors, or one of another shape, dtype or device.
-        """
-        if index >= len(self._handles):
-            raise RegionError(self._surplus(index, tensor))
-        handle = self._handles[index]()
-        if handle is None or not self._waits(handle, task):
-            return False
-        known = handle.shape is not None and self.settings.checks_metadata
-        if known and metadata(tensor) != (handle.shape, handle.dtype, handle.device):
-            raise RegionError(self._differs(handle, tensor))
-        handle.value = tensor
-        return True
-
-    @staticmethod
-    def _waits(handle: Handle, task: int) -> bool:
-        """Return whether backward may still ask for this handle's value in graph task ``task``."""
-        return not handle.is_kept and handle.value is None and (handle.task != task or task == -1)
-
     def _recompute(self, wanted: Handle, task: int, *, last: bool) -> None:
         if self._dropped:
             raise RegionError(self._unfilled(wanted))
         last = last and self._forward_over  # a gradient taken inside the region's own forward drops nothing
         wanted.task = -2  # it may have been unpacked in this task before, by an earlier read of ctx.saved_tensors
-        last_missing = max(
-            handle.index for handle in map(_call, self._handles) if handle is not None and self._waits(handle, task)
-        )
+        last_missing = wanted.index
+        for reference in reversed(self._handles):
+            handle = reference()
+            if handle is not None and handle.waits(task):
+                last_missing = handle.index
+                break
         early = self.settings.early_stop
         if not early and not self._forward_over:  # a gradient taken inside: stop at the point the forward has reached
             early, last_missing = True, len(self._handles) - 1
         seen = self.recorder is not None and self.recorder.sees_ops
-        progress = RecomputeProgress(self, last_missing, stop_in_pack=not seen, task=task, early_stop=early)
+        progress = RecomputeProgress(
+            self,
+            self._handles,
+            last_missing,
+            stop_in_pack=not seen,
+            task=task,
+            early_stop=early,
+            checks=self.settings.checks_metadata,
+        )
         args, kwargs, tensors = self._rebuild()
-        with ExitStack() as stack:
+        with UndoStack() as stack:
             self._enter_forward_again(stack, tensors, progress)
             stack.enter_context(saved_tensors_hooks(progress.pack, _same))
             try:
@@ -582,6 +616,7 @@ class Frame(RegionCall):
             self.recorder.check_recomputed()
         if last:
             self._drop()
+            self._last_task = task
 
     def _rebuild(self) -> tuple[tuple[Any, ...], dict[str, Any], list[tuple[int, torch.Tensor]]]:
         """Return the arguments of the recomputation."""
@@ -590,14 +625,16 @@ class Frame(RegionCall):
 
     # Messages
 
-    def _differs(self, handle: Handle, tensor: torch.Tensor) -> Problem:
+    def differs(self, handle: Handle, tensor: torch.Tensor) -> Problem:
+        """See ``Fillable``."""
         forward = f"{str(handle.dtype).removeprefix('torch.')}{list(handle.shape or ())} on {handle.device}"
         return self._problem(
             f"saved tensor {handle.index} was {forward} in forward and is {describe(tensor)} on {tensor.device} "
             "in recomputation",
         )
 
-    def _surplus(self, index: int, tensor: torch.Tensor) -> Problem:
+    def surplus(self, index: int, tensor: torch.Tensor) -> Problem:
+        """See ``Fillable``."""
         return self._problem(
             f"recomputation saves more tensors than forward did ({len(self._handles)}); the first extra one is "
             f"number {index}, {describe(tensor)}",

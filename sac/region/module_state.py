@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +13,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from sac.errors import Problem, RegionError, SacWarning
+from sac.region.tables import TablesHolder
+from sac.region.undo import UndoStack
 from sac.tensors import copy_of, describe, has_graph, overwrite, version_of
 
 # -- Module state of a region
@@ -69,7 +70,17 @@ class ModuleState:
     ids of modules that recomputation does not run, so their writes to their buffers need no copy.
     """
 
-    __slots__ = ("_buffers", "_held", "_need_grad", "_parameters", "_training", "_versions", "_watched", "_written")
+    __slots__ = (
+        "_buffers",
+        "_held",
+        "_need_grad",
+        "_owners",
+        "_parameters",
+        "_training",
+        "_versions",
+        "_watched",
+        "_written",
+    )
 
     def __init__(
         self,
@@ -80,9 +91,17 @@ class ModuleState:
         recorded: bool = True,
         not_recomputed: frozenset[int] = frozenset(),
     ) -> None:
-        self._training = [(owner, owner.training) for owner in owners]
-        self._parameters = [(bound, {**bound}) for owner in owners if (bound := owner._parameters)]
-        self._held = [one for _, held in self._parameters for one in held.values() if one is not None]
+        self._owners = owners
+        self._training = [owner.training for owner in owners]
+        self._parameters = TablesHolder(
+            [
+                bound if isinstance(bound, dict) else {**bound}  # of a scripted module
+                for owner in owners
+                if (bound := owner._parameters)
+            ],
+            0,
+        )
+        self._held = [one for one in self._parameters.values if one is not None]
         self._need_grad = [one.requires_grad for one in self._held]
         self._written: list[torch.Tensor] | None = None  # parameters, after ``close``
         self.note_parameters()
@@ -123,7 +142,8 @@ class ModuleState:
         written = {id(one) for one in self._written}  # the recorder holds the earlier values of these
         for one, version in zip(self._held, self._versions, strict=True):
             if version_of(one) != version and id(one) not in written and (read is None or id(one) in read):
-                name = next(name for _, held in self._parameters for name, value in held.items() if value is one)
+                named = zip(self._parameters.names, self._parameters.values, strict=True)
+                name = next(name for name, value in named if value is one)
                 return Problem(
                     where=where or "region",
                     found=f"parameter {name!r} ({describe(one)}) was changed in place after the forward: it is at "
@@ -194,28 +214,37 @@ class ModuleState:
             return None
         return {one.address: one.copy for one in changed if one.copy is not None}
 
-    def enter_on(self, stack: ExitStack) -> None:
+    def enter_on(self, stack: UndoStack) -> None:
         """Restore names, data and flags of the forward; restore the current ones when ``stack`` is left."""
         # This includes values that are the same now: the recomputation may change them, as the forward may have.
-        stack.callback(_put_training, [(owner, owner.training) for owner, _ in self._training])
-        _put_training(self._training)
+        training = [owner.training for owner in self._owners]
+        stack.callback(_put_training, self._owners, training)
+        if training != self._training:
+            _put_training(self._owners, self._training)
         for owner, before in self._buffers:
             stack.callback(_bind, owner._buffers, dict(owner._buffers))
             _bind(owner._buffers, before)
-        for bound, before in self._parameters:
-            now = dict(bound)
+        parameters = self._parameters
+        if exchanged := parameters.now():
+            recorded = [*parameters.recorded()]
+        for position, now in exchanged.items():
+            before = recorded[position]
             other = {name: value for name, value in before.items() if _was_exchanged(value, now.get(name))}
             if other:
+                bound = parameters.tables[position]
                 stack.callback(bound.update, {name: now[name] for name in other})
                 bound.update(other)
-        stack.callback(_put_needs, self._held, [one.requires_grad for one in self._held])
-        _put_needs(self._held, self._need_grad)
+        need_grad = [one.requires_grad for one in self._held]
+        stack.callback(_put_needs, self._held, need_grad)
+        if need_grad != self._need_grad:
+            _put_needs(self._held, self._need_grad)
         for one in self._watched:
             one.enter_on(stack)
 
     def drop(self) -> None:
         """Release everything."""
-        self._buffers, self._parameters, self._watched, self._training = [], [], [], []
+        self._buffers, self._parameters, self._watched = [], TablesHolder([], 0), []
+        self._owners, self._training = (), []
         self._held, self._need_grad, self._versions, self._written = [], [], [], None
 
     def _unseen(self, tensor: torch.Tensor, where: str) -> Problem:
@@ -228,7 +257,8 @@ class ModuleState:
 
     def _named(self, tensor: torch.Tensor) -> str:
         buffers = (("buffer", name, value) for _, held in self._buffers for name, value in held.items())
-        parameters = (("parameter", name, value) for _, held in self._parameters for name, value in held.items())
+        held_parameters = zip(self._parameters.names, self._parameters.values, strict=True)
+        parameters = (("parameter", name, value) for name, value in held_parameters)
         named = (f"{what} {name!r} " for what, name, value in (*buffers, *parameters) if value is tensor)
         return next(named, "a tensor that the region holds ")
 
@@ -299,7 +329,7 @@ class _Watched:
         """Whether it has another storage now."""
         return bool(self.tensor.untyped_storage()._cdata != self._storage._cdata)
 
-    def enter_on(self, stack: ExitStack) -> None:
+    def enter_on(self, stack: UndoStack) -> None:
         """Restore its data from before the forward; restore the current data when ``stack`` is left."""
         if not (self.was_written or self.was_changed):
             return
@@ -312,8 +342,8 @@ class _Watched:
             overwrite(storage, copy)
 
 
-def _put_training(flags: Iterable[tuple[nn.Module, bool]]) -> None:
-    for owner, training in flags:
+def _put_training(owners: Sequence[nn.Module], flags: Sequence[bool]) -> None:
+    for owner, training in zip(owners, flags, strict=True):
         if owner.training is not training:
             owner.training = training  # not `train()`, which may do more
 

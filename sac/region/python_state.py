@@ -13,18 +13,21 @@ import weakref
 from array import array
 from collections import OrderedDict, UserDict, UserList, deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from functools import partial
-from itertools import chain, islice
+from itertools import compress, islice
 from operator import is_
 from typing import Any
 
 import torch
 from torch import nn
 
-from sac.region.fingerprint import PLAIN, by_class
+from sac.native.load import library
+from sac.region.fingerprint import PLAIN, by_class, without_installed
 from sac.region.globals_in_code import MISSING, Globals, globals_of_class, globals_of_code, is_library, is_users
 from sac.region.rng import is_random_source
+from sac.region.tables import STANDARD_COUNT, AttributesHolder, Holder, TablesHolder
+from sac.region.undo import UndoStack
 from sac.tensors import detached, has_graph
 from sac.torch_private import HOOK_FLAGS, HOOKS, HOOKS_OF_ALL_MODULES
 
@@ -106,8 +109,8 @@ _LONGEST = 4096  # entries of a container that is recorded
 _STANDARD = frozenset(
     vars(nn.Module())
 )  # the entries that nn.Module itself puts into a module's dict: recorded elsewhere, or not state of the user
-_STANDARD_COUNT = len(_STANDARD)
 _FUNCTIONS = (types.FunctionType, types.MethodType, partial)
+_OF_FSDP = "_is_fsdp_managed_module"  # attribute of modules in a unit of FullyShardedDataParallel
 _WITHOUT_STATE = PLAIN | {type, types.ModuleType, types.BuiltinFunctionType, property}  # common types, checked first
 _IGNORED = (type, types.ModuleType, types.BuiltinFunctionType, nn.Module, weakref.ref, property, enum.Enum)
 _OF_CLASSES = (property, classmethod, staticmethod)
@@ -155,7 +158,8 @@ class ReachableState:
     """The state that a region's Python could reach when its forward began; see Note [Python state].
 
     ``tensors``: reached tensors that are neither parameters nor registered buffers, by id. ``generators``: reached
-    random generators of torch; ``others``: those of Python and NumPy.
+    random generators of torch; ``others``: those of Python and NumPy. ``attributes``: a record, made just now for the
+    fingerprint, of the attributes of all ``modules``, with the last one first; None if there is none.
     """
 
     __slots__ = (
@@ -171,19 +175,18 @@ class ReachableState:
         "tensors",
     )
 
-    def __init__(self, modules: Sequence[nn.Module], *roots: Any) -> None:
+    def __init__(self, modules: Sequence[nn.Module], *roots: Any, attributes: AttributesHolder | None = None) -> None:
         self.tensors: dict[int, torch.Tensor] = {}
         self.generators: list[torch.Generator] = []
         self.others: list[Any] = []
-        self._holders: list[_Holder] = []
+        self._holders: list[Holder] = []
         self._seen: set[int] = set()
         self._waiting: deque[Any] = deque()  # the modules' own attributes come first, if there is too much
         self._left = _MOST
         self._left_modules = _MOST_MODULES
         self._modules = modules
         self._own: set[int] | None = None
-        self._add(_HooksHolder([HOOKS_OF_ALL_MODULES]))
-        self._note_modules(modules)
+        self._note_modules(modules, attributes, hooks=[HOOKS_OF_ALL_MODULES])
         for root in roots:
             self._note_root(root)
         while self._waiting:
@@ -191,13 +194,13 @@ class ReachableState:
                 self._look_into(self._waiting.popleft())
         self._seen, self._modules, self._own = set(), (), None
 
-    def enter_on(self, stack: ExitStack) -> None:
+    def enter_on(self, stack: UndoStack) -> None:
         """Restore the recorded state; restore the current state when ``stack`` is left."""
-        found: list[tuple[_Holder, Any]] = []
+        found: list[tuple[Holder, Any]] = []
         stack.callback(_put_all, found)
         for holder in self._holders:
             now = holder.now()
-            if type(holder) is _HooksHolder and (gone := holder.without(now)):
+            if type(holder) is _HooksHolder and holder.has_hooks and (gone := holder.without(now)):
                 ReachableState((), *gone).enter_on(stack)  # what they have collected stays as it is
             found.append((holder, now))  # even if nothing differs yet: the recomputation may change it
             if holder.differs(now):
@@ -207,8 +210,8 @@ class ReachableState:
         """Keep only the holders whose contents have changed, with their current contents."""
         holders, self._holders = self._holders, []
         for holder in holders:
-            if isinstance(holder, _TablesHolder):
-                self._holders += holder.changed()
+            if isinstance(holder, TablesHolder):
+                self._holders += _changed(holder)
             elif holder.differs(holder.now()):
                 self._holders.append(holder.again())
         self.tensors, self.generators, self.others = {}, [], []
@@ -238,69 +241,90 @@ class ReachableState:
         if type(root) is types.FunctionType:
             self._note_globals(globals_of_code(root))
 
-    def _note_modules(self, modules: Sequence[nn.Module]) -> None:
-        """Record the attributes and submodules of ``modules``, their hooks, and their classes."""
-        tables: list[tuple[dict[str, Any], int]] = []
-        for module in modules:
-            self._note_module(module, tables)
-        if tables:
-            self._add(_TablesHolder(tables))
-        self._add(_HooksHolder([module.__dict__ for module in modules]))
-        classes = dict.fromkeys(map(type, modules))
+    def _note_modules(
+        self,
+        modules: Sequence[nn.Module],
+        attributes: AttributesHolder | None = None,
+        *,
+        hooks: Sequence[dict[str, Any]] = (),
+    ) -> None:
+        """Record the attributes, submodules, hooks and classes of ``modules``, and the hooks in ``hooks``."""
+        helds = [module.__dict__ for module in modules]
+        classes = {cls: _module_class(cls) for cls in dict.fromkeys(map(type, modules))}
+        if attributes is None or not all(known.is_open for known in classes.values()):
+            tables = [
+                held
+                for module, held in zip(reversed(modules), reversed(helds), strict=True)
+                if classes[type(module)].is_open
+            ]
+            attributes = AttributesHolder(tables)
+            named = zip(reversed(attributes.names), reversed(attributes.values), strict=True)
+            attributes.objects = [without_installed(name, one) for name, one in named if type(one) not in PLAIN]
+            is_usual = attributes.are_usual()
+        else:
+            is_usual = True
+        if is_usual and not any(map(_has_stand_in, attributes.objects)) and _OF_FSDP not in attributes.names:
+            self._add(attributes)
+            for value in attributes.objects:
+                self._reach(value)
+        else:
+            for held in reversed(attributes.tables):
+                self._note_module(held)
+        self._note_submodules(helds)
+        self._add(_HooksHolder([*hooks, *helds]))
         seen = self._seen
         bases = {base: None for cls in classes for base in _user_bases(cls) if id(base) not in seen}
         if bases:
             self._note_classes([*bases])
-        for cls in classes:
-            self._note_globals(_globals_by_class(cls).of(cls))
-            if slots := slots_of(cls):
+        for cls, known in classes.items():
+            if known.is_users and (found := known.globals.of(cls)):
+                self._note_globals(found)
+            if known.slots:
                 for module in modules:
                     if type(module) is cls:
-                        self._note_slots(module, slots)
+                        self._note_slots(module, known.slots)
 
-    def _note_module(self, module: nn.Module, tables: list[tuple[dict[str, Any], int]]) -> None:
-        """Record the attributes and submodules of a module: in ``tables`` if they can be compared with others."""
-        held = module.__dict__
-        children = held.get("_modules")
-        if children:
-            if type(children) is dict:
-                tables.append((children, 0))
-            else:
-                self._add(_DictHolder(children))
-        if not _is_open(type(module)):
-            return
-        # The standard entries come first, except where something was set before nn.Module.__init__ ran.
-        is_usual = next(iter(held)) == "training"
-        own = [
-            pair
-            for pair in islice(held.items(), _STANDARD_COUNT if is_usual else 0, None)
-            if type(pair[1]) not in PLAIN
-        ]
+    def _note_module(self, held: dict[str, Any]) -> None:
+        """Record the attributes of a module that cannot be compared together with those of others."""
+        is_usual = next(iter(held)) == "training"  # or something was set before nn.Module.__init__ ran
+        own = [*islice(held.items(), STANDARD_COUNT if is_usual else 0, None)]
         if not is_usual:
             self._add(_DictHolder(held, _STANDARD))
-        elif held.get("_is_fsdp_managed_module"):
+        elif held.get(_OF_FSDP):
             own = [(name, value) for name, value in own if not _is_of_flat_parameter(value)]
             self._add(_ManagedAttributesHolder(held))
-        elif own and any(_has_stand_in(value) for _, value in own):
-            self._add(_OwnAttributesHolder(held))
         else:
-            tables.append((held, _STANDARD_COUNT))
+            self._add(_OwnAttributesHolder(held))
         for name, value in own:
-            if name == "forward" and is_library(type(getattr(value, "__self__", None)).__module__):
-                value = getattr(value.__self__, "before", None)  # the forward that sac installed is not user state
-            self._reach(value)
+            if type(value) not in PLAIN:
+                self._reach(without_installed(name, value))
+
+    def _note_submodules(self, helds: list[dict[str, Any]]) -> None:
+        tables = []
+        for held in helds:
+            if children := held.get("_modules"):
+                if type(children) is dict:
+                    tables.append(children)
+                else:
+                    self._add(_DictHolder(children))
+        if tables:
+            self._add(TablesHolder(tables, 0))
 
     def _note_classes(self, classes: list[type], *, with_methods: bool = True) -> None:
         """Record the attributes of classes. ``with_methods``: also what their methods hold."""
         together = []
+        native: Any = library()
         for cls in classes:
             self._seen.add(id(cls))
-            values = [value for name, value in vars(cls).items() if name[:2] != "__"]
-            if any(map(_has_stand_in, values)):
+            values = None if native is None else native.values_in_class(cls, with_methods, PLAIN)
+            if values is None:
+                values = _values_in_class(cls, with_methods)
+            if values and any(map(_has_stand_in, values)):
                 self._add(_ClassHolder(cls))
             else:
                 together.append(cls)
-            self._reach_values(value for value in values if with_methods or type(value) is not types.FunctionType)
+            if values:
+                self._reach_values(values)
         if together:
             self._add(_ClassesHolder(together))
 
@@ -310,7 +334,7 @@ class ReachableState:
                 held = vars(owner) if isinstance(owner, types.ModuleType) else owner.__globals__
                 holder = _EntriesHolder(held, names)
                 self._add(holder)
-                self._reach_values(holder.now().values())
+                self._reach_values([held[name] for name in names if name in held])
 
     def _reach_values(self, values: Iterable[Any]) -> None:
         """Reach the values of a class or of a file."""
@@ -319,14 +343,17 @@ class ReachableState:
             if cls is types.FunctionType:
                 if _may_hold(value):
                     self._reach(value)
+            elif cls in PLAIN:
+                pass
             elif issubclass(cls, type):
-                if not issubclass(value, enum.Enum):
+                if id(value) not in self._seen and not issubclass(value, enum.Enum):
                     named = [base for base in _user_bases(value) if id(base) not in self._seen]
-                    self._note_classes(named, with_methods=False)
-            elif cls not in PLAIN and not issubclass(cls, _OF_CLASSES):
+                    if named:
+                        self._note_classes(named, with_methods=False)
+            elif not issubclass(cls, _OF_CLASSES):
                 self._reach(value)
 
-    def _add(self, holder: _Holder) -> None:
+    def _add(self, holder: Holder) -> None:
         self._holders.append(holder)
 
     def _reach(self, value: Any) -> None:
@@ -442,9 +469,9 @@ class ReachableState:
             self._reach(value)
 
 
-def _put_all(found: list[tuple[_Holder, Any]]) -> None:
+def _put_all(found: list[tuple[Holder, Any]]) -> None:
     """Replace the contents of holders; an error in one does not keep the others from it."""
-    with ExitStack() as stack:
+    with UndoStack() as stack:
         for holder, contents in reversed(found):  # one object may have several: the first has what was there
             try:
                 holder.put(contents)
@@ -456,33 +483,7 @@ def _raise(error: BaseException) -> None:
     raise error
 
 
-class _Holder:
-    """A record of an object that holds other objects: its earlier contents, and how to restore them."""
-
-    __slots__ = ()
-
-    def now(self) -> Any:
-        """Return the current contents, as a copy that later changes do not affect."""
-        raise NotImplementedError
-
-    def before(self) -> Any:
-        """Return the contents from when the forward began."""
-        raise NotImplementedError
-
-    def differs(self, now: Any) -> bool:
-        """Return whether the recorded contents differ from ``now``."""
-        raise NotImplementedError
-
-    def put(self, wanted: Any) -> None:
-        """Replace the contents by ``wanted``."""
-        raise NotImplementedError
-
-    def again(self) -> _Holder:
-        """Return a new record of the same object with its current contents."""
-        raise NotImplementedError
-
-
-class _DictHolder(_Holder):
+class _DictHolder(Holder):
     """A dictionary, except for its entries in ``apart``."""
 
     __slots__ = ("_apart", "_held", "_target")
@@ -540,7 +541,7 @@ class _OwnAttributesHolder(_DictHolder):
         self._held = _with_leaves(self.now())
 
     def now(self) -> dict[str, Any]:
-        return dict(islice(self._target.items(), _STANDARD_COUNT, None))
+        return dict(islice(self._target.items(), STANDARD_COUNT, None))
 
     def put(self, wanted: dict[str, Any]) -> None:
         target = self._target
@@ -570,107 +571,37 @@ class _ManagedAttributesHolder(_OwnAttributesHolder):
         return _ManagedAttributesHolder(self._target)
 
 
-class _TablesHolder(_Holder):
-    """Many tables of names, such as the attributes of modules, without stand-ins: compared all at once.
-
-    Each is given with the number of its first entries that are not part of the state. Contents are given as the tables
-    that differ from the record, by position.
-    """
-
-    __slots__ = ("_firsts", "_lengths", "_names", "_tables", "_values")
-
-    def __init__(self, tables: list[tuple[Any, int]]) -> None:
-        self._tables = [table for table, _ in tables]
-        self._firsts = [first for _, first in tables]
-        self._lengths = [*map(len, self._tables)]
-        self._names = [*chain.from_iterable(self._tables)]
-        self._values = [*chain.from_iterable([table.values() for table in self._tables])]
-
-    def now(self) -> dict[int, dict[str, Any]]:
-        tables = self._tables
-        if (
-            [*map(len, tables)] == self._lengths
-            and all(map(is_, chain.from_iterable([table.values() for table in tables]), self._values))
-            and [*chain.from_iterable(tables)] == self._names
-        ):
-            return {}
-        found = {}
-        for position, recorded in enumerate(self._recorded()):
-            now = self._entries(position)
-            if not _are_identical(now, recorded):
-                found[position] = now
-        return found
-
-    def before(self) -> dict[int, dict[str, Any]]:
-        return {}
-
-    def differs(self, now: dict[int, dict[str, Any]]) -> bool:
-        return bool(now)
-
-    def put(self, wanted: dict[int, dict[str, Any]]) -> None:
-        now = self.now()
-        if now or wanted:
-            for position, recorded in enumerate(self._recorded()):
-                if position in now or position in wanted:
-                    self._put(position, wanted.get(position, recorded))
-
-    def changed(self) -> list[_Holder]:
-        """Return a record of each table that differs, with its current contents."""
-        return [
-            (_OwnAttributesHolder if self._firsts[position] else _DictHolder)(self._tables[position])
-            for position in self.now()
-        ]
-
-    def _recorded(self) -> Iterator[dict[str, Any]]:
-        end = 0
-        for first, length in zip(self._firsts, self._lengths, strict=True):
-            begin, end = end + first, end + length
-            yield dict(zip(self._names[begin:end], self._values[begin:end], strict=True))
-
-    def _entries(self, position: int) -> dict[str, Any]:
-        """Return the current entries of a table that are part of the state."""
-        return dict(islice(self._tables[position].items(), self._firsts[position], None))
-
-    def _put(self, position: int, wanted: dict[str, Any]) -> None:
-        """Replace these entries by ``wanted``; their order counts among submodules."""
-        table, now = self._tables[position], self._entries(position)
-        if not _are_identical(now, wanted):
-            for name in now if [*now] != [*wanted] else ():
-                del table[name]
-            table.update(wanted)
-
-
-def _are_identical(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
-    """Return whether two dictionaries have the same names in the same order, for the same objects."""
-    return [*one] == [*other] and all(map(is_, one.values(), other.values()))
-
-
 def attributes_of_class(cls: type) -> dict[str, Any]:
     """Return the attributes of a class, except those whose names start with two underscores."""
     return {name: value for name, value in vars(cls).items() if name[:2] != "__"}
 
 
-class _ClassesHolder(_TablesHolder):
+class _ClassesHolder(TablesHolder):
     """The attributes of classes; see ``_ClassHolder``."""
 
-    __slots__ = ("_classes",)
+    __slots__ = ("classes",)
 
     def __init__(self, classes: list[type]) -> None:
-        self._classes = classes
-        super().__init__([(vars(cls), 0) for cls in classes])
+        self.classes = classes
+        super().__init__([*map(vars, classes)], 0, classes)
 
-    def changed(self) -> list[_Holder]:
-        return [_ClassHolder(self._classes[position]) for position in self.now()]
-
-    def _recorded(self) -> Iterator[dict[str, Any]]:
-        for recorded in super()._recorded():
+    def recorded(self) -> Iterator[dict[str, Any]]:
+        for recorded in super().recorded():
             yield {name: value for name, value in recorded.items() if name[:2] != "__"}
 
     def _entries(self, position: int) -> dict[str, Any]:
-        return attributes_of_class(self._classes[position])
+        return attributes_of_class(self.classes[position])
 
     def _put(self, position: int, wanted: dict[str, Any]) -> None:
-        _ClassHolder(self._classes[position]).put(wanted)
+        _ClassHolder(self.classes[position]).put(wanted)
+
+
+def _changed(holder: TablesHolder) -> list[Holder]:
+    """Return a record of each table that differs, with its current contents."""
+    if isinstance(holder, _ClassesHolder):
+        return [_ClassHolder(holder.classes[position]) for position in holder.now()]
+    kind = _OwnAttributesHolder if isinstance(holder, AttributesHolder) else _DictHolder
+    return [kind(holder.tables[position]) for position in holder.now()]
 
 
 _HOOKS_AND_FLAGS = (*HOOKS, *HOOK_FLAGS)
@@ -679,7 +610,7 @@ HookTables = tuple[dict[int, Any], ...]  # those of a module, in the order of _H
 _NO_HOOKS: HookTables = tuple({} for _ in _HOOKS_AND_FLAGS)
 
 
-class _HooksHolder(_Holder):
+class _HooksHolder(Holder):
     """The hooks of modules, most of which have none, and those of all modules. A key is used only once in a process.
 
     What hooks collect is not part of the state: they run again, as in torch. Only what a hook has collected that was
@@ -695,6 +626,11 @@ class _HooksHolder(_Holder):
         self._owners = owners
         self._held = self.now()
 
+    @property
+    def has_hooks(self) -> bool:
+        """Whether there were any."""
+        return bool(self._held)
+
     def without(self, now: dict[int, HookTables]) -> list[Any]:
         """Return the recorded hooks that have been removed since, according to ``now``."""
         return [
@@ -707,6 +643,12 @@ class _HooksHolder(_Holder):
 
     def now(self) -> dict[int, HookTables]:
         """Return the tables of those that have hooks, by position."""
+        native: Any = library()
+        has_hooks = None if native is None else native.any_entry(self._owners, HOOKS)
+        if has_hooks is None:
+            has_hooks = any(held[name] for held in self._owners for name in HOOKS if name in held)
+        if not has_hooks:
+            return {}
         found = {}
         for position, held in enumerate(self._owners):
             for name in HOOKS:
@@ -762,7 +704,7 @@ def _is_of_torch(hook: Any) -> bool:
     return is_library(getattr(getattr(hook, "func", hook), "__module__", None))
 
 
-class _SequenceHolder(_Holder):
+class _SequenceHolder(Holder):
     """A list or a deque."""
 
     __slots__ = ("_held", "_target")
@@ -795,7 +737,7 @@ class _SequenceHolder(_Holder):
         return _SequenceHolder(self._target)
 
 
-class _SetHolder(_Holder):
+class _SetHolder(Holder):
     __slots__ = ("_held", "_target")
 
     def __init__(self, target: set[Any]) -> None:
@@ -819,7 +761,7 @@ class _SetHolder(_Holder):
         return _SetHolder(self._target)
 
 
-class _BytesHolder(_Holder):
+class _BytesHolder(Holder):
     """A short array of numbers: a bytearray, an ``array``, or a NumPy array."""
 
     __slots__ = ("_held", "_target")
@@ -852,7 +794,7 @@ class _BytesHolder(_Holder):
         return _BytesHolder(self._target)
 
 
-class _CellHolder(_Holder):
+class _CellHolder(Holder):
     """A cell of a closure."""
 
     __slots__ = ("_cell", "held")
@@ -883,7 +825,7 @@ class _CellHolder(_Holder):
         return _CellHolder(self._cell)
 
 
-class _NamesHolder(_Holder):
+class _NamesHolder(Holder):
     """Values under names, some of which may be unset."""
 
     __slots__ = ("_held", "_target")
@@ -907,10 +849,14 @@ class _NamesHolder(_Holder):
 
     def differs(self, now: dict[str, Any]) -> bool:
         held = self._held
+        if len(now) == len(held) and all(map(is_, now, held)) and all(map(is_, now.values(), held.values())):
+            return False  # the usual case
         return now.keys() != held.keys() or any(not _is_same(value, now[name]) for name, value in held.items())
 
     def put(self, wanted: dict[str, Any]) -> None:
         now = self.now()
+        if len(now) == len(wanted) and all(map(is_, now, wanted)) and all(map(is_, now.values(), wanted.values())):
+            return
         for name in now.keys() - wanted.keys():
             self._delete(name)
         for name, value in wanted.items():
@@ -1007,10 +953,26 @@ class _EntriesHolder(_NamesHolder):
 
 def _may_hold(function: types.FunctionType) -> bool:
     """Return whether a function may hold anything other than plain values and its class (which `super()` needs)."""
-    if function.__closure__ is not None and function.__code__.co_freevars != ("__class__",):
+    code = function.__code__
+    if function.__closure__ is not None and code.co_freevars != ("__class__",):
         return True
-    held = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-    return any(type(one) not in PLAIN for one in held) or _has_attributes(function)
+    if function.__defaults__ is not None or function.__kwdefaults__ is not None:
+        held = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+        if any(type(one) not in PLAIN for one in held):
+            return True
+    return bool(function.__dict__) or function.__name__ in code.co_names
+
+
+def _values_in_class(cls: type, with_methods: bool) -> list[Any]:
+    """Return the attributes of a class that may hold state. ``with_methods``: also methods."""
+    found = []
+    for name, value in vars(cls).items():
+        kind = type(value)
+        if kind in PLAIN or (kind is types.FunctionType and not (with_methods and _may_hold(value))):
+            continue
+        if name[:2] != "__":
+            found.append(value)
+    return found
 
 
 def _has_attributes(function: types.FunctionType) -> bool:
@@ -1048,10 +1010,10 @@ def stand_in(value: Any) -> Any:
     return _Leaf(value) if issubclass(type(value), torch.Tensor) and has_graph(value) else value
 
 
-def _user_bases(cls: type) -> list[type]:
+def _user_bases(cls: type) -> Iterable[type]:
     """Return a class and its bases, as far as they are from user code."""
     flags = _flags_of_bases(cls)
-    return [base for base, is_one in zip(cls.__mro__, flags, strict=False) if is_one] if True in flags else []
+    return compress(cls.__mro__, flags) if flags else ()
 
 
 def _has_stand_in(value: Any) -> bool:
@@ -1136,17 +1098,38 @@ class _GlobalsOfClass:
     def of(self, cls: Any) -> tuple[Globals, ...]:
         forward = getattr(cls, "forward", None)
         is_function = type(forward) is types.FunctionType
-        if (
-            self._found is None
-            or (is_function and (self._forward is None or self._forward() is not forward))
-            or any(owner() is None for owner, _ in self._found)
-        ):
-            self._forward = weakref.ref(forward) if is_function else None
-            self._found = globals_of_class(cls)
+        found = self._found
+        if found is None or (is_function and (self._forward is None or self._forward() is not forward)):
+            return self._find(cls, forward if is_function else None)
+        for owner, _ in found:
+            if owner() is None:
+                return self._find(cls, forward if is_function else None)
+        return found
+
+    def _find(self, cls: Any, forward: Any) -> tuple[Globals, ...]:
+        self._forward = weakref.ref(forward) if forward is not None else None
+        self._found = globals_of_class(cls)
         return self._found
 
 
-_globals_by_class = by_class(lambda cls: _GlobalsOfClass())
+def _users_among_bases(cls: Any) -> tuple[bool, ...]:
+    flags = tuple(map(is_users, cls.__mro__))
+    return flags if True in flags else ()
 
 
-_flags_of_bases = by_class(lambda cls: tuple(map(is_users, cls.__mro__)))
+_flags_of_bases = by_class(_users_among_bases)
+
+
+class _ModuleClass:
+    """What is the same for all modules of a class; does not hold the class."""
+
+    __slots__ = ("globals", "is_open", "is_users", "slots")
+
+    def __init__(self, cls: Any) -> None:
+        self.is_open = _is_open(cls)
+        self.is_users = bool(_flags_of_bases(cls))  # the class or a base is from user code
+        self.slots = slots_of(cls)
+        self.globals = _GlobalsOfClass()
+
+
+_module_class = by_class(_ModuleClass)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from sac.region.compiled_graphs import never_compiled
 from sac.region.fingerprint import PLAIN, attributes_of
 from sac.region.frame import ALL, RETAIN, NoEarlyStop, RegionCall
 from sac.region.inputs import RegionInputs
+from sac.region.undo import UndoStack
 from sac.region.writes import check_writes, give_history
 from sac.tensors import describe, detached, metadata
 from sac.torch_private import graph_is_retained, is_for_every_leaf, tree_flatten, tree_unflatten
@@ -298,7 +298,7 @@ class ReentrantFrame(RegionCall):
 
         with torch.enable_grad(), subclasses_on():
             args, kwargs, tensors = self.inputs.rebuild(self.path, start)
-        with ExitStack() as stack:
+        with UndoStack() as stack:
             self._enter_forward_again(stack, tensors, NoEarlyStop())
             result = self.function(*args, **kwargs)
         if self.recorder is not None:

@@ -7,7 +7,6 @@ import random
 import struct
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 
 from sac.errors import ConfigError, Problem, RegionError
 from sac.region.settings import Settings
+from sac.region.undo import UndoStack
 from sac.tensors import cloned, tell_of
 from sac.torch_private import mps_generator
 
@@ -110,9 +110,9 @@ class NamedStates:
         put_back(self.generators)
 
 
-def put_trackers_back(trackers: Sequence[tuple[Any, NamedStates]]) -> ExitStack:
+def put_trackers_back(trackers: Sequence[tuple[Any, NamedStates]]) -> UndoStack:
     """Restore each tracker's states; closing the returned stack undoes this."""
-    with ExitStack() as undo:
+    with UndoStack() as undo:
         for tracker, states in trackers:
             undo.callback(put_back, states_of([generator for generator, _ in states.generators]))
             undo.callback(NamedStates(tracker, states.defaults).put_on, tracker)
@@ -151,16 +151,18 @@ class RngSnapshot:
     __slots__ = ("_accelerators", "_entered", "_states", "_trackers")
 
     def __init__(
-        self, tensors: Iterable[torch.Tensor], settings: Settings, also: Iterable[torch.Generator] = ()
+        self, tensors: Iterable[torch.Tensor], settings: Settings, also: Sequence[torch.Generator] = ()
     ) -> None:
         self._accelerators = _accelerator_generators(tensors)
-        usual = (torch.default_generator, *self._accelerators)
-        # A default generator that a module holds is still restored last: see the note above.
-        others = {one._cdata: one for one in (*settings.generators, *also)}  # type: ignore[attr-defined]
-        for one in usual:
-            others.pop(one._cdata, None)  # type: ignore[attr-defined]
+        generators = [torch.default_generator, *self._accelerators]
+        if settings.generators or also:
+            # A default generator that a module holds is still restored last: see the note above.
+            others = {one._cdata: one for one in (*settings.generators, *also)}  # type: ignore[attr-defined]
+            for one in generators:
+                others.pop(one._cdata, None)  # type: ignore[attr-defined]
+            generators += others.values()
         try:
-            self._states = states_of((*usual, *others.values()))
+            self._states = states_of(generators)
             self._trackers = [
                 (getter, NamedStates(tracker_of(getter), self._accelerators)) for getter in settings.trackers
             ]
@@ -168,7 +170,7 @@ class RngSnapshot:
             _blame_capture(error)
             raise
         # A list: a region can be recomputed inside its own recomputation (a gradient taken in the region).
-        self._entered: list[tuple[States, ExitStack | None]] = []
+        self._entered: list[tuple[States, UndoStack | None]] = []
 
     @property
     def states(self) -> States:
@@ -276,8 +278,10 @@ class HostRandomState:
     __slots__ = ("_entered", "_states")
 
     def __init__(self, others: Iterable[Any] = ()) -> None:
-        pairs = [*_PYTHON.pairs(), *_NUMPY.pairs()]
-        pairs += [pair for pair in map(reader_of, others) if pair is not None]
+        pairs = _PYTHON.pairs() + _NUMPY.pairs()
+        for other in others:
+            if (pair := reader_of(other)) is not None:
+                pairs.append(pair)
         self._states = [(read, write, read()) for read, write in pairs]
         self._entered: list[list[Any]] = []  # a list: a region can be recomputed inside its own recomputation
 
@@ -301,7 +305,7 @@ class HostRandomState:
         present = [read() for read, _, _ in self._states]
         self._entered.append(present)
         for (_, write, state), now in zip(self._states, present, strict=True):
-            if not _equal(state, now):
+            if state is not now and not _equal(state, now):
                 write(state)
 
     def __exit__(self, *error: Any) -> None:

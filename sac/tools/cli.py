@@ -1,4 +1,4 @@
-"""The command ``sac``: check a policy file, show decisions, compare modes, plan for a memory budget."""
+"""The command ``sac``: check a policy file, show decisions, compare modes, plan for a budget, build the C++ library."""
 
 from __future__ import annotations
 
@@ -112,6 +112,22 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _build_native(arguments: argparse.Namespace) -> int:
+    from sac.tools.native import build_library, check_library
+
+    return check_library() if arguments.check else build_library(force=arguments.force)
+
+
+class _Version(argparse.Action):
+    """``--version``, whose text is made only when it is asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from sac.tools.native import version_text
+
+        print(version_text())
+        parser.exit()
+
+
 def _comparison(arguments: argparse.Namespace) -> str:
     """Return the command that measures a planned policy next to the modes, on the same model."""
     words = ["sac", "compare"]
@@ -139,6 +155,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="sac", description="Activation checkpointing from a policy: check it, see what it decides, measure it."
     )
+    parser.add_argument(
+        "--version", action=_Version, nargs=0, help="show the version, and whether the C++ library is on"
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     check = commands.add_parser("check", help="read a policy file and show what its rules mean")
     check.add_argument("file", metavar="FILE", help="a policy file, or the name of a shipped policy")
@@ -156,6 +175,11 @@ def _parser() -> argparse.ArgumentParser:
     _add_model_options(plan, "cpu, cuda, or whose figures price the ops: h100, h200, a100, b200, mi300x")
     _add_plan_options(plan)
     plan.set_defaults(command=_plan)
+    native = commands.add_parser("build", help="compile the optional C++ library for the installed torch and Python")
+    how = native.add_mutually_exclusive_group()
+    how.add_argument("--check", action="store_true", help="only show whether there is one; exit with 1 if not")
+    how.add_argument("--force", action="store_true", help="compile it even if there is one")
+    native.set_defaults(command=_build_native)
     for command in (check, trace, compare, plan):
         command.add_argument("--json", action="store_true", help="write the same as JSON to stdout")
     return parser

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import sac
+from sac.native.load import status
 from tests.support.blocks import (
     FULL,
     FunctionBlock,
@@ -112,7 +113,7 @@ aten.cat.default (x2, 4.0 KiB), aten.pow.Tensor_Scalar (x2, 4.0 KiB), aten.silu.
 def test_print() -> None:
     model = sac.apply(built(llama_stack), ATTENTION_AND_ALTERNATING)
     model(*tokens())
-    assert str(sac.report(model)) == SHOWN
+    assert str(sac.report(model)) == f"{SHOWN}\n{status()}"
 
 
 def test_rules_of_a_region() -> None:
@@ -156,14 +157,15 @@ def test_before_the_first_forward() -> None:
         "no forward with grad has run yet\n"
         "blocks.0-1 (x2): keeps 0 B per region (0 B saved, 0 B of inputs)\n"
         "  rule rule-0: 0 calls, 0 B saved\n"
-        "  rule rule-1: 0 calls, 0 B saved"
+        "  rule rule-1: 0 calls, 0 B saved\n"
+        f"{status()}"
     )
 
 
 def test_a_model_without_regions_has_a_report_that_says_so() -> None:
     for model in (built(llama_stack), sac.apply(built(llama_stack), "none")):
         report = sac.report(model)
-        assert str(report) == "activation checkpointing: none, 0 regions on this model"
+        assert str(report) == f"activation checkpointing: none, 0 regions on this model\n{status()}"
         assert report.to_dict()["kinds"] == ()
         assert report.kept_bytes == 0
 
@@ -178,6 +180,7 @@ def test_plain_values() -> None:
     assert plain["kinds"][0]["kept_bytes"] == report.kinds[0].kept_bytes
     assert plain["kinds"][0]["rules"][0] == {"rule": "rule-0", "hits": 1, "saved_bytes": 2304}
     assert plain["kinds"][0]["unmatched"][0]["op"] == "aten.mul.Tensor"
+    assert plain["native"] == status()
 
 
 def test_zero_hit_rules() -> None:
@@ -185,7 +188,7 @@ def test_zero_hit_rules() -> None:
     model(*tokens())
     report = sac.report(model)
     assert report.zero_hit_rules == ("rule-1",)
-    assert str(report).splitlines()[-1] == "rules without a hit: rule-1"
+    assert str(report).splitlines()[-2] == "rules without a hit: rule-1"
 
 
 def test_must_save_is_told() -> None:
@@ -240,7 +243,7 @@ def test_frozen_tower_is_left_alone() -> None:
     model(**inputs)
     report = sac.report(model)
     assert report.left_alone == tuple(f"model.vision_tower.encoder.layers.{layer}" for layer in range(2))
-    assert str(report).splitlines()[-1] == "frozen, left alone: model.vision_tower.encoder.layers.0-1 (x2)"
+    assert str(report).splitlines()[-2] == "frozen, left alone: model.vision_tower.encoder.layers.0-1 (x2)"
     assert [kind.regions for kind in report.kinds] == ["model.language_model.layers.0-1 (x2)"]
 
 
@@ -290,7 +293,8 @@ def test_inputs_kept_in_host_memory_for_a_device(monkeypatch: pytest.MonkeyPatch
         "activation checkpointing: full, 2 regions\n"
         "of each region's inputs: the first floating-point one is kept in host memory\n"
         "blocks.0-1 (x2): keeps 0 B per region (0 B saved, 0 B of inputs; 2.0 KiB of inputs in host memory)\n"
-        f"{str(report).splitlines()[-1]}"
+        f"{str(report).splitlines()[-2]}\n"
+        f"{status()}"
     )
     plain = json.loads(json.dumps(report.to_dict()))
     assert (plain["kept_bytes"], plain["input_host_bytes"]) == (0, 4096)

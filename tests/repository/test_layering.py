@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[2] / "sac"
 LAYERS = (
     {"errors"},
     {"torch_private"},
-    {"extras", "memory_timeline"},
+    {"extras", "memory_timeline", "native"},
     {"outer_hooks"},
     {"tensors"},
     {"checksums"},

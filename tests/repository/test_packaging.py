@@ -1,13 +1,21 @@
-"""What pip installs: the wheel has the policies and the type marker, and works where it is put."""
+"""What pip installs: the wheel has the policies and the type marker, and works where it is put; so does the library."""
 
 import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
+import torch
+
+from sac.errors import SacError
+from sac.native.build import find_compiler
+from sac.native.load import decision
+from sac.native.target import this_target
+from tests.support.native_libraries import compiler_that_runs
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "sac"
@@ -15,14 +23,35 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = tmp_path_factory.mktemp("source")  # a copy, since a build leaves folders in its source
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
     for name in ("sac", "policies"):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "_sac_native*"))
+    return source
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("wheel")
     _pip("wheel", "--no-deps", "--wheel-dir", str(out), str(source))
+    (built,) = out.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def wheel_with_library(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("wheel_with_library")
+    environment = {"SAC_BUILD_NATIVE": "1"}
+    if decision().file is not None:  # compiled from these sources for this torch before: that need not be done again
+        environment["CXX"] = str(compiler_that_runs(tmp_path_factory.mktemp("compiler"), f"cp {decision().file} $out"))
+    else:
+        try:
+            find_compiler()
+        except SacError as missing:
+            pytest.skip(str(missing))
+    _pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(out), str(source), **environment)
     (built,) = out.glob("*.whl")
     return built
 
@@ -64,8 +93,58 @@ def test_console_script_is_installed_and_checks_a_shipped_policy(installed):
     assert "general" in _run_there(installed, str(installed / "bin" / "sac"), "check", "general")
 
 
-def _run_there(installed: Path, *arguments: str) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(installed)}
+def test_default_wheel_has_the_sources_of_the_library_and_no_library(wheel):
+    names = set(zipfile.ZipFile(wheel).namelist())
+    sources = {path.relative_to(ROOT).as_posix() for path in (PACKAGE / "native" / "csrc").iterdir()}
+    assert "sac/native/csrc/module.cpp" in sources
+    assert sources <= names
+    assert wheel.name.endswith("-py3-none-any.whl")
+    assert [name for name in names if name.endswith(".so")] == []
+
+
+def test_source_distribution_has_what_the_library_is_built_from(source, tmp_path):
+    program = f"import setuptools.build_meta as backend; backend.build_sdist({str(tmp_path)!r})"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=source)
+    assert run.returncode == 0, run.stderr
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as files:
+        names = {name.partition("/")[2] for name in files.getnames()}
+    sources = {path.relative_to(ROOT).as_posix() for path in (PACKAGE / "native" / "csrc").iterdir()}
+    assert sources | {"setup.py", "pyproject.toml"} <= names
+
+
+def test_wheel_with_the_library_is_for_one_platform_and_uses_it(wheel_with_library, tmp_path):
+    names = zipfile.ZipFile(wheel_with_library).namelist()
+    assert [name for name in names if name.endswith(".so")] == [f"sac/native/{this_target().file_name}"]
+    assert not wheel_with_library.name.endswith("-any.whl")
+    installed = tmp_path / "installed"
+    _pip("install", "--no-deps", "--target", str(installed), str(wheel_with_library))
+    cache = tmp_path / "cache"
+    for _ in range(2):
+        out = _run_there(installed, "-m", "sac.tools.cli", "build", "--check", SAC_CACHE_DIR=str(cache), SAC_NATIVE="1")
+        assert out.splitlines() == [
+            f"native: on, built for torch {torch.__version__}",
+            str(installed / "sac" / "native" / this_target().file_name),
+        ]
+    assert len(list(cache.rglob("*.tested"))) == 1
+
+
+def test_the_library_is_not_built_where_torch_is_not(source, tmp_path):
+    program = (
+        "import os, sys\n"
+        "os.environ['SAC_BUILD_NATIVE'] = '1'\n"
+        "sys.modules['torch'] = None\n"
+        f"import setuptools.build_meta as backend; backend.build_wheel({str(tmp_path)!r})"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=source)
+    assert run.stderr.splitlines()[-1] == (
+        "SAC_BUILD_NATIVE=1 compiles for the torch of this environment, and torch is not here: "
+        "install it, then pip wheel --no-build-isolation ."
+    )
+
+
+def _run_there(installed: Path, *arguments: str, **variables: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(installed), **variables}
     run = subprocess.run(
         [sys.executable, *arguments], capture_output=True, text=True, cwd=installed.parent, env=environment
     )
@@ -73,8 +152,9 @@ def _run_there(installed: Path, *arguments: str) -> str:
     return run.stdout
 
 
-def _pip(*arguments: str) -> None:
-    run = subprocess.run([sys.executable, "-m", "pip", *arguments], capture_output=True, text=True)
+def _pip(*arguments: str, **variables: str) -> None:
+    environment = {**os.environ, **variables}
+    run = subprocess.run([sys.executable, "-m", "pip", *arguments], capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stdout + run.stderr
 
 

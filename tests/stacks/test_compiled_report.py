@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import sac
 from sac.errors import SacWarning
+from sac.native.load import status
 from sac.recompute import torch_checkpoint as traced
 from tests.stacks.test_compiled_inside import ATTENTION_AND_PRODUCTS
 from tests.support.blocks import (
@@ -84,7 +85,8 @@ def test_text_of_a_compiled_model() -> None:
         f"blocks.0-1 (x2): compiled; decisions: save 5 calls, recompute {kind.traced.recomputed}\n"
         "  rule rule-0: 1 calls\n"
         "  rule rule-1: 7 calls\n"
-        "  the partitioner chooses what it keeps of these; their bytes are not counted here"
+        "  the partitioner chooses what it keeps of these; their bytes are not counted here\n"
+        f"{status()}"
     )
 
 

@@ -1,0 +1,264 @@
+// What autograd holds in place of the tensors that a region saves, and the two hooks through which it asks for them.
+#pragma once
+
+#include "checksum.h"
+#include "tape.h"
+
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/utils/torch_dispatch_mode.h>
+
+namespace sac {
+
+struct Handle {
+  PyObject_HEAD
+  Tape* tape;
+  PyObject* value;
+  PyObject* watched;
+  Py_ssize_t index;
+  Py_ssize_t version;
+  Py_ssize_t task;
+  unsigned long long storage;
+  char is_kept;
+  char is_external;
+};
+
+inline int handle_traverse(Handle* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  Py_VISIT(self->value);
+  Py_VISIT(self->watched);
+  Py_VISIT(self->tape);
+  return 0;
+}
+
+inline int handle_clear(Handle* self) {
+  Py_CLEAR(self->value);
+  Py_CLEAR(self->watched);
+  return 0;
+}
+
+inline void handle_dealloc(Handle* self) {
+  PyTypeObject* type = Py_TYPE(self);
+  PyObject_GC_UnTrack(self);
+  if (self->tape != nullptr) {
+    auto& handles = self->tape->tables->handles;
+    if (static_cast<size_t>(self->index) < handles.size()) handles[self->index] = nullptr;
+  }
+  handle_clear(self);
+  Py_CLEAR(self->tape);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+inline PyMemberDef handle_members[] = {
+    {"index", T_PYSSIZET, offsetof(Handle, index), 0, nullptr},
+    {"is_kept", T_BOOL, offsetof(Handle, is_kept), 0, nullptr},
+    {"is_external", T_BOOL, offsetof(Handle, is_external), 0, nullptr},
+    {"value", T_OBJECT, offsetof(Handle, value), 0, nullptr},
+    {"watched", T_OBJECT, offsetof(Handle, watched), 0, nullptr},
+    {"version", T_PYSSIZET, offsetof(Handle, version), 0, nullptr},
+    {"task", T_PYSSIZET, offsetof(Handle, task), 0, nullptr},
+    {"storage", T_ULONGLONG, offsetof(Handle, storage), 0, nullptr},
+    {nullptr, 0, 0, 0, nullptr},
+};
+
+// The hooks of one region call. Its dictionaries are those of the recorder and its tape; see `ReplayRecorder.pack`.
+struct Hooks {
+  PyObject_HEAD
+  Tape* tape;
+  PyObject* handle_type;
+  PyObject* frame;
+  PyObject* recorder;
+  PyObject* places;      // missing handle -> value, number of the next entry, version
+  PyObject* kept_in;     // root -> kept values that no op has written to since
+  PyObject* writers;     // root -> entries that write to it
+  PyObject* persistent;  // roots of inputs and parameters
+  PyObject* checksums;   // missing handle -> checksum; None if nothing is compared
+  char in_order;         // values may come back with other strides
+  char keeps_persistent;  // whether handles keep parameters that Python's set does not know of
+};
+
+inline PyObject* hooks_new(PyTypeObject* type, PyObject* args, PyObject*) {
+  auto* self = reinterpret_cast<Hooks*>(type->tp_alloc(type, 0));
+  if (self == nullptr) return nullptr;
+  int in_order = 0, keeps_persistent = 0;
+  if (!PyArg_ParseTuple(args, "OOOOOOOOOpp", &self->tape, &self->handle_type, &self->frame, &self->recorder,
+                        &self->places, &self->kept_in, &self->writers, &self->persistent, &self->checksums,
+                        &in_order, &keeps_persistent)) {
+    self->tape = nullptr;
+    self->handle_type = self->frame = self->recorder = self->places = self->kept_in = self->writers = self->persistent =
+        self->checksums = nullptr;
+    Py_DECREF(self);
+    return nullptr;
+  }
+  for (PyObject* one : {reinterpret_cast<PyObject*>(self->tape), self->handle_type, self->frame, self->recorder,
+                        self->places, self->kept_in, self->writers, self->persistent, self->checksums})
+    Py_INCREF(one);
+  self->in_order = static_cast<char>(in_order);
+  self->keeps_persistent = static_cast<char>(keeps_persistent);
+  return reinterpret_cast<PyObject*>(self);
+}
+
+inline int hooks_traverse(Hooks* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  for (PyObject* one : {reinterpret_cast<PyObject*>(self->tape), self->handle_type, self->frame, self->recorder,
+                        self->places, self->kept_in, self->writers, self->persistent, self->checksums})
+    Py_VISIT(one);
+  return 0;
+}
+
+inline int hooks_clear(Hooks* self) {
+  Py_CLEAR(self->tape);
+  Py_CLEAR(self->handle_type);
+  Py_CLEAR(self->frame);
+  Py_CLEAR(self->recorder);
+  Py_CLEAR(self->places);
+  Py_CLEAR(self->kept_in);
+  Py_CLEAR(self->writers);
+  Py_CLEAR(self->persistent);
+  Py_CLEAR(self->checksums);
+  return 0;
+}
+
+inline void hooks_dealloc(Hooks* self) {
+  PyTypeObject* type = Py_TYPE(self);
+  PyObject_GC_UnTrack(self);
+  hooks_clear(self);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+// The tensor without its graph, with its version counter, unseen by any mode.
+inline PyObject* without_graph(const Tensor& tensor) {
+  torch::torch_dispatch_mode::StashTorchDispatchStackGuard no_modes;
+  TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  return THPVariable_Wrap(Tensor(impl->shallow_copy_and_detach(impl->version_counter(), false)));
+}
+
+// Do what `ReplayRecorder.pack` does for a tensor on the tape that no op has written to; 0 if Python has to do it.
+inline int pack_known(Hooks* self, Handle* handle, PyObject* object, const Tensor& tensor) {
+  Tables& t = *self->tape->tables;
+  TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  if (self->tape->needs_attention || impl->key_set().has(c10::DispatchKey::Python)) return 0;
+  const auto found = t.ids.find(impl);
+  if (found == t.ids.end() && reinterpret_cast<PyObject*>(Py_TYPE(object)) == ParameterClass && storage_of(impl)) {
+    sync(*self->tape);  // a parameter that the op at hand will read
+    if (t.roots.find(storage_of(impl)) != t.roots.end()) return 0;
+    handle->is_kept = handle->is_external = 1;
+    handle->version = tensor._version();
+    handle->storage = reinterpret_cast<unsigned long long>(storage_of(impl));
+    Py_XSETREF(handle->watched, Py_NewRef(object));
+    Py_XSETREF(handle->value, Py_NewRef(object));
+    return 1;
+  }
+  if (found == t.ids.end() || !impl->version_counter().enabled()) return 0;
+  const int value = found->second, root = t.values[value].root;
+  const uint32_t version = impl->version_counter().current_version();
+  if (version != t.values[value].version || is_factory(t, root)) return 0;
+  PyObject* key = PyLong_FromLong(root);
+  if (key == nullptr) return -1;
+  const int is_kept = PyDict_Contains(self->kept_in, key);
+  const int is_written = PyDict_Contains(self->writers, key);
+  int is_persistent = PySet_Contains(self->persistent, key);
+  Py_DECREF(key);
+  if (is_persistent == 0 && self->keeps_persistent)
+    for (const ParameterLeaf& leaf : t.parameters)
+      if (!leaf.is_told && t.values[leaf.value].root == root) is_persistent = 1;
+  if (is_kept < 0 || is_written < 0 || is_persistent < 0) return -1;
+  if (is_kept == 0 && is_written != 0) return 0;
+  if (is_kept != 0) {
+    PyObject* kept = tensor.is_leaf() ? Py_NewRef(object) : without_graph(tensor);
+    handle->is_kept = 1;
+    handle->version = version;
+    handle->storage = reinterpret_cast<unsigned long long>(storage_of(impl));
+    Py_XSETREF(handle->watched, Py_NewRef(kept));
+    Py_XSETREF(handle->value, kept);
+    t.recent.push_back(Recent{static_cast<int>(handle->index), tensor, root});
+    return 1;
+  }
+  if (is_persistent != 0) {
+    handle->is_kept = handle->is_external = 1;
+    handle->version = version;
+    Py_XSETREF(handle->watched, Py_NewRef(object));
+    Py_XSETREF(handle->value, Py_NewRef(object));
+    return 1;
+  }
+  PyObject* index = PyLong_FromSsize_t(handle->index);
+  PyObject* place = Py_BuildValue("(inI)", value, static_cast<Py_ssize_t>(t.entries.size()), version);
+  const int failed = PyDict_SetItem(self->places, index, place);
+  Py_XDECREF(place);
+  t.recent.push_back(Recent{static_cast<int>(handle->index), tensor, root});
+  int answer = failed < 0 ? -1 : 1;
+  if (answer == 1 && self->checksums != Py_None) {
+    answer = put_checksum(self->checksums, index, tensor, self->in_order != 0);
+    if (answer == 0) {
+      PyObject* done = PyObject_CallMethod(self->recorder, "sum_up", "OO", index, object);
+      answer = done == nullptr ? -1 : 1;
+      Py_XDECREF(done);
+    }
+  }
+  Py_XDECREF(index);
+  return answer;
+}
+
+inline PyObject* hooks_pack(Hooks* self, PyObject* object) {
+  HANDLE_TH_ERRORS
+  const Tensor tensor = tensor_from(object);
+  auto* type = reinterpret_cast<PyTypeObject*>(self->handle_type);
+  auto* handle = reinterpret_cast<Handle*>(type->tp_alloc(type, 0));
+  if (handle == nullptr) return nullptr;
+  auto& handles = self->tape->tables->handles;
+  handle->index = static_cast<Py_ssize_t>(handles.size());
+  handle->task = -2;
+  Py_INCREF(self->tape);
+  handle->tape = self->tape;
+  handles.push_back(handle);
+  int done = pack_known(self, handle, object, tensor);
+  if (done == 0) {
+    PyObject* answer = PyObject_CallMethod(self->recorder, "pack", "OO", object, handle);
+    done = answer != nullptr ? 1 : -1;
+    Py_XDECREF(answer);
+  }
+  if (done < 0) Py_CLEAR(handle);
+  return reinterpret_cast<PyObject*>(handle);
+  END_HANDLE_TH_ERRORS
+}
+
+inline bool is_tensor(PyObject* object) { return object != nullptr && THPVariable_Check(object); }
+
+inline PyObject* hooks_unpack(Hooks* self, PyObject* object) {
+  HANDLE_TH_ERRORS
+  auto* handle = reinterpret_cast<Handle*>(object);
+  if (self->tape->is_over && is_tensor(handle->value)) {
+    if (handle->is_kept) {
+      if (!is_tensor(handle->watched)) return Py_NewRef(handle->value);
+      const Tensor& watched = THPVariable_Unpack(handle->watched);
+      if ((watched.is_inference() ? 0 : watched._version()) == handle->version) return Py_NewRef(handle->value);
+    } else {
+      const int task = torch::autograd::get_current_graph_task_id();
+      handle->task = task;
+      PyObject* value = Py_NewRef(handle->value);
+      if (task == -1 || torch::autograd::get_current_graph_task_keep_graph()) Py_CLEAR(handle->value);
+      return value;
+    }
+  }
+  return PyObject_CallMethod(self->frame, "_unpack", "O", object);
+  END_HANDLE_TH_ERRORS
+}
+
+inline PyObject* tape_handles(Tape* self, PyObject*) {  // those that autograd still holds, in order
+  PyObject* found = PyList_New(0);
+  for (Handle* handle : self->tables->handles)
+    if (handle != nullptr && PyList_Append(found, reinterpret_cast<PyObject*>(handle)) < 0) return nullptr;
+  return found;
+}
+
+inline PyObject* tape_handle(Tape* self, PyObject* index) {  // None if autograd has dropped it
+  const auto number = static_cast<size_t>(PyLong_AsSsize_t(index));
+  const auto& handles = self->tables->handles;
+  if (number >= handles.size() || handles[number] == nullptr) Py_RETURN_NONE;
+  return Py_NewRef(reinterpret_cast<PyObject*>(handles[number]));
+}
+
+inline PyObject* tape_handle_count(Tape* self, PyObject*) { return PyLong_FromSize_t(self->tables->handles.size()); }
+
+}  // namespace sac

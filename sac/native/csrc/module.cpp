@@ -1,0 +1,256 @@
+// The optional part of sac in C++: records and replays ordinary ops, and packs what autograd saves of them.
+//
+// It also walks over the modules of a region. It changes time only: sac/recompute and sac/region do the same in Python,
+// and do everything that is not ordinary.
+#include "checksum.h"
+#include "handles.h"
+#include "interpreter.h"
+#include "record.h"
+#include "replay.h"
+#include "tape.h"
+#include "walk.h"
+
+#include <torch/version.h>
+
+#ifndef SAC_SOURCES
+#error "compile this with `sac build`, which passes -DSAC_SOURCES"
+#endif
+
+namespace sac {
+namespace {
+
+template <typename Function>
+PyCFunction as_method(Function function) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(function));
+}
+
+PyMethodDef tape_methods[] = {
+    {"known", as_method(tape_known), METH_O, nullptr},
+    {"number", as_method(tape_number), METH_FASTCALL, nullptr},
+    {"watch", as_method(tape_watch), METH_O, nullptr},
+    {"entry_count", as_method(tape_entry_count), METH_NOARGS, nullptr},
+    {"value_count", as_method(tape_value_count), METH_NOARGS, nullptr},
+    {"append", as_method(tape_append), METH_FASTCALL, nullptr},
+    {"version", as_method(tape_version), METH_O, nullptr},
+    {"set_version", as_method(tape_set_version), METH_FASTCALL, nullptr},
+    {"root_at", as_method(tape_root_at), METH_O, nullptr},
+    {"record_storage", as_method(tape_record_storage), METH_FASTCALL, nullptr},
+    {"sync", as_method(tape_sync), METH_NOARGS, nullptr},
+    {"tensor_of", as_method(tape_tensor_of), METH_O, nullptr},
+    {"alive", as_method(tape_alive), METH_NOARGS, nullptr},
+    {"roots", as_method(tape_roots), METH_O, nullptr},
+    {"sites", as_method(tape_sites), METH_O, nullptr},
+    {"templates", as_method(tape_templates), METH_O, nullptr},
+    {"first_outputs", as_method(tape_first_outputs), METH_O, nullptr},
+    {"reads", as_method(tape_reads), METH_O, nullptr},
+    {"layout", as_method(tape_layout), METH_NOARGS, nullptr},
+    {"has_layout", as_method(tape_has_layout), METH_O, nullptr},
+    {"hits", as_method(tape_hits), METH_NOARGS, nullptr},
+    {"calls", as_method(tape_calls), METH_O, nullptr},
+    {"set_calls", as_method(tape_set_calls), METH_FASTCALL, nullptr},
+    {"alternations", as_method(tape_alternations), METH_O, nullptr},
+    {"set_alternations", as_method(tape_set_alternations), METH_FASTCALL, nullptr},
+    {"tell_parameters", as_method(tape_tell_parameters), METH_NOARGS, nullptr},
+    {"leaves_to_check", as_method(tape_leaves_to_check), METH_O, nullptr},
+    {"parameter_ids", as_method(tape_parameter_ids), METH_O, nullptr},
+    {"add_factory", as_method(tape_add_factory), METH_O, nullptr},
+    {"remove_factory", as_method(tape_remove_factory), METH_O, nullptr},
+    {"recent", as_method(tape_recent), METH_NOARGS, nullptr},
+    {"clear_recent", as_method(tape_clear_recent), METH_NOARGS, nullptr},
+    {"note_recent", as_method(tape_note_recent), METH_FASTCALL, nullptr},
+    {"handles", as_method(tape_handles), METH_NOARGS, nullptr},
+    {"handle", as_method(tape_handle), METH_O, nullptr},
+    {"handle_count", as_method(tape_handle_count), METH_NOARGS, nullptr},
+    {"forget_tensors", as_method(tape_forget_tensors), METH_NOARGS, nullptr},
+    {"drop", as_method(tape_drop), METH_NOARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyType_Slot tape_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(tape_new)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(tape_dealloc)},
+    {Py_tp_traverse, reinterpret_cast<void*>(tape_traverse)},
+    {Py_tp_clear, reinterpret_cast<void*>(tape_clear)},
+    {Py_tp_members, tape_members},
+    {Py_tp_getset, tape_getset},
+    {Py_tp_methods, tape_methods},
+    {0, nullptr},
+};
+PyType_Spec tape_spec = {"_sac_native.Tape", sizeof(Tape), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, tape_slots};
+
+PyType_Slot handle_slots[] = {
+    {Py_tp_dealloc, reinterpret_cast<void*>(handle_dealloc)},
+    {Py_tp_traverse, reinterpret_cast<void*>(handle_traverse)},
+    {Py_tp_clear, reinterpret_cast<void*>(handle_clear)},
+    {Py_tp_members, handle_members},
+    {0, nullptr},
+};
+PyType_Spec handle_spec = {"_sac_native.Handle", sizeof(Handle), 0,
+                           Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE, handle_slots};
+
+PyMethodDef hooks_methods[] = {
+    {"pack", as_method(hooks_pack), METH_O, nullptr},
+    {"unpack", as_method(hooks_unpack), METH_O, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+PyType_Slot hooks_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(hooks_new)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(hooks_dealloc)},
+    {Py_tp_traverse, reinterpret_cast<void*>(hooks_traverse)},
+    {Py_tp_clear, reinterpret_cast<void*>(hooks_clear)},
+    {Py_tp_methods, hooks_methods},
+    {0, nullptr},
+};
+PyType_Spec hooks_spec = {"_sac_native.Hooks", sizeof(Hooks), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, hooks_slots};
+
+PyMemberDef mode_members[] = {
+    {"sites", T_OBJECT_EX, offsetof(Mode, sites), 0, nullptr},
+    {"__weaklistoffset__", T_PYSSIZET, offsetof(Mode, weakrefs), READONLY, nullptr},
+    {nullptr, 0, 0, 0, nullptr},
+};
+
+int mode_traverse(Mode* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  Py_VISIT(self->sites);
+  return 0;
+}
+
+int mode_clear(Mode* self) {
+  Py_CLEAR(self->sites);
+  return 0;
+}
+
+void mode_dealloc(Mode* self) {
+  PyTypeObject* type = Py_TYPE(self);
+  PyObject_GC_UnTrack(self);
+  if (self->weakrefs != nullptr) PyObject_ClearWeakRefs(reinterpret_cast<PyObject*>(self));
+  mode_clear(self);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+PyType_Slot mode_slots[] = {
+    {Py_tp_dealloc, reinterpret_cast<void*>(mode_dealloc)},
+    {Py_tp_traverse, reinterpret_cast<void*>(mode_traverse)},
+    {Py_tp_clear, reinterpret_cast<void*>(mode_clear)},
+    {Py_tp_members, mode_members},
+    {0, nullptr},
+};
+PyType_Spec mode_spec = {"_sac_native.Mode", sizeof(Mode), 0,
+                         Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE, mode_slots};
+
+// -- Call sites
+
+PyObject* sites_new(PyTypeObject* type, PyObject*, PyObject*) {
+  auto* self = reinterpret_cast<Sites*>(type->tp_alloc(type, 0));
+  if (self != nullptr) {
+    self->lock = new std::shared_mutex();
+    self->paths = new std::unordered_map<PyObject*, std::unique_ptr<PathSites>>();
+  }
+  return reinterpret_cast<PyObject*>(self);
+}
+
+void sites_dealloc(Sites* self) {
+  PyTypeObject* type = Py_TYPE(self);
+  for (const auto& [path, sites] : *self->paths)
+    for (const auto& [schema, site] : *sites) Py_DECREF(site->object);
+  delete self->paths;
+  delete self->lock;
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+// The path's dictionary of call sites, the site, the op's name and overload, `Memory`, `Verdict`, the rule or -1,
+// whether the op may draw. The table that owns the dictionary owns this too. Of two threads that add a site, the first
+// decides which object stands for it.
+PyObject* sites_add(Sites* self, PyObject* args) {
+  HANDLE_TH_ERRORS
+  PyObject *path = nullptr, *object = nullptr;
+  const char *name = nullptr, *overload = nullptr;
+  int memory = 0, verdict = 0, rule = -1, draws = 0;
+  if (!PyArg_ParseTuple(args, "OOssiiip", &path, &object, &name, &overload, &memory, &verdict, &rule, &draws))
+    return nullptr;
+  const auto handle = c10::Dispatcher::singleton().findSchema({name, overload});
+  if (!handle) Py_RETURN_NONE;
+  auto site = std::make_unique<Site>(Site{object, std::make_unique<Op>(*handle), static_cast<Memory>(memory),
+                                          static_cast<Verdict>(verdict), rule, draws != 0, {}});
+  std::unique_lock<std::shared_mutex> writing(*self->lock);
+  auto& sites = (*self->paths)[path];
+  if (!sites) sites = std::make_unique<PathSites>();
+  if (sites->emplace(&handle->schema(), std::move(site)).second) Py_INCREF(object);
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+PyMethodDef sites_methods[] = {{"add", as_method(sites_add), METH_VARARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
+PyType_Slot sites_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(sites_new)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(sites_dealloc)},
+    {Py_tp_methods, sites_methods},
+    {0, nullptr},
+};
+PyType_Spec sites_spec = {"_sac_native.Sites", sizeof(Sites), 0, Py_TPFLAGS_DEFAULT, sites_slots};
+
+// -- Replay
+
+PyType_Slot values_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(values_new)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(values_dealloc)},
+    {Py_sq_length, reinterpret_cast<void*>(values_length)},
+    {Py_sq_item, reinterpret_cast<void*>(values_get)},
+    {Py_sq_ass_item, reinterpret_cast<void*>(values_set)},
+    {0, nullptr},
+};
+PyType_Spec values_spec = {"_sac_native.Values", sizeof(Values), 0, Py_TPFLAGS_DEFAULT, values_slots};
+
+PyType_Slot program_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(program_new)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(program_dealloc)},
+    {0, nullptr},
+};
+PyType_Spec program_spec = {"_sac_native.Program", sizeof(Program), 0, Py_TPFLAGS_DEFAULT, program_slots};
+
+// What the library was compiled for. sac/native/self_test.py compares it with the process that loads the library.
+PyObject* built_for(PyObject*, PyObject*) {
+  return Py_BuildValue("{s:s,s:k,s:s}", "torch", TORCH_VERSION, "python", (unsigned long)PY_VERSION_HEX, "sources",
+                       SAC_SOURCES);
+}
+
+PyMethodDef methods[] = {
+    {"built_for", as_method(built_for), METH_NOARGS, nullptr},
+    {"start", as_method(start), METH_FASTCALL, nullptr},
+    {"stop", as_method(stop), METH_O, nullptr},
+    {"load_parameters", as_method(load_parameters), METH_FASTCALL, nullptr},
+    {"find_different", as_method(find_different), METH_FASTCALL, nullptr},
+    {"crc32", as_method(crc32), METH_O, nullptr},
+    {"run", as_method(run_program), METH_FASTCALL, nullptr},
+    {"wrap_interpreter", as_method(wrap_interpreter), METH_NOARGS, nullptr},
+    {"flat_entries", as_method(flat_entries), METH_FASTCALL, nullptr},
+    {"holds_entries", as_method(holds_entries), METH_FASTCALL, nullptr},
+    {"all_begin_with", as_method(all_begin_with), METH_FASTCALL, nullptr},
+    {"any_entry", as_method(any_entry), METH_FASTCALL, nullptr},
+    {"modules_below", as_method(modules_below), METH_FASTCALL, nullptr},
+    {"add_values", as_method(add_values), METH_FASTCALL, nullptr},
+    {"values_in_class", as_method(values_in_class), METH_FASTCALL, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyModuleDef module = {PyModuleDef_HEAD_INIT, "_sac_native", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
+
+}  // namespace
+}  // namespace sac
+
+PyMODINIT_FUNC PyInit__sac_native() {
+  PyObject* made = PyModule_Create(&sac::module);
+  if (made == nullptr) return nullptr;
+  const std::pair<const char*, PyType_Spec*> types[] = {
+      {"Tape", &sac::tape_spec},   {"Handle", &sac::handle_spec}, {"Hooks", &sac::hooks_spec},
+      {"Mode", &sac::mode_spec},   {"Sites", &sac::sites_spec},   {"Values", &sac::values_spec},
+      {"Program", &sac::program_spec},
+  };
+  for (const auto& [name, spec] : types) {
+    PyObject* type = PyType_FromSpec(spec);
+    if (type == nullptr || PyModule_AddObject(made, name, type) < 0) return nullptr;
+  }
+  return made;
+}

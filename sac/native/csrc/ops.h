@@ -1,0 +1,98 @@
+// What the recorder knows of an op (from its schema) and of a call site (from the decision table, told by Python).
+#pragma once
+
+#include <Python.h>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/core/stack.h>
+
+#include <memory>
+#include <mutex>
+#include <shared_mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+namespace sac {
+
+using at::Tensor;
+using c10::IValue;
+using c10::OperatorHandle;
+using c10::StorageImpl;
+using c10::TensorImpl;
+using torch::jit::Stack;
+
+enum class Kind : uint8_t { PLAIN, TENSOR, TENSORS, OPTIONAL_TENSORS };
+
+inline Kind kind_of(const c10::TypePtr& type) {
+  switch (type->kind()) {
+    case c10::TypeKind::TensorType:
+      return Kind::TENSOR;
+    case c10::TypeKind::OptionalType:
+      return kind_of(type->castRaw<c10::OptionalType>()->getElementType());
+    case c10::TypeKind::ListType: {
+      const auto element = type->castRaw<c10::ListType>()->getElementType();
+      if (element->kind() == c10::TypeKind::TensorType) return Kind::TENSORS;
+      return kind_of(element) == Kind::TENSOR ? Kind::OPTIONAL_TENSORS : Kind::PLAIN;
+    }
+    default:
+      return Kind::PLAIN;
+  }
+}
+
+// One op of aten or prims, whose schemas are never taken back, so that the address of a schema names the op.
+struct Op {
+  explicit Op(const OperatorHandle& op) : handle(op) {
+    for (const auto& argument : op.schema().arguments()) arguments.push_back(kind_of(argument.type()));
+    for (const auto& result : op.schema().returns()) results.push_back(kind_of(result.type()));
+    returns_one_tensor = results.size() == 1 && results[0] == Kind::TENSOR;
+  }
+
+  OperatorHandle handle;
+  std::vector<Kind> arguments, results;
+  bool returns_one_tensor;
+};
+
+// What becomes of an op's result. ALTERNATE saves every other call that the rule matches.
+enum class Verdict : int { RECOMPUTE = 0, SAVE = 1, ALTERNATE = 2, ASK_PYTHON = 3 };
+
+// Where an op's results lie: in new memory, or in that of an argument, perhaps as the argument itself.
+enum class Memory : int { NEW = 0, VIEW = 1, UNSURE = 2 };
+
+// An op at one module path that the library may record. Python asks for its results where the verdict says so.
+struct Site {
+  PyObject* object;  // the CallSite, owned
+  std::unique_ptr<Op> op;
+  Memory memory;
+  Verdict verdict;
+  int rule;  // its index, which counts a hit; -1 if no rule matches
+  bool draws;
+  std::vector<bool> depends_on_inputs;  // per call: known not to be computed from parameters alone (with the GIL)
+};
+
+using PathSites = std::unordered_map<const void*, std::unique_ptr<Site>>;  // by address of the op's schema
+
+// The ordinary call sites of one decision table. Python's dictionary of a path's call sites stands for the path.
+//
+// Threads read this without the GIL while another thread, with the GIL, adds a site.
+struct Sites {
+  PyObject_HEAD
+  std::shared_mutex* lock;
+  std::unordered_map<PyObject*, std::unique_ptr<PathSites>>* paths;
+
+  PathSites* at(PyObject* path) {
+    std::shared_lock<std::shared_mutex> reading(*lock);
+    const auto found = paths->find(path);
+    return found == paths->end() ? nullptr : found->second.get();
+  }
+
+  Site* find(PathSites* path, const void* schema) {
+    std::shared_lock<std::shared_mutex> reading(*lock);
+    const auto found = path->find(schema);
+    return found == path->end() ? nullptr : found->second.get();
+  }
+};
+
+}  // namespace sac

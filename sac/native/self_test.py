@@ -1,0 +1,93 @@
+"""The program that loads a library and runs its self-test, in a process of its own: a wrong library may end it.
+
+It imports no other module of sac, so that it starts quickly. Its arguments: the file, and what the library has to give
+as ``sources``. It prints ``PASSED``, or fails with an error.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.machinery import ExtensionFileLoader
+from importlib.util import module_from_spec, spec_from_loader
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+PASSED = "sac: the self-test has passed"
+_NAME = "_sac_native"  # the function that Python calls in a library is PyInit_ with this name
+
+
+def load_file(path: str) -> ModuleType:
+    """Load the library in a file, whatever the file is called; raises ``ImportError`` if it is none."""
+    loader = ExtensionFileLoader(_NAME, path)
+    spec = spec_from_loader(_NAME, loader)
+    assert spec is not None
+    module = module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+def check_built_for(module: ModuleType, digest: str) -> None:
+    """Raise ``ImportError`` if a library does not say that it was compiled for this process, whatever its name says."""
+    found = module.built_for()
+    release = torch.__version__.partition("+")[0]
+    if not release.startswith(found["torch"]):  # the headers of a nightly build have the number alone
+        raise ImportError(f"it was compiled for torch {found['torch']}")
+    if found["python"] >> 16 != sys.hexversion >> 16:
+        raise ImportError(f"it was compiled for Python {found['python'] >> 24}.{found['python'] >> 16 & 255}")
+    if found["sources"] != digest:
+        raise ImportError("it was compiled from other sources")
+
+
+def check_engine(module: ModuleType) -> None:
+    """Record `sin` of a tensor under a mode and run it again; raise ``AssertionError`` if that does not work."""
+    native: Any = module
+    reason = native.wrap_interpreter()
+    assert not reason, reason
+
+    class Mode(native.Mode, TorchDispatchMode):  # type: ignore[misc]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            raise AssertionError(f"{func} was not recorded")
+
+    path: dict[int, Any] = {}
+    site = object()
+    sites = native.Sites()
+    sites.add(path, site, "aten::sin", "", 0, 0, -1, False)
+    x = torch.linspace(-1, 1, 5)
+    tape, mode = native.Tape(), Mode()  # type: ignore[no-untyped-call]
+    mode.sites = path
+    tape.number(x, -1, x._version)
+    with mode:
+        assert native.start(tape, mode, None, None, {}, {}, set(), {}, {}, sites), "another mode is on the stack"
+        try:
+            y = x.sin()
+        finally:
+            native.stop(tape)
+    assert tape.sites([]) == [site], "the op is not on the tape"
+    assert tape.reads([]) == [[0]], "the op has read something else"
+    values = native.Values(2)
+    values[0] = x
+    filled = native.run(native.Program([(0, [(0, 1)], [(7, 1)], [0, 1])]), tape, values, None, None, None)
+    assert [handle for handle, _ in filled] == [7], "the replay filled nothing"
+    assert torch.equal(filled[0][1], y), "the replay gave another value"
+
+
+def main() -> None:
+    """Run the self-test of the file in the arguments."""
+    path, digest = sys.argv[1:]
+    try:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash is one possible result, and needs no core file
+    except (ImportError, OSError, ValueError):
+        pass
+    module = load_file(path)
+    check_built_for(module, digest)
+    check_engine(module)
+    print(PASSED)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,485 @@
+"""The replay engine with the optional native library: ordinary ops are recorded and replayed in C++."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import MutableMapping, Sequence
+from contextlib import AbstractContextManager
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sac.policy.model import Decision
+from sac.recompute.op_trace import NO_RULE
+from sac.recompute.recorder import ReplayRecorder, TapeMode
+from sac.recompute.replay import Before, Fill, ReplayFrame, run_unusual, wait
+from sac.recompute.schedule import ReplaySchedule
+from sac.recompute.table import CallSite
+from sac.recompute.tape import Leaf, Tape
+from sac.region.frame import Handle
+from sac.torch_private import OpOverload
+
+# Note [The native recorder]
+#
+# The library changes time only. An op is *ordinary* if it is one of torch's own that writes to nothing, is no factory
+# and no collective, and if no rule looks at its arguments (`is_recorded_natively`). While a `NativeMode` is on top of
+# the stack of dispatch modes, torch's interpreter table, which the library has wrapped, records an ordinary op on the
+# tape without a trip into Python. It does what `TapeMode` does, in the same place: below autograd, the mode off the
+# stack. Every other op goes to `NativeMode.__torch_dispatch__` as if there were no library. So does an ordinary op if
+# the tape needs attention, or if Python has to look at one of its tensors: a tensor subclass, one whose version has
+# moved, one that a factory has made and no op has written to.
+#
+# There is one tape. Its values and entries are in C++, and `NativeTape` gives Python the methods and lists of `Tape` on
+# them. What only some entries have is in Python's dictionaries, as without the library.
+#
+# Example. A region runs `h = up(x); h = dropout(h); down(h)`. `t`, `mm` and the `mul` of dropout are recorded in C++.
+# `empty_like` is a factory, `bernoulli_` and `div_` write: Python runs them and appends their entries to the same tape.
+# An `mm` that a rule saves asks Python whether they are computed from parameters alone; from the
+# second call of the region on, the library knows. In backward, the library runs the schedule without the GIL, and takes
+# it to let Python run `empty_like`, `bernoulli_` and `div_`.
+
+_IN_CPP = (
+    *("known", "number", "entry_count", "value_count", "append", "version", "set_version", "root_at", "record_storage"),
+    *("sync", "tensor_of", "alive", "layout", "has_layout", "forget_tensors"),
+)
+
+
+class NativeTape(Tape):
+    """A tape whose values and entries are in C++; see Note [The native recorder]."""
+
+    def __init__(self, library: Any) -> None:
+        self.native: Any = library.Tape()
+        for name in _IN_CPP:
+            setattr(self, name, getattr(self.native, name))
+        super().__init__()
+
+    def begin(self) -> None:
+        """Make the lists in which Python reads the entries."""
+        self.native.drop()
+        self._lists: tuple[list[Any], ...] = [], [], [], [], []
+
+    def watch(self, value: int, tensor: Tensor) -> None:
+        """See ``Tape``."""
+        self.native.watch(value)
+
+    def watches_factories(self) -> bool:
+        """The library leaves an op that reads what a factory has made to Python."""
+        return False
+
+    @property
+    def factories(self) -> dict[int, int]:
+        """See ``Tape``."""
+        return self._factories
+
+    @factories.setter
+    def factories(self, value: dict[int, int]) -> None:
+        assert not value
+        self._factories = _Factories(self.native)
+
+    # Parameters that the library has met are leaves too; Python is told of them when it looks.
+
+    @property
+    def leaves(self) -> dict[int, Leaf]:
+        """The leaves, by value."""
+        if told := self.native.tell_parameters():
+            roots = self.roots
+            for value, parameter, version, shape in told:
+                reference = weakref.ref(parameter) if parameter is not None else _gone
+                self._leaves[value] = _ParameterLeaf(-1, reference, version, torch.Size(shape), True)
+                self.persistent_roots.add(roots[value])
+        return self._leaves
+
+    @leaves.setter
+    def leaves(self, value: dict[int, Leaf]) -> None:
+        self._leaves = value
+
+    def leaf(self, value: int) -> Leaf | None:
+        """See ``Tape``."""
+        return self._leaves.get(value) or self.leaves.get(value)
+
+    def set_leaf(self, value: int, leaf: Leaf) -> None:
+        """See ``Tape``."""
+        self._leaves[value] = leaf
+
+    def leaf_positions(self) -> list[tuple[int, int]]:
+        """Return each leaf with its position, except for those that ``has_layout`` compares."""
+        return [(value, leaf.position) for value, leaf in self._leaves.items() if type(leaf) is Leaf]
+
+    def leaves_to_check(self, values: Sequence[int]) -> Sequence[int]:
+        """See ``Tape``."""
+        return self.native.leaves_to_check(values)  # type: ignore[no-any-return]
+
+    def leaf_ids(self, values: Sequence[int]) -> frozenset[int]:
+        """See ``Tape``."""
+        return super().leaf_ids(self.leaves_to_check(values)) | self.native.parameter_ids(values)  # type: ignore[no-any-return]
+
+    # Each list grows when it is read.
+
+    @property
+    def sites(self) -> list[Any]:  # type: ignore[override]
+        """The call site of each entry."""
+        return self.native.sites(self._lists[0])  # type: ignore[no-any-return]
+
+    @property
+    def arg_templates(self) -> list[Any]:  # type: ignore[override]
+        """The arguments of each entry that Python wrote; None for the others."""
+        return self.native.templates(self._lists[1])  # type: ignore[no-any-return]
+
+    @property
+    def reads(self) -> list[Sequence[int]]:  # type: ignore[override]
+        """The values that each entry reads."""
+        return self.native.reads(self._lists[2])  # type: ignore[no-any-return]
+
+    @property
+    def first_outputs(self) -> list[int]:  # type: ignore[override]
+        """The number of each entry's first result."""
+        return self.native.first_outputs(self._lists[3])  # type: ignore[no-any-return]
+
+    @property
+    def roots(self) -> list[int]:  # type: ignore[override]
+        """The root of each value."""
+        return self.native.roots(self._lists[4])  # type: ignore[no-any-return]
+
+    @property
+    def needs_attention(self) -> bool:
+        """Whether the next op needs the slow path."""
+        return self.native.needs_attention  # type: ignore[no-any-return]
+
+    @needs_attention.setter
+    def needs_attention(self, value: bool) -> None:
+        self.native.needs_attention = value
+
+
+class _Factories(dict[int, int]):
+    """The roots that factories have made, of which the library knows."""
+
+    def __init__(self, native: Any) -> None:
+        super().__init__()
+        self._native = native
+
+    def __setitem__(self, root: int, entry: int) -> None:
+        self._native.add_factory(root)
+        super().__setitem__(root, entry)
+
+    def pop(self, root: int, *default: Any) -> Any:
+        """Remove a root."""
+        self._native.remove_factory(root)
+        return super().pop(root, *default)
+
+
+class _ParameterLeaf(Leaf):
+    """A leaf that the library has met."""
+
+    __slots__ = ()
+
+
+def _gone() -> None:
+    """Stand for a weak reference to a tensor that is gone."""
+
+
+class _Counts(MutableMapping[Any, int]):
+    """Counts of the library by call site, or by rule."""
+
+    def __init__(self, get: Any, put: Any) -> None:
+        self._get, self._put = get, put
+
+    def __getitem__(self, key: Any) -> int:
+        return self._get(key)  # type: ignore[no-any-return]
+
+    def __setitem__(self, key: Any, value: int) -> None:
+        self._put(key, value)
+
+    def __delitem__(self, key: Any) -> None:
+        raise TypeError("counts are not deleted")
+
+    def __iter__(self) -> Any:
+        raise TypeError("counts are looked up by key")
+
+    def __len__(self) -> int:
+        raise TypeError("counts are looked up by key")
+
+
+class NativeReplayRecorder(ReplayRecorder):
+    """A recorder of which the library runs the ordinary part."""
+
+    tape: NativeTape
+
+    def __init__(self, library: Any, *args: Any, **more: Any) -> None:
+        self.library = library
+        super().__init__(*args, **more)
+        native = self.tape.native
+        self.calls = _Counts(native.calls, native.set_calls)
+        self.alternations = _Counts(native.alternations, native.set_alternations)
+
+    def new_tape(self) -> Tape:
+        """See ``TapeRecorder``."""
+        return NativeTape(self.library)
+
+    @property
+    def recent(self) -> list[tuple[int, Tensor, int]]:
+        """What autograd has saved since the last op."""
+        return self.tape.native.recent()  # type: ignore[no-any-return]
+
+    @recent.setter
+    def recent(self, value: list[Any]) -> None:
+        assert not value
+        self.tape.native.clear_recent()
+
+    def note_recent(self, handle: int, tensor: Tensor, root: int) -> None:
+        """See ``TapeRecorder``."""
+        self.tape.native.note_recent(handle, tensor, root)
+
+    def forward_mode(self) -> AbstractContextManager[Any]:
+        """Return the mode that writes the tape."""
+        return _types(self.library).mode(self)  # type: ignore[no-any-return]
+
+    def finish_native(
+        self, site: CallSite, out: Any, first: int, count: int, reads: list[int], drawn_from: Tensor | None
+    ) -> bool:
+        """Finish an op that the library has recorded as the last entry; see ``TapeRecorder.finish``.
+
+        ``drawn_from``: the state of the default generator before the op, if the op has drawn from it. Return whether
+        the op's result is known to depend on more than parameters.
+        """
+        entry = self.tape.entry_count() - 1
+        call = self.calls[site]
+        if count != 1:
+            self.tape.output_counts[entry] = count
+        if drawn_from is not None:
+            self.random_states.drew(drawn_from)
+        decision = Decision.RECOMPUTE
+        if site.has_decision:
+            decision, _, _ = self.decide_on(site, (), {}, out, first, reads)
+        if drawn_from is not None:
+            self.random_states.after(entry, runs_again=decision is not Decision.SAVE)
+        return (site, call) in self.evidence.calls_on_inputs
+
+    def different(self, values: list[tuple[int, Any]]) -> list[tuple[int, Tensor]]:
+        """See ``TapeRecorder``."""
+        found, others = self.library.find_different(values, self.checksums, self._in_order)
+        return found + super().different(others) if others else found  # type: ignore[no-any-return]
+
+    def end(self, kept: list[Handle], missing: list[int]) -> None:
+        """See ``ReplayRecorder``."""
+        for rule, count in self.tape.native.hits().items():
+            self.hits[rule] += count
+        self.may_save = self.may_save or self.tape.native.may_save
+        self.native_ops = self.tape.native.recorded
+        super().end(kept, missing)
+
+
+class NativeReplayFrame(ReplayFrame):
+    """A frame whose hooks and whose replay are in C++."""
+
+    recorder: NativeReplayRecorder
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.runner = _NativeRunner(self.recorder.library)
+
+    def _saved_tensor_hooks(self) -> tuple[Any, Any]:
+        recorder, tape = self.recorder, self.recorder.tape
+        self._handles = _Handles(tape.native)  # type: ignore[assignment]
+        hooks = recorder.library.Hooks(
+            tape.native,
+            _types(recorder.library).handle,
+            self,
+            recorder,
+            recorder._places,
+            tape.kept_in,
+            tape.writers,
+            recorder._persistent_roots,
+            recorder.checksums,
+            recorder._in_order,
+            recorder._keeps_persistent,
+        )
+        return hooks.pack, hooks.unpack
+
+    def _alive(self) -> list[Handle]:
+        return self.recorder.tape.native.handles()  # type: ignore[no-any-return]
+
+    def _close(self) -> None:
+        super()._close()
+        self.recorder.tape.native.is_over = True
+
+
+class _Handles:
+    """The handles of a region call, as callables that return a handle or None."""
+
+    def __init__(self, native: Any) -> None:
+        self._native = native
+
+    def __len__(self) -> int:
+        return self._native.handle_count()  # type: ignore[no-any-return]
+
+    def __getitem__(self, index: int) -> Any:
+        if index >= len(self):
+            raise IndexError(index)
+        return partial(self._native.handle, index)
+
+
+class _NativeRunner:
+    """Runs ordinary steps in C++, without the GIL."""
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+
+    def new_values(self, count: int) -> Any:
+        """See ``Runner``."""
+        return self._library.Values(count)
+
+    def load(self, schedule: ReplaySchedule, tape: Tape, before: Before, values: Any) -> Sequence[int]:
+        """See ``Runner``."""
+        assert isinstance(tape, NativeTape)
+        return self._library.load_parameters(values, tape.native, schedule.leaves, before, tape.writers)  # type: ignore[no-any-return]
+
+    def run(self, schedule: ReplaySchedule, tape: Tape, values: Any, fill: Fill) -> None:
+        """See ``Runner``."""
+        assert isinstance(tape, NativeTape)
+        for handle, value in schedule.fills:
+            fill(handle, values[value])
+        if schedule.orders is None:
+            schedule.steps_by_number = {step.number: step for step in schedule.steps}
+            schedule.orders = self._library.Program(
+                [(step.number, step.outputs, step.fills, step.frees) for step in schedule.steps]
+            )
+        works: list[Any] = []
+
+        def unusual(entry: int) -> bool:
+            run_unusual(schedule, tape, entry, values, works)
+            return bool(works)
+
+        def set_states(entry: int) -> None:
+            for generator, state in tape.states.get(entry, ()):
+                generator.set_state(state)
+
+        run = partial(self._library.run, schedule.orders, tape.native, values)
+        for handle, tensor in run(unusual, partial(wait, works), set_states):
+            fill(handle, tensor)
+        wait(works)
+
+
+_Memory = {"new": 0, "view": 1, "unsure": 2}
+_Verdict = {"recompute": 0, "save": 1, "alternate": 2, "ask": 3}
+
+
+def is_recorded_natively(site: CallSite) -> bool:
+    """Return whether the library can record and replay an op; see Note [The native recorder]."""
+    traits = site.traits
+    if (
+        site.writes
+        or traits.is_factory
+        or traits.is_infrastructure
+        or site.is_unrecorded
+        or site.is_custom_op
+        or site.is_collective
+        or site.op is torch.ops.aten.lift_fresh.default
+        or type(site.op) is not OpOverload
+        or site.op.namespace not in ("aten", "prims")
+        or site.savable_if is not None
+        or site.must_save_condition is not None
+        or any(one.condition is not None for one in site.conditional_rules)
+    ):
+        return False
+    kinds = {str(argument.type) for argument in site.op._schema.arguments}
+    return all("Tensor" not in kind or kind in _KINDS for kind in kinds) and kinds.isdisjoint({"Any", "t"})
+
+
+def memory_of(site: CallSite) -> int:
+    """Return where the results of an op lie."""
+    if not site.is_view:
+        return _Memory["new"]
+    return _Memory["view" if site.traits.view_of >= 0 else "unsure"]
+
+
+def verdict_on(site: CallSite) -> tuple[int, int]:
+    """Return what becomes of the results of an op, and the rule that matches, or -1."""
+    rule = site.final_rule.index if site.final_rule is not None else NO_RULE
+    if not (site.may_save or site.conditional_rules):
+        return _Verdict["recompute"], rule
+    if site.must_save:
+        return _Verdict["ask"], NO_RULE
+    if not site.conditional_rules:
+        return _Verdict["save"], rule
+    first = site.conditional_rules[0]
+    if first.alternates and first.resolved.rule.matches_each_call:
+        return _Verdict["alternate"], first.resolved.index
+    return _Verdict["ask"], NO_RULE
+
+
+_KINDS = frozenset({"Tensor", "Optional[Tensor]", "List[Tensor]", "List[Optional[Tensor]]", "Optional[List[Tensor]]"})
+
+
+class _Types(NamedTuple):
+    mode: Any
+    handle: Any
+
+
+@cache
+def _types(library: Any) -> _Types:
+    """Return the classes that derive from the library's."""
+
+    class NativeMode(library.Mode, TapeMode):  # type: ignore[misc]
+        """Gets the ops that the library does not record."""
+
+        recorder: NativeReplayRecorder
+
+        def __init__(self, recorder: NativeReplayRecorder) -> None:
+            super().__init__(recorder, None)
+
+        def __enter__(self) -> Any:
+            super().__enter__()
+            recorder = self.recorder
+            tape = recorder.tape
+            library.start(
+                tape.native,
+                self,
+                recorder,
+                tape,
+                tape.kept,
+                tape.kept_in,
+                tape.persistent_roots,
+                recorder._rules,
+                tape.output_counts,
+                self.table.native(library),
+            )
+            return self
+
+        def __exit__(self, *error: Any) -> None:
+            library.stop(self.recorder.tape.native)
+            super().__exit__(*error)
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            site: CallSite | None = self.sites.get(id(func))
+            if site is None:
+                site = self.table.add_site(func, self.path)
+            if not site.is_told:
+                site.is_told = True
+                if is_recorded_natively(site):
+                    verdict, rule = verdict_on(site)
+                    schema = func._schema
+                    self.table.native(library).add(
+                        self.sites,
+                        site,
+                        schema.name,
+                        schema.overload_name,
+                        memory_of(site),
+                        verdict,
+                        rule,
+                        site.draws,
+                    )
+            return self._run(site, func, args, kwargs or {})
+
+    class NativeHandle(library.Handle):  # type: ignore[misc]
+        """See ``Handle``."""
+
+        __slots__ = ("__weakref__",)
+        shape = dtype = device = None
+        keep = Handle.keep
+        waits = Handle.waits
+        pack_with_outer_hooks = Handle.pack_with_outer_hooks
+        kept_value = Handle.kept_value
+
+    return _Types(NativeMode, NativeHandle)
