@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sac.policy.model import Decision
+from sac.recompute.module_tracker import RegionMode
 from sac.recompute.op_trace import NO_RULE
 from sac.recompute.recorder import ReplayRecorder, TapeMode
 from sac.recompute.replay import Before, Fill, ReplayFrame, run_unusual, wait
@@ -387,6 +388,17 @@ def is_recorded_natively(site: CallSite) -> bool:
     return all("Tensor" not in kind or kind in _KINDS for kind in kinds) and kinds.isdisjoint({"Any", "t"})
 
 
+def tell(library: Any, mode: RegionMode, site: CallSite) -> None:
+    """Tell the library of a call site in the module that runs now, if it can run the op."""
+    site.is_told = True
+    if is_recorded_natively(site):
+        verdict, rule = verdict_on(site)
+        schema = site.op._schema
+        sites = mode.table.native(library)
+        names = schema.name, schema.overload_name
+        sites.add(mode.sites, site, *names, memory_of(site), verdict, rule, site.draws)
+
+
 def memory_of(site: CallSite) -> int:
     """Return where the results of an op lie."""
     if not site.is_view:
@@ -456,20 +468,7 @@ def _types(library: Any) -> _Types:
             if site is None:
                 site = self.table.add_site(func, self.path)
             if not site.is_told:
-                site.is_told = True
-                if is_recorded_natively(site):
-                    verdict, rule = verdict_on(site)
-                    schema = func._schema
-                    self.table.native(library).add(
-                        self.sites,
-                        site,
-                        schema.name,
-                        schema.overload_name,
-                        memory_of(site),
-                        verdict,
-                        rule,
-                        site.draws,
-                    )
+                tell(library, self, site)
             return self._run(site, func, args, kwargs or {})
 
     class NativeHandle(library.Handle):  # type: ignore[misc]

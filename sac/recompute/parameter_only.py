@@ -39,41 +39,41 @@ class ParameterOnlyIds:
     A value id that is missing here depends on an input, an external tensor or random numbers.
     """
 
-    __slots__ = ("_bytes", "_owners", "_parts")
+    __slots__ = ("_owners", "_parts", "table")
 
     def __init__(self, owners: tuple[nn.Module, ...]) -> None:
         self._owners = owners
         self._parts: dict[int, int] | None = None
-        self._bytes: dict[int, int] = {}  # value id -> bytes of the largest parameter behind it; 0 for a constant
+        self.table: dict[int, int] = {}  # value id -> bytes of the largest parameter behind it; 0 for a constant
 
     def name_parameter(self, value_id: int, parameter: torch.Tensor) -> None:
         """``value_id`` belongs to a parameter."""
-        self._bytes[value_id] = _logical_bytes(parameter)
+        self.table[value_id] = _logical_bytes(parameter)
 
     def name_foreign(self, value_id: int, address: int) -> None:
         """``value_id`` belongs to an external storage at ``address``, possibly a component of a parameter."""
         if self._parts is None:
             self._parts = dict(_parts_of_parameters(self._owners))
         if address in self._parts:
-            self._bytes[value_id] = self._parts[address]
+            self.table[value_id] = self._parts[address]
 
     def name_result(self, value_id: int, parameter_bytes: int) -> None:
         """``value_id`` belongs to a result whose ``of`` is ``parameter_bytes``."""
         if parameter_bytes >= 0:
-            self._bytes[value_id] = parameter_bytes
+            self.table[value_id] = parameter_bytes
 
     def of(self, value_id: int) -> int:
         """Return the bytes of the largest parameter behind a value made from parameters alone, 0 for a constant.
 
         ``NOT_PARAMETERS`` for all other values.
         """
-        return self._bytes.get(value_id, NOT_PARAMETERS)
+        return self.table.get(value_id, NOT_PARAMETERS)
 
     def joined(self, made_of: int, value_id: int) -> int:
         """Return ``of`` for something made of ``value_id`` and of values whose joint ``of`` is ``made_of``."""
         if made_of < 0:
             return NOT_PARAMETERS
-        found = self._bytes.get(value_id, NOT_PARAMETERS)
+        found = self.table.get(value_id, NOT_PARAMETERS)
         return found if found < 0 else max(found, made_of)
 
     def of_all(self, value_ids: Iterable[int]) -> int:

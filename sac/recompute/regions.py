@@ -18,6 +18,7 @@ from sac.outer_hooks import active_hooks
 from sac.policy.model import PlannedRegion, Policy
 from sac.recompute.evidence import GroupEvidence, RegionEvidence, remember
 from sac.recompute.native_recorder import NativeReplayFrame, NativeReplayRecorder
+from sac.recompute.native_rerun import NativeRerunRecorder
 from sac.recompute.op_trace import OpTraceRecorder, OpTraceRow, RegionStats, check_planned_signature, log_decisions
 from sac.recompute.recorder import ReplayRecorder
 from sac.recompute.replay import CAN_REPLAY, ReplayFrame, warn_not_replayable
@@ -244,7 +245,8 @@ class Region:
                 module_recorder.begin(inputs)
                 return module_recorder
         op_trace = self._new_trace()
-        recorder = RerunRecorder(
+        native = library()
+        recorder = (RerunRecorder if native is None else partial(NativeRerunRecorder, native))(
             table,
             self.path,
             owners,
@@ -280,7 +282,7 @@ class Region:
                 modules.evidence.figures = recorder.figures
                 remember(evidence.modules, signature, modules.evidence)
         self.stats.take(recorder.figures, frame.input_bytes)
-        self.stats.native_ops = recorder.native_ops if isinstance(recorder, ReplayRecorder) else 0
+        self.stats.native_ops = recorder.native_ops
 
 
 def _rebuild(

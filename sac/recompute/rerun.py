@@ -135,14 +135,16 @@ class RerunState:
         freeze_buffers: bool = True,
         modules: SavedModules | None = None,
         verifies: bool = True,
+        new_value_ids: Callable[..., ValueIds] = ValueIds,
     ) -> None:
         self.table = table
         self.verifies = verifies  # whether served values are compared with what was saved
+        self.new_value_ids = new_value_ids
         self.modules = modules
         self.inside: SavedModuleCall | None = None  # the saved module that runs now and is watched
         self.path = path
         self.freeze_buffers = freeze_buffers
-        self.value_ids = ValueIds(owners)
+        self.value_ids = new_value_ids(owners)
         self.input_ids = self.value_ids.input_ids
         self.saved: list[SavedValue] = []
         self.decided: list[SavedValue] = []  # after the forward: every value decided to be saved, for the report
@@ -350,7 +352,7 @@ class RerunState:
         self.external_storages = (
             self.value_ids.external_storages
         )  # no external tensor of the recomputation has the value id of one of these
-        self.value_ids = ValueIds()
+        self.value_ids = self.new_value_ids()
         return not (alive or self.writes_or_draws or (self.modules is not None and self.modules.calls))
 
     @property
@@ -710,7 +712,7 @@ class RecomputeMode(RegionMode):
     def __enter__(self) -> RecomputeMode:
         self.sites = self.table.sites_of("")
         self.path = ""
-        self.value_ids = ValueIds()
+        self.value_ids = self.state.new_value_ids()
         for position, tensor in self.inputs:
             self.value_ids.name_input_again(tensor, self.state.input_ids[position])
         self.inputs = []
@@ -913,6 +915,7 @@ class RerunRecorder:
     """Applies a decision table to one region call; the ``Recorder`` that a frame calls."""
 
     sees_ops = True
+    native_ops = 0  # run by the C++ library in forward
 
     def __init__(
         self,
@@ -926,8 +929,17 @@ class RerunRecorder:
         modules: SavedModules | None = None,
         not_recomputed: frozenset[int] = frozenset(),
         verifies: bool = True,
+        new_value_ids: Callable[..., ValueIds] = ValueIds,
     ) -> None:
-        self.state = RerunState(table, path, owners, freeze_buffers=freeze_buffers, modules=modules, verifies=verifies)
+        self.state = RerunState(
+            table,
+            path,
+            owners,
+            freeze_buffers=freeze_buffers,
+            modules=modules,
+            verifies=verifies,
+            new_value_ids=new_value_ids,
+        )
         self.not_recomputed = not_recomputed
         self.early_stop = early_stop
         self.op_trace = op_trace
@@ -981,9 +993,13 @@ class RerunRecorder:
 
     def recompute_mode(self, inputs: list[tuple[int, torch.Tensor]], progress: Progress) -> RecomputeMode:
         """Return the mode that serves."""
-        self._recompute = RecomputeMode(self.state, inputs, progress)
+        self._recompute = self.new_recompute_mode(inputs, progress)
         self._reached = progress.last_missing
         return self._recompute
+
+    def new_recompute_mode(self, inputs: list[tuple[int, torch.Tensor]], progress: Progress) -> RecomputeMode:
+        """Return a mode for one recomputation."""
+        return RecomputeMode(self.state, inputs, progress)
 
     def check_recomputed(self) -> None:
         """Raise if a saved value could not be matched."""

@@ -21,6 +21,7 @@ from sac.memory_timeline import mark, measure_memory
 from sac.native.load import library, status
 from sac.recompute import regions
 from sac.recompute.native_recorder import NativeReplayRecorder, _types
+from sac.recompute.native_rerun import NativeRerunRecorder, _modes
 from tests.support.blocks import Stack, square
 from tests.support.recording import PRODUCTS
 from tests.support.replay_programs import applied
@@ -46,12 +47,14 @@ def with_library(used: bool = True) -> Iterator[None]:
 class Recorded:
     """What the library did: for each region call that it took part in, the ops that it recorded and those of the tape.
 
-    ``trips``: the ops that came to the mode's `__torch_dispatch__`.
+    ``trips``: the ops that came to the mode's `__torch_dispatch__`. Under rerun there is no tape, and ``rerun`` has the
+    ops that the library ran in recomputations.
     """
 
     ops: list[int] = field(default_factory=list)
     entries: list[int] = field(default_factory=list)
     trips: list[str] = field(default_factory=list)
+    rerun: list[int] = field(default_factory=list)
 
 
 @contextlib.contextmanager
@@ -60,6 +63,8 @@ def recorded() -> Iterator[Recorded]:
     seen = Recorded()
     end, mode = NativeReplayRecorder.end, _types(LIBRARY).mode
     dispatch = mode.__torch_dispatch__
+    close, recompute = NativeRerunRecorder.close, _modes(LIBRARY).recompute
+    check = recompute.check
 
     def noting_end(self: Any, *args: Any) -> None:
         seen.ops.append(self.tape.native.recorded)
@@ -70,7 +75,17 @@ def recorded() -> Iterator[Recorded]:
         seen.trips.append(str(func))
         return dispatch(self, func, types, args, kwargs)
 
+    def noting_close(self: Any, *args: Any) -> bool:
+        seen.ops.append(self.native_ops)
+        return close(self, *args)
+
+    def noting_check(self: Any, reached: int) -> None:
+        seen.rerun.append(self.value_ids.native.recorded)
+        check(self, reached)
+
     with (
+        mock.patch.object(NativeRerunRecorder, "close", noting_close),
+        mock.patch.object(recompute, "check", noting_check),
         mock.patch.object(NativeReplayRecorder, "end", noting_end),
         mock.patch.object(mode, "__torch_dispatch__", noting_dispatch),
     ):

@@ -2,19 +2,27 @@
 #pragma once
 
 #include "record.h"
+#include "rerun.h"
 
 #include <atomic>
 #include <dlfcn.h>
 
 namespace sac {
 
-inline Tape* top_tape() {  // of the mode on top of the stack, if that records here and needs no attention
-  if (recording == nullptr) return nullptr;  // nearly all threads, nearly always
+// What the mode on top of the stack writes to, if it is one of ours.
+struct Top {
+  Tape* tape = nullptr;  // that needs no attention
+  Ids* ids = nullptr;
+};
+
+inline Top top() {
+  if (recording == nullptr && rerunning == nullptr) return {};  // nearly all threads, nearly always
   using TLS = c10::impl::TorchDispatchModeTLS;
   const auto length = TLS::stack_len();
-  if (length == 0 || !TLS::any_modes_set(true)) return nullptr;
-  Tape* tape = tape_of(TLS::get_stack_at(length - 1)->ptr(getPyInterpreter()));
-  return tape != nullptr && !tape->needs_attention ? tape : nullptr;
+  if (length == 0 || !TLS::any_modes_set(true)) return {};
+  PyObject* mode = TLS::get_stack_at(length - 1)->ptr(getPyInterpreter());
+  if (Tape* tape = tape_of(mode)) return {tape->needs_attention ? nullptr : tape, nullptr};
+  return {nullptr, ids_of(mode)};
 }
 
 inline const OperatorHandle& detach_op() {
@@ -56,13 +64,18 @@ struct Wrapped final : c10::impl::PyInterpreterVTable {
   explicit Wrapped(const c10::impl::PyInterpreterVTable* table) : inner(table) {}
 
   void dispatch(const OperatorHandle& op, Stack* stack) const override {
-    Tape* tape = top_tape();
-    if (tape == nullptr || !record(*tape, op, stack)) inner->dispatch(op, stack);
+    const Top found = top();
+    if (found.tape != nullptr && record(*found.tape, op, stack)) return;
+    if (found.ids != nullptr && rerun(*found.ids, op, stack)) return;
+    inner->dispatch(op, stack);
   }
 
   c10::intrusive_ptr<TensorImpl> detach(const TensorImpl* tensor) const override {
-    if (Tape* tape = top_tape())
-      if (auto copy = record_detach(*tape, tensor)) return copy;
+    const Top found = top();
+    if (found.tape != nullptr)
+      if (auto copy = record_detach(*found.tape, tensor)) return copy;
+    if (found.ids != nullptr)
+      if (auto copy = rerun_detach(*found.ids, tensor)) return copy;
     return inner->detach(tensor);
   }
 

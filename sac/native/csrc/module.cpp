@@ -7,6 +7,7 @@
 #include "interpreter.h"
 #include "record.h"
 #include "replay.h"
+#include "rerun.h"
 #include "tape.h"
 #include "walk.h"
 
@@ -139,6 +140,24 @@ PyType_Slot mode_slots[] = {
 PyType_Spec mode_spec = {"_sac_native.Mode", sizeof(Mode), 0,
                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE, mode_slots};
 
+PyMethodDef ids_methods[] = {
+    {"enter", as_method(ids_enter), METH_FASTCALL, nullptr},
+    {"leave", as_method(ids_leave), METH_NOARGS, nullptr},
+    {"take", as_method(ids_take), METH_NOARGS, nullptr},
+    {"forget", as_method(ids_forget), METH_NOARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+PyType_Slot ids_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(ids_new)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(ids_dealloc)},
+    {Py_tp_traverse, reinterpret_cast<void*>(ids_traverse)},
+    {Py_tp_clear, reinterpret_cast<void*>(ids_clear)},
+    {Py_tp_getset, ids_getset},
+    {Py_tp_methods, ids_methods},
+    {0, nullptr},
+};
+PyType_Spec ids_spec = {"_sac_native.Ids", sizeof(Ids), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, ids_slots};
+
 // -- Call sites
 
 PyObject* sites_new(PyTypeObject* type, PyObject*, PyObject*) {
@@ -246,7 +265,7 @@ PyMODINIT_FUNC PyInit__sac_native() {
   const std::pair<const char*, PyType_Spec*> types[] = {
       {"Tape", &sac::tape_spec},   {"Handle", &sac::handle_spec}, {"Hooks", &sac::hooks_spec},
       {"Mode", &sac::mode_spec},   {"Sites", &sac::sites_spec},   {"Values", &sac::values_spec},
-      {"Program", &sac::program_spec},
+      {"Program", &sac::program_spec}, {"Ids", &sac::ids_spec},
   };
   for (const auto& [name, spec] : types) {
     PyObject* type = PyType_FromSpec(spec);

@@ -24,6 +24,9 @@ inline Tape* tape_of(PyObject* mode) {
   return nullptr;
 }
 
+struct Ids;
+inline Ids* ids_of(PyObject* mode);  // see rerun.h
+
 inline Site* site_of(Tape& tape, const OperatorHandle& op) {
   PyObject* path = reinterpret_cast<Mode*>(tape.mode)->sites;
   if (path != tape.path) {
@@ -410,7 +413,8 @@ inline PyObject* start(PyObject*, PyObject* const* args, Py_ssize_t) {  // tape,
   using TLS = c10::impl::TorchDispatchModeTLS;
   bool only_ours = true;
   for (int64_t i = 0; i + 1 < TLS::stack_len(); i++)
-    only_ours = only_ours && tape_of(TLS::get_stack_at(i)->ptr(getPyInterpreter())) != nullptr;
+    if (PyObject* one = TLS::get_stack_at(i)->ptr(getPyInterpreter()); tape_of(one) == nullptr && ids_of(one) == nullptr)
+      only_ours = false;
   if (!only_ours) Py_RETURN_FALSE;
   tape->mode = args[1];
   tape->recorder = args[2];

@@ -8,6 +8,7 @@
 #include <structmember.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/object_ptr.h>
 
 namespace sac {
 
@@ -18,6 +19,8 @@ struct Gil {  // holds the GIL, whoever had it before
   Gil& operator=(const Gil&) = delete;
   PyGILState_STATE state;
 };
+
+using Owned = THPObjectPtr;  // a Python object that is let go at the end of the scope, with the GIL
 
 struct Value {
   TensorImpl* tensor;  // held weakly: while it is, no other tensor has its address

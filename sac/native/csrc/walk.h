@@ -16,8 +16,6 @@
 
 namespace sac {
 
-using Owned = THPObjectPtr;
-
 struct Named {
   Owned name, value;
 };

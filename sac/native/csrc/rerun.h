@@ -1,0 +1,479 @@
+// The ordinary ops of a region under the rerun engine, in both passes; see Note [Value ids] in
+// sac/recompute/value_ids.py.
+//
+// What is known of a pass is in Python's tables, which Python uses for all other ops. An op's signature is hashed here
+// for both, so that a call has one signature whichever of the two runs it.
+#pragma once
+
+#include "record.h"
+
+namespace sac {
+
+// The value ids of one pass over one region.
+struct Ids {
+  PyObject_HEAD
+  PyObject* by_storage;           // address of a storage -> value id
+  PyObject* moved;                // address -> how much larger its offset was in forward
+  PyObject* external;             // value ids
+  PyObject* parameters;           // value ids
+  PyObject* parameter_addresses;
+  PyObject* producers;            // value id -> call site
+  PyObject* parameter_bytes;      // value id -> what `ParameterOnlyIds.of` returns for it
+  PyObject* references;           // weak references to storages
+  int64_t recorded;               // ops run here
+  // Of the op that Python is about to run.
+  char has_signature;
+  char is_external;
+  int64_t signature;
+  int64_t made_of;
+  // While its mode is on the stack: borrowed from the mode.
+  Ids* outer;
+  PyObject* mode;
+  PyObject* owner;     // Python's `ValueIds`
+  PyObject* state;     // of a forward: the `RerunState`; nullptr in a recomputation
+  PyObject* saved;     // of a forward: its `by_storage`
+  PyObject* packed;    // of a forward: what autograd has saved since the last op
+  PyObject* hits;      // of a forward: by rule
+  char runs;           // ordinary ops run here; otherwise they are only signed
+  Sites* sites;
+  PyObject* path;
+  PathSites* path_sites;
+};
+
+inline thread_local Ids* rerunning = nullptr;  // of the innermost such mode on this thread's stack
+
+inline Ids* ids_of(PyObject* mode) {
+  for (Ids* ids = rerunning; ids != nullptr; ids = ids->outer)
+    if (ids->mode == mode) return ids;
+  return nullptr;
+}
+
+struct Signature {
+  uint64_t hash = 0x9E3779B97F4A7C15ull;
+  bool is_known = true;  // false if Python has to hash an argument
+  bool is_external = false;
+  int64_t made_of = 0;
+
+  void add(uint64_t value) {
+    hash ^= value + 0x9E3779B97F4A7C15ull + (hash << 6) + (hash >> 2);
+    hash *= 0xFF51AFD7ED558CCDull;
+    hash ^= hash >> 33;
+  }
+
+  void add(const IValue& value) {
+    add(static_cast<uint64_t>(value.isNone() ? 1 : value.isInt() ? 2 : value.isDouble() ? 3 : value.isBool() ? 4 : 5));
+    if (value.isNone()) return;
+    if (value.isInt()) return add(static_cast<uint64_t>(value.toInt()));
+    if (value.isBool()) return add(static_cast<uint64_t>(value.toBool()));
+    if (value.isDouble()) return add_double(value.toDouble());
+    if (value.isComplexDouble()) {
+      add_double(value.toComplexDouble().real());
+      return add_double(value.toComplexDouble().imag());
+    }
+    if (value.isString()) return add(std::hash<std::string>()(value.toStringRef()));
+    if (value.isDevice()) return add(std::hash<c10::Device>()(value.toDevice()));
+    if (value.isGenerator()) return;
+    if (!value.isList() || value.isTensorList()) {
+      is_known = false;
+      return;
+    }
+    const auto list = value.toListRef();
+    add(list.size());
+    for (const IValue& one : list) add(one);
+  }
+
+  void add_double(double value) {
+    if (value == 0) value = 0;  // -0.0 is equal
+    uint64_t bits = 0;
+    if (value == value) memcpy(&bits, &value, sizeof bits);
+    add(value == value ? bits : 6);
+  }
+};
+
+inline PyObject* checked(PyObject* object) {
+  if (object == nullptr) throw python_error();
+  return object;
+}
+
+inline PyObject* found_in(PyObject* dict, PyObject* key) {  // borrowed; nullptr if it is not there
+  PyObject* found = PyDict_GetItemWithError(dict, key);
+  if (found == nullptr && PyErr_Occurred() != nullptr) throw python_error();
+  return found;
+}
+
+inline bool holds(PyObject* set, PyObject* key) {
+  const int found = PySet_Contains(set, key);
+  if (found < 0) throw python_error();
+  return found == 1;
+}
+
+// Names of attributes, as Python's own code has them.
+struct Names {
+  PyObject* paused = PyUnicode_InternFromString("paused");
+  PyObject* inside = PyUnicode_InternFromString("inside");
+  PyObject* progress = PyUnicode_InternFromString("progress");
+  PyObject* done = PyUnicode_InternFromString("done");
+  PyObject* after_op = PyUnicode_InternFromString("after_op");
+  PyObject* of = PyUnicode_InternFromString("of");
+};
+
+inline const Names& names() {
+  static const auto* all = new Names();
+  return *all;
+}
+
+inline bool is_set(PyObject* object, PyObject* attribute) {  // neither None nor False
+  Owned found(checked(PyObject_GetAttr(object, attribute)));
+  return found.get() != Py_None && found.get() != Py_False;
+}
+
+// The value id of a tensor as Python finds it, which names the tensor if it is new to the region.
+inline PyObject* ask_value_id(Ids& ids, const Tensor& tensor) {
+  torch::torch_dispatch_mode::StashTorchDispatchModeGuard stash;
+  Owned wrapped(checked(THPVariable_Wrap(tensor)));
+  return checked(PyObject_CallMethodOneArg(ids.owner, names().of, wrapped.get()));
+}
+
+// Whether the library has nothing to find out about a tensor: it is strided, and of no subclass with code of its own.
+inline bool is_simple(const Tensor& tensor) {
+  const TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  return is_plain(impl) && impl->layout() == at::kStrided && storage_of(impl) != nullptr &&
+         !impl->has_symbolic_sizes_strides();
+}
+
+inline PyObject* value_id_of(Ids& ids, const Tensor& tensor, PyObject* address) {
+  const TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  PyObject* found = found_in(ids.by_storage, address);
+  if (found == nullptr) return ask_value_id(ids, tensor);
+  if (is_parameter(impl) && !(holds(ids.parameter_addresses, address) && holds(ids.parameters, found)))
+    return ask_value_id(ids, tensor);
+  return Py_NewRef(found);
+}
+
+inline void add_tensor(Ids& ids, const Tensor& tensor, Signature& signature) {
+  if (!tensor.defined()) return signature.add(IValue());
+  if (is_number(tensor)) return signature.add(IValue(number_in(tensor)));
+  if (!is_simple(tensor)) {
+    signature.is_known = false;
+    return;
+  }
+  Owned address(checked(PyLong_FromVoidPtr(storage_of(tensor.unsafeGetTensorImpl()))));
+  Owned id(value_id_of(ids, tensor, address.get()));
+  signature.add(static_cast<uint64_t>(PyObject_Hash(id.get())));
+  signature.add(7 + static_cast<uint64_t>(tensor.dim()));
+  for (const int64_t size : tensor.sizes()) signature.add(static_cast<uint64_t>(size));
+  for (const int64_t stride : tensor.strides()) signature.add(static_cast<uint64_t>(stride));
+  int64_t offset = tensor.storage_offset();
+  if (PyDict_GET_SIZE(ids.moved) > 0)
+    if (PyObject* by = found_in(ids.moved, address.get())) offset += PyLong_AsLongLong(by);
+  signature.add(static_cast<uint64_t>(offset));
+  signature.add(static_cast<uint64_t>(tensor.scalar_type()));
+  signature.is_external = signature.is_external || holds(ids.external, id.get());
+  if (signature.made_of < 0) return;
+  PyObject* bytes = found_in(ids.parameter_bytes, id.get());
+  signature.made_of = bytes == nullptr ? -1 : std::max<int64_t>(signature.made_of, PyLong_AsLongLong(bytes));
+}
+
+inline Signature signature_of(Ids& ids, const Op& op, const void* schema, const Stack& stack, size_t base) {
+  Signature signature;
+  signature.add(reinterpret_cast<uint64_t>(schema));
+  for (size_t i = 0; i < op.arguments.size() && signature.is_known; i++) {
+    const IValue& argument = stack[base + i];
+    if (op.arguments[i] == Kind::PLAIN) {
+      signature.add(argument);
+    } else if (argument.isTensor()) {
+      add_tensor(ids, argument.toTensor(), signature);
+    } else if (argument.isNone()) {
+      signature.add(argument);
+    } else {
+      const auto list = argument.toListRef();
+      signature.add(list.size());
+      for (const IValue& one : list) {
+        if (one.isTensor())
+          add_tensor(ids, one.toTensor(), signature);
+        else
+          signature.add(one);
+      }
+    }
+  }
+  signature.hash &= (1ull << 60) - 1;  // Python's hash of it is itself
+  return signature;
+}
+
+// Every op of torch's own that Python may want signed. With the GIL.
+inline const Op* op_to_sign(const OperatorHandle& handle) {
+  static auto* known = new std::unordered_map<const void*, std::unique_ptr<Op>>();
+  const auto& schema = handle.schema();
+  auto& found = (*known)[&schema];
+  if (!found) found = std::make_unique<Op>(handle);
+  const std::string& name = schema.name();
+  const bool is_torchs = name.rfind("aten::", 0) == 0 || name.rfind("prims::", 0) == 0;
+  return is_torchs ? found.get() : nullptr;
+}
+
+// Name a parameter before a view is made of it; return false if Python has to do it.
+inline bool see(Ids& ids, const Op& op, const Stack& stack, size_t base) {
+  if (op.arguments.empty() || op.arguments[0] != Kind::TENSOR || !stack[base].isTensor()) return false;
+  const Tensor& tensor = stack[base].toTensor();
+  if (!tensor.defined() || !is_simple(tensor)) return false;
+  PyObject* object = object_of(tensor.unsafeGetTensorImpl());
+  if (object == nullptr || reinterpret_cast<PyObject*>(Py_TYPE(object)) == THPVariableClass) return true;
+  Owned address(checked(PyLong_FromVoidPtr(storage_of(tensor.unsafeGetTensorImpl()))));
+  if (!is_parameter(tensor.unsafeGetTensorImpl())) return false;
+  Owned id(value_id_of(ids, tensor, address.get()));
+  return true;
+}
+
+// Whether an op reads what the region saves: Python notes that.
+inline bool reads_saved(Ids& ids, const Op& op, const Stack& stack, size_t base) {
+  if (PyDict_GET_SIZE(ids.saved) == 0) return false;
+  const auto is_saved = [&](const IValue& value) {
+    if (!value.isTensor() || !value.toTensor().defined()) return false;
+    const StorageImpl* storage = storage_of(value.toTensor().unsafeGetTensorImpl());
+    if (storage == nullptr) return true;
+    Owned address(checked(PyLong_FromVoidPtr(const_cast<StorageImpl*>(storage))));
+    return found_in(ids.saved, address.get()) != nullptr;
+  };
+  for (size_t i = 0; i < op.arguments.size(); i++) {
+    const IValue& argument = stack[base + i];
+    if (op.arguments[i] == Kind::PLAIN || argument.isNone()) continue;
+    if (argument.isTensor()) {
+      if (is_saved(argument)) return true;
+    } else {
+      for (const IValue& one : argument.toListRef())
+        if (is_saved(one)) return true;
+    }
+  }
+  return false;
+}
+
+inline void name_result(Ids& ids, const Tensor& tensor, PyObject* id, const Signature& signature) {
+  StorageImpl* storage = storage_of(tensor.unsafeGetTensorImpl());
+  Owned address(checked(PyLong_FromVoidPtr(storage)));
+  if (found_in(ids.by_storage, address.get()) == nullptr) {
+    Owned weak(checked(PyLong_FromVoidPtr(c10::raw::intrusive_ptr::make_weak(storage))));
+    if (PyList_Append(ids.references, weak.get()) < 0) throw python_error();
+  }
+  if (PyDict_SetItem(ids.by_storage, address.get(), id) < 0) throw python_error();
+  if (signature.is_external && PySet_Add(ids.external, id) < 0) throw python_error();
+  if (signature.made_of < 0) return;
+  Owned bytes(checked(PyLong_FromLongLong(signature.made_of)));
+  if (PyDict_SetItem(ids.parameter_bytes, id, bytes.get()) < 0) throw python_error();
+}
+
+// Do what `ValueIds.name_output` does.
+inline void name_results(Ids& ids, const Op& op, const Stack& stack, size_t base, PyObject* id,
+                         const Signature& signature) {
+  if (op.returns_one_tensor && stack[base].toTensor().defined() && is_simple(stack[base].toTensor()))
+    return name_result(ids, stack[base].toTensor(), id, signature);
+  bool are_simple = !op.returns_one_tensor;
+  for (size_t i = 0; i < op.results.size() && are_simple; i++) {
+    const IValue& value = stack[base + i];
+    are_simple = op.results[i] == Kind::TENSOR && (!value.toTensor().defined() || is_simple(value.toTensor()));
+  }
+  if (!are_simple) {
+    torch::torch_dispatch_mode::StashTorchDispatchModeGuard stash;
+    Owned out(checked(wrapped(op, stack, base)));
+    Owned done(checked(PyObject_CallMethod(ids.owner, "name_output", "OOOL", out.get(), id,
+                                                 signature.is_external ? Py_True : Py_False,
+                                                 static_cast<long long>(signature.made_of))));
+    return;
+  }
+  for (size_t i = 0; i < op.results.size(); i++) {
+    const Tensor& tensor = stack[base + i].toTensor();
+    if (!tensor.defined()) continue;
+    Owned pair(checked(Py_BuildValue("(On)", id, static_cast<Py_ssize_t>(i))));
+    Owned part(checked(PyLong_FromSsize_t(PyObject_Hash(pair.get()))));
+    name_result(ids, tensor, part.get(), signature);
+  }
+}
+
+inline void after_op(Ids& ids, const Site& site) {
+  if (ids.state == nullptr) {
+    Owned progress(checked(PyObject_GetAttr(ids.mode, names().progress)));
+    Owned done(checked(PyObject_CallMethodNoArgs(progress.get(), names().after_op)));
+    return;
+  }
+  if (PyList_GET_SIZE(ids.packed) > 0 && PyList_SetSlice(ids.packed, 0, PyList_GET_SIZE(ids.packed), nullptr) < 0)
+    throw python_error();
+  if (site.rule < 0) return;
+  Owned rule(checked(PyLong_FromLong(site.rule)));
+  PyObject* hits = found_in(ids.hits, rule.get());
+  Owned now(checked(PyLong_FromLong(hits != nullptr ? PyLong_AsLong(hits) + 1 : 1)));
+  if (PyDict_SetItem(ids.hits, rule.get(), now.get()) < 0) throw python_error();
+}
+
+inline Site* site_in(Ids& ids, const OperatorHandle& op) {
+  PyObject* path = reinterpret_cast<Mode*>(ids.mode)->sites;
+  if (path != ids.path || ids.path_sites == nullptr) {
+    ids.path = path;
+    ids.path_sites = ids.sites->at(path);
+  }
+  return ids.path_sites != nullptr ? ids.sites->find(ids.path_sites, &op.schema()) : nullptr;
+}
+
+// Whether ops are not the region's own now: a recomputation runs inside of the forward, or a module that is saved whole.
+inline bool is_pythons_turn(Ids& ids) {
+  return ids.state != nullptr && (is_set(ids.state, names().paused) || is_set(ids.state, names().inside));
+}
+
+// Run one op as the region's mode does; return false, with the stack as it was, if Python has to run it.
+inline bool rerun(Ids& ids, const OperatorHandle& op, Stack* stack) {
+  Site* site = nullptr;
+  Signature signature;
+  bool is_view = false;
+  size_t base = 0;
+  {
+    Gil gil;
+    ids.has_signature = 0;
+    if (is_pythons_turn(ids)) return false;
+    site = site_in(ids, op);
+    is_view = site != nullptr && site->memory != Memory::NEW;
+    const Op* known = site != nullptr ? site->op.get() : op_to_sign(op);
+    if (known == nullptr) return false;
+    base = stack->size() - known->arguments.size();
+    if (is_view) {
+      if (!ids.runs || !see(ids, *known, *stack, base)) return false;
+    } else {
+      signature = signature_of(ids, *known, &op.schema(), *stack, base);
+      if (!signature.is_known) return false;
+      const bool is_ordinary = site != nullptr && ids.runs && site->verdict == Verdict::RECOMPUTE && !site->draws;
+      bool is_pythons = !is_ordinary;
+      if (!is_pythons && ids.state != nullptr) is_pythons = reads_saved(ids, *known, *stack, base);
+      if (!is_pythons && ids.state == nullptr) {
+        Owned progress(checked(PyObject_GetAttr(ids.mode, names().progress)));
+        is_pythons = is_set(progress.get(), names().done);
+      }
+      if (is_pythons) {
+        ids.has_signature = 1;
+        ids.is_external = signature.is_external;
+        ids.signature = static_cast<int64_t>(signature.hash);
+        ids.made_of = signature.made_of;
+        return false;
+      }
+    }
+  }
+  {
+    torch::torch_dispatch_mode::StashTorchDispatchModeGuard stash;
+    op.callBoxed(stack);
+  }
+  ids.recorded++;
+  if (is_view) return true;
+  Gil gil;
+  Owned id(checked(PyLong_FromLongLong(static_cast<int64_t>(signature.hash))));
+  if (PyDict_SetItem(ids.producers, id.get(), site->object) < 0) throw python_error();
+  name_results(ids, *site->op, *stack, base, id.get(), signature);
+  after_op(ids, *site);
+  return true;
+}
+
+// Run a shallow copy of a tensor as the region's mode does; return nothing if Python has to.
+inline c10::intrusive_ptr<TensorImpl> rerun_detach(Ids& ids, const TensorImpl* tensor) {
+  if (!ids.runs || !is_plain(tensor)) return {};
+  {
+    Gil gil;
+    ids.has_signature = 0;
+    PyObject* object = object_of(tensor);
+    if (object != nullptr && reinterpret_cast<PyObject*>(Py_TYPE(object)) != THPVariableClass) return {};
+    if (is_pythons_turn(ids)) return {};
+  }
+  torch::torch_dispatch_mode::StashTorchDispatchModeGuard stash;
+  ids.recorded++;
+  return tensor->shallow_copy_and_detach(c10::VariableVersion(0), true);
+}
+
+// -- The type, for Python
+
+inline PyObject** ids_fields(Ids* self) { return &self->by_storage; }
+
+constexpr int IDS_FIELDS = 8;
+
+inline PyObject* ids_new(PyTypeObject* type, PyObject* args, PyObject*) {
+  PyObject* given[IDS_FIELDS];
+  if (!PyArg_ParseTuple(args, "O!O!O!O!O!O!O!O!", &PyDict_Type, &given[0], &PyDict_Type, &given[1], &PySet_Type,
+                        &given[2], &PySet_Type, &given[3], &PySet_Type, &given[4], &PyDict_Type, &given[5],
+                        &PyDict_Type, &given[6], &PyList_Type, &given[7]))
+    return nullptr;
+  auto* self = reinterpret_cast<Ids*>(type->tp_alloc(type, 0));
+  for (int i = 0; self != nullptr && i < IDS_FIELDS; i++) ids_fields(self)[i] = Py_NewRef(given[i]);
+  return reinterpret_cast<PyObject*>(self);
+}
+
+inline int ids_traverse(Ids* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  for (int i = 0; i < IDS_FIELDS; i++) Py_VISIT(ids_fields(self)[i]);
+  return 0;
+}
+
+inline int ids_clear(Ids* self) {
+  for (int i = 0; i < IDS_FIELDS; i++) Py_CLEAR(ids_fields(self)[i]);
+  return 0;
+}
+
+inline void ids_dealloc(Ids* self) {
+  PyTypeObject* type = Py_TYPE(self);
+  PyObject_GC_UnTrack(self);
+  ids_clear(self);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+// The mode is on the stack now. Arguments: mode, value ids, state or None, whether ordinary ops run here, sites.
+inline PyObject* ids_enter(Ids* self, PyObject* const* args, Py_ssize_t) {
+  self->mode = args[0];
+  self->owner = args[1];
+  self->state = args[2] != Py_None ? args[2] : nullptr;
+  self->runs = args[3] == Py_True;
+  self->sites = reinterpret_cast<Sites*>(args[4]);
+  self->path = nullptr;
+  self->path_sites = nullptr;
+  self->saved = self->packed = self->hits = nullptr;
+  if (self->state != nullptr) {
+    const std::pair<const char*, PyObject**> held[] = {
+        {"by_storage", &self->saved}, {"_packed_since_op", &self->packed}, {"hits", &self->hits}};
+    for (const auto& [name, field] : held) {
+      *field = PyObject_GetAttrString(self->state, name);
+      if (*field == nullptr) return nullptr;
+      Py_DECREF(*field);  // the state holds it
+    }
+  }
+  self->outer = rerunning;
+  rerunning = self;
+  Py_RETURN_NONE;
+}
+
+inline PyObject* ids_leave(Ids* self, PyObject*) {
+  for (Ids** one = &rerunning; *one != nullptr; one = &(*one)->outer)
+    if (*one == self) {
+      *one = self->outer;
+      break;
+    }
+  self->outer = nullptr;
+  self->mode = self->owner = self->state = self->saved = self->packed = self->hits = nullptr;
+  self->sites = nullptr;
+  self->has_signature = 0;
+  Py_RETURN_NONE;
+}
+
+// The signature of the op that Python runs now, whether something external went into it, and its `made_of`; None if
+// Python has to hash it.
+inline PyObject* ids_take(Ids* self, PyObject*) {
+  if (!self->has_signature) Py_RETURN_NONE;
+  self->has_signature = 0;
+  return Py_BuildValue("(LOL)", static_cast<long long>(self->signature), self->is_external ? Py_True : Py_False,
+                       static_cast<long long>(self->made_of));
+}
+
+inline PyObject* ids_forget(Ids* self, PyObject*) {  // an op comes that did not pass through the library
+  self->has_signature = 0;
+  Py_RETURN_NONE;
+}
+
+inline PyObject* ids_recorded(Ids* self, void*) { return PyLong_FromLongLong(self->recorded); }
+
+inline PyGetSetDef ids_getset[] = {
+    {"recorded", reinterpret_cast<getter>(ids_recorded), nullptr, nullptr, nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr},
+};
+
+}  // namespace sac

@@ -1,0 +1,176 @@
+"""The rerun engine with and without the library: the same numbers, kept bytes, report, ops in backward and FLOPs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+import sac
+from sac.errors import RegionError
+from tests.support.blocks import FULL, FunctionBlock, Stack, llama_stack, policy, save, selective, square, tokens
+from tests.support.custom_ops import lucky
+from tests.support.native_engine import assert_same_with_library, needs_library, recorded, with_library
+from tests.support.replay_programs import POLICIES, applied, block_of, gradients
+from tests.support.training import assert_same, built, train
+from tests.unit.native.test_engine_programs import (
+    NATIVE,
+    Nested,
+    branches,
+    branches_on_values,
+    inside,
+    longer_each_time,
+    other_numbers,
+)
+from tests.unit.recompute.test_replay_kinds_of_ops import BODIES as KINDS
+from tests.unit.recompute.test_replay_random_numbers import BODIES as RANDOM
+from tests.unit.recompute.test_replay_random_numbers import holding_a_generator
+
+pytestmark = needs_library
+
+
+def rerun(chosen: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return selective(chosen, engine="rerun", **more)
+
+
+ON_TWO = pytest.mark.parametrize("name", ["matmuls", "every second op"])
+
+
+@ON_TWO
+@pytest.mark.parametrize("program", NATIVE)
+def test_kinds_of_ops(program: str, name: str) -> None:
+    assert_same_with_library(block_of(NATIVE[program]), rerun(POLICIES[name]), ops=1 if name == "matmuls" else None)
+
+
+@pytest.mark.slow
+@ON_TWO
+@pytest.mark.parametrize("program", sorted(KINDS.keys() - {"either_branch"}))  # rerun cannot run `torch.cond`
+def test_programs_of_replay(program: str, name: str) -> None:
+    assert_same_with_library(block_of(KINDS[program]), rerun(POLICIES[name]), ops=None)
+
+
+@pytest.mark.slow
+@ON_TWO
+@pytest.mark.parametrize("program", RANDOM)
+def test_programs_that_draw(program: str, name: str) -> None:
+    assert_same_with_library(holding_a_generator(RANDOM[program]), rerun(POLICIES[name]), ops=None)
+
+
+def routes(block: FunctionBlock, x: Tensor) -> Tensor:
+    """A mixture of experts: under `full`, too, what it chooses is kept."""
+    weights, chosen = (x @ block.a).softmax(-1).topk(2)
+    out = torch.zeros_like(x)
+    for expert in range(3):
+        row, slot = (chosen % 3 == expert).nonzero(as_tuple=True)
+        out.index_add_(0, row, (x[row] @ block.b).sin() * weights[row, slot, None])
+    return out
+
+
+def draws_from_its_own(block: FunctionBlock, x: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(block.calls)
+    return (x @ block.a).sin() * torch.rand(8, 8, generator=generator) @ block.b
+
+
+def writes_late(block: FunctionBlock, x: Tensor) -> Tensor:
+    return F.rrelu((x @ block.a).cos() @ block.b, training=True)
+
+
+@pytest.mark.parametrize("function", [routes, draws_from_its_own, writes_late], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("value", [FULL, {**FULL, "store": "host"}], ids=["full", "inputs on the host"])
+def test_full(function: Callable[..., Tensor], value: dict[str, Any]) -> None:
+    def build() -> Stack:
+        return Stack(FunctionBlock(function), FunctionBlock(function))
+
+    seen = assert_same_with_library(build, value, ops=3)
+    assert min(seen.rerun[-2:]) >= 3
+
+
+@ON_TWO
+@pytest.mark.parametrize("function", [branches, branches_on_values, longer_each_time, other_numbers])
+def test_programs_that_differ_from_step_to_step(function: Callable[..., Tensor], name: str) -> None:
+    assert_same_with_library(block_of(function), rerun(POLICIES[name]), steps=5, ops=None)
+
+
+@ON_TWO
+def test_a_gradient_taken_inside(name: str) -> None:
+    """While a recomputation runs inside of the forward, ops go to Python, which records none of them."""
+    assert_same_with_library(block_of(inside), rerun(POLICIES[name]), ops=None)
+
+
+@ON_TWO
+def test_nested_regions(name: str) -> None:
+    value = {**rerun(POLICIES[name]), "blocks": ["blocks.*", "blocks.*.inner"]}
+    assert_same_with_library(lambda: Stack(Nested(), Nested()), value, ops=None)
+
+
+def test_a_decoder() -> None:
+    seen = assert_same_with_library(lambda: llama_stack(3), rerun(POLICIES["matmuls"]), make_input=tokens, ops=40)
+    assert min(seen.rerun[-3:]) >= 30
+
+
+def test_python_and_the_library_sign_alike() -> None:
+    """What runs in C++ in one pass runs in Python in the other: the calls are matched, and nothing saved runs again.
+
+    The `sin` reads a saved result, so Python notes that in forward, and `lucky` is an op of others, which Python signs
+    in both passes; in recomputation, the library runs the `sin`.
+    """
+
+    def function(block: FunctionBlock, x: Tensor) -> Tensor:
+        h = (x @ block.a).sin()
+        return lucky(h.cos()) * (h.exp() @ block.b)
+
+    assert_same_with_library(block_of(function), rerun(POLICIES["matmuls"]), ops=1)
+
+
+def test_a_mode_around_forward_alone() -> None:
+    """Calls have the same signatures under a mode that watches the forward, and without it in backward."""
+
+    def step(model: nn.Module) -> None:
+        with FlopCounterMode(display=False):
+            out = model(*tokens())
+        out.sum().backward()
+
+    models = []
+    for native in (True, False):
+        with with_library(native):
+            model = sac.apply(built(llama_stack), rerun(POLICIES["matmuls"]))
+            for _ in range(3):
+                step(model)
+            models.append(model)
+    plain = built(llama_stack)
+    for _ in range(3):
+        step(plain)
+    for model in models:
+        assert_same(gradients(plain), gradients(model))
+
+
+def test_another_value_is_found() -> None:
+    """The same error: recomputation computes with another parameter than forward did."""
+
+    def function(block: FunctionBlock, x: Tensor) -> Tensor:
+        h = x @ (block.a if block.runs % 2 else block.b)  # runs are counted in both passes
+        return (h.sin() * h.cos()) @ block.b
+
+    said = []
+    for native in (True, False):
+        with with_library(native), recorded() as seen:
+            model = applied(block_of(function), rerun(policy({**save("attention"), "optional": True})))
+            for _ in range(2):  # the library takes part from the second call on
+                with pytest.raises(RegionError) as error:
+                    model(torch.randn(8, 8)).sum().backward()
+            said.append(str(error.value))
+        assert (sum(seen.ops) > 0) == native
+    assert said[0] == said[1]
+    assert "in recomputation it is" in said[0]
+
+
+def test_the_report_counts_its_ops() -> None:
+    with with_library(), recorded() as seen:
+        model = sac.apply(built(block_of(routes)), FULL)
+        train(model, steps=3, make_input=square)
+    assert sac.report(model).to_dict()["native_ops"] == seen.ops[-1] > 0
