@@ -373,19 +373,19 @@ inline bool record(Tape& tape, const OperatorHandle& op, Stack* stack) {
   const Op& known = *site->op;
   const size_t base = stack->size() - known.arguments.size();
   if (site->draws && !draws_on_cpu(known, *stack, base)) return false;
+  // As in a mode's own handler, the mode is off the stack: what Python runs in here (a finalizer, a signal handler) is
+  // not recorded, and finds nothing half done.
+  torch::torch_dispatch_mode::StashTorchDispatchModeGuard stash;
   if (!read_all(tape, *site, *stack, base)) return false;
   Entry entry{site->object, &known, nullptr, static_cast<int>(t.pool.size()), 0,
               static_cast<int>(t.scratch.size()), 0};
   push_arguments(t, *site, *stack, base);
   Draw draw(site->draws);
-  {
-    torch::torch_dispatch_mode::StashTorchDispatchModeGuard stash;
-    try {
-      op.callBoxed(stack);
-    } catch (...) {
-      t.pool.resize(entry.arguments);
-      throw;
-    }
+  try {
+    op.callBoxed(stack);
+  } catch (...) {
+    t.pool.resize(entry.arguments);
+    throw;
   }
   entry.reads = static_cast<int>(t.reads.size());
   t.reads.insert(t.reads.end(), t.scratch.begin(), t.scratch.end());
