@@ -396,7 +396,7 @@ inline bool record(Tape& tape, const OperatorHandle& op, Stack* stack) {
   t.entries.push_back(entry);
   t.recorded++;
   decide(tape, *site, *stack, base, results, entry, state);
-  t.recent.clear();
+  clear_recent(t);
   return true;
 }
 

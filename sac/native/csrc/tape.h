@@ -105,6 +105,13 @@ inline Tensor lock(TensorImpl* tensor) {  // undefined if it is gone
   return strong ? Tensor(std::move(strong)) : Tensor();
 }
 
+// Let go of what autograd has saved since the last op. Freeing a tensor may run Python, in which autograd may save more.
+inline void clear_recent(Tables& t) {
+  if (t.recent.empty()) return;
+  std::vector<Recent> freed;
+  freed.swap(t.recent);
+}
+
 // Let go of all tensors but the parameters, from which a replay may start.
 inline void forget_tensors(Tables& t) {
   auto leaf = t.parameters.begin();
@@ -121,7 +128,7 @@ inline void forget_tensors(Tables& t) {
   t.roots.clear();
   t.storages.clear();
   t.unsynced.clear();
-  t.recent.clear();
+  clear_recent(t);
 }
 
 inline int add_value(Tables& t, TensorImpl* tensor, int root, uint32_t version) {
@@ -505,8 +512,9 @@ inline PyObject* tape_remove_factory(Tape* self, PyObject* root) {
 
 inline PyObject* tape_recent(Tape* self, PyObject*) {
   HANDLE_TH_ERRORS
+  const std::vector<Recent> all = self->tables->recent;  // the collector may run in here, and autograd save more
   PyObject* found = PyList_New(0);
-  for (const Recent& one : self->tables->recent) {
+  for (const Recent& one : all) {
     PyObject* item = Py_BuildValue("(iNi)", one.handle, THPVariable_Wrap(one.tensor), one.root);
     PyList_Append(found, item);
     Py_DECREF(item);
@@ -516,7 +524,7 @@ inline PyObject* tape_recent(Tape* self, PyObject*) {
 }
 
 inline PyObject* tape_clear_recent(Tape* self, PyObject*) {
-  self->tables->recent.clear();
+  clear_recent(*self->tables);
   Py_RETURN_NONE;
 }
 

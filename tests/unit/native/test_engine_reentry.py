@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -80,3 +81,29 @@ def test_ops_of_the_collector(chosen: dict[str, Any], eager_collector: None) -> 
         assert_same(expected, steps(applied(block_of(body), replay(chosen)), collected))
     assert Garbage.count
     assert seen.ops[-1] > 9
+
+
+@ON_EACH
+def test_a_finalizer_under_which_autograd_saves(chosen: dict[str, Any]) -> None:
+    """The library holds the last reference to a tensor that autograd has saved; freeing it saves others."""
+
+    def body(block: FunctionBlock, x: Tensor) -> Tensor:
+        h = x @ block.a
+        for _ in range(3):
+            h = h.sin()
+            result = h.tanh()
+            weakref.finalize(result, save_more, h, found)
+            del result
+            h = h + h.data
+        return h @ block.b
+
+    def save_more(held: Tensor, found: list[bool]) -> None:
+        results = [held.sin() for _ in range(40)]
+        found.append(all(one.requires_grad for one in results))
+
+    found: list[bool] = []
+    expected = steps(built(block_of(body)))
+    with with_library(), recorded() as seen:
+        assert_same(expected, steps(applied(block_of(body), replay(chosen))))
+    assert found[-1]
+    assert seen.ops[-1] > 5
