@@ -287,7 +287,7 @@ class TapeMode(RegionMode):
             recorder.finish(self, site, args, kwargs or {}, rest, reads, kwargs or {}, out)
             return out
         first = len(roots)
-        if site.view_of >= 0:
+        if site.view_of >= 0 and reads:  # not a view of a number
             versions.append(versions[reads[0]])
             roots.append(roots[reads[0]])
             ids[id(out)] = ref(out), first

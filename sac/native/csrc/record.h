@@ -337,7 +337,7 @@ inline std::vector<Tensor> number_results(Tape& tape, const Site& site, const St
   if (op.returns_one_tensor && site.memory != Memory::UNSURE && stack[base].toTensor().defined() &&
       is_plain(stack[base].toTensor().unsafeGetTensorImpl())) {
     TensorImpl* impl = stack[base].toTensor().unsafeGetTensorImpl();
-    if (site.memory == Memory::VIEW) {
+    if (site.memory == Memory::VIEW && !t.scratch.empty()) {  // not a view of a number
       const int root = t.values[t.scratch[0]].root;
       add_value(t, impl, root, t.values[t.scratch[0]].version);
     } else {
