@@ -427,6 +427,11 @@ class TapeRecorder:
         """Record that autograd has saved ``tensor`` since the last op."""
         self.recent.append((handle, tensor, root))
 
+    def forget_recent(self) -> None:
+        """Release what autograd has saved since the last op: the forward has failed, and its graph holds this."""
+        self.recent = []
+        self.maybe_modified.clear()
+
     def run_untaped(self, mode: TapeMode, site: CallSite, args: Any, kwargs: Any) -> Any:
         """Run an op of a forward that is not replayable: keep must-save results, snapshot memory before writes."""
         if site.has_generator or site.draws:

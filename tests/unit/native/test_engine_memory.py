@@ -79,6 +79,28 @@ def test_many_failing_steps_leave_nothing(chosen: dict[str, Any]) -> None:
 
 
 @ON_EACH
+@pytest.mark.parametrize("native", [True, False])
+def test_a_failing_step_frees_what_autograd_saved_last(chosen: dict[str, Any], native: bool) -> None:
+    seen: list[Any] = []
+
+    def fails(block: FunctionBlock, x: Tensor) -> Tensor:
+        h = (x @ block.a).tanh()
+        seen.append(weakref.ref(h.untyped_storage()))
+        if block.calls >= 4:
+            raise ValueError
+        return h @ block.b
+
+    with with_library(native):
+        model, x = applied(block_of(fails), replay(chosen)), torch.randn(8, 8)
+        for _ in range(3):
+            step(model, x)
+        with pytest.raises(ValueError):
+            model(x)
+    gc.collect()
+    assert [one() for one in seen] == [None] * 4
+
+
+@ON_EACH
 def test_tensors_are_freed_when_the_graph_is_dropped(chosen: dict[str, Any]) -> None:
     """Without a backward, and without the cycle collector."""
     seen: list[Any] = []
