@@ -77,7 +77,7 @@ struct Tape {
   PyObject_HEAD
   Tables* tables;
   char needs_attention;  // every op goes to Python; see `Tape.needs_attention`
-  char is_over;          // the forward is over
+  char is_over;          // the forward is over, and no replay is under way
   // While it records: borrowed from the mode, which is on the stack.
   Tape* outer;
   PyObject* mode;
