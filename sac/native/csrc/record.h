@@ -420,7 +420,7 @@ inline PyObject* start(PyObject*, PyObject* const* args, Py_ssize_t) {  // tape,
   tape->persistent = args[6];
   tape->rules = args[7];
   tape->counts = args[8];
-  tape->sites = reinterpret_cast<Sites*>(args[9]);
+  Py_XSETREF(tape->sites, reinterpret_cast<Sites*>(Py_NewRef(args[9])));
   tape->path = nullptr;
   tape->outer = recording;
   recording = tape;
@@ -437,7 +437,6 @@ inline PyObject* stop(PyObject*, PyObject* object) {
     }
   tape->outer = nullptr;
   tape->mode = tape->recorder = tape->owner = nullptr;
-  tape->sites = nullptr;
   tape->path_sites = nullptr;
   Py_RETURN_NONE;
 }

@@ -27,7 +27,7 @@ struct Value {
 
 // An entry that the recorder here wrote has an `op`; one that Python wrote has `rest`, the template of its arguments.
 struct Entry {
-  PyObject* site;  // owned if Python wrote it; otherwise by the table's `Sites`
+  PyObject* site;  // owned if Python wrote it; otherwise by the tape's `sites`, as is `op`
   const Op* op;
   PyObject* rest;
   int arguments;  // index of its first argument in the pool
@@ -88,7 +88,7 @@ struct Tape {
   PyObject* persistent;
   PyObject* rules;   // the recorder's `_rules`
   PyObject* counts;  // the tape's `output_counts`
-  Sites* sites;
+  Sites* sites;      // owned: the entries need it
   PyObject* path;  // the dictionary of call sites that `path_sites` belongs to
   PathSites* path_sites;
 };
@@ -368,6 +368,7 @@ inline PyObject* tape_layout(Tape* self, PyObject*) {
   auto* made = reinterpret_cast<Tape*>(type->tp_alloc(type, 0));
   if (made == nullptr) return nullptr;
   made->tables = new Tables();
+  made->sites = reinterpret_cast<Sites*>(Py_XNewRef(self->sites));
   Tables& t = *made->tables;
   t.reads = self->tables->reads;
   t.parameters = self->tables->parameters;
@@ -577,6 +578,7 @@ inline int tape_traverse(Tape* self, visitproc visit, void* arg) {
         Py_VISIT(entry.site);
         Py_VISIT(entry.rest);
       }
+  Py_VISIT(self->sites);
   return 0;
 }
 
@@ -591,6 +593,7 @@ inline void tape_dealloc(Tape* self) {
   tape_clear(self);
   delete self->tables;
   self->tables = nullptr;
+  Py_CLEAR(self->sites);
   type->tp_free(self);
   Py_DECREF(type);
 }
