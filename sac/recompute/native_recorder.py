@@ -305,6 +305,14 @@ class NativeReplayFrame(ReplayFrame):
         super()._close()
         self.recorder.tape.native.is_over = True
 
+    def _recompute(self, wanted: Handle, task: int, *, last: bool) -> None:
+        native = self.recorder.tape.native
+        native.is_over = False  # another thread waits for the lock: values are filled before they are verified
+        try:
+            super()._recompute(wanted, task, last=last)
+        finally:
+            native.is_over = self._forward_over
+
 
 class _Handles:
     """The handles of a region call, as callables that return a handle or None."""

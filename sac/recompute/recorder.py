@@ -287,7 +287,7 @@ class TapeMode(RegionMode):
             recorder.finish(self, site, args, kwargs or {}, rest, reads, kwargs or {}, out)
             return out
         first = len(roots)
-        if site.view_of >= 0:
+        if site.view_of >= 0 and reads:  # not a view of a number
             versions.append(versions[reads[0]])
             roots.append(roots[reads[0]])
             ids[id(out)] = ref(out), first
@@ -426,6 +426,11 @@ class TapeRecorder:
     def note_recent(self, handle: int, tensor: Tensor, root: int) -> None:
         """Record that autograd has saved ``tensor`` since the last op."""
         self.recent.append((handle, tensor, root))
+
+    def forget_recent(self) -> None:
+        """Release what autograd has saved since the last op: the forward has failed, and its graph holds this."""
+        self.recent = []
+        self.maybe_modified.clear()
 
     def run_untaped(self, mode: TapeMode, site: CallSite, args: Any, kwargs: Any) -> Any:
         """Run an op of a forward that is not replayable: keep must-save results, snapshot memory before writes."""

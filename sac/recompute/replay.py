@@ -340,6 +340,13 @@ class ReplayFrame(Frame):
         self.recorder.tape.external_tensors = self.ambient.reachable.tensors | inputs.tensors_in_objects()
         self.recorder.random_states.begin(self.ambient.rng)
 
+    def _run_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            return super()._run_forward(args, kwargs)
+        except BaseException:
+            self.recorder.forget_recent()
+            raise
+
     def _pack(self, tensor: Tensor) -> Handle:
         handle = Handle(len(self._handles))
         self._handles.append(weakref.ref(handle))

@@ -53,7 +53,7 @@ inline c10::intrusive_ptr<TensorImpl> record_detach(Tape& tape, const TensorImpl
   t.entries.push_back(entry);
   t.recorded++;
   count_hit(t, site->rule);
-  t.recent.clear();
+  clear_recent(t);
   return copy;
 }
 

@@ -162,10 +162,7 @@ PyType_Spec ids_spec = {"_sac_native.Ids", sizeof(Ids), 0, Py_TPFLAGS_DEFAULT | 
 
 PyObject* sites_new(PyTypeObject* type, PyObject*, PyObject*) {
   auto* self = reinterpret_cast<Sites*>(type->tp_alloc(type, 0));
-  if (self != nullptr) {
-    self->lock = new std::shared_mutex();
-    self->paths = new std::unordered_map<PyObject*, std::unique_ptr<PathSites>>();
-  }
+  if (self != nullptr) self->paths = new std::unordered_map<PyObject*, std::unique_ptr<PathSites>>();
   return reinterpret_cast<PyObject*>(self);
 }
 
@@ -174,7 +171,6 @@ void sites_dealloc(Sites* self) {
   for (const auto& [path, sites] : *self->paths)
     for (const auto& [schema, site] : *sites) Py_DECREF(site->object);
   delete self->paths;
-  delete self->lock;
   type->tp_free(self);
   Py_DECREF(type);
 }
@@ -193,7 +189,7 @@ PyObject* sites_add(Sites* self, PyObject* args) {
   if (!handle) Py_RETURN_NONE;
   auto site = std::make_unique<Site>(Site{object, std::make_unique<Op>(*handle), static_cast<Memory>(memory),
                                           static_cast<Verdict>(verdict), rule, draws != 0, {}});
-  std::unique_lock<std::shared_mutex> writing(*self->lock);
+  std::unique_lock<std::shared_mutex> writing(sites_lock);
   auto& sites = (*self->paths)[path];
   if (!sites) sites = std::make_unique<PathSites>();
   if (sites->emplace(&handle->schema(), std::move(site)).second) Py_INCREF(object);
@@ -262,6 +258,7 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "_sac_native", nullptr, -1, methods
 PyMODINIT_FUNC PyInit__sac_native() {
   PyObject* made = PyModule_Create(&sac::module);
   if (made == nullptr) return nullptr;
+  sac::survive_forks();
   const std::pair<const char*, PyType_Spec*> types[] = {
       {"Tape", &sac::tape_spec},   {"Handle", &sac::handle_spec}, {"Hooks", &sac::hooks_spec},
       {"Mode", &sac::mode_spec},   {"Sites", &sac::sites_spec},   {"Values", &sac::values_spec},

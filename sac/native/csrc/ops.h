@@ -8,8 +8,11 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/core/stack.h>
 
+#include <pthread.h>
+
 #include <memory>
 #include <mutex>
+#include <new>
 #include <shared_mutex>
 #include <string>
 #include <unordered_map>
@@ -74,22 +77,29 @@ struct Site {
 
 using PathSites = std::unordered_map<const void*, std::unique_ptr<Site>>;  // by address of the op's schema
 
+// Threads read the tables of call sites without the GIL while another thread, with the GIL, adds a site. There is one
+// lock in the process: a fork must not copy one that another thread holds.
+inline std::shared_mutex sites_lock;
+
+inline void survive_forks() {
+  [[maybe_unused]] static const int done = pthread_atfork(
+      [] { sites_lock.lock(); }, [] { sites_lock.unlock(); },
+      [] { new (&sites_lock) std::shared_mutex(); });  // to unlock it takes the thread that has locked it
+}
+
 // The ordinary call sites of one decision table. Python's dictionary of a path's call sites stands for the path.
-//
-// Threads read this without the GIL while another thread, with the GIL, adds a site.
 struct Sites {
   PyObject_HEAD
-  std::shared_mutex* lock;
   std::unordered_map<PyObject*, std::unique_ptr<PathSites>>* paths;
 
   PathSites* at(PyObject* path) {
-    std::shared_lock<std::shared_mutex> reading(*lock);
+    std::shared_lock<std::shared_mutex> reading(sites_lock);
     const auto found = paths->find(path);
     return found == paths->end() ? nullptr : found->second.get();
   }
 
   Site* find(PathSites* path, const void* schema) {
-    std::shared_lock<std::shared_mutex> reading(*lock);
+    std::shared_lock<std::shared_mutex> reading(sites_lock);
     const auto found = path->find(schema);
     return found == path->end() ? nullptr : found->second.get();
   }

@@ -340,7 +340,7 @@ inline std::vector<Tensor> number_results(Tape& tape, const Site& site, const St
   if (op.returns_one_tensor && site.memory != Memory::UNSURE && stack[base].toTensor().defined() &&
       is_plain(stack[base].toTensor().unsafeGetTensorImpl())) {
     TensorImpl* impl = stack[base].toTensor().unsafeGetTensorImpl();
-    if (site.memory == Memory::VIEW) {
+    if (site.memory == Memory::VIEW && !t.scratch.empty()) {  // not a view of a number
       const int root = t.values[t.scratch[0]].root;
       add_value(t, impl, root, t.values[t.scratch[0]].version);
     } else {
@@ -376,19 +376,19 @@ inline bool record(Tape& tape, const OperatorHandle& op, Stack* stack) {
   const Op& known = *site->op;
   const size_t base = stack->size() - known.arguments.size();
   if (site->draws && !draws_on_cpu(known, *stack, base)) return false;
+  // As in a mode's own handler, the mode is off the stack: what Python runs in here (a finalizer, a signal handler) is
+  // not recorded, and finds nothing half done.
+  torch::torch_dispatch_mode::StashTorchDispatchModeGuard stash;
   if (!read_all(tape, *site, *stack, base)) return false;
   Entry entry{site->object, &known, nullptr, static_cast<int>(t.pool.size()), 0,
               static_cast<int>(t.scratch.size()), 0};
   push_arguments(t, *site, *stack, base);
   Draw draw(site->draws);
-  {
-    torch::torch_dispatch_mode::StashTorchDispatchModeGuard stash;
-    try {
-      op.callBoxed(stack);
-    } catch (...) {
-      t.pool.resize(entry.arguments);
-      throw;
-    }
+  try {
+    op.callBoxed(stack);
+  } catch (...) {
+    t.pool.resize(entry.arguments);
+    throw;
   }
   entry.reads = static_cast<int>(t.reads.size());
   t.reads.insert(t.reads.end(), t.scratch.begin(), t.scratch.end());
@@ -399,7 +399,7 @@ inline bool record(Tape& tape, const OperatorHandle& op, Stack* stack) {
   t.entries.push_back(entry);
   t.recorded++;
   decide(tape, *site, *stack, base, results, entry, state);
-  t.recent.clear();
+  clear_recent(t);
   return true;
 }
 
@@ -424,7 +424,7 @@ inline PyObject* start(PyObject*, PyObject* const* args, Py_ssize_t) {  // tape,
   tape->persistent = args[6];
   tape->rules = args[7];
   tape->counts = args[8];
-  tape->sites = reinterpret_cast<Sites*>(args[9]);
+  Py_XSETREF(tape->sites, reinterpret_cast<Sites*>(Py_NewRef(args[9])));
   tape->path = nullptr;
   tape->outer = recording;
   recording = tape;
@@ -441,7 +441,6 @@ inline PyObject* stop(PyObject*, PyObject* object) {
     }
   tape->outer = nullptr;
   tape->mode = tape->recorder = tape->owner = nullptr;
-  tape->sites = nullptr;
   tape->path_sites = nullptr;
   Py_RETURN_NONE;
 }

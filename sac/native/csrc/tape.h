@@ -30,7 +30,7 @@ struct Value {
 
 // An entry that the recorder here wrote has an `op`; one that Python wrote has `rest`, the template of its arguments.
 struct Entry {
-  PyObject* site;  // owned if Python wrote it; otherwise by the table's `Sites`
+  PyObject* site;  // owned if Python wrote it; otherwise by the tape's `sites`, as is `op`
   const Op* op;
   PyObject* rest;
   int arguments;  // index of its first argument in the pool
@@ -80,7 +80,7 @@ struct Tape {
   PyObject_HEAD
   Tables* tables;
   char needs_attention;  // every op goes to Python; see `Tape.needs_attention`
-  char is_over;          // the forward is over
+  char is_over;          // the forward is over, and no replay is under way
   // While it records: borrowed from the mode, which is on the stack.
   Tape* outer;
   PyObject* mode;
@@ -91,7 +91,7 @@ struct Tape {
   PyObject* persistent;
   PyObject* rules;   // the recorder's `_rules`
   PyObject* counts;  // the tape's `output_counts`
-  Sites* sites;
+  Sites* sites;      // owned: the entries need it
   PyObject* path;  // the dictionary of call sites that `path_sites` belongs to
   PathSites* path_sites;
 };
@@ -106,6 +106,13 @@ inline Tensor lock(TensorImpl* tensor) {  // undefined if it is gone
   auto weak = c10::weak_intrusive_ptr<TensorImpl>::reclaim_copy(tensor);
   auto strong = weak.lock();
   return strong ? Tensor(std::move(strong)) : Tensor();
+}
+
+// Let go of what autograd has saved since the last op. Freeing a tensor may run Python, in which autograd may save more.
+inline void clear_recent(Tables& t) {
+  if (t.recent.empty()) return;
+  std::vector<Recent> freed;
+  freed.swap(t.recent);
 }
 
 // Let go of all tensors but the parameters, from which a replay may start.
@@ -124,7 +131,7 @@ inline void forget_tensors(Tables& t) {
   t.roots.clear();
   t.storages.clear();
   t.unsynced.clear();
-  t.recent.clear();
+  clear_recent(t);
 }
 
 inline int add_value(Tables& t, TensorImpl* tensor, int root, uint32_t version) {
@@ -364,6 +371,7 @@ inline PyObject* tape_layout(Tape* self, PyObject*) {
   auto* made = reinterpret_cast<Tape*>(type->tp_alloc(type, 0));
   if (made == nullptr) return nullptr;
   made->tables = new Tables();
+  made->sites = reinterpret_cast<Sites*>(Py_XNewRef(self->sites));
   Tables& t = *made->tables;
   t.reads = self->tables->reads;
   t.parameters = self->tables->parameters;
@@ -508,8 +516,9 @@ inline PyObject* tape_remove_factory(Tape* self, PyObject* root) {
 
 inline PyObject* tape_recent(Tape* self, PyObject*) {
   HANDLE_TH_ERRORS
+  const std::vector<Recent> all = self->tables->recent;  // the collector may run in here, and autograd save more
   PyObject* found = PyList_New(0);
-  for (const Recent& one : self->tables->recent) {
+  for (const Recent& one : all) {
     PyObject* item = Py_BuildValue("(iNi)", one.handle, THPVariable_Wrap(one.tensor), one.root);
     PyList_Append(found, item);
     Py_DECREF(item);
@@ -519,7 +528,7 @@ inline PyObject* tape_recent(Tape* self, PyObject*) {
 }
 
 inline PyObject* tape_clear_recent(Tape* self, PyObject*) {
-  self->tables->recent.clear();
+  clear_recent(*self->tables);
   Py_RETURN_NONE;
 }
 
@@ -572,6 +581,7 @@ inline int tape_traverse(Tape* self, visitproc visit, void* arg) {
         Py_VISIT(entry.site);
         Py_VISIT(entry.rest);
       }
+  Py_VISIT(self->sites);
   return 0;
 }
 
@@ -586,6 +596,7 @@ inline void tape_dealloc(Tape* self) {
   tape_clear(self);
   delete self->tables;
   self->tables = nullptr;
+  Py_CLEAR(self->sites);
   type->tp_free(self);
   Py_DECREF(type);
 }

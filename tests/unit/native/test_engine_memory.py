@@ -14,11 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import sac
 from sac.memory_timeline import measure_memory
 from tests.support.blocks import FunctionBlock, Stack, llama_stack, tokens, with_dropout
-from tests.support.native_engine import needs_library, recorded, with_library
+from tests.support.native_engine import LIBRARY, needs_library, recorded, with_library
 from tests.support.recording import without_collector
 from tests.support.replay_programs import ON_EACH, applied, block_of, gradients, replay
 from tests.support.training import assert_same, built
@@ -76,6 +77,28 @@ def test_many_failing_steps_leave_nothing(chosen: dict[str, Any]) -> None:
             gc.collect()
             found.append(len(gc.get_objects()))
         assert found[1] - found[0] < 50
+
+
+@ON_EACH
+@pytest.mark.parametrize("native", [True, False])
+def test_a_failing_step_frees_what_autograd_saved_last(chosen: dict[str, Any], native: bool) -> None:
+    seen: list[Any] = []
+
+    def fails(block: FunctionBlock, x: Tensor) -> Tensor:
+        h = (x @ block.a).tanh()
+        seen.append(weakref.ref(h.untyped_storage()))
+        if block.calls >= 4:
+            raise ValueError
+        return h @ block.b
+
+    with with_library(native):
+        model, x = applied(block_of(fails), replay(chosen)), torch.randn(8, 8)
+        for _ in range(3):
+            step(model, x)
+        with pytest.raises(ValueError):
+            model(x)
+    gc.collect()
+    assert [one() for one in seen] == [None] * 4
 
 
 @ON_EACH
@@ -168,3 +191,34 @@ def smooth(block: FunctionBlock, x: Tensor) -> Tensor:
 
 def small() -> Stack:
     return Stack(FunctionBlock(smooth))
+
+
+def test_a_tape_holds_the_call_sites_of_its_entries() -> None:
+    """Also one that only keeps the layout of another tape."""
+
+    class Site:
+        pass
+
+    class Mode(LIBRARY.Mode, TorchDispatchMode):  # type: ignore[name-defined, misc]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    library: Any = LIBRARY
+    path: dict[int, Any] = {}
+    site, sites, tape, mode = Site(), library.Sites(), library.Tape(), Mode()  # type: ignore[no-untyped-call]
+    reference = weakref.ref(site)
+    sites.add(path, site, "aten::sin", "", 0, 0, -1, False)
+    mode.sites = path
+    x = torch.ones(2)
+    tape.number(x, -1, 0)
+    with mode:
+        library.start(tape, mode, None, None, {}, {}, set(), {}, {}, sites)
+        x.sin()
+        library.stop(tape)
+    del site, sites
+    assert tape.sites([]) == [reference()]
+    layout = tape.layout()
+    del tape
+    assert layout.sites([]) == [reference()]
+    del layout
+    assert reference() is None

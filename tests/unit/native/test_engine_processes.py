@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor, nn
 
-from tests.support.blocks import llama_stack, tokens
+from tests.support.blocks import FunctionBlock, Stack, llama_stack, tokens
 from tests.support.native_engine import needs_library, with_library
 from tests.support.replay_programs import POLICIES, applied, replay
 
@@ -163,3 +166,49 @@ def test_a_fork_trains_alike() -> None:
         loss.backward()
         model(x).square().sum().backward()
     assert content == torch.cat([one.grad.view(-1) for one in model.parameters()]).numpy().tobytes()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_fork_while_other_threads_record() -> None:
+    """The child tells the library of an op whose call site no thread of the parent has met."""
+
+    def body(block: FunctionBlock, x: Tensor) -> Tensor:
+        h = block.layer(x)[0]
+        return h.cos() if is_child else h
+
+    def build() -> Stack:
+        return Stack(FunctionBlock(body, layer=nn.LSTM(4, 4))).double()
+
+    def record() -> None:
+        while not is_over.is_set():
+            model(x)
+
+    is_child = False
+    is_over = threading.Event()
+    x = torch.randn(50, 1, 4, dtype=torch.float64)
+    with with_library():
+        model = applied(build, replay(POLICIES["matmuls"]))
+        for _ in range(3):
+            model(x).sum().backward()
+        threads = [threading.Thread(target=record) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        codes: list[int] = []
+        try:
+            for _ in range(10):
+                child = os.fork()
+                if child == 0:
+                    code = 1
+                    try:
+                        signal.alarm(30)
+                        is_child = True
+                        model(x[:1]).sum().backward()
+                        code = 0
+                    finally:
+                        os._exit(code)
+                codes.append(os.waitpid(child, 0)[1])
+        finally:
+            is_over.set()
+            for thread in threads:
+                thread.join()
+    assert set(codes) == {0}

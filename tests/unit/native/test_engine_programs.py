@@ -142,6 +142,16 @@ def random_permutations(block: FunctionBlock, x: Tensor) -> Tensor:
 
 
 @body
+def a_view_of_a_number(block: FunctionBlock, x: Tensor) -> Tensor:
+    """The gradient of a product with a number conjugates the number."""
+    with torch.enable_grad():
+        h = torch.complex(x.detach() @ block.a, x.detach() @ block.b)
+        (slope,) = torch.autograd.grad((h * (1 + 2j)).sin().abs().sum(), h, create_graph=True)
+    product = torch.complex(x @ block.a, x @ block.b) * slope
+    return (product.real * product.imag).sin()
+
+
+@body
 def only_dead_ops_after_it(block: FunctionBlock, x: Tensor) -> Tensor:
     h = (x @ block.a).sin()
     (h.exp() @ block.b).sum()

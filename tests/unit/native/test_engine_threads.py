@@ -5,12 +5,16 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
+from sac.errors import SacWarning
+from sac.recompute.native_recorder import NativeReplayFrame, NativeReplayRecorder
 from tests.support.blocks import FunctionBlock, Stack, llama_stack, tokens
+from tests.support.custom_ops import Wobble, wobble
 from tests.support.native_engine import assert_same_with_library, needs_library, recorded, with_library
 from tests.support.replay_programs import ON_EACH, POLICIES, applied, block_of, replay
 from tests.support.training import assert_same, built
@@ -146,3 +150,49 @@ def test_gradients_of_a_decoder_on_two_threads() -> None:
     for model in models:
         for one, other in zip(expected.parameters(), model.parameters(), strict=True):
             assert torch.equal(one.grad, other.grad)
+
+
+@ON_EACH
+def test_another_thread_waits_until_replayed_values_are_verified(chosen: dict[str, Any]) -> None:
+    """They differ from those of the forward, which Python then computes anew."""
+
+    def unsteady(block: FunctionBlock, x: Tensor) -> Tensor:
+        Wobble.sign = 1.0
+        h = wobble(x @ block.a)
+        saved.append(h.detach().clone())
+        return (h.sin() * x).cos() @ block.b
+
+    hooks = NativeReplayFrame._saved_tensor_hooks
+    different = NativeReplayRecorder.different
+    calls: list[Any] = []
+    saved: list[Tensor] = []
+    found: list[Tensor] = []
+    threads: list[threading.Thread] = []
+
+    def noting_hooks(self: NativeReplayFrame) -> tuple[Any, Any]:
+        pack, unpack = hooks(self)
+        calls.append((unpack, self))
+        return pack, unpack
+
+    def reading_elsewhere(self: NativeReplayRecorder, values: list[tuple[int, Any]]) -> list[tuple[int, Tensor]]:
+        unpack, frame = calls[-1]
+        wanted = next(one for one in frame._alive() if torch.allclose(one.value, saved[-1], atol=1e-3))
+        threads.append(threading.Thread(target=lambda: found.append(unpack(wanted))))
+        threads[-1].start()
+        threads[-1].join(0.1)
+        return different(self, values)
+
+    with (
+        with_library(),
+        mock.patch.object(NativeReplayFrame, "_saved_tensor_hooks", noting_hooks),
+        mock.patch.object(NativeReplayRecorder, "different", reading_elsewhere),
+    ):
+        model = applied(block_of(unsteady), replay(chosen, "always"))
+        model(torch.randn(8, 8)).sum().backward()
+        loss = model(torch.randn(8, 8)).sum()
+        expected = saved[-1]
+        Wobble.sign = -1.0
+        with pytest.warns(SacWarning, match="is replayed with other values"):
+            loss.backward(retain_graph=True)
+        threads[-1].join()
+    assert_same({"h": expected}, {"h": found[-1]})
