@@ -41,6 +41,7 @@ inline bool is_plain(const TensorImpl* tensor) { return !tensor->key_set().has(c
 
 // Ask Python for the number of a tensor that the tape does not know; -1 if the op has to go to Python.
 inline int ask_number(Tape& tape, const Tensor& tensor, const Site& site) {
+  torch::torch_dispatch_mode::StashTorchDispatchModeGuard stash;  // see `ask_decision`
   Gil gil;
   PyObject* wrapped = THPVariable_Wrap(tensor);
   PyObject* op = PyObject_GetAttrString(site.object, "op");
@@ -223,6 +224,7 @@ inline void check(PyObject* answer) {
 // the op has drawn from it.
 inline void ask_decision(Tape& tape, Site& site, const Stack& stack, size_t base, int count, const Entry& entry,
                          const Tensor& state) {
+  torch::torch_dispatch_mode::StashTorchDispatchModeGuard stash;  // this is no part of the region's program
   Gil gil;
   PyObject* reads = PyList_New(entry.read_count);
   for (int k = 0; k < entry.read_count; k++)
