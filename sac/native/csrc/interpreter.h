@@ -14,7 +14,8 @@ inline Tape* top_tape() {  // of the mode on top of the stack, if that records h
   const auto length = TLS::stack_len();
   if (length == 0 || !TLS::any_modes_set(true)) return nullptr;
   Tape* tape = tape_of(TLS::get_stack_at(length - 1)->ptr(getPyInterpreter()));
-  return tape != nullptr && !tape->needs_attention ? tape : nullptr;
+  // A deeper stack: the region has entered a mode of torch's own, such as `FakeTensorMode`, which goes below ours.
+  return tape != nullptr && tape->depth == length && !tape->needs_attention ? tape : nullptr;
 }
 
 inline const OperatorHandle& detach_op() {

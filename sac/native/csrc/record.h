@@ -411,7 +411,8 @@ inline PyObject* start(PyObject*, PyObject* const* args, Py_ssize_t) {  // tape,
   // Results are plain tensors if every mode below is one of these; under any other mode, Python records all ops.
   using TLS = c10::impl::TorchDispatchModeTLS;
   bool only_ours = true;
-  for (int64_t i = 0; i + 1 < TLS::stack_len(); i++)
+  tape->depth = TLS::stack_len();
+  for (int64_t i = 0; i + 1 < tape->depth; i++)
     only_ours = only_ours && tape_of(TLS::get_stack_at(i)->ptr(getPyInterpreter())) != nullptr;
   if (!only_ours) Py_RETURN_FALSE;
   tape->mode = args[1];
