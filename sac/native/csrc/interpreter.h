@@ -11,7 +11,7 @@ namespace sac {
 
 // What the mode on top of the stack writes to, if it is one of ours.
 struct Top {
-  Tape* tape = nullptr;  // that needs no attention
+  Tape* tape = nullptr;  // that can record the next op
   Ids* ids = nullptr;
 };
 
@@ -21,7 +21,8 @@ inline Top top() {
   const auto length = TLS::stack_len();
   if (length == 0 || !TLS::any_modes_set(true)) return {};
   PyObject* mode = TLS::get_stack_at(length - 1)->ptr(getPyInterpreter());
-  if (Tape* tape = tape_of(mode)) return {tape->needs_attention ? nullptr : tape, nullptr};
+  // A deeper stack: the region has entered a mode of torch's own, such as `FakeTensorMode`, which goes below ours.
+  if (Tape* tape = tape_of(mode)) return {tape->depth == length && !tape->needs_attention ? tape : nullptr, nullptr};
   return {nullptr, ids_of(mode)};
 }
 

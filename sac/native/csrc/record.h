@@ -412,9 +412,11 @@ inline PyObject* start(PyObject*, PyObject* const* args, Py_ssize_t) {  // tape,
   // Results are plain tensors if every mode below is one of these; under any other mode, Python records all ops.
   using TLS = c10::impl::TorchDispatchModeTLS;
   bool only_ours = true;
-  for (int64_t i = 0; i + 1 < TLS::stack_len(); i++)
-    if (PyObject* one = TLS::get_stack_at(i)->ptr(getPyInterpreter()); tape_of(one) == nullptr && ids_of(one) == nullptr)
-      only_ours = false;
+  tape->depth = TLS::stack_len();
+  for (int64_t i = 0; i + 1 < tape->depth; i++) {
+    PyObject* one = TLS::get_stack_at(i)->ptr(getPyInterpreter());
+    only_ours = only_ours && (tape_of(one) != nullptr || ids_of(one) != nullptr);
+  }
   if (!only_ours) Py_RETURN_FALSE;
   tape->mode = args[1];
   tape->recorder = args[2];

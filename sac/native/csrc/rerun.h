@@ -129,7 +129,6 @@ inline bool is_set(PyObject* object, PyObject* attribute) {  // neither None nor
 
 // The value id of a tensor as Python finds it, which names the tensor if it is new to the region.
 inline PyObject* ask_value_id(Ids& ids, const Tensor& tensor) {
-  torch::torch_dispatch_mode::StashTorchDispatchModeGuard stash;
   Owned wrapped(checked(THPVariable_Wrap(tensor)));
   return checked(PyObject_CallMethodOneArg(ids.owner, names().of, wrapped.get()));
 }
@@ -272,7 +271,6 @@ inline void name_results(Ids& ids, const Op& op, const Stack& stack, size_t base
     are_simple = op.results[i] == Kind::TENSOR && (!value.toTensor().defined() || is_simple(value.toTensor()));
   }
   if (!are_simple) {
-    torch::torch_dispatch_mode::StashTorchDispatchModeGuard stash;
     Owned out(checked(wrapped(op, stack, base)));
     Owned done(checked(PyObject_CallMethod(ids.owner, "name_output", "OOOL", out.get(), id,
                                                  signature.is_external ? Py_True : Py_False,
@@ -323,6 +321,7 @@ inline bool rerun(Ids& ids, const OperatorHandle& op, Stack* stack) {
   Signature signature;
   bool is_view = false;
   size_t base = 0;
+  torch::torch_dispatch_mode::StashTorchDispatchModeGuard stash;  // what Python runs in here is no op of the region
   {
     Gil gil;
     ids.has_signature = 0;
@@ -353,10 +352,7 @@ inline bool rerun(Ids& ids, const OperatorHandle& op, Stack* stack) {
       }
     }
   }
-  {
-    torch::torch_dispatch_mode::StashTorchDispatchModeGuard stash;
-    op.callBoxed(stack);
-  }
+  op.callBoxed(stack);
   ids.recorded++;
   if (is_view) return true;
   Gil gil;

@@ -83,6 +83,7 @@ struct Tape {
   char is_over;          // the forward is over, and no replay is under way
   // While it records: borrowed from the mode, which is on the stack.
   Tape* outer;
+  int64_t depth;  // of the stack of modes, with ours on top
   PyObject* mode;
   PyObject* recorder;
   PyObject* owner;  // the NativeTape

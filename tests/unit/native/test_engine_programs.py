@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import sac
-from tests.support.blocks import FunctionBlock, Stack, llama_stack, tokens, with_dropout
+from tests.support.blocks import FunctionBlock, Stack, llama_stack, square, tokens, with_dropout
 from tests.support.native_engine import assert_same_with_library, needs_library, observe, recorded, with_library
 from tests.support.replay_programs import ON_EACH, POLICIES, applied, block_of, replay
 from tests.support.training import assert_same, gradient_penalty, inputs_then_weights
@@ -381,3 +381,13 @@ def test_the_engine_that_is_chosen_alone_uses_it() -> None:
         for _ in range(3):
             model(*tokens()).sum().backward()
     assert min(seen.ops[-2:]) > 40
+
+
+@ON_EACH
+def test_the_tape_holds_no_op_of_ours(chosen: dict[str, Any]) -> None:
+    """Where the library asks Python, Python copies what it keeps; that is no op of the region."""
+    with with_library(), recorded() as seen:
+        model = applied(block_of(lambda block, x: F.linear(x, block.a).sin() @ block.b), replay(chosen))
+        for _ in range(4):
+            model(*square()).sum().backward()
+    assert set(seen.entries) == {4}  # t, mm, sin, mm

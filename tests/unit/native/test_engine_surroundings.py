@@ -112,6 +112,19 @@ def test_fake_tensors_around() -> None:
 
 
 @ON_EACH
+def test_fake_tensors_inside(chosen: dict[str, Any]) -> None:
+    """A mode of torch's own that the region enters goes below ours, and ops on plain tensors give fake ones."""
+
+    def body(block: FunctionBlock, x: Tensor) -> Tensor:
+        h = (x @ block.a).sin()
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            shape = (h.detach() @ torch.ones(8, 8)).cos().shape
+        return h.view(shape) @ block.b
+
+    assert_same_with_library(block_of(body), replay(chosen), steps=4, ops=1)
+
+
+@ON_EACH
 def test_fake_models(chosen: dict[str, Any]) -> None:
     with with_library(), FakeTensorMode():
         model = sac.apply(block_of(ordinary)(), replay(chosen))
