@@ -105,7 +105,7 @@ inline Tensor lock(TensorImpl* tensor) {  // undefined if it is gone
   return strong ? Tensor(std::move(strong)) : Tensor();
 }
 
-// Let go of what autograd has saved since the last op. Freeing a tensor may run Python, in which autograd may save more.
+// Let go of what autograd has saved since the last op. Freeing a tensor may run Python, and autograd then save more.
 inline void clear_recent(Tables& t) {
   if (t.recent.empty()) return;
   std::vector<Recent> freed;
