@@ -5,6 +5,7 @@
 #include "tape.h"
 
 #include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/utils/object_ptr.h>
 #include <torch/csrc/utils/torch_dispatch_mode.h>
 
 namespace sac {
@@ -212,14 +213,14 @@ inline PyObject* hooks_pack(Hooks* self, PyObject* object) {
   Py_INCREF(self->tape);
   handle->tape = self->tape;
   handles.push_back(handle);
+  THPObjectPtr made(reinterpret_cast<PyObject*>(handle));
   int done = pack_known(self, handle, object, tensor);
   if (done == 0) {
     PyObject* answer = PyObject_CallMethod(self->recorder, "pack", "OO", object, handle);
     done = answer != nullptr ? 1 : -1;
     Py_XDECREF(answer);
   }
-  if (done < 0) Py_CLEAR(handle);
-  return reinterpret_cast<PyObject*>(handle);
+  return done < 0 ? nullptr : made.release();
   END_HANDLE_TH_ERRORS
 }
 

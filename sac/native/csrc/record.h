@@ -133,8 +133,10 @@ inline bool read_all(Tape& tape, const Site& site, const Stack& stack, size_t ba
       case Kind::TENSORS:
       case Kind::OPTIONAL_TENSORS:
         if (argument.isNone()) break;
-        for (const IValue& one : argument.toListRef())
-          if (one.isTensor() && one.toTensor().defined() && !add(one.toTensor())) return false;
+        for (const IValue& one : argument.toListRef()) {
+          const bool is_there = one.isTensor() && one.toTensor().defined();
+          if (is_there ? !add(one.toTensor()) : kinds[i] == Kind::TENSORS) return false;  // see `push_again`
+        }
         break;
     }
   }

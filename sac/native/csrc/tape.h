@@ -109,7 +109,7 @@ inline Tensor lock(TensorImpl* tensor) {  // undefined if it is gone
   return strong ? Tensor(std::move(strong)) : Tensor();
 }
 
-// Let go of what autograd has saved since the last op. Freeing a tensor may run Python, in which autograd may save more.
+// Let go of what autograd has saved since the last op. Freeing a tensor may run Python, and autograd then save more.
 inline void clear_recent(Tables& t) {
   if (t.recent.empty()) return;
   std::vector<Recent> freed;
@@ -358,7 +358,7 @@ inline PyObject* tape_first_outputs(Tape* self, PyObject* list) {
 inline PyObject* tape_reads(Tape* self, PyObject* list) {
   const Tables& t = *self->tables;
   return extend(list, t.entries.size(), [&](size_t i) -> PyObject* {
-    const Entry& entry = t.entries[i];
+    const Entry entry = t.entries[i];
     PyObject* reads = PyList_New(entry.read_count);
     for (int k = 0; reads != nullptr && k < entry.read_count; k++)
       PyList_SET_ITEM(reads, k, PyLong_FromLong(t.reads[entry.reads + k]));
@@ -438,10 +438,12 @@ inline PyObject* tape_set_alternations(Tape* self, PyObject* const* args, Py_ssi
 inline PyObject* tape_tell_parameters(Tape* self, PyObject*) {
   HANDLE_TH_ERRORS
   PyObject* found = PyList_New(0);
-  for (ParameterLeaf& leaf : self->tables->parameters) {
-    if (leaf.is_told) continue;
-    leaf.is_told = true;
-    TensorImpl* impl = self->tables->values[leaf.value].tensor;
+  const Tables& t = *self->tables;
+  for (size_t k = 0; k < t.parameters.size(); k++) {  // the collector may run in here, and its ops add parameters
+    if (t.parameters[k].is_told) continue;
+    self->tables->parameters[k].is_told = true;
+    const ParameterLeaf leaf = t.parameters[k];
+    TensorImpl* impl = t.values[leaf.value].tensor;
     const Tensor tensor = impl != nullptr ? lock(impl) : Tensor();
     PyObject* wrapped = tensor.defined() ? THPVariable_Wrap(tensor) : Py_NewRef(Py_None);
     PyObject* shape = PyTuple_New(static_cast<Py_ssize_t>(leaf.shape.size()));
