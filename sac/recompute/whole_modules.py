@@ -76,7 +76,8 @@ class ModuleEvidence:
     modules, by rule. ``figures``: everything that such a call keeps. ``not_recomputed``: modules that recomputation
     never runs, by id. ``keeps_watching``: a saved module writes to something that the region itself keeps, so every
     call is watched. ``differentiated``: calls through which the region's own forward takes a gradient. Recomputation
-    takes it again, through its own graph, so it must run those modules.
+    takes it again, through its own graph, so it must run those modules. Each call looks for them by itself; those that
+    are known from earlier calls are not kept in the first place.
     """
 
     copies: set[Place] = field(default_factory=set)
@@ -304,8 +305,7 @@ class SavingPass:
         call.result = ModuleResult(out, given, before, _name(modules.path, forward))
         if self.watcher is not None:
             self.watcher.returned(call, forward, out)
-        if modules.is_watched:
-            modules.watch_gradients(call, out)
+        modules.watch_gradients(call, out)
         with without_mode(self.watcher):  # copying a result is not an op of the region
             modules.add(call)
         return out

@@ -24,7 +24,7 @@ from tests.promises.test_05_backward_often import (
     three_times_by_grad,
     twice,
 )
-from tests.support.blocks import Stack, llama_stack, policy, save, selective, square, with_dropout
+from tests.support.blocks import FunctionBlock, Stack, llama_stack, policy, save, selective, square, with_dropout
 from tests.support.recording import Recorder
 from tests.support.training import assert_same, assert_same_training, built, train
 from tests.support.whole_module_blocks import EVERY, RUNS, Apply, number_of_run, stack_of, whole
@@ -42,6 +42,31 @@ ALONE = selective(policy(whole(EVERY)))
 
 def dropped() -> Stack:
     return with_dropout(llama_stack(), attention=0.2)
+
+
+def with_slopes(in_steps: set[int], part: Callable[[], nn.Module]) -> Callable[[], Stack]:
+    """A region that in some steps takes a gradient through a saved module."""
+
+    def function(block: FunctionBlock, x: Tensor) -> Tensor:
+        if block.calls in in_steps:
+            z = x.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(block.part(z).sin().sum(), z, create_graph=True)
+            x = x + slope
+        return (x @ block.a).sin()
+
+    return lambda: Stack(FunctionBlock(function, part=part()))
+
+
+@pytest.mark.parametrize("in_steps", [{3}, {1, 2}, {1, 2, 3, 4}], ids=str)
+@pytest.mark.parametrize(
+    "part",
+    [lambda: nn.Linear(8, 8), lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.3))],
+    ids=["linear", "buffers and dropout"],
+)
+def test_gradients_taken_inside_in_some_steps_only(part: Callable[[], nn.Module], in_steps: set[int]) -> None:
+    """The recomputation runs the modules that they pass through, in whichever call that is."""
+    value = selective(policy(whole("part", optional=True)))
+    assert_same_training(with_slopes(in_steps, part), value, steps=4, make_input=square)
 
 
 @WAYS
