@@ -42,8 +42,8 @@ from sac.torch_private import OpOverload
 # it to let Python run `empty_like`, `bernoulli_` and `div_`.
 
 _IN_CPP = (
-    *("known", "number", "entry_count", "value_count", "append", "version", "set_version", "root_at", "record_storage"),
-    *("sync", "tensor_of", "alive", "layout", "has_layout", "forget_tensors"),
+    *("known", "has_moved", "number", "entry_count", "value_count", "append", "version", "set_version", "root_at"),
+    *("record_storage", "sync", "tensor_of", "alive", "layout", "has_layout", "forget_tensors"),
 )
 
 

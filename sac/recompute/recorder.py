@@ -257,7 +257,7 @@ class TapeMode(RegionMode):
 
         # The fast path, for ordinary ops: it skips every check that the call site has already answered. It does the
         # same as `_run`, with the methods of the tape inlined.
-        ids, versions, roots = tape.ids, tape.versions, tape.roots
+        ids, versions, roots, addresses = tape.ids, tape.versions, tape.roots, tape.addresses
         reads = []
         rest: Any = args
         try:
@@ -274,6 +274,8 @@ class TapeMode(RegionMode):
                     number = found[1]
                     if value._version != versions[number]:
                         number = tape.look_at_version(value, number)
+                    elif addresses[number] and storage_address(value) != addresses[number]:  # `has_moved`
+                        number = tape.hold_current(value)
                 reads.append(number)
                 if rest is args:
                     rest = [*args]
@@ -297,6 +299,7 @@ class TapeMode(RegionMode):
             reference = ref(out)
             ids[id(out)] = reference, first
             tape.unsynced.append((first, reference))
+        addresses.append(storage_address(out))
         if kwargs:
             tape.keywords[len(tape.sites)] = kwargs
         tape.sites.append(site)
@@ -835,6 +838,8 @@ class ReplayRecorder(TapeRecorder):
         if value is not None:
             if version != tape.version(value):
                 value = tape.look_at_version(tensor, value)
+            elif tape.has_moved(tensor, value):
+                value = tape.hold_current(tensor)
         elif (
             tape.is_known(tensor)
             or cast_of(tensor) is not None

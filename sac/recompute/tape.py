@@ -149,6 +149,7 @@ class Tape:
     """The tape of one region call; see Note [The tape]."""
 
     __slots__ = (
+        "addresses",
         "arg_templates",
         "autocast_states",
         "by_storage",
@@ -220,6 +221,8 @@ class Tape:
         self.ids: dict[int, tuple[Any, int]] = {}  # id of a tensor -> a weak reference to it, and its value
         self.roots: list[int] = []  # per value
         self.versions: list[int] = []  # per value: its version counter at the last check
+        # Per value: the address of its storage; 0 if others may exchange that: of parameters and external tensors.
+        self.addresses: list[int] = []
         self.by_storage: dict[int, int] = {}  # address of a storage -> root; see ``sync``
         self.unsynced: list[tuple[int, weakref.ref[Tensor]]] = []
         self.storages = WeakStorages()
@@ -246,11 +249,15 @@ class Tape:
         self.reads.append(reads)
         self.first_outputs.append(first)
 
-    def number(self, tensor: Tensor, root: int, version: int) -> int:
-        """Give ``tensor`` the next number; ``root`` is -1 if it is the first value in its storage."""
+    def number(self, tensor: Tensor, root: int, version: int, address: int) -> int:
+        """Give ``tensor`` the next number; ``root`` is -1 if it is the first value in its storage.
+
+        ``address``: that of its storage, which ``has_moved`` compares, or 0.
+        """
         value = len(self.roots)
         self.ids[id(tensor)] = weakref.ref(tensor), value
         self.versions.append(version)
+        self.addresses.append(address)
         self.roots.append(value if root < 0 else root)
         return value
 
@@ -258,6 +265,11 @@ class Tape:
         """Return the number of a tensor, or None if this very tensor is not on the tape."""
         found = self.ids.get(id(tensor))
         return found[1] if found is not None and found[0]() is tensor else None
+
+    def has_moved(self, tensor: Tensor, value: int) -> bool:
+        """Return whether ``tensor``, which is ``value``, has other data now: ``tensor.data = …`` moves no version."""
+        address = self.addresses[value]
+        return address != 0 and storage_address(tensor) != address
 
     def tensor_of(self, value: int) -> Tensor | None:
         """Return the tensor with this number if it is still alive. A linear search."""
@@ -371,6 +383,8 @@ class Tape:
             self.fail(f"{op} reads an inference tensor")
         elif tensor._version != self.version(value):
             return self.look_at_version(tensor, value)
+        elif self.has_moved(tensor, value):
+            return self.hold_current(tensor)
         return value
 
     def is_known(self, tensor: Tensor) -> bool:
@@ -410,7 +424,7 @@ class Tape:
             self.record_storage(address, root, tensor)
             self.unpacked_early.add(root)
 
-    def add(self, tensor: Tensor, *, new_root: bool = False) -> int:
+    def add(self, tensor: Tensor, *, new_root: bool = False, is_external: bool = False) -> int:
         """Give ``tensor`` a number."""
         self.sync()
         cls = type(tensor)
@@ -419,7 +433,7 @@ class Tape:
         root = None if new_root else self.root_at(address)
         # In the mode, a view has its own version counter; above the mode, it shares the counter of its base.
         version = version_of(tensor) if root is None else self.version(root)
-        value = self.number(tensor, -1 if root is None else root, version)
+        value = self.number(tensor, -1 if root is None else root, version, address if plain and not is_external else 0)
         wraps = not plain and is_wrapper(tensor)
         if root is None:
             root = value
@@ -466,7 +480,7 @@ class Tape:
     def _register_parameter(self, parameter: Tensor) -> int:
         version = version_of(parameter)
         root = self.root_at(storage_address(parameter))  # weights may share a storage
-        value = self.number(parameter, -1 if root is None else root, version)
+        value = self.number(parameter, -1 if root is None else root, version, 0)
         self.watch(value, parameter)
         self.set_leaf(value, Leaf(-1, weakref.ref(parameter), version, parameter.shape, True))
         self.persistent_roots.add(self.roots[value])
@@ -503,7 +517,7 @@ class Tape:
 
         ``lasts``: for an input, whether the region holds the caller's tensor until backward.
         """
-        value = self.add(tensor)
+        value = self.add(tensor, is_external=position < 0)
         cls = type(tensor)
         is_parameter = cls is Parameter or (cls is not Tensor and isinstance(tensor, Parameter))
         held: Any = weakref.ref(tensor)

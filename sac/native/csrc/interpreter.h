@@ -40,7 +40,9 @@ inline c10::intrusive_ptr<TensorImpl> record_detach(Tape& tape, const TensorImpl
   const auto& counter = tensor->version_counter();
   if (found == t.ids.end() || !counter.enabled()) return {};
   const int value = found->second;
-  if (counter.current_version() != t.values[value].version || is_factory(t, t.values[value].root)) return {};
+  if (counter.current_version() != t.values[value].version || is_factory(t, t.values[value].root) ||
+      has_moved(t.values[value], tensor))
+    return {};
   c10::intrusive_ptr<TensorImpl> copy;
   {
     torch::torch_dispatch_mode::StashTorchDispatchModeGuard stash;

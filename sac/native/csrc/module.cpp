@@ -27,6 +27,7 @@ PyCFunction as_method(Function function) {
 
 PyMethodDef tape_methods[] = {
     {"known", as_method(tape_known), METH_O, nullptr},
+    {"has_moved", as_method(tape_has_moved), METH_FASTCALL, nullptr},
     {"number", as_method(tape_number), METH_FASTCALL, nullptr},
     {"watch", as_method(tape_watch), METH_O, nullptr},
     {"entry_count", as_method(tape_entry_count), METH_NOARGS, nullptr},

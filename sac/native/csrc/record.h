@@ -62,7 +62,7 @@ inline int add_parameter(Tape& tape, TensorImpl* impl) {
   const uint32_t version = impl->version_counter().current_version();
   StorageImpl* storage = storage_of(impl);
   const auto found = storage != nullptr ? t.roots.find(storage) : t.roots.end();
-  const int value = add_value(t, impl, found == t.roots.end() ? -1 : found->second, version);
+  const int value = add_value(t, impl, found == t.roots.end() ? -1 : found->second, version, true);
   t.unsynced.push_back(value);
   t.parameters.push_back(ParameterLeaf{value, version, impl->sizes().vec(), false});
   return value;
@@ -85,7 +85,7 @@ inline int read(Tape& tape, const Tensor& tensor, const Site& site) {
     return ask_number(tape, tensor, site);
   }
   const Value& value = tape.tables->values[found->second];
-  if (is_factory(*tape.tables, value.root)) return -1;
+  if (is_factory(*tape.tables, value.root) || has_moved(value, impl)) return -1;
   return counter.current_version() == value.version ? found->second : -1;
 }
 

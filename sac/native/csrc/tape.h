@@ -26,6 +26,7 @@ struct Value {
   TensorImpl* tensor;  // held weakly: while it is, no other tensor has its address
   int root;
   uint32_t version;  // at the last check
+  const StorageImpl* storage;  // nullptr if others may exchange it: of parameters and external tensors
 };
 
 // An entry that the recorder here wrote has an `op`; one that Python wrote has `rest`, the template of its arguments.
@@ -135,10 +136,10 @@ inline void forget_tensors(Tables& t) {
   clear_recent(t);
 }
 
-inline int add_value(Tables& t, TensorImpl* tensor, int root, uint32_t version) {
+inline int add_value(Tables& t, TensorImpl* tensor, int root, uint32_t version, bool is_external = false) {
   const int number = static_cast<int>(t.values.size());
   c10::raw::weak_intrusive_ptr::incref(tensor);
-  t.values.push_back(Value{tensor, root < 0 ? number : root, version});
+  t.values.push_back(Value{tensor, root < 0 ? number : root, version, is_external ? nullptr : storage_of(tensor)});
   t.ids[tensor] = number;
   return number;
 }
@@ -210,12 +211,12 @@ inline PyObject* tape_known(Tape* self, PyObject* tensor) {
   END_HANDLE_TH_ERRORS
 }
 
-inline PyObject* tape_number(Tape* self, PyObject* const* args, Py_ssize_t) {  // tensor, root or -1, version
+inline PyObject* tape_number(Tape* self, PyObject* const* args, Py_ssize_t) {  // tensor, root or -1, version, address
   HANDLE_TH_ERRORS
   const long root = PyLong_AsLong(args[1]), version = PyLong_AsLong(args[2]);
   if (PyErr_Occurred() != nullptr) return nullptr;
   return PyLong_FromLong(add_value(*self->tables, tensor_from(args[0]).unsafeGetTensorImpl(), static_cast<int>(root),
-                                   static_cast<uint32_t>(version)));
+                                   static_cast<uint32_t>(version), PyObject_IsTrue(args[3]) == 0));
   END_HANDLE_TH_ERRORS
 }
 
@@ -248,6 +249,19 @@ inline bool is_value(Tape* self, long value) {
   if (value >= 0 && static_cast<size_t>(value) < self->tables->values.size()) return true;
   if (PyErr_Occurred() == nullptr) PyErr_SetString(PyExc_IndexError, "no such value");
   return false;
+}
+
+// Whether a value's tensor has another storage now: `tensor.data = …` moves no version.
+inline bool has_moved(const Value& value, const TensorImpl* tensor) {
+  return value.storage != nullptr && storage_of(tensor) != value.storage;
+}
+
+inline PyObject* tape_has_moved(Tape* self, PyObject* const* args, Py_ssize_t) {  // tensor, value
+  HANDLE_TH_ERRORS
+  const long value = PyLong_AsLong(args[1]);
+  if (!is_value(self, value)) return nullptr;
+  return PyBool_FromLong(has_moved(self->tables->values[value], tensor_from(args[0]).unsafeGetTensorImpl()));
+  END_HANDLE_TH_ERRORS
 }
 
 inline PyObject* tape_version(Tape* self, PyObject* number) {
@@ -376,7 +390,7 @@ inline PyObject* tape_layout(Tape* self, PyObject*) {
   Tables& t = *made->tables;
   t.reads = self->tables->reads;
   t.parameters = self->tables->parameters;
-  for (const Value& value : self->tables->values) t.values.push_back(Value{nullptr, value.root, 0});
+  for (const Value& value : self->tables->values) t.values.push_back(Value{nullptr, value.root, 0, nullptr});
   for (const Entry& entry : self->tables->entries) {
     t.entries.push_back(entry);
     t.entries.back().rest = nullptr;

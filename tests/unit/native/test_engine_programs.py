@@ -333,8 +333,18 @@ def grad_for_some(block: FunctionBlock, x: Tensor) -> Tensor:
     return h.cos() * y
 
 
+def other_data_once(block: FunctionBlock, x: Tensor) -> Tensor:
+    g = (x @ block.a).sin()
+    if block.calls == 4:
+        g.data = torch.full((8, 8), 0.3)
+    return (g * g).cos() @ block.b
+
+
+CHANGING = [branches, branches_on_values, longer_each_time, other_numbers, grad_for_some, other_data_once]
+
+
 @ON_EACH
-@pytest.mark.parametrize("function", [branches, branches_on_values, longer_each_time, other_numbers, grad_for_some])
+@pytest.mark.parametrize("function", CHANGING)
 def test_programs_that_differ_from_step_to_step(function: Callable[..., Tensor], chosen: dict[str, Any]) -> None:
     assert_same_with_library(block_of(function), replay(chosen), steps=5)
 

@@ -139,6 +139,22 @@ def either_branch(block: FunctionBlock, x: Tensor) -> Tensor:
 
 
 @body
+def given_other_data(block: FunctionBlock, x: Tensor) -> Tensor:
+    h = x @ block.a
+    other, shared, view = h.sin(), h.cos(), h.view(64)
+    other.data = torch.full((8, 8), 0.3)
+    shared.data = h.detach()
+    view.data = torch.full((64,), 0.5)
+    return (other * other).cos() @ block.b + (shared * shared).sin() * view.square().view(8, 8)
+
+
+@body
+def an_input_given_other_data(block: FunctionBlock, x: Tensor) -> Tensor:
+    x.data = torch.full((8, 8), 0.3)
+    return (x * x).cos() @ block.b
+
+
+@body
 def written_behind_autograds_back(block: FunctionBlock, x: Tensor) -> Tensor:
     h = x @ block.a
     h.data.mul_(2)
