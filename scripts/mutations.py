@@ -20,6 +20,11 @@ class Mutation:
     new: str = "pass"
     earlier: tuple[str, str] = ("", "")
 
+    @property
+    def is_cpp(self) -> bool:
+        """Whether it is made in the C++ library, which has to be built anew."""
+        return self.file.endswith(".h")
+
     def texts_in(self, source: str) -> tuple[str, str] | None:
         """Return which text of ``source`` becomes which; None if the slip cannot be made in it."""
         pairs = ((self.old, self.new), self.earlier)
@@ -30,6 +35,8 @@ _REACHABLE, _BINDINGS, _RNG = "region/python_state.py", "region/module_state.py"
 _FRAME, _KEPT_TENSOR, _HANDLES = "region/frame.py", "region/inputs.py", "region/frame.py"
 _PLAN, _RUN, _TAPE = "recompute/schedule.py", "recompute/replay.py", "recompute/tape.py"
 _MODES, _RECORD, _STATS = "recompute/rerun.py", "recompute/rerun.py", "recompute/op_trace.py"
+_CPP_RECORD, _CPP_HANDLES = "native/csrc/record.h", "native/csrc/handles.h"
+_CPP_REPLAY, _CPP_RERUN = "native/csrc/replay.h", "native/csrc/rerun.h"
 _RECORDER, _KIND, _TABLE = "recompute/recorder.py", "recompute/regions.py", "recompute/table.py"
 
 MUTATIONS = (
@@ -616,5 +623,142 @@ MUTATIONS = (
         "contiguous inputs are kept whole, in silence",
         "if stride[i] < extent:",
         "if stride[i] <= extent:",
+    ),
+    # in C++: `scripts/mutants` builds the library anew
+    Mutation(
+        "native-version-unseen",
+        3,
+        _CPP_RECORD,
+        "an op that reads what was written unseen is replayed on what was there before",
+        "return counter.current_version() == value.version ? found->second : -1;",
+        "return found->second;",
+    ),
+    Mutation(
+        "native-data-unseen",
+        1,
+        _CPP_RECORD,
+        "a tensor whose data was exchanged is taken for what it was",
+        " || has_moved(value, impl)) return -1;",
+        ") return -1;",
+    ),
+    Mutation(
+        "native-number-forgotten",
+        1,
+        _CPP_RECORD,
+        "replay multiplies by another number",
+        "t.pool.emplace_back(number_in(argument.toTensor()));",
+        "t.pool.emplace_back(at::Scalar(1.0));",
+    ),
+    Mutation(
+        "native-draw-forgotten",
+        1,
+        _CPP_RECORD,
+        "replay draws other random numbers than forward",
+        "entry.draws = state.defined();",
+        "entry.draws = false;",
+    ),
+    Mutation(
+        "native-turn-not-taken",
+        9,
+        _CPP_RECORD,
+        "an alternating rule saves every call",
+        "if (site.verdict == Verdict::ALTERNATE) alternations_of(t, site.rule)++;",
+        "",
+    ),
+    Mutation(
+        "native-parameters-kept",
+        6,
+        _CPP_RECORD,
+        "what is computed from parameters alone is kept from the second call on",
+        "!site.depends_on_inputs[number])",
+        "false)",
+    ),
+    Mutation(
+        "native-changed-kept",
+        3,
+        _CPP_HANDLES,
+        "backward reads a kept tensor that was changed in place",
+        "(watched.is_inference() ? 0 : watched._version()) == handle->version",
+        "watched.defined()",
+    ),
+    Mutation(
+        "native-value-stays",
+        7,
+        _CPP_HANDLES,
+        "a backward that retains its graph leaves the replayed values where they are",
+        "Py_CLEAR(handle->value);",
+        "(void)0;",
+    ),
+    Mutation(
+        "native-step-not-freed",
+        7,
+        _CPP_REPLAY,
+        "replay holds everything that it has computed until its end",
+        "for (const int value : step.frees) values[value].reset();",
+        "",
+    ),
+    Mutation(
+        "native-written-parameter",
+        3,
+        _CPP_REPLAY,
+        "replay starts from a parameter as it is after the region has written to it",
+        "PyDict_Contains(args[3], address) == 0 && PyDict_Contains(args[4], root) == 0",
+        "true",
+    ),
+    Mutation(
+        "native-other-program",
+        1,
+        "native/csrc/tape.h",
+        "a program whose ops read other values is given the schedule of an earlier one",
+        "a.values.size() == b.values.size() && a.reads == b.reads &&",
+        "a.values.size() == b.values.size() &&",
+    ),
+    Mutation(
+        "native-verify-blind",
+        12,
+        "native/csrc/checksum.h",
+        "`verify` finds no difference",
+        "PyLong_AsLongLong(PyTuple_GET_ITEM(sums, 0)) != now",
+        "now < -1",
+    ),
+    Mutation(
+        "native-views-alike",
+        4,
+        _CPP_RERUN,
+        "rerun takes calls on two parts of a tensor for one",
+        "  signature.add(static_cast<uint64_t>(offset));\n",
+        "",
+    ),
+    Mutation(
+        "native-reader-unseen",
+        1,
+        _CPP_RERUN,
+        "rerun lets go of a saved result that an op reads",
+        "is_pythons = reads_saved(ids, *known, *stack, base);",
+        "is_pythons = false;",
+    ),
+    Mutation(
+        "native-no-early-stop",
+        9,
+        _CPP_RERUN,
+        "recomputation runs on after it has filled everything",
+        "is_pythons = is_set(progress.get(), names().done);",
+        "is_pythons = false;",
+    ),
+    Mutation(
+        "native-external-unnamed",
+        4,
+        _CPP_RERUN,
+        "a value computed from an external tensor has to be the same in both passes",
+        "  if (signature.is_external && PySet_Add(ids.external, id) < 0) throw python_error();\n",
+        "",
+    ),
+    Mutation(
+        "native-attribute-unseen",
+        1,
+        "native/csrc/walk.h",
+        "an attribute that was set to another object is not put back",
+        " || PyList_GET_ITEM(args[4], index) != value) Py_RETURN_FALSE;",
+        ") Py_RETURN_FALSE;",
     ),
 )

@@ -8,8 +8,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from sac.errors import Problem, RegionError
 from sac.recompute.table import DecisionTable
-from sac.torch_private import CAN_SKIP_DYNAMO, TorchDispatchMode, skip_dynamo
+from sac.torch_private import CAN_SKIP_DYNAMO, NO_TASK, TorchDispatchMode, current_graph_task_id, skip_dynamo
 
 # -- Instance-level forwards that report the running module
 
@@ -128,6 +129,8 @@ class RegionMode(BareMode):
     """A mode around one run of a region that knows in which module an op runs; see ``ModuleListener``."""
 
     supports_higher_order_operators = True
+    region_path = ""  # for messages
+    has_forked = False
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -144,7 +147,18 @@ class RegionMode(BareMode):
         """Return the ``ModulePass`` that runs modules saved as a whole, or None; called when the mode is entered."""
         return None
 
+    def is_forked(self) -> bool:
+        """Return whether this thread, which is not the region's, was forked inside of it: the region will raise.
+
+        A thread of backward may run ops for the region, which waits for it.
+        """
+        if current_graph_task_id() != NO_TASK:
+            return False
+        self.has_forked = True
+        return True
+
     def __enter__(self) -> Any:
+        self.thread = threading.get_ident()
         super().__enter__()  # type: ignore[no-untyped-call]
         self._outer = enter(self, self.whole_modules())
         return self
@@ -152,3 +166,7 @@ class RegionMode(BareMode):
     def __exit__(self, *error: Any) -> None:
         leave(self._outer)
         super().__exit__(*error)  # type: ignore[no-untyped-call]
+        if self.has_forked and error[0] is None:
+            found = "another thread has run ops of this region, as `torch.jit.fork` does: their order is not known"
+            fix = "do not fork inside of the block, or leave the block out of checkpointing"
+            raise RegionError(Problem(self.region_path or "region", found, fix=fix))

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache, partial
+from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
@@ -472,6 +473,8 @@ def _types(library: Any) -> _Types:
             super().__exit__(*error)
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if get_ident() != self.thread and self.is_forked():
+                return func(*args, **(kwargs or {}))
             site: CallSite | None = self.sites.get(id(func))
             if site is None:
                 site = self.table.add_site(func, self.path)

@@ -6,6 +6,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, MutableMapping
 from contextlib import AbstractContextManager
+from threading import get_ident
 from typing import Any
 from weakref import ref
 
@@ -245,11 +246,14 @@ class TapeMode(RegionMode):
 
     def __init__(self, recorder: TapeRecorder, op_trace: OpTraceRecorder | None) -> None:
         super().__init__(recorder.table)
+        self.region_path = recorder.path
         self.recorder = recorder
         self.tape = recorder.tape
         self.op_trace = op_trace
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if get_ident() != self.thread and self.is_forked():
+            return func(*args, **(kwargs or {}))
         site: CallSite | None = self.sites.get(id(func))
         tape, recorder = self.tape, self.recorder
         if site is None or not site.is_ordinary or tape.needs_attention or self.op_trace is not None:
@@ -378,6 +382,8 @@ UNSEEN_WRITE = "the forward wrote to a tensor that an op reads in a way that no 
 
 class TapeRecorder:
     """The recorder's interface to ``TapeMode``; see Note [The tape]. ``ReplayRecorder`` adds that to the frame."""
+
+    path = ""  # of the region
 
     def __init__(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -570,6 +571,7 @@ class ForwardMode(RegionMode):
 
     def __init__(self, state: RerunState, op_trace: OpTraceRecorder | None) -> None:
         super().__init__(state.table)
+        self.region_path = state.path
         self.state = state
         self.op_trace = op_trace
         self.hooks = 1  # how many of the innermost saved-tensor hooks belong to the region
@@ -589,6 +591,8 @@ class ForwardMode(RegionMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         state = self.state
+        if get_ident() != self.thread and self.is_forked():
+            return func(*args, **(kwargs or {}))
         if state.paused:
             return func(*args, **kwargs)
         if state.inside is not None:

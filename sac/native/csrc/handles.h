@@ -201,6 +201,13 @@ inline int pack_known(Hooks* self, Handle* handle, PyObject* object, const Tenso
   return answer;
 }
 
+// Whether this thread was forked inside the region, which will raise: it may not look into a tape that the region's own
+// thread writes to without the GIL.
+inline bool is_forked(const Tape& tape) {
+  return !tape.is_over && tape.thread != 0 && tape.thread != PyThread_get_thread_ident() &&
+         torch::autograd::get_current_graph_task_id() == -1;
+}
+
 inline PyObject* hooks_pack(Hooks* self, PyObject* object) {
   HANDLE_TH_ERRORS
   const Tensor tensor = tensor_from(object);
@@ -214,6 +221,11 @@ inline PyObject* hooks_pack(Hooks* self, PyObject* object) {
   handle->tape = self->tape;
   handles.push_back(handle);
   THPObjectPtr made(reinterpret_cast<PyObject*>(handle));
+  if (is_forked(*self->tape)) {
+    handle->is_kept = 1;
+    handle->value = Py_NewRef(object);
+    return made.release();
+  }
   int done = pack_known(self, handle, object, tensor);
   if (done == 0) {
     PyObject* answer = PyObject_CallMethod(self->recorder, "pack", "OO", object, handle);

@@ -414,6 +414,7 @@ inline PyObject* start(PyObject*, PyObject* const* args, Py_ssize_t) {  // tape,
   // Results are plain tensors if every mode below is one of these; under any other mode, Python records all ops.
   using TLS = c10::impl::TorchDispatchModeTLS;
   bool only_ours = true;
+  tape->thread = PyThread_get_thread_ident();
   tape->depth = TLS::stack_len();
   for (int64_t i = 0; i + 1 < tape->depth; i++) {
     PyObject* one = TLS::get_stack_at(i)->ptr(getPyInterpreter());

@@ -82,6 +82,7 @@ struct Tape {
   Tables* tables;
   char needs_attention;  // every op goes to Python; see `Tape.needs_attention`
   char is_over;          // the forward is over, and no replay is under way
+  unsigned long thread;  // that of the region; 0 before its forward
   // While it records: borrowed from the mode, which is on the stack.
   Tape* outer;
   int64_t depth;  // of the stack of modes, with ours on top

@@ -171,6 +171,14 @@ def one_argument_twice(block: FunctionBlock, x: Tensor) -> Tensor:
 
 
 @body
+def written_unseen(block: FunctionBlock, x: Tensor) -> Tensor:
+    h = (x @ block.a).sin()
+    h.detach().numpy()[1] = 0.5
+    torch.autograd.graph.increment_version(h)
+    return (h + 1).cos() @ block.b
+
+
+@body
 def parameters_as_results(block: FunctionBlock, x: Tensor) -> Tensor:
     return (x @ (block.a * block.b).t().contiguous()).sin() @ block.a.detach() + block.b.t()
 
@@ -337,7 +345,7 @@ def other_data_once(block: FunctionBlock, x: Tensor) -> Tensor:
     g = (x @ block.a).sin()
     if block.calls == 4:
         g.data = torch.full((8, 8), 0.3)
-    return (g * g).cos() @ block.b
+    return (g + 1).cos() @ block.b  # the sum reads it, and autograd does not save it
 
 
 CHANGING = [branches, branches_on_values, longer_each_time, other_numbers, grad_for_some, other_data_once]

@@ -5,8 +5,12 @@ torch's selective checkpoint passes these.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -157,3 +161,50 @@ def test_two_threads_run_one_model_at_once(name: str, entry: str) -> None:
     on_two_threads(work)
     for index in range(2):
         assert all(torch.equal(a, b) for a, b in zip(grads(reference, inputs[index]), found[index], strict=True))
+
+
+FORKS = """
+import os, sys, warnings
+import torch
+import sac
+from tests.support.blocks import FunctionBlock, Stack, policy, save, selective
+
+warnings.simplefilter("ignore")
+
+@torch.jit.script
+def sines(h, w):
+    for _ in range(50):
+        h = (h.cos() * 0.5 + w).sin()
+    return h
+
+@torch.jit.script
+def forks(h, w):
+    one = torch.jit.fork(sines, h, w)
+    two = torch.jit.fork(sines, 2 * h, w)
+    g = sines(h, w)
+    return g + torch.jit.wait(one) + torch.jit.wait(two)
+
+model = Stack(FunctionBlock(lambda block, x: forks(x @ block.a, block.b)))
+model = sac.apply(model, selective(policy(save("matmul")), engine=sys.argv[1]))
+for _ in range(3):
+    try:
+        model(torch.randn(8, 8))
+    except sac.SacError as error:
+        print(error, flush=True)
+os._exit(0)  # torch may abort at exit if threads that it has forked have run Python
+"""
+
+
+@pytest.mark.parametrize("engine", ["replay", "rerun"])
+def test_a_region_that_forks_is_refused(engine: str, tmp_path: Path) -> None:
+    """Threads that TorchScript forks run their ops under our mode, in whatever order."""
+    program = tmp_path / "forks.py"  # TorchScript reads the source of functions
+    program.write_text(FORKS)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    command = [sys.executable, str(program), engine]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == 3 * (
+        "blocks.0: another thread has run ops of this region, as `torch.jit.fork` does: their order is not known\n"
+        "    fix: do not fork inside of the block, or leave the block out of checkpointing\n"
+    )
