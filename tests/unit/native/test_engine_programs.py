@@ -179,6 +179,14 @@ def written_unseen(block: FunctionBlock, x: Tensor) -> Tensor:
 
 
 @body
+def a_parameter_written_after_use(block: FunctionBlock, x: Tensor) -> Tensor:
+    h = x * (block.a.detach() * 2).sin()
+    with torch.no_grad():
+        block.a.mul_(0.9)
+    return (h @ block.a).sin() @ block.b
+
+
+@body
 def parameters_as_results(block: FunctionBlock, x: Tensor) -> Tensor:
     return (x @ (block.a * block.b).t().contiguous()).sin() @ block.a.detach() + block.b.t()
 
@@ -348,7 +356,16 @@ def other_data_once(block: FunctionBlock, x: Tensor) -> Tensor:
     return (g + 1).cos() @ block.b  # the sum reads it, and autograd does not save it
 
 
-CHANGING = [branches, branches_on_values, longer_each_time, other_numbers, grad_for_some, other_data_once]
+def reads_the_other(block: FunctionBlock, x: Tensor) -> Tensor:
+    h = x @ block.a
+    one, two = h.sin(), h.cos()
+    return ((two if block.calls % 3 == 2 else one) * 2).exp() @ block.b
+
+
+CHANGING = [
+    *(branches, branches_on_values, longer_each_time, other_numbers, grad_for_some),
+    *(other_data_once, reads_the_other),
+]
 
 
 @ON_EACH

@@ -127,6 +127,29 @@ def test_python_and_the_library_sign_alike() -> None:
     assert_same_with_library(block_of(function), rerun(POLICIES["matmuls"]), ops=1)
 
 
+def test_calls_on_two_parts_are_told_apart() -> None:
+    """In recomputation they run in the other order, and each is given its own result."""
+
+    def function(block: FunctionBlock, x: Tensor) -> Tensor:
+        first, second = (x @ block.a).chunk(2)
+        if block.runs % 2:  # runs are counted in both passes
+            u, v = first @ block.b, second @ block.b
+        else:
+            v, u = second @ block.b, first @ block.b
+        return torch.cat([u.sin() * v, v.cos()])
+
+    assert_same_with_library(block_of(function), rerun(POLICIES["matmuls"]), ops=1)
+
+
+def test_what_is_read_is_kept() -> None:
+    """The library runs what reads the saved result, which Python keeps for it."""
+
+    def function(block: FunctionBlock, x: Tensor) -> Tensor:
+        return (x @ block.a).sin().exp() @ block.b
+
+    assert_same_with_library(block_of(function), rerun(policy(save("aten.sin"))), ops=1)
+
+
 def test_a_mode_around_forward_alone() -> None:
     """Calls have the same signatures under a mode that watches the forward, and without it in backward."""
 
