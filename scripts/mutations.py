@@ -682,14 +682,6 @@ MUTATIONS = (
         "watched.defined()",
     ),
     Mutation(
-        "native-value-stays",
-        7,
-        _CPP_HANDLES,
-        "a backward that retains its graph leaves the replayed values where they are",
-        "Py_CLEAR(handle->value);",
-        "(void)0;",
-    ),
-    Mutation(
         "native-step-not-freed",
         7,
         _CPP_REPLAY,

@@ -150,6 +150,21 @@ def test_what_is_read_is_kept() -> None:
     assert_same_with_library(block_of(function), rerun(policy(save("aten.sin"))), ops=1)
 
 
+def test_weights_that_an_earlier_region_has_cast() -> None:
+    """In forward a cast weight comes from outside of the second region; in recomputation it is cast there."""
+
+    def function(block: FunctionBlock, x: Tensor) -> Tensor:
+        return (F.linear(F.linear(x, block.a).sin().exp(), block.b) @ block.a).tanh()
+
+    def build() -> Stack:
+        model = Stack(FunctionBlock(function), FunctionBlock(function))
+        model.blocks[1].a, model.blocks[1].b = model.blocks[0].a, model.blocks[0].b
+        return model
+
+    value = rerun(policy({**save("attention"), "optional": True}))
+    assert_same_with_library(build, value, around_forward=lambda: torch.autocast("cpu", torch.bfloat16), ops=3)
+
+
 def test_a_mode_around_forward_alone() -> None:
     """Calls have the same signatures under a mode that watches the forward, and without it in backward."""
 
