@@ -166,8 +166,11 @@ class RerunState:
             int
         )  # signature -> number of calls with it that may be saved
         self.packs = 0
-        # Per tensor that autograd saved: value id (None: not compared), whether it is external, producer.
-        self.packed: list[tuple[int | None, bool, CallSite | None]] = []
+        # Per tensor that autograd saved: value id (None: not compared), whether it is external, its producer, and its
+        # offset in elements (-1: not compared).
+        self.packed: list[tuple[int | None, bool, CallSite | None, int]] = []
+        # Whether all that the region starts from comes back in the same layout, so that parts of it can be told apart.
+        self.keeps_layouts = False
         self.inputs: RegionInputs | None = None
         self.inputs_written = False
         # Whether handles keep inputs and parameters. They do not under saved-tensor hooks around the region: these may
@@ -232,9 +235,10 @@ class RerunState:
         value_id = value_ids.of_plain(tensor, cls, address)
         # Without rules, recomputation saves parameters and inputs again; their data may have moved by then (ZeRO-3).
         is_compared = bool(self.table.rules) or not value_ids.is_persistent_id(value_id)
-        self.packed.append(
-            (value_id if is_compared else None, value_id in value_ids.external, value_ids.producers.get(value_id))
-        )
+        is_external, maker = value_id in value_ids.external, value_ids.producers.get(value_id)
+        has_place = maker is not None and not is_external and self.keeps_layouts and tensor.layout is torch.strided
+        offset = int(tensor.storage_offset()) if has_place else -1
+        self.packed.append((value_id if is_compared else None, is_external, maker, offset))
         if self.table.saves_everything:
             handle.keep(tensor)
             handle.is_external = value_ids.source(tensor) != "op"
@@ -250,7 +254,7 @@ class RerunState:
         """Do the work of ``pack`` for a tensor subclass, which may have several storages."""
         parts = tensor_parts(tensor)
         value_id = self.value_ids.of(tensor)
-        self.packed.append((value_id, value_id in self.value_ids.external, self.value_ids.producers.get(value_id)))
+        self.packed.append((value_id, value_id in self.value_ids.external, self.value_ids.producers.get(value_id), -1))
         if self.table.saves_everything:
             handle.keep(tensor)
             handle.is_external = all(self.value_ids.is_persistent(part) for part in parts)
@@ -486,6 +490,19 @@ def swapped_problem(
     )
 
 
+def other_part_problem(path: str, index: int, tensor: torch.Tensor, maker: CallSite, offset: int) -> Problem:
+    """Return the problem that the ``index``-th tensor that autograd saves in recomputation is another part of a value.
+
+    ``offset``: of the part in forward, in elements. ``maker``: the call site of the op that produced the value.
+    """
+    return Problem(
+        where=path or "region",
+        found=f"saved tensor {index} was the part of {_made_by(maker)} that begins at element {offset}; in "
+        f"recomputation it is the one that begins at element {tensor.storage_offset()}, {describe(tensor)}",
+        fix=OTHER_PATH,
+    )
+
+
 def overwritten_problem(path: str, op: Any) -> Problem:
     """Return the problem that a result of ``op``, which chooses, was overwritten unseen, and ``op`` chooses anew."""
     return Problem(
@@ -586,6 +603,7 @@ class ForwardMode(RegionMode):
     def __enter__(self) -> ForwardMode:
         super().__enter__()
         self.state.saw_grad = torch.is_grad_enabled()
+        self.state.keeps_layouts = self.state.keeps_layouts and self.state.saw_grad
         return self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -834,11 +852,13 @@ class RecomputeMode(RegionMode):
         """Raise if the ``index``-th tensor that autograd saves is known to be another value than in forward."""
         packed = self.state.packed
         if index < len(packed):
-            value_id, external, maker = packed[index]
+            value_id, external, maker, offset = packed[index]
             if self.state.lenient or value_id is None:
                 return
             seen = self.value_ids.of(tensor)
             tolerated = (external or seen in self.value_ids.external) and seen not in self.state.known
+            if value_id == seen and maker is not None and 0 <= offset != tensor.storage_offset():
+                raise RegionError(other_part_problem(self.state.path, index, tensor, maker, offset))
             if value_id != seen and not tolerated:
                 raise RegionError(
                     swapped_problem(self.state.path, index, tensor, maker, self.value_ids.producers.get(seen))
@@ -964,6 +984,7 @@ class RerunRecorder:
         # kept tensors would avoid.
         has_rules = bool(self.state.table.rules)
         self.state.keeps_persistent = has_rules and self.early_stop and active_hooks() is None
+        self.state.keeps_layouts = active_hooks() is None and all(kept.stored is None for kept in inputs.tensors)
         for kept in inputs.tensors:
             if isinstance(kept.data, torch.Tensor):
                 self.state.value_ids.name_input(kept.data, kept.position, lasts=kept.stored is None)

@@ -331,3 +331,27 @@ def test_what_the_second_run_would_do_is_nothing_to_replay(body: Any, rule: dict
     model = install(build(), value, "apply, replay")
     assert_same(train(build(), make_input=square), train(model, make_input=square))
     assert model.blocks[0].runs == 1
+
+
+def parts_in_another_order(block: FunctionBlock, x: Tensor) -> Tensor:
+    first, second = (x @ block.a).chunk(2)
+    if block.runs % 2:  # runs are counted in both passes
+        u, v = first.sin(), second.sin()
+    else:
+        v, u = second.sin(), first.sin()
+    return torch.cat([2 * u, v])
+
+
+@pytest.mark.parametrize(
+    "value", [FULL, selective(policy({**save("attention"), "optional": True}), engine="rerun")], ids=["full", "rerun"]
+)
+def test_two_parts_of_one_value_are_told_apart(value: dict[str, Any]) -> None:
+    """Autograd saves both; their shapes are equal, and so are their storages."""
+    model = sac.apply(built(lambda: Stack(FunctionBlock(parts_in_another_order))), value)
+    loss = model(*square()).sum()
+    with pytest.raises(RegionError) as error:
+        loss.backward()
+    assert str(error.value).splitlines()[0] == (
+        "blocks.0: saved tensor 1 was the part of the result of aten.mm.default in the region itself that begins at "
+        "element 0; in recomputation it is the one that begins at element 32, float32[4, 8]"
+    )
