@@ -7,7 +7,7 @@ from collections.abc import MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache, partial
 from threading import get_ident
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from sac.recompute.schedule import ReplaySchedule
 from sac.recompute.table import CallSite
 from sac.recompute.tape import Leaf, Tape
 from sac.region.frame import Handle
+from sac.region.native_frame import WithNativeHandles
 from sac.torch_private import OpOverload
 
 # Note [The native recorder]
@@ -235,7 +236,7 @@ class NativeReplayRecorder(ReplayRecorder):
 
     def forward_mode(self) -> AbstractContextManager[Any]:
         """Return the mode that writes the tape."""
-        return _types(self.library).mode(self)  # type: ignore[no-any-return]
+        return _mode_type(self.library)(self)  # type: ignore[no-any-return]
 
     def finish_native(
         self, site: CallSite, out: Any, first: int, count: int, reads: list[int], drawn_from: Tensor | None
@@ -272,21 +273,21 @@ class NativeReplayRecorder(ReplayRecorder):
         super().end(kept, missing)
 
 
-class NativeReplayFrame(ReplayFrame):
+class NativeReplayFrame(WithNativeHandles, ReplayFrame):
     """A frame whose hooks and whose replay are in C++."""
 
     recorder: NativeReplayRecorder
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
-        self.runner = _NativeRunner(self.recorder.library)
+        self.runner = _NativeRunner(self._library)
 
     def _saved_tensor_hooks(self) -> tuple[Any, Any]:
         recorder, tape = self.recorder, self.recorder.tape
-        self._handles = _Handles(tape.native)  # type: ignore[assignment]
-        hooks = recorder.library.Hooks(
+        hooks = self._library.Hooks(
             tape.native,
-            _types(recorder.library).handle,
+            self._handles,
+            self._handle_type,
             self,
             recorder,
             recorder._places,
@@ -298,36 +299,6 @@ class NativeReplayFrame(ReplayFrame):
             recorder._keeps_persistent,
         )
         return hooks.pack, hooks.unpack
-
-    def _alive(self) -> list[Handle]:
-        return self.recorder.tape.native.handles()  # type: ignore[no-any-return]
-
-    def _close(self) -> None:
-        super()._close()
-        self.recorder.tape.native.is_over = True
-
-    def _recompute(self, wanted: Handle, task: int, *, last: bool) -> None:
-        native = self.recorder.tape.native
-        native.is_over = False  # another thread waits for the lock: values are filled before they are verified
-        try:
-            super()._recompute(wanted, task, last=last)
-        finally:
-            native.is_over = self._forward_over
-
-
-class _Handles:
-    """The handles of a region call, as callables that return a handle or None."""
-
-    def __init__(self, native: Any) -> None:
-        self._native = native
-
-    def __len__(self) -> int:
-        return self._native.handle_count()  # type: ignore[no-any-return]
-
-    def __getitem__(self, index: int) -> Any:
-        if index >= len(self):
-            raise IndexError(index)
-        return partial(self._native.handle, index)
 
 
 class _NativeRunner:
@@ -433,14 +404,9 @@ def verdict_on(site: CallSite) -> tuple[int, int]:
 _KINDS = frozenset({"Tensor", "Optional[Tensor]", "List[Tensor]", "List[Optional[Tensor]]", "Optional[List[Tensor]]"})
 
 
-class _Types(NamedTuple):
-    mode: Any
-    handle: Any
-
-
 @cache
-def _types(library: Any) -> _Types:
-    """Return the classes that derive from the library's."""
+def _mode_type(library: Any) -> Any:
+    """Return the mode that derives from the library's."""
 
     class NativeMode(library.Mode, TapeMode):  # type: ignore[misc]
         """Gets the ops that the library does not record."""
@@ -482,14 +448,4 @@ def _types(library: Any) -> _Types:
                 tell(library, self, site)
             return self._run(site, func, args, kwargs or {})
 
-    class NativeHandle(library.Handle):  # type: ignore[misc]
-        """See ``Handle``."""
-
-        __slots__ = ("__weakref__",)
-        shape = dtype = device = None
-        keep = Handle.keep
-        waits = Handle.waits
-        pack_with_outer_hooks = Handle.pack_with_outer_hooks
-        kept_value = Handle.kept_value
-
-    return _Types(NativeMode, NativeHandle)
+    return NativeMode

@@ -36,7 +36,7 @@ from sac.recompute.rerun import default_generators, gathers, written_tensors
 from sac.recompute.schedule import ReplaySchedule, TapeLayout, Wanted, schedule_replay
 from sac.recompute.table import CallSite, DecisionTable, ResolvedRule, decide, run_op
 from sac.recompute.tape import SMALL_NUMEL, TENSOR_HOLE, Tape, as_reads, cast_of
-from sac.region.frame import Handle, Progress, clone_small_views
+from sac.region.frame import Handle, Handles, Progress, clone_small_views
 from sac.region.inputs import RegionInputs
 from sac.region.module_state import other_bytes, small_bytes
 from sac.region.rng import RngSnapshot, States, state_of, states_of
@@ -826,7 +826,7 @@ class ReplayRecorder(TapeRecorder):
         """Record that a gradient inside the region's own forward reads ``tensor``, a replayed value, as ``handle``."""
         self.tape.recognise(tensor, self._places[handle][0])
 
-    def set_start(self, at_start: AtStart) -> None:
+    def set_start(self, at_start: AtStart, handles: Handles) -> None:
         """See ``Recorder.set_start``."""
         self.at_start = at_start
 

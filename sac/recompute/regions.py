@@ -31,6 +31,7 @@ from sac.region.forward_ad import OnTangents, dual_level_is_on, refuse_reentrant
 from sac.region.frame import Frame
 from sac.region.inputs import RegionInputs
 from sac.region.module_state import UnseenWriteError, has_uninitialized
+from sac.region.native_frame import NativeFrame
 from sac.region.reentrant import ReentrantFrame
 from sac.region.settings import ALWAYS, FIRST, NEVER, REPLAY, RERUN, Settings, as_torch_says
 from sac.region.writes import needs_recorder
@@ -160,8 +161,11 @@ class Region:
         recorder: _AnyRecorder | None = None
         if records or table.matches_modules:
             recorder = self._recorder(owners, settings, signature, inputs, sees_ops=records)
-        frame_type = ReentrantFrame if settings.use_reentrant else Frame
-        frame = frame_type(function, self.path, recorder, owners, settings)
+        native = library()
+        frame_type: Any = Frame if native is None else partial(NativeFrame, native)
+        frame: Frame | ReentrantFrame = (ReentrantFrame if settings.use_reentrant else frame_type)(
+            function, self.path, recorder, owners, settings
+        )
         frame.is_evidence = records and not (self.evidence.needs_recorder or table.decides_on_ops)
         return frame, recorder
 
@@ -194,8 +198,10 @@ class Region:
         if signature is not None:
             remember(self.evidence.verified, signature)
         self.stats.engine = REPLAY
-        frame_type = ReplayFrame if native is None else NativeReplayFrame
-        frame = frame_type(function, self.path, recorder, owners, settings, give_up=give_up, given_up=self._given_up)
+        frame_type: Any = ReplayFrame if native is None else partial(NativeReplayFrame, native)
+        frame: ReplayFrame = frame_type(
+            function, self.path, recorder, owners, settings, give_up=give_up, given_up=self._given_up
+        )
         return frame, recorder
 
     def _is_replayed(self, settings: Settings) -> bool:

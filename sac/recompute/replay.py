@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, Protocol
@@ -349,7 +348,7 @@ class ReplayFrame(Frame):
 
     def _pack(self, tensor: Tensor) -> Handle:
         handle = Handle(len(self._handles))
-        self._handles.append(weakref.ref(handle))
+        self._handles.add(handle)
         self.recorder.pack(tensor, handle)
         return handle
 
@@ -384,7 +383,7 @@ class ReplayFrame(Frame):
             self.recorder.hold_external()
         if self._was_changed(handle):
             self.recorder.tape.fail(_CHANGED)
-            self.recorder.forget_external(self._alive())
+            self.recorder.forget_external(self._handles.alive())
         return super()._unpack(handle)
 
     def _was_changed(self, handle: Handle) -> bool:
@@ -401,12 +400,12 @@ class ReplayFrame(Frame):
             return
         last = last and self._forward_over
         wanted.task = -2  # it may have been unpacked in this task before: a second read of ctx.saved_tensors
-        waiting = {handle.index: handle for handle in self._alive() if handle.waits(task)}
+        waiting = {handle.index: handle for handle in self._handles.alive() if handle.waits(task)}
         try:
             # Not during a forward inside hooks: an outer checkpoint must be passed the same tensors as in its forward.
             if (self._forward_over or self.hooks is None) and (reason := self._given_up()):
                 raise CannotReplay(reason)
-            if recorder.external_handles and any(map(self._was_changed, self._alive())):
+            if recorder.external_handles and any(map(self._was_changed, self._handles.alive())):
                 raise ReadAgain
             self._replay(waiting)
         except CannotReplay as error:
@@ -508,7 +507,7 @@ class ReplayFrame(Frame):
 
     def _run_python(self, reason: str, wanted: Handle, waiting: dict[int, Handle], task: int, *, last: bool) -> None:
         self.recorder.tape.fail(reason)
-        self.recorder.forget_external(self._alive())
+        self.recorder.forget_external(self._handles.alive())
         for handle in waiting.values():
             handle.value = None
         super()._recompute(wanted, task, last=last)

@@ -31,7 +31,16 @@ from sac.recompute.parameter_only import NOT_PARAMETERS, is_large
 from sac.recompute.table import CallSite, DecisionTable, ResolvedRule, decide, run_op, site_name
 from sac.recompute.value_ids import Description, ValueIds
 from sac.recompute.whole_modules import SavedModuleCall, SavedModules, SavingPass, ServingPass
-from sac.region.frame import OTHER_PATH, OTHER_VALUE, OTHER_WRITE, Handle, NoEarlyStop, Progress, clone_small_views
+from sac.region.frame import (
+    OTHER_PATH,
+    OTHER_VALUE,
+    OTHER_WRITE,
+    Handle,
+    Handles,
+    NoEarlyStop,
+    Progress,
+    clone_small_views,
+)
 from sac.region.inputs import RegionInputs
 from sac.region.module_state import UnseenWriteError
 from sac.region.rng import default_generator, state_of, states_of
@@ -989,7 +998,7 @@ class RerunRecorder:
             if isinstance(kept.data, torch.Tensor):
                 self.state.value_ids.name_input(kept.data, kept.position, lasts=kept.stored is None)
 
-    def set_start(self, at_start: AtStart) -> None:
+    def set_start(self, at_start: AtStart, handles: Handles) -> None:
         """See ``Recorder.set_start``."""
         self.state.at_start = at_start
 

@@ -28,7 +28,7 @@ from sac.recompute.saved_results import (
     versions_of,
 )
 from sac.recompute.table import DecisionTable, ResolvedRule, paths_up
-from sac.region.frame import Handle, Progress
+from sac.region.frame import Handle, Handles, Progress
 from sac.region.inputs import RegionInputs
 from sac.region.settings import Settings
 from sac.tensors import copy_of, detached, overwrite, plain_address, storage_sizes, version_of
@@ -419,22 +419,21 @@ class ModuleRecorder:
     def __init__(self, modules: SavedModules, not_recomputed: frozenset[int]) -> None:
         self.modules = modules
         self.not_recomputed = not_recomputed
-        self._packs = 0
 
     def begin(self, inputs: RegionInputs) -> None:
         """The region is about to run on ``inputs``."""
         self.modules.begin(inputs)
 
-    def set_start(self, at_start: Callable[[int], torch.UntypedStorage | None]) -> None:
-        """Nothing: it sees no ops."""
+    def set_start(self, at_start: Callable[[int], torch.UntypedStorage | None], handles: Handles) -> None:
+        """See ``Recorder``."""
+        self._handles = handles
 
     def forward_mode(self) -> AbstractContextManager[Any]:
         """Return the context in which saved modules run outside the region."""
-        return _active(SavingPass(self.modules, lambda: self._packs))
+        return _active(SavingPass(self.modules, self._handles.__len__))
 
     def pack(self, tensor: torch.Tensor, handle: Handle) -> None:
-        """Autograd saves ``tensor``."""
-        self._packs += 1
+        """Never called: it sees no ops."""
 
     def close(self, kept: list[Handle], last_missing: int) -> bool:
         """The forward is over; return whether no module was saved."""

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from types import MethodType
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -106,6 +106,36 @@ class Handle:
         return fetch(self.value)
 
 
+class Handles:
+    """The handles of one region call, by index. Autograd holds them; one that it has dropped is gone."""
+
+    def __init__(self) -> None:
+        self._references: list[weakref.ref[Handle]] = []
+
+    def __len__(self) -> int:
+        return len(self._references)
+
+    def add(self, handle: Handle) -> None:
+        """Append ``handle``, whose index is the number of those before it."""
+        self._references.append(weakref.ref(handle))
+
+    def get(self, index: int) -> Handle | None:
+        """Return the handle with this index, or None if autograd has dropped it."""
+        return self._references[index]()
+
+    def alive(self) -> list[Handle]:
+        """Return those that autograd still holds."""
+        return [handle for reference in self._references if (handle := reference()) is not None]
+
+    def last_waiting(self, task: int) -> int:
+        """Return the index of the last handle that may still be asked for in graph task ``task``, or -1."""
+        for reference in reversed(self._references):
+            handle = reference()
+            if handle is not None and handle.waits(task):
+                return handle.index
+        return -1
+
+
 class RecomputeProgress:
     """Counts the tensors that autograd saves in one recomputation, puts them on the handles, decides where to stop.
 
@@ -130,7 +160,7 @@ class RecomputeProgress:
     def __init__(
         self,
         frame: Fillable,
-        handles: list[weakref.ref[Handle]],
+        handles: Handles,
         last_missing: int,
         *,
         stop_in_pack: bool,
@@ -163,15 +193,15 @@ class RecomputeProgress:
         if self.done and self.early_stop:
             return tensor
         if index >= len(self.handles):
-            raise RegionError(self.frame.surplus(index, tensor))
-        handle = self.handles[index]()
+            self.refuse_surplus(index, tensor)
+        handle = self.handles.get(index)
         if handle is not None and handle.waits(self.task):
             if (
                 handle.shape is not None
                 and (tensor.shape != handle.shape or tensor.dtype != handle.dtype or tensor.device != handle.device)
                 and self.checks
             ):
-                raise RegionError(self.frame.differs(handle, tensor))
+                self.refuse_other(handle, tensor)
             handle.value = tensor
             if self.verify is not None:
                 self.verify(index, tensor)
@@ -180,8 +210,20 @@ class RecomputeProgress:
         if index >= self.last_missing:
             self.done = True
             if self.stop_in_pack and self.early_stop:
-                raise StopRecompute(self.frame)
+                self.stop()
         return tensor
+
+    def refuse_surplus(self, index: int, tensor: torch.Tensor) -> NoReturn:
+        """Raise ``RegionError``: forward saved fewer tensors."""
+        raise RegionError(self.frame.surplus(index, tensor))
+
+    def refuse_other(self, handle: Handle, tensor: torch.Tensor) -> NoReturn:
+        """Raise ``RegionError``: forward saved a tensor of another shape, dtype or device."""
+        raise RegionError(self.frame.differs(handle, tensor))
+
+    def stop(self) -> NoReturn:
+        """End the recomputation."""
+        raise StopRecompute(self.frame)
 
     def stop_before(self, written: Sequence[torch.Tensor]) -> None:
         """Everything is filled and the next op writes to ``written``: stop early, unless that op has to run.
@@ -291,14 +333,17 @@ class Recorder(Protocol):
     sees_ops: bool
     not_recomputed: frozenset[int]
 
-    def set_start(self, at_start: Callable[[int], torch.UntypedStorage | None]) -> None:
-        """The forward begins; ``at_start`` returns the copy of the storage at an address, if the frame has made one."""
+    def set_start(self, at_start: Callable[[int], torch.UntypedStorage | None], handles: Handles) -> None:
+        """The forward begins; ``at_start`` returns the copy of the storage at an address, if the frame has made one.
+
+        ``handles``: where the frame will put those of what autograd saves.
+        """
 
     def forward_mode(self) -> AbstractContextManager[Any]:
         """Return the context in which the forward runs."""
 
     def pack(self, tensor: torch.Tensor, handle: Handle) -> None:
-        """Autograd saves ``tensor``; call ``handle.keep`` to hold it."""
+        """Autograd saves ``tensor``; call ``handle.keep`` to hold it. Only called if the recorder sees ops."""
 
     def close(self, handles: list[Handle], last_missing: int) -> bool:
         """The forward is over; return whether the region can be recomputed without this recorder."""
@@ -343,6 +388,7 @@ class RegionCall(ABC):
         self.attributes: AttributesHolder | None = None  # those of all owners, if they have been recorded for this call
         self.is_evidence = False  # whether ``moved_host_rng`` will be read
         self.moved_host_rng = False  # after the forward: whether it drew from Python's or NumPy's generators
+        self._handles = Handles()
         self._lock = threading.RLock()
         self._dropped = False
 
@@ -374,7 +420,7 @@ class RegionCall(ABC):
         )
         self.attributes = None
         if self.recorder is not None:
-            self.recorder.set_start(self.ambient.module_state.at_start)
+            self.recorder.set_start(self.ambient.module_state.at_start, self._handles)
 
     def _run_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.recorder is None:
@@ -473,9 +519,6 @@ def _is_of_module(function: Callable[..., Any]) -> bool:
 # values in a later one.
 
 
-_weak = weakref.ref
-
-
 def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
@@ -484,48 +527,52 @@ class Frame(RegionCall):
     """The non-reentrant frame; see Note [The walk of a region]."""
 
     compares = True
+    _progress: type[RecomputeProgress] = RecomputeProgress
 
     def run(self, inputs: RegionInputs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See ``RegionCall.run``."""
-        self._handles: list[weakref.ref[Handle]] = []
         self._forward_over = False
         # The graph task in which the last recomputation has ended: none comes after it. Before that no task's number.
         self._last_task: int | None = None
-        # Without a recorder: the tensors that autograd has saved and their versions at that time.
-        # See Note [The walk of a region].
-        self._packed: list[tuple[torch.Tensor, int]] | None = None
-        if self.recorder is None or not self.recorder.sees_ops:
-            self._packed = []
+        # Until the end of a forward whose ops no recorder sees: the tensors that autograd has saved and their versions
+        # at that time. See Note [The walk of a region].
+        self._packed: Any = None
         self._begin(inputs)
         with saved_tensors_hooks(*self._saved_tensor_hooks()):
             output = self._run_forward(args, kwargs)
         self._close()
         return output
 
+    @property
+    def _sees_ops(self) -> bool:
+        return self.recorder is not None and self.recorder.sees_ops
+
     def _saved_tensor_hooks(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """Return what autograd calls with each tensor that it saves, and with each handle that backward reads."""
+        self._packed = None if self._sees_ops else []
         return self._pack, self._unpack
 
     def _pack(self, tensor: torch.Tensor) -> Handle:
         handles = self._handles
         handle = Handle(len(handles), tensor)
-        handles.append(_weak(handle))
+        handles.add(handle)
         if self._packed is not None:
             self._packed.append((tensor, version_of(tensor)))
-        if self.recorder is not None:
+        if self.recorder is not None and self.recorder.sees_ops:
             self.recorder.pack(tensor, handle)
         return handle
 
     def _close(self) -> None:
         self._forward_over = True
-        packed, self._packed = self._packed, None
-        alive = self._alive()
+        alive = self._handles.alive()
         try:
             kept = self._hold(alive)
         except UnseenWriteError as error:
-            if packed is None:
+            if self._packed is None:
                 raise
             self.kept_whole = error.problems[0]
-            kept = self._keep_whole(alive, packed)
+            kept = self._keep_whole(alive)
+        self._packed = None
         if self.hooks is not None:
             for handle in kept:
                 handle.pack_with_outer_hooks(self.hooks)
@@ -539,18 +586,15 @@ class Frame(RegionCall):
         self._keep(kept, last_missing)
         return kept
 
-    def _keep_whole(self, alive: list[Handle], packed: list[tuple[torch.Tensor, int]]) -> list[Handle]:
+    def _keep_whole(self, alive: list[Handle]) -> list[Handle]:
         """Hold the tensors that autograd saved, as autograd itself would: this call cannot be recomputed."""
         for handle in alive:
             if not handle.is_kept:
-                tensor, version = packed[handle.index]
+                tensor, version = self._packed[handle.index]
                 handle.keep(tensor)
                 handle.version = version
         self._drop()
         return alive
-
-    def _alive(self) -> list[Handle]:
-        return [handle for reference in self._handles if (handle := reference()) is not None]
 
     @never_compiled
     def _unpack(self, handle: Handle) -> torch.Tensor:
@@ -582,21 +626,15 @@ class Frame(RegionCall):
             raise RegionError(self._unfilled(wanted))
         last = last and self._forward_over  # a gradient taken inside the region's own forward drops nothing
         wanted.task = -2  # it may have been unpacked in this task before, by an earlier read of ctx.saved_tensors
-        last_missing = wanted.index
-        for reference in reversed(self._handles):
-            handle = reference()
-            if handle is not None and handle.waits(task):
-                last_missing = handle.index
-                break
+        last_missing = self._handles.last_waiting(task)
         early = self.settings.early_stop
         if not early and not self._forward_over:  # a gradient taken inside: stop at the point the forward has reached
             early, last_missing = True, len(self._handles) - 1
-        seen = self.recorder is not None and self.recorder.sees_ops
-        progress = RecomputeProgress(
+        progress = self._progress(
             self,
             self._handles,
             last_missing,
-            stop_in_pack=not seen,
+            stop_in_pack=not self._sees_ops,
             task=task,
             early_stop=early,
             checks=self.settings.checks_metadata,

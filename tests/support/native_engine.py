@@ -20,7 +20,7 @@ from sac.errors import SacWarning
 from sac.memory_timeline import mark, measure_memory
 from sac.native.load import library, status
 from sac.recompute import regions
-from sac.recompute.native_recorder import NativeReplayRecorder, _types
+from sac.recompute.native_recorder import NativeReplayRecorder, _mode_type
 from sac.recompute.native_rerun import NativeRerunRecorder, _modes
 from tests.support.blocks import Stack, square
 from tests.support.recording import PRODUCTS
@@ -61,7 +61,7 @@ class Recorded:
 def recorded() -> Iterator[Recorded]:
     """Note what the library does."""
     seen = Recorded()
-    end, mode = NativeReplayRecorder.end, _types(LIBRARY).mode
+    end, mode = NativeReplayRecorder.end, _mode_type(LIBRARY)
     dispatch = mode.__torch_dispatch__
     close, recompute = NativeRerunRecorder.close, _modes(LIBRARY).recompute
     check = recompute.check

@@ -10,11 +10,23 @@
 
 namespace sac {
 
+struct Handle;
+
+// The handles of one region call, by index; nullptr once autograd has dropped it.
+struct Handles {
+  PyObject_HEAD
+  std::vector<Handle*>* list;
+  char may_be_read;  // the forward is over, and no recomputation is under way
+};
+
 struct Handle {
   PyObject_HEAD
-  Tape* tape;
+  Handles* all;
   PyObject* value;
   PyObject* watched;
+  PyObject* shape;  // of the tensor that autograd saved, if the tensor of a recomputation is compared with it
+  PyObject* dtype;
+  PyObject* device;
   Py_ssize_t index;
   Py_ssize_t version;
   Py_ssize_t task;
@@ -23,11 +35,68 @@ struct Handle {
   char is_external;
 };
 
+inline PyObject* handles_new(PyTypeObject* type, PyObject*, PyObject*) {
+  auto* self = reinterpret_cast<Handles*>(type->tp_alloc(type, 0));
+  if (self != nullptr) self->list = new std::vector<Handle*>();
+  return reinterpret_cast<PyObject*>(self);
+}
+
+inline void handles_dealloc(Handles* self) {
+  PyTypeObject* type = Py_TYPE(self);
+  delete self->list;
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+inline Py_ssize_t handles_length(Handles* self) { return static_cast<Py_ssize_t>(self->list->size()); }
+
+inline PyObject* handles_get(Handles* self, PyObject* index) {  // None if autograd has dropped it
+  const auto number = static_cast<size_t>(PyLong_AsSsize_t(index));
+  if (number >= self->list->size() || (*self->list)[number] == nullptr) Py_RETURN_NONE;
+  return Py_NewRef(reinterpret_cast<PyObject*>((*self->list)[number]));
+}
+
+inline PyObject* handles_alive(Handles* self, PyObject*) {
+  PyObject* found = PyList_New(0);
+  for (size_t i = 0; found != nullptr && i < self->list->size(); i++)  // a collection of garbage may drop some
+    if ((*self->list)[i] != nullptr && PyList_Append(found, reinterpret_cast<PyObject*>((*self->list)[i])) < 0)
+      Py_CLEAR(found);
+  return found;
+}
+
+inline bool waits(const Handle* handle, Py_ssize_t task) {  // see `Handle.waits`
+  const bool has_value = handle->value != nullptr && handle->value != Py_None;
+  return !has_value && !handle->is_kept && (handle->task != task || task == -1);
+}
+
+inline PyObject* handles_last_waiting(Handles* self, PyObject* task) {
+  const Py_ssize_t number = PyLong_AsSsize_t(task);
+  for (size_t i = self->list->size(); i-- > 0;)
+    if ((*self->list)[i] != nullptr && waits((*self->list)[i], number)) return PyLong_FromSize_t(i);
+  return PyLong_FromLong(-1);
+}
+
+inline PyMemberDef handles_members[] = {
+    {"may_be_read", T_BOOL, offsetof(Handles, may_be_read), 0, nullptr},
+    {nullptr, 0, 0, 0, nullptr},
+};
+
+// Append a new handle.
+inline THPObjectPtr add_handle(Handles* all, PyObject* type) {
+  auto* handle_type = reinterpret_cast<PyTypeObject*>(type);
+  auto* handle = reinterpret_cast<Handle*>(handle_type->tp_alloc(handle_type, 0));
+  if (handle == nullptr) throw python_error();
+  handle->index = static_cast<Py_ssize_t>(all->list->size());
+  handle->task = -2;
+  handle->all = reinterpret_cast<Handles*>(Py_NewRef(reinterpret_cast<PyObject*>(all)));
+  all->list->push_back(handle);
+  return THPObjectPtr(reinterpret_cast<PyObject*>(handle));
+}
+
 inline int handle_traverse(Handle* self, visitproc visit, void* arg) {
   Py_VISIT(Py_TYPE(self));
   Py_VISIT(self->value);
   Py_VISIT(self->watched);
-  Py_VISIT(self->tape);
   return 0;
 }
 
@@ -40,18 +109,21 @@ inline int handle_clear(Handle* self) {
 inline void handle_dealloc(Handle* self) {
   PyTypeObject* type = Py_TYPE(self);
   PyObject_GC_UnTrack(self);
-  if (self->tape != nullptr) {
-    auto& handles = self->tape->tables->handles;
-    if (static_cast<size_t>(self->index) < handles.size()) handles[self->index] = nullptr;
-  }
+  if (self->all != nullptr) (*self->all->list)[self->index] = nullptr;
   handle_clear(self);
-  Py_CLEAR(self->tape);
+  Py_CLEAR(self->shape);
+  Py_CLEAR(self->dtype);
+  Py_CLEAR(self->device);
+  Py_CLEAR(self->all);
   type->tp_free(self);
   Py_DECREF(type);
 }
 
 inline PyMemberDef handle_members[] = {
     {"index", T_PYSSIZET, offsetof(Handle, index), 0, nullptr},
+    {"shape", T_OBJECT, offsetof(Handle, shape), 0, nullptr},
+    {"dtype", T_OBJECT, offsetof(Handle, dtype), 0, nullptr},
+    {"device", T_OBJECT, offsetof(Handle, device), 0, nullptr},
     {"is_kept", T_BOOL, offsetof(Handle, is_kept), 0, nullptr},
     {"is_external", T_BOOL, offsetof(Handle, is_external), 0, nullptr},
     {"value", T_OBJECT, offsetof(Handle, value), 0, nullptr},
@@ -62,10 +134,36 @@ inline PyMemberDef handle_members[] = {
     {nullptr, 0, 0, 0, nullptr},
 };
 
+inline bool is_tensor(PyObject* object) { return object != nullptr && THPVariable_Check(object); }
+
+// The tensor that a handle has for backward, or nullptr if Python has to find it; see `Frame._unpack`.
+inline PyObject* read_handle(Handle* handle) {
+  if (!handle->all->may_be_read || !is_tensor(handle->value)) return nullptr;
+  if (handle->is_kept) {
+    if (!is_tensor(handle->watched)) return Py_NewRef(handle->value);
+    const Tensor& watched = THPVariable_Unpack(handle->watched);
+    const Py_ssize_t version = watched.is_inference() ? 0 : watched._version();
+    return version == handle->version ? Py_NewRef(handle->value) : nullptr;
+  }
+  const int task = torch::autograd::get_current_graph_task_id();
+  handle->task = task;
+  PyObject* value = Py_NewRef(handle->value);
+  if (task == -1 || torch::autograd::get_current_graph_task_keep_graph()) Py_CLEAR(handle->value);
+  return value;
+}
+
+// The tensor without its graph, with its version counter, unseen by any mode.
+inline PyObject* without_graph(const Tensor& tensor) {
+  torch::torch_dispatch_mode::StashTorchDispatchStackGuard no_modes;
+  TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  return THPVariable_Wrap(Tensor(impl->shallow_copy_and_detach(impl->version_counter(), false)));
+}
+
 // The hooks of one region call. Its dictionaries are those of the recorder and its tape; see `ReplayRecorder.pack`.
 struct Hooks {
   PyObject_HEAD
   Tape* tape;
+  Handles* handles;
   PyObject* handle_type;
   PyObject* frame;
   PyObject* recorder;
@@ -82,17 +180,19 @@ inline PyObject* hooks_new(PyTypeObject* type, PyObject* args, PyObject*) {
   auto* self = reinterpret_cast<Hooks*>(type->tp_alloc(type, 0));
   if (self == nullptr) return nullptr;
   int in_order = 0, keeps_persistent = 0;
-  if (!PyArg_ParseTuple(args, "OOOOOOOOOpp", &self->tape, &self->handle_type, &self->frame, &self->recorder,
+  if (!PyArg_ParseTuple(args, "OOOOOOOOOOpp", &self->tape, &self->handles, &self->handle_type, &self->frame, &self->recorder,
                         &self->places, &self->kept_in, &self->writers, &self->persistent, &self->checksums,
                         &in_order, &keeps_persistent)) {
     self->tape = nullptr;
+    self->handles = nullptr;
     self->handle_type = self->frame = self->recorder = self->places = self->kept_in = self->writers = self->persistent =
         self->checksums = nullptr;
     Py_DECREF(self);
     return nullptr;
   }
-  for (PyObject* one : {reinterpret_cast<PyObject*>(self->tape), self->handle_type, self->frame, self->recorder,
-                        self->places, self->kept_in, self->writers, self->persistent, self->checksums})
+  for (PyObject* one : {reinterpret_cast<PyObject*>(self->tape), reinterpret_cast<PyObject*>(self->handles),
+                        self->handle_type, self->frame, self->recorder, self->places, self->kept_in, self->writers,
+                        self->persistent, self->checksums})
     Py_INCREF(one);
   self->in_order = static_cast<char>(in_order);
   self->keeps_persistent = static_cast<char>(keeps_persistent);
@@ -109,6 +209,7 @@ inline int hooks_traverse(Hooks* self, visitproc visit, void* arg) {
 
 inline int hooks_clear(Hooks* self) {
   Py_CLEAR(self->tape);
+  Py_CLEAR(self->handles);
   Py_CLEAR(self->handle_type);
   Py_CLEAR(self->frame);
   Py_CLEAR(self->recorder);
@@ -126,13 +227,6 @@ inline void hooks_dealloc(Hooks* self) {
   hooks_clear(self);
   type->tp_free(self);
   Py_DECREF(type);
-}
-
-// The tensor without its graph, with its version counter, unseen by any mode.
-inline PyObject* without_graph(const Tensor& tensor) {
-  torch::torch_dispatch_mode::StashTorchDispatchStackGuard no_modes;
-  TensorImpl* impl = tensor.unsafeGetTensorImpl();
-  return THPVariable_Wrap(Tensor(impl->shallow_copy_and_detach(impl->version_counter(), false)));
 }
 
 // Do what `ReplayRecorder.pack` does for a tensor on the tape that no op has written to; 0 if Python has to do it.
@@ -203,25 +297,18 @@ inline int pack_known(Hooks* self, Handle* handle, PyObject* object, const Tenso
 
 // Whether this thread was forked inside the region, which will raise: it may not look into a tape that the region's own
 // thread writes to without the GIL.
-inline bool is_forked(const Tape& tape) {
-  return !tape.is_over && tape.thread != 0 && tape.thread != PyThread_get_thread_ident() &&
+inline bool is_forked(const Hooks& hooks) {
+  const Tape& tape = *hooks.tape;
+  return !hooks.handles->may_be_read && tape.thread != 0 && tape.thread != PyThread_get_thread_ident() &&
          torch::autograd::get_current_graph_task_id() == -1;
 }
 
 inline PyObject* hooks_pack(Hooks* self, PyObject* object) {
   HANDLE_TH_ERRORS
   const Tensor tensor = tensor_from(object);
-  auto* type = reinterpret_cast<PyTypeObject*>(self->handle_type);
-  auto* handle = reinterpret_cast<Handle*>(type->tp_alloc(type, 0));
-  if (handle == nullptr) return nullptr;
-  auto& handles = self->tape->tables->handles;
-  handle->index = static_cast<Py_ssize_t>(handles.size());
-  handle->task = -2;
-  Py_INCREF(self->tape);
-  handle->tape = self->tape;
-  handles.push_back(handle);
-  THPObjectPtr made(reinterpret_cast<PyObject*>(handle));
-  if (is_forked(*self->tape)) {
+  THPObjectPtr made = add_handle(self->handles, self->handle_type);
+  auto* handle = reinterpret_cast<Handle*>(made.get());
+  if (is_forked(*self)) {
     handle->is_kept = 1;
     handle->value = Py_NewRef(object);
     return made.release();
@@ -236,42 +323,11 @@ inline PyObject* hooks_pack(Hooks* self, PyObject* object) {
   END_HANDLE_TH_ERRORS
 }
 
-inline bool is_tensor(PyObject* object) { return object != nullptr && THPVariable_Check(object); }
-
 inline PyObject* hooks_unpack(Hooks* self, PyObject* object) {
   HANDLE_TH_ERRORS
-  auto* handle = reinterpret_cast<Handle*>(object);
-  if (self->tape->is_over && is_tensor(handle->value)) {
-    if (handle->is_kept) {
-      if (!is_tensor(handle->watched)) return Py_NewRef(handle->value);
-      const Tensor& watched = THPVariable_Unpack(handle->watched);
-      if ((watched.is_inference() ? 0 : watched._version()) == handle->version) return Py_NewRef(handle->value);
-    } else {
-      const int task = torch::autograd::get_current_graph_task_id();
-      handle->task = task;
-      PyObject* value = Py_NewRef(handle->value);
-      if (task == -1 || torch::autograd::get_current_graph_task_keep_graph()) Py_CLEAR(handle->value);
-      return value;
-    }
-  }
-  return PyObject_CallMethod(self->frame, "_unpack", "O", object);
+  PyObject* value = read_handle(reinterpret_cast<Handle*>(object));
+  return value != nullptr ? value : PyObject_CallMethod(self->frame, "_unpack", "O", object);
   END_HANDLE_TH_ERRORS
 }
-
-inline PyObject* tape_handles(Tape* self, PyObject*) {  // those that autograd still holds, in order
-  PyObject* found = PyList_New(0);
-  for (Handle* handle : self->tables->handles)
-    if (handle != nullptr && PyList_Append(found, reinterpret_cast<PyObject*>(handle)) < 0) return nullptr;
-  return found;
-}
-
-inline PyObject* tape_handle(Tape* self, PyObject* index) {  // None if autograd has dropped it
-  const auto number = static_cast<size_t>(PyLong_AsSsize_t(index));
-  const auto& handles = self->tables->handles;
-  if (number >= handles.size() || handles[number] == nullptr) Py_RETURN_NONE;
-  return Py_NewRef(reinterpret_cast<PyObject*>(handles[number]));
-}
-
-inline PyObject* tape_handle_count(Tape* self, PyObject*) { return PyLong_FromSize_t(self->tables->handles.size()); }
 
 }  // namespace sac

@@ -3,6 +3,7 @@
 // It also walks over the modules of a region. It changes time only: sac/recompute and sac/region do the same in Python,
 // and do everything that is not ordinary.
 #include "checksum.h"
+#include "fill.h"
 #include "handles.h"
 #include "interpreter.h"
 #include "record.h"
@@ -60,9 +61,6 @@ PyMethodDef tape_methods[] = {
     {"recent", as_method(tape_recent), METH_NOARGS, nullptr},
     {"clear_recent", as_method(tape_clear_recent), METH_NOARGS, nullptr},
     {"note_recent", as_method(tape_note_recent), METH_FASTCALL, nullptr},
-    {"handles", as_method(tape_handles), METH_NOARGS, nullptr},
-    {"handle", as_method(tape_handle), METH_O, nullptr},
-    {"handle_count", as_method(tape_handle_count), METH_NOARGS, nullptr},
     {"forget_tensors", as_method(tape_forget_tensors), METH_NOARGS, nullptr},
     {"drop", as_method(tape_drop), METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
@@ -79,6 +77,22 @@ PyType_Slot tape_slots[] = {
     {0, nullptr},
 };
 PyType_Spec tape_spec = {"_sac_native.Tape", sizeof(Tape), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, tape_slots};
+
+PyMethodDef handles_methods[] = {
+    {"get", as_method(handles_get), METH_O, nullptr},
+    {"alive", as_method(handles_alive), METH_NOARGS, nullptr},
+    {"last_waiting", as_method(handles_last_waiting), METH_O, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+PyType_Slot handles_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(handles_new)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(handles_dealloc)},
+    {Py_sq_length, reinterpret_cast<void*>(handles_length)},
+    {Py_tp_members, handles_members},
+    {Py_tp_methods, handles_methods},
+    {0, nullptr},
+};
+PyType_Spec handles_spec = {"_sac_native.Handles", sizeof(Handles), 0, Py_TPFLAGS_DEFAULT, handles_slots};
 
 PyType_Slot handle_slots[] = {
     {Py_tp_dealloc, reinterpret_cast<void*>(handle_dealloc)},
@@ -104,6 +118,40 @@ PyType_Slot hooks_slots[] = {
     {0, nullptr},
 };
 PyType_Spec hooks_spec = {"_sac_native.Hooks", sizeof(Hooks), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, hooks_slots};
+
+PyMethodDef frame_hooks_methods[] = {
+    {"pack", as_method(frame_hooks_pack), METH_O, nullptr},
+    {"unpack", as_method(frame_hooks_unpack), METH_O, nullptr},
+    {"forget", as_method(frame_hooks_forget), METH_NOARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+PyType_Slot frame_hooks_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(frame_hooks_new)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(frame_hooks_dealloc)},
+    {Py_tp_traverse, reinterpret_cast<void*>(frame_hooks_traverse)},
+    {Py_tp_clear, reinterpret_cast<void*>(frame_hooks_clear)},
+    {Py_sq_item, reinterpret_cast<void*>(frame_hooks_packed)},
+    {Py_tp_methods, frame_hooks_methods},
+    {0, nullptr},
+};
+PyType_Spec frame_hooks_spec = {"_sac_native.FrameHooks", sizeof(FrameHooks), 0,
+                                Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, frame_hooks_slots};
+
+PyMethodDef progress_methods[] = {
+    {"pack", as_method(progress_pack), METH_O, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+PyType_Slot progress_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(progress_new)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(progress_dealloc)},
+    {Py_tp_traverse, reinterpret_cast<void*>(progress_traverse)},
+    {Py_tp_clear, reinterpret_cast<void*>(progress_clear)},
+    {Py_tp_members, progress_members},
+    {Py_tp_methods, progress_methods},
+    {0, nullptr},
+};
+PyType_Spec progress_spec = {"_sac_native.Progress", sizeof(Progress), 0,
+                             Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE, progress_slots};
 
 PyMemberDef mode_members[] = {
     {"sites", T_OBJECT_EX, offsetof(Mode, sites), 0, nullptr},
@@ -263,7 +311,8 @@ PyMODINIT_FUNC PyInit__sac_native() {
   const std::pair<const char*, PyType_Spec*> types[] = {
       {"Tape", &sac::tape_spec},   {"Handle", &sac::handle_spec}, {"Hooks", &sac::hooks_spec},
       {"Mode", &sac::mode_spec},   {"Sites", &sac::sites_spec},   {"Values", &sac::values_spec},
-      {"Program", &sac::program_spec}, {"Ids", &sac::ids_spec},
+      {"Program", &sac::program_spec}, {"Ids", &sac::ids_spec}, {"Handles", &sac::handles_spec},
+      {"FrameHooks", &sac::frame_hooks_spec}, {"Progress", &sac::progress_spec},
   };
   for (const auto& [name, spec] : types) {
     PyObject* type = PyType_FromSpec(spec);

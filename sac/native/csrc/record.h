@@ -40,8 +40,6 @@ inline Site* site_of(Tape& tape, const OperatorHandle& op) {
   return tape.sites->find(tape.path_sites, &op.schema());
 }
 
-inline bool is_plain(const TensorImpl* tensor) { return !tensor->key_set().has(c10::DispatchKey::Python); }
-
 // Ask Python for the number of a tensor that the tape does not know; -1 if the op has to go to Python.
 inline int ask_number(Tape& tape, const Tensor& tensor, const Site& site) {
   Gil gil;

@@ -90,11 +90,6 @@ struct Signature {
   }
 };
 
-inline PyObject* checked(PyObject* object) {
-  if (object == nullptr) throw python_error();
-  return object;
-}
-
 inline PyObject* found_in(PyObject* dict, PyObject* key) {  // borrowed; nullptr if it is not there
   PyObject* found = PyDict_GetItemWithError(dict, key);
   if (found == nullptr && PyErr_Occurred() != nullptr) throw python_error();

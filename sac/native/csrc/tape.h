@@ -73,15 +73,13 @@ struct Tables {
   std::vector<ParameterLeaf> parameters;
   std::vector<int> factories;  // roots made by a factory that no op has written to: Python looks at who reads them
   bool may_save = false;
-  std::vector<Handle*> handles;  // by index; nullptr once autograd has dropped it
-  int64_t recorded = 0;          // entries written here
+  int64_t recorded = 0;  // entries written here
 };
 
 struct Tape {
   PyObject_HEAD
   Tables* tables;
   char needs_attention;  // every op goes to Python; see `Tape.needs_attention`
-  char is_over;          // the forward is over, and no replay is under way
   unsigned long thread;  // that of the region; 0 before its forward
   // While it records: borrowed from the mode, which is on the stack.
   Tape* outer;
@@ -102,6 +100,8 @@ struct Tape {
 inline StorageImpl* storage_of(const TensorImpl* tensor) {
   return tensor->has_storage() ? tensor->unsafe_storage().unsafeGetStorageImpl() : nullptr;
 }
+
+inline bool is_plain(const TensorImpl* tensor) { return !tensor->key_set().has(c10::DispatchKey::Python); }
 
 inline bool is_alive(TensorImpl* tensor) { return c10::raw::intrusive_ptr::use_count(tensor) > 0; }
 
@@ -194,6 +194,11 @@ inline int& alternations_of(Tables& t, int rule) {
 }
 
 // -- The methods of the type, for Python
+
+inline PyObject* checked(PyObject* object) {
+  if (object == nullptr) throw python_error();
+  return object;
+}
 
 inline Tensor tensor_from(PyObject* object) {
   TORCH_CHECK_TYPE(THPVariable_Check(object), "expected a tensor");
@@ -621,7 +626,6 @@ inline void tape_dealloc(Tape* self) {
 
 inline PyMemberDef tape_members[] = {
     {"needs_attention", T_BOOL, offsetof(Tape, needs_attention), 0, nullptr},
-    {"is_over", T_BOOL, offsetof(Tape, is_over), 0, nullptr},
     {nullptr, 0, 0, 0, nullptr},
 };
 

@@ -176,7 +176,7 @@ def test_another_thread_waits_until_replayed_values_are_verified(chosen: dict[st
 
     def reading_elsewhere(self: NativeReplayRecorder, values: list[tuple[int, Any]]) -> list[tuple[int, Tensor]]:
         unpack, frame = calls[-1]
-        wanted = next(one for one in frame._alive() if torch.allclose(one.value, saved[-1], atol=1e-3))
+        wanted = next(one for one in frame._handles.alive() if torch.allclose(one.value, saved[-1], atol=1e-3))
         threads.append(threading.Thread(target=lambda: found.append(unpack(wanted))))
         threads[-1].start()
         threads[-1].join(0.1)
