@@ -32,13 +32,13 @@ from sac.recompute.forward_state import (
 from sac.recompute.module_tracker import RegionMode
 from sac.recompute.op_trace import NO_RULE, OpTraceRecorder, SavedFigures
 from sac.recompute.parameter_only import NOT_PARAMETERS, ParameterOnlyValues, is_large
-from sac.recompute.rerun import default_generators, gathers, written_tensors
+from sac.recompute.rerun import default_generators, written_tensors
 from sac.recompute.schedule import ReplaySchedule, TapeLayout, Wanted, schedule_replay
-from sac.recompute.table import CallSite, DecisionTable, ResolvedRule, decide, run_op
+from sac.recompute.table import CallSite, DecisionTable, ResolvedRule, decide, gathers, run_op
 from sac.recompute.tape import SMALL_NUMEL, TENSOR_HOLE, Tape, as_reads, cast_of
 from sac.region.frame import Handle, Handles, Progress, clone_small_views
 from sac.region.inputs import RegionInputs
-from sac.region.module_state import other_bytes, small_bytes
+from sac.region.module_state import ModuleState, other_bytes, small_bytes
 from sac.region.rng import RngSnapshot, States, state_of, states_of
 from sac.region.settings import AUTO, Settings
 from sac.tensors import (
@@ -826,9 +826,9 @@ class ReplayRecorder(TapeRecorder):
         """Record that a gradient inside the region's own forward reads ``tensor``, a replayed value, as ``handle``."""
         self.tape.recognise(tensor, self._places[handle][0])
 
-    def set_start(self, at_start: AtStart, handles: Handles) -> None:
+    def set_start(self, module_state: ModuleState, handles: Handles) -> None:
         """See ``Recorder.set_start``."""
-        self.at_start = at_start
+        self.at_start = module_state.at_start
 
     def forward_mode(self) -> AbstractContextManager[Any]:
         """Return the mode that writes the tape."""

@@ -19,6 +19,7 @@ from sac.policy.model import PlannedRegion, Policy
 from sac.recompute.evidence import GroupEvidence, RegionEvidence, remember
 from sac.recompute.native_recorder import NativeReplayFrame, NativeReplayRecorder
 from sac.recompute.native_rerun import NativeRerunRecorder
+from sac.recompute.native_watch import NativeWatch
 from sac.recompute.op_trace import OpTraceRecorder, OpTraceRow, RegionStats, check_planned_signature, log_decisions
 from sac.recompute.recorder import ReplayRecorder
 from sac.recompute.replay import CAN_REPLAY, ReplayFrame, warn_not_replayable
@@ -40,7 +41,7 @@ from sac.torch_private import tree_leaves
 
 # -- Region groups and regions
 
-_AnyRecorder = RerunRecorder | ReplayRecorder | ModuleRecorder
+_AnyRecorder = RerunRecorder | ReplayRecorder | ModuleRecorder | NativeWatch
 
 
 class RegionGroup:
@@ -162,6 +163,8 @@ class Region:
         if records or table.matches_modules:
             recorder = self._recorder(owners, settings, signature, inputs, sees_ops=records)
         native = library()
+        if recorder is None and native is not None and not settings.use_reentrant and not table.saves_everything:
+            recorder = NativeWatch(native, table, self.path, inputs, watches_writes=settings.freeze_buffers)
         frame_type: Any = Frame if native is None else partial(NativeFrame, native)
         frame: Frame | ReentrantFrame = (ReentrantFrame if settings.use_reentrant else frame_type)(
             function, self.path, recorder, owners, settings

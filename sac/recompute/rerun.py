@@ -28,7 +28,7 @@ from sac.recompute.forward_state import (
 from sac.recompute.module_tracker import RegionMode
 from sac.recompute.op_trace import NO_RULE, OpTraceRecorder, SavedFigures
 from sac.recompute.parameter_only import NOT_PARAMETERS, is_large
-from sac.recompute.table import CallSite, DecisionTable, ResolvedRule, decide, run_op, site_name
+from sac.recompute.table import CallSite, DecisionTable, ResolvedRule, decide, gathers, run_op, site_name
 from sac.recompute.value_ids import Description, ValueIds
 from sac.recompute.whole_modules import SavedModuleCall, SavedModules, SavingPass, ServingPass
 from sac.region.frame import (
@@ -42,7 +42,7 @@ from sac.region.frame import (
     clone_small_views,
 )
 from sac.region.inputs import RegionInputs
-from sac.region.module_state import UnseenWriteError
+from sac.region.module_state import ModuleState, UnseenWriteError
 from sac.region.rng import default_generator, state_of, states_of
 from sac.tensors import (
     describe,
@@ -87,9 +87,6 @@ if TYPE_CHECKING:
 # is a saved output. The recorder holds h and y. When the forward ends, y is freed, because its matmul runs after handle
 # 4 is filled. h stays held, because the gelu reads it and is not saved. Recomputation serves h, runs the gelu, fills
 # handle 4 and stops before the second matmul.
-
-
-_GATHERING = frozenset({"aten.split_with_sizes_copy", "aten.set_", "aten.resize_"})  # the ops with which FSDP gathers
 
 
 class SavedValue:
@@ -451,11 +448,6 @@ def _copy_if_at(tensor: torch.Tensor, address: int) -> torch.Tensor:
 
 def _detached(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach()
-
-
-def gathers(site: CallSite) -> bool:
-    """Whether an op fills parameters from their shards, so that its writes are not the region's own."""
-    return site.traits.is_infrastructure or site.is_collective or site_name(site) in _GATHERING
 
 
 def written_tensors(site: CallSite, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -998,9 +990,9 @@ class RerunRecorder:
             if isinstance(kept.data, torch.Tensor):
                 self.state.value_ids.name_input(kept.data, kept.position, lasts=kept.stored is None)
 
-    def set_start(self, at_start: AtStart, handles: Handles) -> None:
+    def set_start(self, module_state: ModuleState, handles: Handles) -> None:
         """See ``Recorder.set_start``."""
-        self.state.at_start = at_start
+        self.state.at_start = module_state.at_start
 
     def forward_mode(self) -> AbstractContextManager[Any]:
         """Return the mode that decides."""

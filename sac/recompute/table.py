@@ -214,12 +214,29 @@ class DecisionTable:
         )
         self._sites: dict[str, dict[int, CallSite]] = {}  # path -> id of an op (its hash is Python code) -> call site
         self._native: Any = None
+        self._watched: Any = None
 
     def native(self, library: Any) -> Any:
         """Return the native library's call sites of this table."""
         if self._native is None:
             self._native = library.Sites()
         return self._native
+
+    def watched_ops(self, library: Any) -> Any:
+        """Return what the native library knows of the ops in calls without a recorder."""
+        if self._watched is None:
+            self._watched = library.WatchedOps(self._watched_traits)
+        return self._watched
+
+    def _watched_traits(self, name: str, overload: str) -> tuple[bool, bool]:
+        """Return whether an op may be saved, and whether its writes to parameters are not the region's own."""
+        namespace, _, base = name.partition("::")
+        packet = getattr(getattr(torch.ops, namespace), base, None)
+        op = getattr(packet, overload or "default", None)
+        if op is None:  # one of TorchScript
+            return False, False
+        site = self.sites_of("").get(id(op)) or self.add_site(op, "")
+        return site.may_save, gathers(site)
 
     def sites_of(self, path: str) -> dict[int, CallSite]:
         """Return the call sites so far, by id of the op, of the module at ``path`` of the region."""
@@ -336,6 +353,14 @@ def _tensor_matches(rule: Rule, tensor: torch.Tensor) -> bool:
     if rule.dtype and str(tensor.dtype).removeprefix("torch.") not in rule.dtype:
         return False
     return rule.fits_shape(tensor.shape)
+
+
+_GATHERING = frozenset({"aten.split_with_sizes_copy", "aten.set_", "aten.resize_"})  # the ops with which FSDP gathers
+
+
+def gathers(site: CallSite) -> bool:
+    """Whether an op fills parameters from their shards, so that its writes are not the region's own."""
+    return site.traits.is_infrastructure or site.is_collective or site_name(site) in _GATHERING
 
 
 def site_name(site: CallSite) -> str:

@@ -30,6 +30,7 @@ from sac.recompute.saved_results import (
 from sac.recompute.table import DecisionTable, ResolvedRule, paths_up
 from sac.region.frame import Handle, Handles, Progress
 from sac.region.inputs import RegionInputs
+from sac.region.module_state import ModuleState
 from sac.region.settings import Settings
 from sac.tensors import copy_of, detached, overwrite, plain_address, storage_sizes, version_of
 from sac.torch_private import tree_leaves
@@ -424,7 +425,7 @@ class ModuleRecorder:
         """The region is about to run on ``inputs``."""
         self.modules.begin(inputs)
 
-    def set_start(self, at_start: Callable[[int], torch.UntypedStorage | None], handles: Handles) -> None:
+    def set_start(self, module_state: ModuleState, handles: Handles) -> None:
         """See ``Recorder``."""
         self._handles = handles
 

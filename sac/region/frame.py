@@ -23,7 +23,7 @@ from sac.region.ambient import AmbientState, subclasses_on
 from sac.region.compiled_graphs import never_compiled
 from sac.region.forward_ad import outside_transforms
 from sac.region.inputs import RegionInputs
-from sac.region.module_state import UnseenWriteError
+from sac.region.module_state import ModuleState, UnseenWriteError
 from sac.region.settings import PLAIN, Settings
 from sac.region.tables import AttributesHolder
 from sac.region.undo import UndoStack
@@ -333,11 +333,8 @@ class Recorder(Protocol):
     sees_ops: bool
     not_recomputed: frozenset[int]
 
-    def set_start(self, at_start: Callable[[int], torch.UntypedStorage | None], handles: Handles) -> None:
-        """The forward begins; ``at_start`` returns the copy of the storage at an address, if the frame has made one.
-
-        ``handles``: where the frame will put those of what autograd saves.
-        """
+    def set_start(self, module_state: ModuleState, handles: Handles) -> None:
+        """The forward begins with ``module_state``; ``handles`` will get those of what autograd saves."""
 
     def forward_mode(self) -> AbstractContextManager[Any]:
         """Return the context in which the forward runs."""
@@ -392,6 +389,10 @@ class RegionCall(ABC):
         self._lock = threading.RLock()
         self._dropped = False
 
+    @property
+    def _sees_ops(self) -> bool:
+        return self.recorder is not None and self.recorder.sees_ops
+
     @abstractmethod
     def run(self, inputs: RegionInputs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the region's forward, keep what its backward needs, and return the function's result.
@@ -404,7 +405,6 @@ class RegionCall(ABC):
         self.hooks = active_hooks()
         self.inputs = inputs
         tensors = [kept.data for kept in inputs.tensors if isinstance(kept.data, torch.Tensor)]
-        recorded = self.recorder is not None and self.recorder.sees_ops
         not_recomputed = self.recorder.not_recomputed if self.recorder is not None else frozenset()
         function = None if _is_of_module(self.function) else self.function
         held = inputs.tensors_in_objects()
@@ -415,12 +415,12 @@ class RegionCall(ABC):
             function,
             held.values(),
             attributes=self.attributes,
-            recorded=recorded,
+            recorded=self._sees_ops,
             not_recomputed=not_recomputed,
         )
         self.attributes = None
         if self.recorder is not None:
-            self.recorder.set_start(self.ambient.module_state.at_start, self._handles)
+            self.recorder.set_start(self.ambient.module_state, self._handles)
 
     def _run_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.recorder is None:
@@ -434,7 +434,7 @@ class RegionCall(ABC):
             self.moved_host_rng = self.ambient.host_rng.has_moved()
         self.ambient.close(self.path, needed=last_missing >= 0)
         idle = self.recorder is not None and self.recorder.close(kept, last_missing)
-        if idle and not (self.compares and self.settings.checks_metadata):
+        if idle and not (self.compares and self._sees_ops and self.settings.checks_metadata):
             self.recorder = None
         self._hold_inputs(kept, needed=last_missing >= 0)
         if self.hooks is not None and self.recorder is not None:
@@ -542,10 +542,6 @@ class Frame(RegionCall):
             output = self._run_forward(args, kwargs)
         self._close()
         return output
-
-    @property
-    def _sees_ops(self) -> bool:
-        return self.recorder is not None and self.recorder.sees_ops
 
     def _saved_tensor_hooks(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """Return what autograd calls with each tensor that it saves, and with each handle that backward reads."""

@@ -87,13 +87,16 @@ class SavedInput:
         aliases = [other.alias for other in others if other is not self and other.alias is not None]
         if self.stored is not None and not self.stored.bytes()[1] and not shares_storage(self.alias, aliases):
             return
-        raise UnseenWriteError(
-            Problem(
-                where=path or "region",
-                found=f"the region wrote to its input {self.position} ({describe(self.alias)}) in place, unseen by the "
-                "recorder",
-                fix="clone the input inside the region before writing to it",
-            )
+        raise UnseenWriteError(self.unseen(path))
+
+    def unseen(self, path: str) -> Problem:
+        """Return the problem that the region wrote to this input, of which there is no copy."""
+        assert isinstance(self.data, torch.Tensor)
+        return Problem(
+            where=path or "region",
+            found=f"the region wrote to its input {self.position} ({describe(self.data)}) in place, unseen by the "
+            "recorder",
+            fix="clone the input inside the region before writing to it",
         )
 
     def close(self, hooks: PackHooks | None) -> None:
@@ -338,6 +341,15 @@ class RegionInputs:
             kept.check_writes(self.tensors, path)
         for kept in self.tensors:
             kept.close(hooks)
+
+    def without_copy(self) -> dict[int, SavedInput]:
+        """Return the inputs of which there is no copy and whose version has not moved, by storage address."""
+        return {
+            address: kept
+            for kept in self.tensors
+            if isinstance(kept.data, torch.Tensor) and kept.spare is None and not kept.was_changed
+            for address in storage_sizes(kept.data)
+        }
 
     def copy_storage(self, address: int) -> None:
         """The region is about to write to the storage at ``address``: keep copies of the inputs in it."""

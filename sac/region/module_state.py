@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from sac.errors import Problem, RegionError, SacWarning
 from sac.region.tables import TablesHolder
 from sac.region.undo import UndoStack
-from sac.tensors import copy_of, describe, has_graph, overwrite, version_of
+from sac.tensors import copy_of, describe, has_graph, overwrite, storage_address, version_of
 
 # -- Module state of a region
 
@@ -56,6 +56,11 @@ _MOST_COPIED_BYTES = 1 << 16
 _MOST_COPIED_BYTES_UNRECORDED = 1 << 9  # the usual call: copying a counter is cheap enough, a position table is not
 
 Bound = dict[str, Any]
+
+KEPT_WHOLE = (  # of a call that cannot be recomputed
+    "none is needed: the activations of this call are kept until its backward instead of being recomputed, and later "
+    "calls of the region keep a copy of what they write to"
+)
 
 
 class UnseenWriteError(RegionError):
@@ -166,7 +171,7 @@ class ModuleState:
         lost = next((one.tensor for one in self._watched if one.is_lost and not one.is_not_recomputed), None)
         if lost is None:
             lost = next(iter(self._written or ()), None)
-        return None if lost is None else self._unseen(lost, where)
+        return None if lost is None else self.unseen(lost, where)
 
     def changed_tensor(self, where: str) -> Problem | None:
         """Return a problem if other code has written to a large tensor since the forward.
@@ -203,6 +208,11 @@ class ModuleState:
     def at_start(self, address: int) -> torch.UntypedStorage | None:
         """Return the copy of the storage at ``address`` from before the forward; None if there is none."""
         return next((one.copy for one in self._watched if one.address == address), None)
+
+    def without_copy(self) -> dict[int, torch.Tensor]:
+        """Return the tensors of which there is no copy and whose version has not moved, by storage address."""
+        watched = (one.tensor for one in self._watched if not (one.has_copy or one.was_written))
+        return {storage_address(one): one for one in (*self._held, *watched)}
 
     def copies(self) -> dict[int, torch.UntypedStorage] | None:
         """Return the copies of tensors that other code has written to since the forward, by storage address.
@@ -247,12 +257,12 @@ class ModuleState:
         self._owners, self._training = (), []
         self._held, self._need_grad, self._versions, self._written = [], [], [], None
 
-    def _unseen(self, tensor: torch.Tensor, where: str) -> Problem:
+    def unseen(self, tensor: torch.Tensor, where: str) -> Problem:
+        """Return the problem that the forward wrote to ``tensor``, of which there is no copy."""
         return Problem(
             where=where or "region",
             found=f"this call changed {self._named(tensor)}({describe(tensor)}) in place, which no earlier call did",
-            fix="none is needed: the activations of this call are kept until its backward instead of being recomputed, "
-            "and later calls of the region keep a copy of what they write to",
+            fix=KEPT_WHOLE,
         )
 
     def _named(self, tensor: torch.Tensor) -> str:

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "handles.h"
+#include "watch.h"
 
 #include <torch/csrc/Device.h>
 #include <torch/csrc/Dtype.h>
@@ -93,7 +94,10 @@ inline PyObject* frame_hooks_pack(FrameHooks* self, PyObject* object) {
   THPObjectPtr made = add_handle(self->handles, self->handle_type);
   auto* handle = reinterpret_cast<Handle*>(made.get());
   note_metadata(handle, object, tensor);
-  if (self->packed != nullptr) self->packed->emplace_back(tensor, tensor.is_inference() ? 0 : tensor._version());
+  if (self->packed != nullptr) {
+    self->packed->emplace_back(tensor, tensor.is_inference() ? 0 : tensor._version());
+    handle->storage = reinterpret_cast<unsigned long long>(storage_of(tensor.unsafeGetTensorImpl()));
+  }
   if (self->recorder != Py_None) Owned(checked(PyObject_CallMethod(self->recorder, "pack", "OO", object, handle)));
   return made.release();
   END_HANDLE_TH_ERRORS

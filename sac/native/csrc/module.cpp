@@ -11,6 +11,7 @@
 #include "rerun.h"
 #include "tape.h"
 #include "walk.h"
+#include "watch.h"
 
 #include <torch/version.h>
 
@@ -207,6 +208,31 @@ PyType_Slot ids_slots[] = {
 };
 PyType_Spec ids_spec = {"_sac_native.Ids", sizeof(Ids), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, ids_slots};
 
+PyMethodDef watch_methods[] = {
+    {"enter", as_method(watch_enter), METH_NOARGS, nullptr},
+    {"leave", as_method(watch_leave), METH_NOARGS, nullptr},
+    {"found", as_method(watch_found), METH_NOARGS, nullptr},
+    {"written", as_method(watch_written), METH_NOARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+PyType_Slot watch_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(watch_new)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(watch_dealloc)},
+    {Py_tp_methods, watch_methods},
+    {0, nullptr},
+};
+PyType_Spec watch_spec = {"_sac_native.Watch", sizeof(Watch), 0, Py_TPFLAGS_DEFAULT, watch_slots};
+
+PyType_Slot watched_ops_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(watched_ops_new)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(watched_ops_dealloc)},
+    {Py_tp_traverse, reinterpret_cast<void*>(watched_ops_traverse)},
+    {Py_tp_clear, reinterpret_cast<void*>(watched_ops_clear)},
+    {0, nullptr},
+};
+PyType_Spec watched_ops_spec = {"_sac_native.WatchedOps", sizeof(WatchedOps), 0,
+                                Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, watched_ops_slots};
+
 // -- Call sites
 
 PyObject* sites_new(PyTypeObject* type, PyObject*, PyObject*) {
@@ -312,7 +338,8 @@ PyMODINIT_FUNC PyInit__sac_native() {
       {"Tape", &sac::tape_spec},   {"Handle", &sac::handle_spec}, {"Hooks", &sac::hooks_spec},
       {"Mode", &sac::mode_spec},   {"Sites", &sac::sites_spec},   {"Values", &sac::values_spec},
       {"Program", &sac::program_spec}, {"Ids", &sac::ids_spec}, {"Handles", &sac::handles_spec},
-      {"FrameHooks", &sac::frame_hooks_spec}, {"Progress", &sac::progress_spec},
+      {"FrameHooks", &sac::frame_hooks_spec}, {"Progress", &sac::progress_spec}, {"Watch", &sac::watch_spec},
+      {"WatchedOps", &sac::watched_ops_spec},
   };
   for (const auto& [name, spec] : types) {
     PyObject* type = PyType_FromSpec(spec);
