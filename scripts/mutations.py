@@ -37,6 +37,7 @@ _PLAN, _RUN, _TAPE = "recompute/schedule.py", "recompute/replay.py", "recompute/
 _MODES, _RECORD, _STATS = "recompute/rerun.py", "recompute/rerun.py", "recompute/op_trace.py"
 _CPP_RECORD, _CPP_HANDLES = "native/csrc/record.h", "native/csrc/handles.h"
 _CPP_REPLAY, _CPP_RERUN = "native/csrc/replay.h", "native/csrc/rerun.h"
+_CPP_FILL, _CPP_WATCH = "native/csrc/fill.h", "native/csrc/watch.h"
 _RECORDER, _KIND, _TABLE = "recompute/recorder.py", "recompute/regions.py", "recompute/table.py"
 
 MUTATIONS = (
@@ -678,8 +679,8 @@ MUTATIONS = (
         3,
         _CPP_HANDLES,
         "backward reads a kept tensor that was changed in place",
-        "(watched.is_inference() ? 0 : watched._version()) == handle->version",
-        "watched.defined()",
+        "return version == handle->version ? Py_NewRef(handle->value) : nullptr;",
+        "return Py_NewRef(handle->value);",
     ),
     Mutation(
         "native-step-not-freed",
@@ -752,5 +753,45 @@ MUTATIONS = (
         "an attribute that was set to another object is not put back",
         " || PyList_GET_ITEM(args[4], index) != value) Py_RETURN_FALSE;",
         ") Py_RETURN_FALSE;",
+    ),
+    Mutation(
+        "native-shape-unseen",
+        4,
+        _CPP_FILL,
+        "a recomputation fills a handle with a tensor of another shape",
+        "if (self->checks && !has_metadata_of(handle, saved.get(), tensor))",
+        "if (false)",
+    ),
+    Mutation(
+        "native-values-not-let-go",
+        6,
+        _CPP_HANDLES,
+        "a backward that retains its graph keeps all recomputed values",
+        "if (task == -1 || torch::autograd::get_current_graph_task_keep_graph()) Py_CLEAR(handle->value);",
+        "",
+    ),
+    Mutation(
+        "native-choice-unwatched",
+        10,
+        _CPP_WATCH,
+        "a choice that only a later call makes is made again",
+        "if (op->chooses && !op->is_composite)",
+        "if (false)",
+    ),
+    Mutation(
+        "native-inside-watched",
+        6,
+        _CPP_WATCH,
+        "an op that another runs inside of its kernel counts as one of the region's",
+        "if (watch.depth > 0) return;",
+        "",
+    ),
+    Mutation(
+        "native-spoilt-unwatched",
+        1,
+        _CPP_WATCH,
+        "a tensor that an op fills after autograd has saved it is taken for saved",
+        "note(*one.watch, Reason::SPOILS, one.op);",
+        ";",
     ),
 )

@@ -74,6 +74,39 @@ def check_engine(module: ModuleType) -> None:
     assert torch.equal(filled[0][1], y), "the replay gave another value"
 
 
+def check_frame(module: ModuleType) -> None:
+    """Let autograd save under a handle and watch an op; raise ``AssertionError`` if that does not work."""
+    native: Any = module
+
+    class Handle(native.Handle):  # type: ignore[misc]
+        __slots__ = ("__weakref__",)
+
+    class Progress(native.Progress):  # type: ignore[misc]
+        __slots__ = ("__weakref__",)
+
+    handles = native.Handles()
+    hooks = native.FrameHooks(handles, Handle, None, None)
+    watch = native.Watch(native.WatchedOps(lambda name, overload: (name == "aten::topk", False)), handles)
+    x = torch.linspace(-1, 1, 5, requires_grad=True)
+    watch.enter()
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
+            y = x.sin()
+        x.detach().topk(2)
+    finally:
+        watch.leave()
+    assert watch.found() == (0, "aten::topk"), "an op was not watched"
+    assert len(handles) == 1, "autograd saved nothing"
+    assert hooks[0] == (x, 0), "autograd saved something else"
+    progress = Progress(None, handles, 0, stop_in_pack=False, task=-1, early_stop=True, checks=True)
+    progress.pack(x)
+    assert progress.done, "the recomputation is not done"
+    handles.may_be_read = True
+    y.sum().backward()
+    assert x.grad is not None, "there is no gradient"
+    assert torch.equal(x.grad, x.detach().cos()), "the gradient is another one"
+
+
 def main() -> None:
     """Run the self-test of the file in the arguments."""
     path, digest = sys.argv[1:]
@@ -86,6 +119,7 @@ def main() -> None:
     module = load_file(path)
     check_built_for(module, digest)
     check_engine(module)
+    check_frame(module)
     print(PASSED)
 
 

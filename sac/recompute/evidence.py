@@ -26,9 +26,10 @@ from sac.recompute.whole_modules import ModuleEvidence
 #  - A call that read a tensor's value, or drew random numbers from Python or NumPy, may have branched on that. It is
 #    no evidence for other calls.
 #  - Once a region has needed a recorder, all its later calls have one.
-#  - A call without a recorder is correct whatever it does. The state that it can reach is recorded first and restored
-#    later (Note [Python state], Note [Buffers advance once]). If the call wrote to memory of which there is no copy,
-#    its activations are kept (Note [The walk of a region]).
+#  - The state that a call without a recorder can reach is recorded first and restored later (Note [Python state], Note
+#    [Buffers advance once]). If the call wrote to memory of which there is no copy, its activations are kept (Note [The
+#    walk of a region]). With the native library, such a call is watched (Note [Watched calls]). For what is not seen
+#    without it, see docs/limits.md.
 #
 # Example. A layer uses `torch.rand(()).item()` to skip itself with probability 0.5, and ends in an `rrelu`. The first
 # call skips the layer, so `rand` is the only op that runs. That call read a value, so the next call is recorded too.
