@@ -28,7 +28,8 @@ import torch
 from torch.autograd.graph import register_multi_grad_hook
 
 from sac.checkpointing import run_with
-from sac.config import DEFAULT_CONFIG, CallOptions, check_flag, problems_in, settings_of
+from sac.config import DEFAULT_CONFIG, CallOptions, settings_of
+from sac.config_keys import CONFIG_KEYS, problems_of, read_flag
 from sac.errors import ConfigError, Problem, listing, nearest
 from sac.full import ContiguousBuffer, RngTracker
 from sac.region.settings import Settings
@@ -135,14 +136,14 @@ def _checked(given: Mapping[Any, Any], where: str) -> ActivationCheckpointing:
     return ActivationCheckpointing(**given)
 
 
-def value_problems(where: str, key: Any, value: Any) -> list[Problem]:
+_READERS = {"number_checkpoints": CONFIG_KEYS["num_checkpoints"].read}  # all other keys are flags
+
+
+def value_problems(where: str, key: Any, value: Any) -> tuple[Problem, ...]:
     """Return the problems of a value for ``key`` of the section, or of the key."""
     if key not in KEYS:
-        return [Problem(where, "it is not known", listing(KEYS), nearest(str(key), KEYS))]
-    if key == "number_checkpoints":
-        return [replace(problem, where=where) for problem in problems_in({"num_checkpoints": value}, "")]
-    finding = check_flag(value)
-    return [Problem(where, *finding)] if finding is not None else []
+        return (Problem(where, "it is not known", listing(KEYS), nearest(str(key), KEYS)),)
+    return problems_of(_READERS.get(key, read_flag), value, where)
 
 
 def contradictions(section: ActivationCheckpointing, where: str) -> list[Problem]:
@@ -588,7 +589,7 @@ def _checked_seeds(seed: Any, where: str) -> tuple[int, int]:
     return first, checked_seed(first + 2718 + model_parallel_rank(_process.mpu), where)
 
 
-def _raise_if(problems: list[Problem]) -> None:
+def _raise_if(problems: Sequence[Problem]) -> None:
     if problems:
         raise ConfigError(problems)
 

@@ -14,10 +14,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from sac.config_keys import StateProvider
 from sac.region.module_state import ModuleState, UnseenWriteError
 from sac.region.python_state import ReachableState, restored_value, stand_in
 from sac.region.rng import HostRandomState, RngSnapshot
-from sac.region.settings import Settings, StateProvider
+from sac.region.settings import Settings
 from sac.region.tables import AttributesHolder
 from sac.region.undo import UndoStack
 from sac.torch_private import (
