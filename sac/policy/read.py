@@ -693,7 +693,16 @@ def read_plan(node: Node, what: str, findings: Findings) -> PlanSection | None:
 
 # -- Policy files, schema ``sac/v1``
 
-SCHEMA = "sac/v1"
+# Note [Versions of the schema]
+#
+# A schema is a set of keys and legal values. What an earlier version of sac could not read, or would read as something
+# else, belongs to a schema with the next number, and so does a file that uses it. A version of sac knows the schemas up
+# to its own. It refuses a file of a later one as a whole, with one problem: what else it finds in such a file may be
+# right there. CONTRIBUTING.md has the rules for new and deprecated keys.
+
+_NEWEST = 1
+SCHEMA = f"sac/v{_NEWEST}"
+_NUMBERED = re.compile(r"sac/v([1-9][0-9]{0,8})")
 _SET_NAME = re.compile(r"\w[\w-]*")
 
 
@@ -716,6 +725,7 @@ def read_policy(node: Node, fallback_name: str, source: str, findings: Findings,
         findings.stop(
             node.location, f"the policy is {describe(node)}", expected=f"a mapping of {', '.join(POLICY_KEYS)}", fix=fix
         )
+    _refuse_later_schema(node, findings)
     entries = read_entries(node, "a policy", POLICY_KEYS, findings)
     _check_top(node, findings, needs_schema=needs_schema)
     read = read_fields({key: value for key, value in entries.items() if key != "rules"}, _POLICY, findings)
@@ -735,6 +745,25 @@ def read_policy(node: Node, fallback_name: str, source: str, findings: Findings,
         key_locations={key: value.location for key, value in entries.items()} | region_locations,
     )
     return Written(policy, read.get("extends", ()))
+
+
+def _refuse_later_schema(node: MapNode, findings: Findings) -> None:
+    """Stop at a file of a later schema; see Note [Versions of the schema]."""
+    entries = {key.text: value for key, value in node.entries}
+    schema, rules = entries.get("schema"), entries.get("rules")
+    numbered = _NUMBERED.fullmatch(schema.text.strip().lower()) if isinstance(schema, Scalar) else None
+    if schema is None or numbered is None or int(numbered[1]) <= _NEWEST:
+        return
+    items = rules.items if isinstance(rules, ListNode) else ()
+    in_rules = [key.text for item in items if isinstance(item, MapNode) for key, _ in item.entries]
+    unknown = [key for key in entries if key not in POLICY_KEYS] + [key for key in in_rules if key not in RULE_KEYS]
+    keys = listing([f'"{shown(key)}"' for key in dict.fromkeys(unknown)], limit=8)
+    found = f"this policy needs schema {numbered[0]}, and this version of sac knows {SCHEMA}"
+    fix = f"install a version of sac that knows {numbered[0]}"
+    if keys:
+        found += f", which lacks the keys {keys}"
+        fix += f', or do without these keys and write "schema: {SCHEMA}"'
+    findings.stop(schema.location, found, expected=SCHEMA, fix=fix)
 
 
 def _check_top(node: MapNode, findings: Findings, *, needs_schema: bool) -> None:
