@@ -81,15 +81,6 @@ def read_keys(given: Mapping[str, Any], where: str) -> tuple[dict[str, Any], lis
     return read, problems
 
 
-def problems_of(read: Reader, value: Any, place: str) -> tuple[Problem, ...]:
-    """Return the problems that ``read`` finds in ``value``."""
-    try:
-        read(value, place)
-    except SacError as error:
-        return error.problems
-    return ()
-
-
 def word_of(value: Any) -> str:
     """Return ``value`` as it is compared: stripped, in lower case, ``-`` as ``_``; ``""`` if it is not a string."""
     return value.strip().lower().replace("-", "_") if isinstance(value, str) else ""
