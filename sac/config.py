@@ -2,187 +2,38 @@
 
 from __future__ import annotations
 
-import math
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from sac.errors import ConfigError, PolicyError, Problem, SacError, listing, nearest
+from sac.config_keys import (
+    CALL_KEYS,
+    CONFIG_KEYS,
+    DEFAULTS,
+    FULL_CONFIG_KEYS,
+    OWN_KEYS,
+    StateProvider,
+    read_keys,
+    stores_in,
+    word_of,
+)
+from sac.errors import ConfigError, PolicyError, Problem, listing, nearest
 from sac.policy.load import load_policy, looks_like_path, shipped_policies
 from sac.policy.model import Chunks, Decision, Layers, Policy
 from sac.policy.patterns import PathPattern
-from sac.policy.read import read_layer_spec, read_patterns
-from sac.policy.syntax import Findings, node_from_value, shown
+from sac.policy.syntax import shown
 from sac.recompute.table import ResolvedPolicy, resolve_policy
-from sac.region.settings import ALWAYS, AUTO, ENGINES, PLAIN, VERIFY, Settings, StateProvider
+from sac.region.settings import PLAIN, Settings
 from sac.stores.contiguous import ContiguousBuffer
 from sac.stores.host import OnHost
 from sac.stores.scatter import FirstCalls, Scattered, VerifiedOnce, group_problem
 from sac.stores.store import InputStore, InputStoring, OnDevice
 from sac.torch_private import HAS_STACKS
-
-# -- Checks of single keys of the full-recompute path
-
-STORES = ("whole", "scattered", "host", "contiguous")
-KEEPS = ("first", "all")
-CHECKS = ("default", "none")
-
-Finding = tuple[str, str, str, str]  # found, expected, nearest, fix: as in Problem
-
-_QUOTE = "quote the word that is meant: YAML 1.1 reads on, off, yes and no as booleans"
-_FLAG_WORDS = {"yes": "true", "on": "true", "true": "true", "1": "true"}
-_FLAG_WORDS |= {"no": "false", "off": "false", "false": "false", "0": "false"}
-
-
-def word_of(value: Any) -> str:
-    """Return ``value`` as it is compared: stripped, in lower case, ``-`` as ``_``; ``""`` if it is not a string."""
-    return value.strip().lower().replace("-", "_") if isinstance(value, str) else ""
-
-
-def stores_in(written: Any) -> tuple[str, ...]:
-    """Return the words of a ``store`` value in the order written; an empty tuple if it is not a string."""
-    return tuple(word_of(word) for word in written.split("+")) if isinstance(written, str) else ()
-
-
-def check_flag(value: Any, besides: str = "") -> Finding | None:
-    """Return the problem with a value that must be true, false or the word ``besides``; None if it is valid."""
-    if isinstance(value, bool) or (besides and word_of(value) == besides):
-        return None
-    meant = _FLAG_WORDS.get(word_of(str(value)), "")
-    word = f"{besides}, " if besides else ""
-    fix = f"write {meant}, without quotes" if meant else ""
-    return _shown(value, f"not {word}true or false"), f"{word}true, false", "", fix
-
-
-def check_word(value: Any, words: tuple[str, ...], what: str, legal: str = "") -> Finding | None:
-    """Return the problem with a value that must be one of ``words``; None if it is valid.
-
-    ``what`` completes the message "<value> is ..."; ``legal`` is the list in the message, by default ``words``.
-    """
-    word = word_of(value)
-    if word in words:
-        return None
-    fix = _QUOTE if isinstance(value, bool) else ""
-    return _shown(value, what), legal or listing(words), nearest(word, words) if word else "", fix
-
-
-def problems_in(given: Mapping[str, Any], where: str) -> Iterator[Problem]:
-    """Yield the problems of the values in ``given``, each checked by itself; unknown keys are ignored.
-
-    ``where`` is the prefix of the key in messages.
-    """
-    for key, value in given.items():
-        check = _CHECK_OF.get(key)
-        finding = check(value) if check is not None else None
-        if finding is not None:
-            found, expected, near, fix = finding
-            yield Problem(f"{where}.{key}", found, expected=expected, nearest=near, fix=fix)
-
-
-def _shown(value: Any, what: str) -> str:
-    return f"{shown(repr(value))} is {what}"
-
-
-def _check_keep(value: Any) -> Finding | None:
-    legal = f"{listing(KEEPS)}, or a predicate (position, tensor) -> bool"
-    return None if callable(value) else check_word(value, KEEPS, "not a choice of inputs", legal)
-
-
-def _check_store(value: Any) -> Finding | None:
-    legal = f"{listing(STORES)}, or some of the last three joined by +"
-    words = stores_in(value)
-    wrong = next((word for word in words if word not in STORES), None)
-    if wrong is None and words:
-        alone = len(set(words)) == len(words) and ("whole" not in words or len(words) == 1)
-        return None if alone else (f"{shown(repr(value))} does not go together", legal, "", "")
-    joined = _joined_otherwise(value)
-    if joined:
-        return _shown(value, "not a store"), legal, "", f'write "{joined}"'
-    return check_word(value if wrong is None else wrong, STORES, "not a store", legal)
-
-
-def _joined_otherwise(value: Any) -> str:
-    """Return stores that are written as a list or with another separator, joined by ``+``; ``""`` if not stores."""
-    parts = re.split(r"[\s,+&|/]+", value.strip()) if isinstance(value, str) else value
-    if not isinstance(parts, (list, tuple)) or not parts or any(word_of(part) not in STORES for part in parts):
-        return ""
-    return "+".join(word_of(part) for part in parts)
-
-
-def _check_count(value: Any) -> Finding | None:
-    return None if value is None else _check_whole(value, 1, "not a number of checkpoints")
-
-
-def _check_prefetch(value: Any) -> Finding | None:
-    return _check_whole(value, 0, "not a number of regions")
-
-
-def _check_whole(value: Any, least: int, what: str) -> Finding | None:
-    if isinstance(value, int) and not isinstance(value, bool) and value >= least:
-        return None
-    number = _number_in(value)
-    fix = f"write {number}{', without quotes' if isinstance(value, str) else ''}" if number is not None else ""
-    return _shown(value, what), f"a whole number, {least} or more", "", fix if number and number >= least else ""
-
-
-def _number_in(value: Any) -> int | None:
-    """Return the whole number that a string or a float represents, or None."""
-    try:
-        number = float(value) if isinstance(value, (str, float)) else math.nan
-    except ValueError:
-        return None
-    return int(number) if math.isfinite(number) and number == int(number) else None
-
-
-def _check_state(value: Any) -> Finding | None:
-    return _check_members(value, StateProvider, "a tuple of objects with snapshot() and restore(state)")
-
-
-def _check_generators(value: Any) -> Finding | None:
-    return _check_members(value, torch.Generator, "a tuple of torch.Generator")
-
-
-def _check_members(value: Any, cls: type, legal: str) -> Finding | None:
-    if _is_one(value, cls):
-        return f"{shown(repr(value))} is not in a tuple", legal, "", "write a comma after it, in parentheses: (…,)"
-    if isinstance(value, (list, tuple)) and all(_is_one(member, cls) for member in value):
-        return None
-    wrong = next((one for one in value if not _is_one(one, cls)), value) if isinstance(value, (list, tuple)) else value
-    return _shown(wrong, "none of them"), legal, "", ""
-
-
-def _is_one(value: Any, cls: type) -> bool:
-    return isinstance(value, cls) and not isinstance(value, type)  # a class has the methods too, without a self
-
-
-def _check_determinism(value: Any) -> Finding | None:
-    return check_word(value, CHECKS, "not a check")
-
-
-_CHECK_OF: dict[str, Callable[[Any], Finding | None]] = {
-    "keep": _check_keep,
-    "store": _check_store,
-    "num_checkpoints": _check_count,
-    "verify_replicated": partial(check_flag, besides="first"),
-    "prefetch": _check_prefetch,
-    "release_input": check_flag,
-    "state": _check_state,
-    "generators": _check_generators,
-    "freeze_buffers": check_flag,
-    "use_reentrant": check_flag,
-    "distribute_saved_activations": check_flag,
-    "preserve_rng_state": check_flag,
-    "early_stop": check_flag,
-    "determinism_check": _check_determinism,
-}
-
 
 # -- ``FullConfig``: options of the full-recompute path in addition to the arguments of ``sac.checkpoint``
 
@@ -223,30 +74,26 @@ class FullConfig:
     Raises ``ConfigError`` that lists every problem.
     """
 
-    keep: str | Callable[[int, torch.Tensor], bool] = "first"
-    store: str = "whole"
-    num_checkpoints: int | None = None
-    verify_replicated: bool | str = "first"
-    prefetch: int = 0
-    release_input: bool = False
-    state: tuple[StateProvider, ...] = ()
-    generators: tuple[torch.Generator, ...] = ()
-    freeze_buffers: bool = True
+    keep: str | Callable[[int, torch.Tensor], bool] = DEFAULTS["keep"]
+    store: str = DEFAULTS["store"]
+    num_checkpoints: int | None = DEFAULTS["num_checkpoints"]
+    verify_replicated: bool | str = DEFAULTS["verify_replicated"]
+    prefetch: int = DEFAULTS["prefetch"]
+    release_input: bool = DEFAULTS["release_input"]
+    state: tuple[StateProvider, ...] = DEFAULTS["state"]
+    generators: tuple[torch.Generator, ...] = DEFAULTS["generators"]
+    freeze_buffers: bool = DEFAULTS["freeze_buffers"]
     buffer: ContiguousBuffer | None = field(default=None, init=False, repr=False, compare=False)
     host: OnHost | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        given = {one.name: getattr(self, one.name) for one in fields(self) if one.init}
-        problems = [*problems_in(given, "FullConfig")] or [*contradictions(given, "FullConfig")]
+        given = {name: getattr(self, name) for name in FULL_CONFIG_KEYS}
+        read, problems = read_keys(given, "FullConfig")
+        problems = problems or [*contradictions(read, "FullConfig")]
         if problems:
             raise ConfigError(problems)
-        if isinstance(self.keep, str):
-            object.__setattr__(self, "keep", word_of(self.keep))
-        if isinstance(self.verify_replicated, str):
-            object.__setattr__(self, "verify_replicated", word_of(self.verify_replicated))
-        object.__setattr__(self, "store", "+".join(self.stores))
-        object.__setattr__(self, "state", tuple(self.state))
-        object.__setattr__(self, "generators", tuple(self.generators))
+        for name, value in read.items():
+            object.__setattr__(self, name, value)
         if "contiguous" in self.stores and self.num_checkpoints is not None:
             object.__setattr__(self, "buffer", ContiguousBuffer(self.num_checkpoints, on_host="host" in self.stores))
         elif "host" in self.stores:
@@ -254,23 +101,13 @@ class FullConfig:
 
     @property
     def stores(self) -> tuple[str, ...]:
-        """The words of ``store``, in the order of ``STORES``."""
-        return tuple(sorted(stores_in(self.store), key=STORES.index))
+        """The words of ``store``."""
+        return stores_in(self.store)
 
     def reset(self) -> None:
         """Free every slot of the contiguous buffer, for example after forwards whose backward will never run."""
         if self.buffer is not None:
             self.buffer.reset()
-
-
-FULL_CONFIG_KEYS = tuple(one.name for one in fields(FullConfig) if one.init)
-CALL_KEYS = (
-    "use_reentrant",
-    "distribute_saved_activations",
-    "preserve_rng_state",
-    "early_stop",
-    "determinism_check",
-)
 
 
 def contradictions(given: Mapping[str, Any], where: str) -> Iterator[Problem]:
@@ -312,13 +149,13 @@ def idle_keys(given: Mapping[str, Any], where: str) -> Iterator[Problem]:
 class CallOptions:
     """The arguments of ``sac.checkpoint`` outside ``FullConfig``; those in ``CALL_KEYS`` are also config keys."""
 
-    use_reentrant: bool = False
-    distribute_saved_activations: bool = False
+    use_reentrant: bool = DEFAULTS["use_reentrant"]
+    distribute_saved_activations: bool = DEFAULTS["distribute_saved_activations"]
     tp_group: Any = None
     get_rng_state_tracker: Callable[[], Any] | None = None
-    preserve_rng_state: bool = True
-    early_stop: bool = True
-    determinism_check: str = "default"
+    preserve_rng_state: bool = DEFAULTS["preserve_rng_state"]
+    early_stop: bool = DEFAULTS["early_stop"]
+    determinism_check: str = DEFAULTS["determinism_check"]
 
 
 DEFAULT_CONFIG = FullConfig()
@@ -344,7 +181,7 @@ def settings_of(
         raise ConfigError(
             Problem(f"{where}.config", f"{shown(repr(config))} is not a FullConfig", "a FullConfig", fix=fix)
         )
-    problems = list(problems_in({key: getattr(options, key) for key in CALL_KEYS}, where))
+    read, problems = read_keys({key: getattr(options, key) for key in CALL_KEYS}, where)
     tracker = options.get_rng_state_tracker
     if tracker is not None and not callable(tracker):
         found = f"{tracker!r} cannot be called"
@@ -364,7 +201,7 @@ def settings_of(
         preserve_rng_state=options.preserve_rng_state,
         freeze_buffers=config.freeze_buffers,
         early_stop=options.early_stop,
-        checks_metadata=word_of(options.determinism_check) == "default",
+        checks_metadata=read["determinism_check"] == "default",
         use_reentrant=options.use_reentrant,
     )
 
@@ -382,14 +219,8 @@ def _keeping(config: FullConfig, group: Any, compared: VerifiedOnce) -> InputSto
 
 # -- The config value of ``activation_checkpointing:``
 
-MODES = ("none", "full", "selective")
-OWN_KEYS = ("mode", "policy", "engine", "verify", "blocks", "layers", "scope", "granularity", "strict")
-FULL_KEYS = (*CALL_KEYS, *FULL_CONFIG_KEYS)
-KEYS = (*OWN_KEYS, *FULL_KEYS)
+MODES = CONFIG_KEYS["mode"].words
 ARGUMENTS = ("tp_group", "get_rng_state_tracker")  # of sac.apply: objects, which no config file can hold
-SCOPES = ("all", "language", "vision", "audio", "multimodal")
-NO_SCOPE = "not a part of a model"
-GRANULARITIES = ("block", "submodule")
 WHERE = "activation_checkpointing"
 WORDS = "none, full, selective, a shipped policy's name, a path to a YAML file, or a mapping"
 
@@ -402,15 +233,15 @@ class Config:
     settings that regions run with.
     """
 
-    mode: str = "none"
-    policy: Policy | None = None
-    engine: str = AUTO
-    verify: str = ALWAYS
-    blocks: tuple[PathPattern, ...] = ()
-    layers: Layers | Chunks = field(default_factory=Layers)
-    scope: str | tuple[str, ...] = "all"
-    granularity: str = "block"
-    strict: bool = False
+    mode: str = DEFAULTS["mode"]
+    policy: Policy | None = DEFAULTS["policy"]
+    engine: str = DEFAULTS["engine"]
+    verify: str = DEFAULTS["verify"]
+    blocks: tuple[PathPattern, ...] = DEFAULTS["blocks"]
+    layers: Layers | Chunks = DEFAULTS["layers"]
+    scope: str | tuple[str, ...] = DEFAULTS["scope"]
+    granularity: str = DEFAULTS["granularity"]
+    strict: bool = DEFAULTS["strict"]
     full: FullConfig = DEFAULT_CONFIG
     options: CallOptions = DEFAULT_OPTIONS
 
@@ -419,7 +250,8 @@ def parse_config(value: Any) -> Config:
     """Return the parsed form of a config value.
 
     ``value`` is None or False (none), True (full), a word (``none``, ``full``, ``selective`` or the name of a shipped
-    policy; case and hyphens do not matter), a path to a policy file, a ``Policy``, or a mapping with keys of ``KEYS``.
+    policy; case and hyphens do not matter), a path to a policy file, a ``Policy``, or a mapping with the keys of
+    ``CONFIG_KEYS``.
 
     ``layers`` chooses layers of each stack: ``all``, ``{first: n}`` or ``{block: n}``, ``{last: n}``,
     ``{every: k, offset: j}``, ``{fraction: f}`` (that share of them, spread evenly), or a list such as
@@ -471,137 +303,43 @@ def _parse_word(text: str) -> Config:
 
 
 def _parse_mapping(value: Mapping[Any, Any]) -> Config:
-    problems: list[Problem] = [_unknown_key(key) for key in value if key not in KEYS]
-    mode = _read_mode(value, problems)
-    readers = {
-        "policy": _read_policy,
-        "engine": _read_engine,
-        "verify": _read_verify,
-        "blocks": _read_blocks,
-        "layers": _read_layers,
-        "scope": _read_scope,
-        "granularity": _read_granularity,
-        "strict": _read_strict,
-    }
-    read: dict[str, Any] = {}
-    for key, reader in readers.items():
-        if key in value:
-            try:
-                read[key] = reader(value[key])
-            except SacError as error:
-                problems.extend(error.problems)
-    given = {key: value[key] for key in FULL_KEYS if key in value}
-    wrong = [*problems_in(given, WHERE)]
-    problems += [*wrong, *_misplaced(value, mode, read.get("layers"))]
-    if mode in ("full", "selective") and not wrong:
-        problems += idle_keys(given, WHERE)
-    if not wrong:
-        problems += contradictions(given, WHERE)
+    problems = [_unknown_key(key) for key in value if key not in CONFIG_KEYS]
+    if "mode" not in value:
+        problems.append(Problem(f"{WHERE}.mode", "the key `mode` is missing", listing(MODES)))
+    given = {name: value[name] for name in CONFIG_KEYS if name in value}
+    read, wrong = read_keys(given, WHERE)
+    mode = read.get("mode", "")
+    problems += [*wrong, *_misplaced(given | read, mode)]
+    if not {*CALL_KEYS, *FULL_CONFIG_KEYS} & (given.keys() - read.keys()):
+        if mode in ("full", "selective"):
+            problems += idle_keys(read, WHERE)
+        problems += contradictions(read, WHERE)
     if problems:
         raise ConfigError(problems)
-    options = CallOptions(**{key: given[key] for key in CALL_KEYS if key in given})
-    full = FullConfig(**{key: given[key] for key in FULL_CONFIG_KEYS if key in given})
-    return Config(mode, **read, full=full, options=options)
+    own, call, full = ({name: read[name] for name in names if name in read} for names in _HOLDERS)
+    return Config(**own, full=FullConfig(**full), options=CallOptions(**call))
 
 
-def _misplaced(value: Mapping[Any, Any], mode: str, layers: Layers | Chunks | None) -> Iterator[Problem]:
+_HOLDERS = (OWN_KEYS, CALL_KEYS, FULL_CONFIG_KEYS)
+
+
+def _misplaced(given: Mapping[str, Any], mode: str) -> Iterator[Problem]:
     """Yield the problems of legal keys that this mode does not allow, or that conflict with each other."""
-    if "policy" in value and mode == "full":
-        fix = "write `mode: selective`, or leave the policy out"
-        yield _problem("policy", "mode full takes no policy", fix=fix)
-    if value.get("use_reentrant") is True and mode == "selective":
-        fix = "leave it out: per-op decisions need the non-reentrant mode"
-        yield _problem("use_reentrant", "mode selective has no reentrant form", fix=fix)
-    if mode == "none" or not isinstance(layers, Chunks):
-        return
-    if mode == "selective":
-        found = "mode selective decides op by op within one layer, and a chunk of layers is one region"
-        yield _problem("layers", found, fix="write `mode: full`, or choose layers: {every: k}, {fraction: f}, …")
-    if word_of(value.get("granularity")) == "submodule":
+    for name, value in given.items():
+        refusal = CONFIG_KEYS[name].refused_by
+        if refusal is not None and refusal.mode == mode and refusal.applies(value):
+            yield Problem(f"{WHERE}.{name}", refusal.found, fix=refusal.fix)
+    if mode != "none" and isinstance(given.get("layers"), Chunks) and given.get("granularity") == "submodule":
         found = "a chunk of layers is one region, and granularity submodule makes several of each layer"
-        yield _problem("layers", found, fix="leave one of the two out")
-
-
-def _read_mode(value: Mapping[Any, Any], problems: list[Problem]) -> str:
-    """Return the mode; if it is missing or invalid, append a problem and return ``""``."""
-    if "mode" not in value:
-        problems.append(_problem("mode", "the key `mode` is missing", listing(MODES)))
-        return ""
-    mode = value["mode"]
-    word = word_of(mode)
-    if word in MODES:
-        return word
-    near = {True: "full", False: "none", None: "none"}[mode] if mode is None or isinstance(mode, bool) else ""
-    near = nearest(word, MODES) if word else near
-    problems.append(_problem("mode", f"{shown(repr(mode))} is not a mode", listing(MODES), near))
-    return ""
-
-
-def _problem(key: str, found: str, expected: str = "", near: str = "", fix: str = "") -> Problem:
-    return Problem(f"{WHERE}.{key}", found, expected=expected, nearest=near, fix=fix)
+        yield Problem(f"{WHERE}.layers", found, fix="leave one of the two out")
 
 
 def _unknown_key(key: Any) -> Problem:
     if key in ARGUMENTS:
         fix = f"pass it as an argument: sac.apply(model, value, {key}=…)"
         return Problem(WHERE, f"{key} is not a key of a config value", fix=fix)
-    near = nearest(key, KEYS) if isinstance(key, str) else ""
-    return Problem(WHERE, f"unknown key {shown(repr(key))}", expected=listing(KEYS), nearest=near)
-
-
-def _read_policy(value: Any) -> Policy:
-    return load_policy(value, where=f"{WHERE}.policy")
-
-
-def _read_engine(value: Any) -> str:
-    return _read_word("engine", value, ENGINES, "not an engine")
-
-
-def _read_verify(value: Any) -> str:
-    return _read_word("verify", value, VERIFY, "not a time to verify at")
-
-
-def _read_word(key: str, value: Any, words: tuple[str, ...], what: str, legal: str = "") -> str:
-    finding = check_word(value, words, what, legal)
-    if finding is not None:
-        raise ConfigError(_problem(key, *finding))
-    return word_of(value)
-
-
-def _read_blocks(value: Any) -> tuple[PathPattern, ...]:
-    findings = Findings()
-    patterns = read_patterns(node_from_value(value, f"{WHERE}.blocks", findings), "blocks", findings)
-    if len(findings):
-        raise ConfigError(findings.problems())
-    return patterns
-
-
-def _read_layers(value: Any) -> Layers | Chunks:
-    findings = Findings()
-    layers = read_layer_spec(node_from_value(value, f"{WHERE}.layers", findings), "layers", findings)
-    if layers is None or len(findings):
-        raise ConfigError(findings.problems())
-    return layers
-
-
-def _read_scope(value: Any) -> str | tuple[str, ...]:
-    words = [value] if isinstance(value, str) else list(value) if isinstance(value, (list, tuple)) else []
-    legal = f"{listing(SCOPES)}, or a list of them"
-    findings = [finding for word in words or [value] if (finding := check_word(word, SCOPES, NO_SCOPE, legal))]
-    if findings:
-        raise ConfigError(_problem("scope", *finding) for finding in findings)
-    return word_of(value) if isinstance(value, str) else tuple(word_of(word) for word in words)
-
-
-def _read_granularity(value: Any) -> str:
-    return _read_word("granularity", value, GRANULARITIES, "not a granularity")
-
-
-def _read_strict(value: Any) -> bool:
-    finding = check_flag(value)
-    if finding is not None:
-        raise ConfigError(_problem("strict", *finding))
-    return bool(value)
+    near = nearest(key, CONFIG_KEYS) if isinstance(key, str) else ""
+    return Problem(WHERE, f"unknown key {shown(repr(key))}", expected=listing([*CONFIG_KEYS]), nearest=near)
 
 
 def family_policy(model: nn.Module) -> Policy:

@@ -47,8 +47,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "random states": (f"{_REGION}.rng.RngSnapshot.__init__", f"{_REGION}.rng.HostRandomState.__init__"),
     "flags and modes": (
         f"{_REGION}.ambient.BackendFlags.__init__",
-        f"{_REGION}.ambient.AutocastState.__init__",
-        f"{_REGION}.ambient.FunctionModes.__init__",
+        f"{_REGION}.ambient.Snapshot.__init__",
         f"{_REGION}.ambient.ContextVariables.__init__",
     ),
     "begin": (f"{_REGION}.frame.RegionCall._begin",),

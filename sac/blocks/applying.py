@@ -12,6 +12,7 @@ from torch import nn
 from sac.blocks.chunks import find_chains, install_chunks
 from sac.blocks.find import (
     Block,
+    divided,
     drop_frozen,
     find_blocks,
     idle_note,
@@ -161,17 +162,15 @@ def _choose_blocks(model: nn.Module, config: Config, policy: Policy) -> tuple[tu
             )
         )
     sharing = _apart_from_attention(model, chosen, config)
-    divided = {id(block.module): kv_free_submodules(block) for block in sharing}
+    parts_of = {id(block.module): kv_free_submodules(block) for block in sharing}
     if config.granularity == "submodule":
-        divided = {id(block.module): submodules(block) for block in chosen} | divided
-    parts: dict[int, Block] = {}
-    for part in (part for block in chosen for part in divided.get(id(block.module), (block,))):
-        parts.setdefault(id(part.module), part)  # a shared module counts once
-    count = sum(len(divided[id(block.module)]) for block in sharing)
+        parts_of = {id(block.module): submodules(block) for block in chosen} | parts_of
+    parts = divided(chosen, lambda block: parts_of.get(id(block.module), (block,)))
+    count = sum(len(parts_of[id(block.module)]) for block in sharing)
     if not parts:
         raise ModelError(Problem(type(model).__name__, f"{_sharing(model)}, and the blocks hold nothing else"))
     note = f"{_sharing(model)}: in its blocks the regions are {count} other sub-modules"
-    return tuple(parts.values()), (note,) if sharing else (), stage
+    return parts, (note,) if sharing else (), stage
 
 
 def _apart_from_attention(model: nn.Module, chosen: Sequence[Block], config: Config) -> list[Block]:

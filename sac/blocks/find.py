@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -141,7 +141,6 @@ def _trained_towers(model: nn.Module) -> frozenset[str]:
 
 __all__ = ["Block", "clean_path", "drop_frozen", "find_blocks", "is_trained"]
 
-GRANULARITIES = ("block", "submodule")
 LOOKED_FOR = (
     "a ModuleList, Sequential or numbered ModuleDict of modules with parameters and parts; Hugging Face layers; "
     "a model that is one block"
@@ -164,37 +163,32 @@ def find_blocks(
     *,
     patterns: Sequence[Pattern] = (),
     scope: str | Sequence[str] = "all",
-    granularity: str = "block",
 ) -> tuple[Block, ...]:
     """Return the blocks of a model in model order, each module once and never one inside another.
 
     Without ``patterns``, blocks are recognised by the structure of the model (Note [What is a block] in ``stacks.py``).
     With ``patterns``, a block is a module that any pattern matches, by clean path or by its path in ``named_modules``.
-    Only blocks of the towers that ``scope`` names are returned. ``granularity="submodule"`` returns, instead of each
-    block, its direct children that hold parameters and are more than a norm or one linear map (attention, mlp), or the
-    block if it has none. The result may be empty for a pipeline stage (see Note [Stages]).
+    Only blocks of the towers that ``scope`` names are returned. The result may be empty for a pipeline stage (see Note
+    [Stages]).
 
     Raises ``ModelError`` if there is no block, no block in the scope, or a pattern matches nothing; ``ConfigError`` for
-    an invalid scope or granularity.
+    an invalid scope.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(Problem("model", f"{type(model).__name__} is not a torch.nn.Module"))
     towers = parse_scope(scope)
-    grain = granularity.strip().lower() if isinstance(granularity, str) else ""
-    if grain not in GRANULARITIES:
-        near = nearest(granularity, GRANULARITIES) if isinstance(granularity, str) else ""
-        raise ConfigError(
-            Problem("granularity", f"{granularity!r} is not known", expected=listing(GRANULARITIES), nearest=near)
-        )
     blocks = _matched(model, patterns) if patterns else _recognised(model)
     inside = tuple(block for block in blocks if block.tower in towers)
     if blocks and not inside:
         raise ModelError(_out_of_scope(model, blocks, scope))
-    if grain == "block":
-        return inside
+    return inside
+
+
+def divided(blocks: Iterable[Block], parts_of: Callable[[Block], Iterable[Block]]) -> tuple[Block, ...]:
+    """Return the parts of all ``blocks``, in order; a shared module counts once."""
     parts: dict[int, Block] = {}
-    for part in (part for block in inside for part in submodules(block)):
-        parts.setdefault(id(part.module), part)  # a shared module counts once
+    for part in (part for block in blocks for part in parts_of(block)):
+        parts.setdefault(id(part.module), part)
     return tuple(parts.values())
 
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from torch import nn
 
 from sac.blocks.paths import walk
-from sac.errors import ConfigError, Problem, listing, nearest
+from sac.config_keys import CONFIG_KEYS, read_scope
 
-TOWERS = ("language", "vision", "audio", "multimodal")
-SCOPES = ("all", *TOWERS)
+ALL, *TOWERS = CONFIG_KEYS["scope"].words
 
 # Words of one path segment or model_type: split at underscores, trailing digits removed.
 MULTIMODAL_WORDS = frozenset(
@@ -73,33 +72,11 @@ class Towers:
 def parse_scope(scope: str | Sequence[str]) -> frozenset[str]:
     """Return the towers that a scope selects; case, hyphens and underscores do not matter.
 
-    Raises ``ConfigError`` if a word is not in ``SCOPES`` or the scope is empty.
+    Raises ``ConfigError`` if a word is not one of them or the scope is empty.
     """
-    words = (scope,) if isinstance(scope, str) else scope
-    if not isinstance(words, Iterable):
-        raise ConfigError(_illegal(scope))
-    chosen: set[str] = set()
-    problems = []
-    written = list(words)
-    for word in written:
-        name = word.strip().lower() if isinstance(word, str) else ""
-        if name not in SCOPES:
-            problems.append(_illegal(word))
-        chosen.update(TOWERS if name == "all" else (name,))
-    if not written:
-        problems.append(_illegal(scope))
-    if problems:
-        raise ConfigError(problems)
-    return frozenset(chosen)
-
-
-def _illegal(word: object) -> Problem:
-    return Problem(
-        "scope",
-        f"{word!r} is not a part of a model",
-        expected=f"{listing(SCOPES)}, or a list of them",
-        nearest=nearest(word, SCOPES) if isinstance(word, str) else "",
-    )
+    read = read_scope(scope, "scope")
+    words = {read} if isinstance(read, str) else {*read}
+    return frozenset(TOWERS if ALL in words else words)
 
 
 def _told_by_segment(segment: str) -> str:

@@ -28,8 +28,10 @@ import torch
 from torch.autograd.graph import register_multi_grad_hook
 
 from sac.checkpointing import run_with
-from sac.config import DEFAULT_CONFIG, CallOptions, check_flag, problems_in, settings_of
-from sac.errors import ConfigError, Problem, listing, nearest
+from sac.compat.keywords import Keyword, options_of, raise_if
+from sac.config import DEFAULT_CONFIG, CallOptions, settings_of
+from sac.config_keys import CONFIG_KEYS, read_flag
+from sac.errors import ConfigError, Problem
 from sac.full import ContiguousBuffer, RngTracker
 from sac.region.settings import Settings
 from sac.rng_tracker import MODEL_PARALLEL, checked_seed
@@ -61,16 +63,18 @@ class ActivationCheckpointing:
     profile: bool = False
 
 
-KEYS = tuple(one.name for one in fields(ActivationCheckpointing))
-# The names of the same keys in ``configure``.
-ARGUMENTS = {
-    "partition_activations": "partition_activations",
-    "contiguous_checkpointing": "contiguous_memory_optimization",
-    "num_checkpoints": "number_checkpoints",
-    "checkpoint_in_cpu": "cpu_checkpointing",
-    "synchronize": "synchronize_checkpoint_boundary",
-    "profile": "profile",
+_COUNT = CONFIG_KEYS["num_checkpoints"].read
+# The arguments of ``configure``, and the keys of the section that they are called there.
+_ARGUMENTS = {
+    "partition_activations": Keyword("partition_activations", read_flag),
+    "contiguous_checkpointing": Keyword("contiguous_memory_optimization", read_flag),
+    "num_checkpoints": Keyword("number_checkpoints", _COUNT),
+    "checkpoint_in_cpu": Keyword("cpu_checkpointing", read_flag),
+    "synchronize": Keyword("synchronize_checkpoint_boundary", read_flag),
+    "profile": Keyword("profile", read_flag),
 }
+_SECTION = {keyword.ours: keyword for keyword in _ARGUMENTS.values()}
+KEYS = tuple(one.name for one in fields(ActivationCheckpointing))
 
 
 def read_section(source: Any) -> ActivationCheckpointing:
@@ -129,20 +133,9 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _checked(given: Mapping[Any, Any], where: str) -> ActivationCheckpointing:
-    problems = [problem for key, value in given.items() for problem in value_problems(f"{where}.{key}", key, value)]
-    if problems:
-        raise ConfigError(problems)
-    return ActivationCheckpointing(**given)
-
-
-def value_problems(where: str, key: Any, value: Any) -> list[Problem]:
-    """Return the problems of a value for ``key`` of the section, or of the key."""
-    if key not in KEYS:
-        return [Problem(where, "it is not known", listing(KEYS), nearest(str(key), KEYS))]
-    if key == "number_checkpoints":
-        return [replace(problem, where=where) for problem in problems_in({"num_checkpoints": value}, "")]
-    finding = check_flag(value)
-    return [Problem(where, *finding)] if finding is not None else []
+    options, problems = options_of(given, _SECTION, where, legal=KEYS)
+    raise_if(problems)
+    return ActivationCheckpointing(**options)
 
 
 def contradictions(section: ActivationCheckpointing, where: str) -> list[Problem]:
@@ -463,13 +456,11 @@ def configure(
         "profile": profile,
     }
     given = {name: value for name, value in written.items() if value is not None}
-    _raise_if(
-        [one for name, value in given.items() for one in value_problems(f"{_NAME}.{name}", ARGUMENTS[name], value)]
-    )
-    values: dict[str, Any] = {ARGUMENTS[name]: value for name, value in given.items()}
-    section = replace(section, **values)
+    options, problems = options_of(given, _ARGUMENTS, _NAME)
+    raise_if(problems)
+    section = replace(section, **options)
     mpu = mpu_ if mpu_ is not None else _process.mpu
-    _raise_if([*contradictions(section, _NAME), *mpu_problems(mpu, section, _NAME)])
+    raise_if([*contradictions(section, _NAME), *mpu_problems(mpu, section, _NAME)])
     _process.take(section, mpu)
     _process.is_configured = True
 
@@ -482,16 +473,15 @@ def is_configured() -> bool:
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
     """Turn ``partition_activations`` on or off; raises ``ConfigError`` as ``configure`` does."""
     where = "deepspeed.partition_activations_in_checkpoint"
-    _raise_if(value_problems(where, "partition_activations", partition_activation))
-    section = replace(_process.section, partition_activations=partition_activation)
-    _raise_if(mpu_problems(_process.mpu, section, where))
+    section = replace(_process.section, partition_activations=read_flag(partition_activation, where))
+    raise_if(mpu_problems(_process.mpu, section, where))
     _process.take(section, _process.mpu)
 
 
 def set_num_layers(nlayers: int) -> None:
     """Set how many checkpoints contiguous buffers hold; raises ``ConfigError`` if ``nlayers`` is not such a number."""
-    _raise_if(value_problems("deepspeed.set_num_layers", "number_checkpoints", nlayers))
-    _process.take(replace(_process.section, number_checkpoints=nlayers), _process.mpu)
+    count = _COUNT(nlayers, "deepspeed.set_num_layers")
+    _process.take(replace(_process.section, number_checkpoints=count), _process.mpu)
 
 
 def reset() -> None:
@@ -586,11 +576,6 @@ def _single(output: Any) -> Any:
 def _checked_seeds(seed: Any, where: str) -> tuple[int, int]:
     first = checked_seed(seed, where)
     return first, checked_seed(first + 2718 + model_parallel_rank(_process.mpu), where)
-
-
-def _raise_if(problems: list[Problem]) -> None:
-    if problems:
-        raise ConfigError(problems)
 
 
 _process = _Process()

@@ -27,8 +27,9 @@ from sac.blocks.applying import Chosen, blocks_at, put_regions, refuse_regions
 from sac.blocks.install import Applied, InstalledForward, RegionForward, UnmatchedRules, ours_on, remove, set_forward
 from sac.blocks.stacks import is_callable
 from sac.checkpointing import checkpoint
+from sac.compat.keywords import NO_DEBUG, Keyword, only, options_of, raise_if, same
 from sac.config import DEFAULT_CONFIG, CallOptions, FullConfig, settings_of
-from sac.errors import ConfigError, ModelError, Problem, listing, nearest
+from sac.errors import ConfigError, ModelError, Problem, listing
 from sac.policy.model import Policy
 from sac.recompute.module_tracker import TrackedForward
 from sac.recompute.regions import FULL, Region
@@ -38,8 +39,6 @@ from sac.torch_private import wrap_for_checkpointing
 __all__ = ["CheckpointImpl", "apply_activation_checkpointing", "checkpoint_wrapper", "offload_wrapper"]
 
 _NAME = "checkpoint_wrapper"
-_OPTIONS = tuple(one.name for one in fields(CallOptions) if one.name != "use_reentrant")  # passed separately
-_KEYWORDS = ("use_reentrant", *_OPTIONS, "config", "context_fn", "debug")
 
 
 class CheckpointImpl(enum.Enum):
@@ -186,24 +185,20 @@ def _select(model: nn.Module, check_fn: Any, policy: Any) -> list[tuple[nn.Modul
 
 def _chosen(modules: tuple[nn.Module, ...], given: Mapping[str, Any]) -> Chosen:
     """Return the modules with the meaning of ``given``, arguments of ``checkpoint_wrapper``, for them."""
-    given = dict(given)
-    problems = [problem for key in tuple(given) for problem in _refused(key, given[key])]
-    impl, context_fn = given.get("checkpoint_impl", CheckpointImpl.NO_REENTRANT), given.get("context_fn")
-    is_reentrant = given.get("use_reentrant", getattr(impl, "name", None) == CheckpointImpl.REENTRANT.name)
-    policy = policy_of_contexts(context_fn)
-    if is_reentrant and policy is not None:
+    options, problems = options_of(given, _ARGUMENTS | _KEYWORDS, _NAME, legal=(*_KEYWORDS,))
+    policy, config = options.pop("policy", None), options.pop("config", None) or DEFAULT_CONFIG
+    options["use_reentrant"] = options.get("use_reentrant", options.pop("is_reentrant", False))
+    if options["use_reentrant"] and policy is not None:
         found = "per-op decisions need the non-reentrant mode"
         problems.append(Problem(f"{_NAME}.context_fn", found, fix="use CheckpointImpl.NO_REENTRANT"))
-    config = given.get("config") or DEFAULT_CONFIG
-    if given.get("offload_to_cpu") and config.store != "whole":
+    offloads = options.pop("offloads", False)
+    if offloads and config.store != "whole":
         found = f"config keeps inputs elsewhere (store {config.store!r})"
         problems.append(Problem(f"{_NAME}.offload_to_cpu", found, fix="leave one of the two out"))
-    if problems:
-        raise ConfigError(problems)
-    if given.get("offload_to_cpu"):
+    raise_if(problems)
+    if offloads:
         config = replace(config, store=_ON_HOST.store, keep=_ON_HOST.keep)
-    options = CallOptions(is_reentrant, **{key: given[key] for key in _OPTIONS if key in given})
-    return Chosen(modules, policy or FULL, settings_of(config, options, _NAME))
+    return Chosen(modules, policy or FULL, settings_of(config, CallOptions(**options), _NAME))
 
 
 _ON_HOST = FullConfig(store="host", keep="all")
@@ -217,32 +212,47 @@ def policy_of_contexts(context_fn: Any) -> Policy | None:
     return None
 
 
-def _refused(key: str, value: Any) -> list[Problem]:
-    """Return the problems of one argument of ``checkpoint_wrapper``."""
-    where = f"{_NAME}.{key}"
-    if key == "checkpoint_impl":
-        if getattr(value, "name", None) not in CheckpointImpl.__members__:
-            legal = listing([f"CheckpointImpl.{name}" for name in CheckpointImpl.__members__])
-            return [Problem(where, f"{value!r} is not an implementation", expected=legal)]
-    elif key == "checkpoint_fn":
-        if value not in (None, torch_checkpoint, checkpoint):
-            fix = "leave it out, or call the function in the module's own forward"
-            return [Problem(where, f"{value!r} cannot be made a region", "sac.checkpoint, torch's checkpoint", fix=fix)]
-    elif key == "offload_to_cpu":
-        if not isinstance(value, bool):
-            return [Problem(where, f"{value!r} is not true or false", expected="true, false")]
-    elif key == "context_fn":
-        if value not in (None, noop_context_fn) and policy_of_contexts(value) is None:
-            found = "the caller's contexts around forward and recomputation are not entered"
-            fix = "choose per op with context_fn=sac.context_fn(policy), or put state back with FullConfig(state=...)"
-            return [Problem(where, found, fix=fix)]
-    elif key == "debug":
-        if value is not False:
-            found = f"{value!r} is not supported: errors of recomputation name the saved tensor without it"
-            return [Problem(where, found, expected="false")]
-    elif key == "config":
-        if value is not None and not isinstance(value, FullConfig):
-            return [Problem(where, f"{value!r} is not a FullConfig", expected="a sac.full.FullConfig")]
-    elif key not in _KEYWORDS:
-        return [Problem(where, "it is not known", expected=listing(_KEYWORDS), nearest=nearest(key, _KEYWORDS))]
-    return []
+def _read_implementation(value: Any, place: str) -> bool:
+    """Return whether the implementation is the reentrant one."""
+    name = getattr(value, "name", None)
+    if name not in CheckpointImpl.__members__:
+        legal = listing([f"CheckpointImpl.{name}" for name in CheckpointImpl.__members__])
+        raise ConfigError(Problem(place, f"{value!r} is not an implementation", expected=legal))
+    return bool(name == CheckpointImpl.REENTRANT.name)
+
+
+def _read_contexts(value: Any, place: str) -> Policy | None:
+    """Return the policy of a context function; None if it enters no contexts."""
+    policy = policy_of_contexts(value)
+    if value not in (None, noop_context_fn) and policy is None:
+        found = "the caller's contexts around forward and recomputation are not entered"
+        fix = "choose per op with context_fn=sac.context_fn(policy), or put state back with FullConfig(state=...)"
+        raise ConfigError(Problem(place, found, fix=fix))
+    return policy
+
+
+def _read_config(value: Any, place: str) -> FullConfig | None:
+    if value is not None and not isinstance(value, FullConfig):
+        raise ConfigError(Problem(place, f"{value!r} is not a FullConfig", expected="a sac.full.FullConfig"))
+    return value
+
+
+_FUNCTION = only(
+    None,
+    torch_checkpoint,
+    checkpoint,
+    found="{!r} cannot be made a region",
+    expected="sac.checkpoint, torch's checkpoint",
+    fix="leave it out, or call the function in the module's own forward",
+)
+_ARGUMENTS = {
+    "checkpoint_impl": Keyword("is_reentrant", _read_implementation),
+    "checkpoint_fn": Keyword(read=_FUNCTION),
+    "offload_to_cpu": Keyword("offloads", only(True, False, found="{!r} is not true or false", expected="true, false")),
+}
+_KEYWORDS = {
+    **same(one.name for one in fields(CallOptions)),
+    "config": Keyword("config", _read_config),
+    "context_fn": Keyword("policy", _read_contexts),
+    "debug": NO_DEBUG,
+}

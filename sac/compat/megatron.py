@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from sac.checkpointing import run_with
+from sac.compat.keywords import Keyword, options_of, raise_if
 from sac.compat.output_discarding import Discardable, discard, lent_inputs, run_discardable
 from sac.compat.transformer_engine import fp8_problem
 from sac.config import DEFAULT_CONFIG, CallOptions, settings_of
@@ -69,9 +70,7 @@ def set_tensor_model_parallel_group(group: Any) -> None:
 
     Raises ``ConfigError`` if this rank is not in it.
     """
-    problems = group_problem(group, "megatron.set_tensor_model_parallel_group") if group is not None else []
-    if problems:
-        raise ConfigError(problems)
+    raise_if(group_problem(group, "megatron.set_tensor_model_parallel_group") if group is not None else ())
     _job.group = group
 
 
@@ -187,15 +186,14 @@ def _ask_parallel_state(question: str) -> Any:
 
 
 def _refuse(where: str, **flags: bool) -> None:
-    problems = [
-        Problem(
-            f"{where}.{name}", "this type of tracker belongs to Megatron", fix=f"leave {name} out, or import megatron"
-        )
-        for name, asked in flags.items()
-        if asked
-    ]
-    if problems:
-        raise ConfigError(problems)
+    raise_if(options_of(flags, dict.fromkeys(flags, Keyword(read=_read_tracker_flag)), where)[1])
+
+
+def _read_tracker_flag(value: bool, place: str) -> bool:
+    if value:
+        fix = f"leave {place.rpartition('.')[2]} out, or import megatron"
+        raise ConfigError(Problem(place, "this type of tracker belongs to Megatron", fix=fix))
+    return value
 
 
 # -- Megatron-Core's ``CheckpointWithoutOutput``: regions whose outputs are released until backward
@@ -236,9 +234,7 @@ class CheckpointWithoutOutput:
         """Run ``run_function(*args)`` as a region; return its result. In a compiled function, it runs in eager mode."""
         if torch.compiler.is_compiling():  # discarding walks an autograd graph, which a compiled one is not
             return run_in_eager(self.checkpoint, run_function, *args)
-        problems = fp8_problem(_DISCARDING) if torch.is_grad_enabled() else []
-        if problems:
-            raise ConfigError(problems)
+        raise_if(fp8_problem(_DISCARDING) if torch.is_grad_enabled() else ())
         settings = settings_of(DEFAULT_CONFIG, CallOptions(get_rng_state_tracker=get_cuda_rng_tracker), _DISCARDING)
         output, self._discardable = run_discardable(settings, run_function, args)
         self.has_run = True
@@ -338,9 +334,7 @@ def checkpoint(
         raise ConfigError(Problem(f"{_NAME}.distribute_saved_activations", found, "true, false", fix=fix))
     if not torch.is_grad_enabled():
         return function(*args)
-    problems = fp8_problem(_NAME)
-    if problems:
-        raise ConfigError(problems)
+    raise_if(fp8_problem(_NAME))
     options = CallOptions(
         distribute_saved_activations=distribute_saved_activations,
         tp_group=tensor_model_parallel_group(_NAME) if distribute_saved_activations else None,

@@ -21,8 +21,9 @@ import torch.distributed as dist
 from torch.utils.checkpoint import noop_context_fn
 
 from sac.checkpointing import run_with
+from sac.compat.keywords import NO_DEBUG, Keyword, only, options_of, raise_if, same
 from sac.config import DEFAULT_CONFIG, CallOptions, settings_of
-from sac.errors import ConfigError, Problem
+from sac.errors import Problem
 from sac.full import RngTracker
 
 # -- Whether TransformerEngine runs in FP8 now
@@ -53,6 +54,13 @@ __all__ = ["CudaRNGStatesTracker", "checkpoint"]
 CudaRNGStatesTracker = RngTracker
 
 _NAME = "transformer_engine.checkpoint"
+_SAME = ("use_reentrant", "distribute_saved_activations", "tp_group", "get_rng_state_tracker", "determinism_check")
+_NO_CONTEXTS = only(
+    noop_context_fn,
+    found="the caller's contexts around forward and recomputation are not entered",
+    fix='choose per op with sac.apply(model, "selective"), or put state back with sac.full.FullConfig(state=...)',
+)
+_KEYWORDS = {**same(_SAME), "context_fn": Keyword(read=_NO_CONTEXTS), "debug": NO_DEBUG}
 
 
 def checkpoint(
@@ -88,32 +96,21 @@ def checkpoint(
         args = tuple(rest)
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    problems = [*_refused(context_fn, debug), *fp8_problem(_NAME)]
-    if problems:
-        raise ConfigError(problems)
+    given = {
+        "use_reentrant": use_reentrant,
+        "distribute_saved_activations": distribute_saved_activations,
+        "tp_group": tp_group,
+        "get_rng_state_tracker": get_rng_state_tracker,
+        "determinism_check": determinism_check,
+        "context_fn": context_fn,
+        "debug": debug,
+    }
+    options, problems = options_of(given, _KEYWORDS, _NAME)
+    raise_if([*problems, *fp8_problem(_NAME)])
     if distribute_saved_activations is True and tp_group is None and dist.is_available() and dist.is_initialized():
-        tp_group = dist.group.WORLD
-    options = CallOptions(
-        use_reentrant=use_reentrant,
-        distribute_saved_activations=distribute_saved_activations,
-        tp_group=tp_group,
-        get_rng_state_tracker=get_rng_state_tracker,
-        determinism_check=determinism_check,
-    )
-    return run_with(settings_of(DEFAULT_CONFIG, options, _NAME), function, args, kwargs)
+        options["tp_group"] = dist.group.WORLD
+    return run_with(settings_of(DEFAULT_CONFIG, CallOptions(**options), _NAME), function, args, kwargs)
 
 
 def _may_be_group(value: Any) -> bool:
     return value is None or (dist.is_available() and isinstance(value, dist.ProcessGroup))
-
-
-def _refused(context_fn: Any, debug: Any) -> list[Problem]:
-    problems = []
-    if context_fn is not noop_context_fn:
-        found = "the caller's contexts around forward and recomputation are not entered"
-        fix = 'choose per op with sac.apply(model, "selective"), or put state back with sac.full.FullConfig(state=...)'
-        problems.append(Problem(f"{_NAME}.context_fn", found, fix=fix))
-    if debug is not False:
-        found = f"{debug!r} is not supported: errors of recomputation name the saved tensor without it"
-        problems.append(Problem(f"{_NAME}.debug", found, expected="false"))
-    return problems

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from fnmatch import fnmatchcase
+from typing import Any, TypeAlias
 
 from sac.errors import listing, nearest
 from sac.policy.model import (
@@ -67,6 +68,19 @@ def bytes_text(count: int) -> str:
 
 
 # -- Words, texts and numbers: readers that add problems to the findings and then return None
+
+Reader: TypeAlias = Callable[[Node, str, Findings], Any]  # a value, what it is in messages, and the findings
+
+
+def read_fields(
+    entries: Mapping[str, Node], readers: Mapping[str, Reader], findings: Findings, prefix: str = ""
+) -> dict[str, Any]:
+    """Return the values of a mapping's entries by key, without those that cannot be read (None).
+
+    ``prefix`` precedes a key in messages.
+    """
+    read = {key: readers[key](node, f"{prefix}{key}", findings) for key, node in entries.items()}
+    return {key: value for key, value in read.items() if value is not None}
 
 
 def read_entries(node: Node, what: str, legal: Sequence[str], findings: Findings) -> dict[str, Node]:
@@ -181,6 +195,10 @@ def read_word(node: Node, what: str, legal: Sequence[str], findings: Findings) -
     return word
 
 
+def _word(legal: Sequence[str]) -> Reader:
+    return lambda node, what, findings: read_word(node, what, legal, findings)
+
+
 def read_bool(node: Node, what: str, findings: Findings) -> bool | None:
     """Return ``true`` or ``false``; ``yes``, ``on``, 1 and quoted words are findings."""
     if isinstance(node, Scalar) and node.scalar_type == "bool":
@@ -209,6 +227,10 @@ def read_whole(node: Node, what: str, findings: Findings, *, least: int) -> int 
             fix = "remove the quotes"
     findings.add(node.location, f"{what} is {describe(node)}", expected=expected, fix=fix)
     return None
+
+
+def _whole_from(least: int) -> Reader:
+    return lambda node, what, findings: read_whole(node, what, findings, least=least)
 
 
 def read_fraction(node: Node, what: str, findings: Findings) -> float | None:
@@ -370,16 +392,24 @@ def _read_counted_layers(node: MapNode, what: str, legal: str, findings: Finding
     entries = read_entries(node, what, forms, findings)
     if not _is_one_form(node, entries, what, legal, findings):
         return None
-    if "fraction" in entries:
-        return Layers(fraction=read_fraction(entries["fraction"], f"{what}.fraction", findings))
-    numbers = {
-        key: read_whole(value, f"{what}.{key}", findings, least=0 if key == "offset" else 1)
-        for key, value in entries.items()
-    }
-    if "uniform" in numbers:
-        return Chunks(numbers["uniform"])
-    first = numbers.get("first", numbers.get("block"))
-    return Layers(first=first, last=numbers.get("last"), every=numbers.get("every"), offset=numbers.get("offset") or 0)
+    read = read_fields(entries, _LAYERS, findings, f"{what}.")
+    if "uniform" in entries:
+        return Chunks(read.get("uniform"))
+    if "block" in read:  # Megatron's word
+        read["first"] = read.pop("block")
+    return Layers(**read)
+
+
+_POSITIVE, _OFFSET = _whole_from(1), _whole_from(0)
+_LAYERS: dict[str, Reader] = {
+    "first": _POSITIVE,
+    "block": _POSITIVE,
+    "last": _POSITIVE,
+    "every": _POSITIVE,
+    "offset": _OFFSET,
+    "fraction": read_fraction,
+    "uniform": _POSITIVE,
+}
 
 
 def _is_one_form(node: MapNode, entries: dict[str, Node], what: str, legal: str, findings: Findings) -> bool:
@@ -420,22 +450,21 @@ def read_call(node: Node, what: str, findings: Findings) -> Calls | None:
         fix = f"write {{index: {text}}}" if text else ""
         findings.add(node.location, f"{what} is {describe(node)}", expected=LEGAL_CALL, fix=fix)
         return None
-    entries = read_entries(node, what, ("index", "every", "offset"), findings)
+    entries = read_entries(node, what, (*_CALL,), findings)
     if not _is_one_form(node, entries, what, LEGAL_CALL, findings):
         return None
-    if "index" in entries:
-        return _read_indices(entries["index"], f"{what}.index", findings)
-    every = read_whole(entries["every"], f"{what}.every", findings, least=1)
-    offset = read_whole(entries["offset"], f"{what}.offset", findings, least=0) if "offset" in entries else 0
-    return Calls(every=every, offset=offset or 0)
+    return Calls(**read_fields(entries, _CALL, findings, f"{what}."))
 
 
-def _read_indices(node: Node, what: str, findings: Findings) -> Calls | None:
+def _read_indices(node: Node, what: str, findings: Findings) -> frozenset[int]:
     nodes = node.items if isinstance(node, ListNode) else (node,)
     if not nodes:
         findings.add(node.location, f"{what} is an empty list", expected=LEGAL_CALL, fix="remove it, or name a call")
     indices = (read_whole(item, what, findings, least=0) for item in nodes)
-    return Calls(index=frozenset(index for index in indices if index is not None))
+    return frozenset(index for index in indices if index is not None)
+
+
+_CALL: dict[str, Reader] = {"index": _read_indices, "every": _POSITIVE, "offset": _OFFSET}
 
 
 def read_shape(node: Node, what: str, findings: Findings) -> tuple[Dim, ...] | None:
@@ -479,8 +508,21 @@ def read_dtypes(node: Node, what: str, findings: Findings) -> tuple[str, ...]:
 
 # -- Rules, and rules that can never fire
 
-RULE_KEYS = ("id", "ops", "blocks", "module", "layers", "call", "shape", "dtype", "min_bytes", "optional", "do")
 DO_WORDS = (*(decision.value for decision in Decision), ALTERNATE)
+_RULE: dict[str, Reader] = {
+    "id": read_text,
+    "ops": read_names,
+    "blocks": read_patterns,
+    "module": read_pattern,
+    "layers": read_layers,
+    "call": read_call,
+    "shape": read_shape,
+    "dtype": read_dtypes,
+    "min_bytes": read_bytes,
+    "optional": read_bool,
+    "do": _word(DO_WORDS),
+}
+RULE_KEYS = tuple(_RULE)
 _ABOUT_ONE_OP = ("call", "shape", "dtype", "min_bytes")
 
 
@@ -509,24 +551,16 @@ def _read_rule(node: Node, fallback_id: str, origin: str, findings: Findings) ->
     entries = read_entries(node, "a rule", RULE_KEYS, findings)
     if not isinstance(node, MapNode):
         return None
-    do = read_word(entries["do"], "do", DO_WORDS, findings) if "do" in entries else None
     if lacks("do", node, RULE_KEYS):
         findings.add(node.location, "this rule says nothing to do", expected=", ".join(DO_WORDS), fix='add "do: save"')
     if lacks("ops", node, RULE_KEYS):
         _check_speaks_of_module(node, entries, findings)
-    names = read_names(entries["ops"], "ops", findings) if "ops" in entries else ()
+    in_order = {key: entries[key] for key in ("do", "ops", *RULE_KEYS) if key in entries}  # of problems without lines
+    read = read_fields(in_order, _RULE, findings)
+    names = read.pop("ops", ())
     return Rule(
-        id=(read_text(entries["id"], "id", findings) if "id" in entries else None) or fallback_id,
-        do=do or Decision.RECOMPUTE.value,
+        **{"id": fallback_id, "do": Decision.RECOMPUTE.value, **read},
         ops=tuple(name for name, _ in names),
-        blocks=read_patterns(entries["blocks"], "blocks", findings) if "blocks" in entries else (),
-        module=read_pattern(entries["module"], "module", findings) if "module" in entries else None,
-        layers=read_layers(entries["layers"], "layers", findings) if "layers" in entries else None,
-        call=read_call(entries["call"], "call", findings) if "call" in entries else None,
-        shape=read_shape(entries["shape"], "shape", findings) if "shape" in entries else None,
-        dtype=read_dtypes(entries["dtype"], "dtype", findings) if "dtype" in entries else (),
-        min_bytes=(read_bytes(entries["min_bytes"], "min_bytes", findings) if "min_bytes" in entries else None) or 0,
-        optional=bool(read_bool(entries["optional"], "optional", findings)) if "optional" in entries else False,
         location=node.location,
         key_locations={key: value.location for key, value in entries.items()},
         op_locations=tuple(location for _, location in names),
@@ -603,26 +637,13 @@ def _names_at_least(wide: str, narrow: str) -> bool:
 
 # -- The key ``plan`` of a computed policy
 
-PLAN_KEYS = ("made_for", "regions")
-PLANNED_KEYS = ("blocks", "layers", "signature")
 _SIGNATURE = re.compile(r"[0-9a-f]{16}")
 
 
-def read_plan(node: Node, findings: Findings) -> PlanSection | None:
-    """Return the ``plan`` section of a policy; every problem in it goes into ``findings``."""
-    entries = read_entries(node, "plan", PLAN_KEYS, findings)
-    if not isinstance(node, MapNode):
-        return None
-    _require(PLAN_KEYS, node, "plan", PLAN_KEYS, findings)
-    made_for = read_text(entries["made_for"], "plan.made_for", findings) if "made_for" in entries else None
-    regions = _read_planned_regions(entries["regions"], findings) if "regions" in entries else ()
-    return PlanSection(made_for or "", regions)
-
-
-def _read_planned_regions(node: Node, findings: Findings) -> tuple[PlannedRegion, ...]:
+def _read_planned_regions(node: Node, what: str, findings: Findings) -> tuple[PlannedRegion, ...]:
     if not isinstance(node, ListNode):
         fix = 'start each entry with "- "' if isinstance(node, MapNode) else "write [] for none"
-        findings.add(node.location, f"plan.regions is {describe(node)}", expected="a list of regions", fix=fix)
+        findings.add(node.location, f"{what} is {describe(node)}", expected="a list of regions", fix=fix)
         return ()
     regions = (_read_region(item, findings) for item in node.items)
     return tuple(region for region in regions if region is not None)
@@ -634,12 +655,8 @@ def _read_region(node: Node, findings: Findings) -> PlannedRegion | None:
     if not isinstance(node, MapNode):
         return None
     _require(("blocks", "signature"), node, what, PLANNED_KEYS, findings)
-    return PlannedRegion(
-        blocks=read_patterns(entries["blocks"], "blocks", findings) if "blocks" in entries else (),
-        layers=read_layers(entries["layers"], "layers", findings) if "layers" in entries else None,
-        signature=_read_signature(entries["signature"], findings) if "signature" in entries else "",
-        location=node.location,
-    )
+    empty = {"blocks": (), "layers": None, "signature": ""}
+    return PlannedRegion(**{**empty, **read_fields(entries, _PLANNED, findings)}, location=node.location)
 
 
 def _require(keys: Sequence[str], node: MapNode, what: str, legal: Sequence[str], findings: Findings) -> None:
@@ -649,21 +666,43 @@ def _require(keys: Sequence[str], node: MapNode, what: str, legal: Sequence[str]
             findings.add(node.location, f"{what} has no {key}", expected=f"a mapping of {', '.join(legal)}", fix=fix)
 
 
-def _read_signature(node: Node, findings: Findings) -> str:
+def _read_signature(node: Node, what: str, findings: Findings) -> str:
     """Return the signature as it was written; sixteen digits may also read as a number."""
     text = node.text if isinstance(node, Scalar) and node.scalar_type in ("text", "int", "float") else ""
     if _SIGNATURE.fullmatch(text):
         return text
     fix = "copy it from what `sac plan` wrote, with quotes around it"
-    findings.add(node.location, f"signature is {describe(node)}", expected="sixteen digits out of 0-9 and a-f", fix=fix)
+    findings.add(node.location, f"{what} is {describe(node)}", expected="sixteen digits out of 0-9 and a-f", fix=fix)
     return ""
+
+
+_PLANNED: dict[str, Reader] = {"blocks": read_patterns, "layers": read_layers, "signature": _read_signature}
+PLANNED_KEYS = tuple(_PLANNED)
+_PLAN: dict[str, Reader] = {"made_for": read_text, "regions": _read_planned_regions}
+PLAN_KEYS = tuple(_PLAN)
+
+
+def read_plan(node: Node, what: str, findings: Findings) -> PlanSection | None:
+    """Return the ``plan`` section of a policy; every problem in it goes into ``findings``."""
+    entries = read_entries(node, what, PLAN_KEYS, findings)
+    if not isinstance(node, MapNode):
+        return None
+    _require(PLAN_KEYS, node, what, PLAN_KEYS, findings)
+    return PlanSection(**{"made_for": "", **read_fields(entries, _PLAN, findings, f"{what}.")})
 
 
 # -- Policy files, schema ``sac/v1``
 
-SCHEMA = "sac/v1"
-POLICY_KEYS = ("schema", "name", "extends", "models", "sets", "regions", "plan", "default", "rules")
-REGION_KEYS = ("blocks", "layers")
+# Note [Versions of the schema]
+#
+# A schema is a set of keys and legal values. What an earlier version of sac could not read, or would read as something
+# else, belongs to a schema with the next number, and so does a file that uses it. A version of sac knows the schemas up
+# to its own. It refuses a file of a later one as a whole, with one problem: what else it finds in such a file may be
+# right there. CONTRIBUTING.md has the rules for new and deprecated keys.
+
+_NEWEST = 1
+SCHEMA = f"sac/v{_NEWEST}"
+_NUMBERED = re.compile(r"sac/v([1-9][0-9]{0,8})")
 _SET_NAME = re.compile(r"\w[\w-]*")
 
 
@@ -686,39 +725,51 @@ def read_policy(node: Node, fallback_name: str, source: str, findings: Findings,
         findings.stop(
             node.location, f"the policy is {describe(node)}", expected=f"a mapping of {', '.join(POLICY_KEYS)}", fix=fix
         )
+    _refuse_later_schema(node, findings)
     entries = read_entries(node, "a policy", POLICY_KEYS, findings)
-    _check_top(node, entries, findings, needs_schema=needs_schema)
-    name = (read_text(entries["name"], "name", findings) if "name" in entries else None) or fallback_name
-    blocks, layers, region_marks = _read_regions(entries.get("regions"), findings)
-    sets, set_marks = _read_sets(entries.get("sets"), findings)
-    default = read_word(entries["default"], "default", _DEFAULTS, findings) if "default" in entries else None
-    parents = read_texts(entries["extends"], "extends", findings) if "extends" in entries else ()
+    _check_top(node, findings, needs_schema=needs_schema)
+    read = read_fields({key: value for key, value in entries.items() if key != "rules"}, _POLICY, findings)
+    name = read.get("name", fallback_name)
+    regions, region_locations = read.get("regions", ({}, {}))
+    sets, set_locations = read.get("sets", ({}, {}))
     policy = Policy(
         name=name,
         rules=read_rules(entries.get("rules"), name, findings),
-        default=Decision(default) if default else Decision.RECOMPUTE,
-        models=_texts(entries.get("models"), "models", findings),
+        default=Decision(read.get("default", Decision.RECOMPUTE)),
+        models=read.get("models", ()),
         sets=sets,
-        set_locations=set_marks,
-        blocks=blocks,
-        layers=layers,
-        plan=read_plan(entries["plan"], findings) if "plan" in entries else None,
+        set_locations=set_locations,
+        **regions,
+        plan=read.get("plan"),
         source=source,
-        key_locations={key: value.location for key, value in entries.items()} | region_marks,
+        key_locations={key: value.location for key, value in entries.items()} | region_locations,
     )
-    return Written(policy, parents)
+    return Written(policy, read.get("extends", ()))
 
 
-_DEFAULTS = tuple(decision.value for decision in Decision)
+def _refuse_later_schema(node: MapNode, findings: Findings) -> None:
+    """Stop at a file of a later schema; see Note [Versions of the schema]."""
+    entries = {key.text: value for key, value in node.entries}
+    schema, rules = entries.get("schema"), entries.get("rules")
+    numbered = _NUMBERED.fullmatch(schema.text.strip().lower()) if isinstance(schema, Scalar) else None
+    if schema is None or numbered is None or int(numbered[1]) <= _NEWEST:
+        return
+    items = rules.items if isinstance(rules, ListNode) else ()
+    in_rules = [key.text for item in items if isinstance(item, MapNode) for key, _ in item.entries]
+    unknown = [key for key in entries if key not in POLICY_KEYS] + [key for key in in_rules if key not in RULE_KEYS]
+    keys = listing([f'"{shown(key)}"' for key in dict.fromkeys(unknown)], limit=8)
+    found = f"this policy needs schema {numbered[0]}, and this version of sac knows {SCHEMA}"
+    fix = f"install a version of sac that knows {numbered[0]}"
+    if keys:
+        found += f", which lacks the keys {keys}"
+        fix += f', or do without these keys and write "schema: {SCHEMA}"'
+    findings.stop(schema.location, found, expected=SCHEMA, fix=fix)
 
 
-def _check_top(node: MapNode, entries: dict[str, Node], findings: Findings, *, needs_schema: bool) -> None:
-    if "schema" in entries:
-        read_word(entries["schema"], "schema", (SCHEMA,), findings)
-    elif needs_schema and lacks("schema", node, POLICY_KEYS):
-        findings.add(
-            node.location, "the policy does not name its schema", expected=SCHEMA, fix=f'add "schema: {SCHEMA}"'
-        )
+def _check_top(node: MapNode, findings: Findings, *, needs_schema: bool) -> None:
+    if needs_schema and lacks("schema", node, POLICY_KEYS):
+        fix = f'add "schema: {SCHEMA}"'
+        findings.add(node.location, "the policy does not name its schema", expected=SCHEMA, fix=fix)
     if all(lacks(key, node, POLICY_KEYS) for key in ("rules", "extends", "default")):
         fix = 'add rules; "rules: []" means the default for every op'
         findings.add(
@@ -726,26 +777,40 @@ def _check_top(node: MapNode, entries: dict[str, Node], findings: Findings, *, n
         )
 
 
-def _texts(node: Node | None, what: str, findings: Findings) -> tuple[str, ...]:
-    return tuple(text for text, _ in read_texts(node, what, findings)) if node is not None else ()
+def _read_models(node: Node, what: str, findings: Findings) -> tuple[str, ...]:
+    return tuple(text for text, _ in read_texts(node, what, findings))
 
 
-def _read_regions(
-    node: Node | None, findings: Findings
-) -> tuple[tuple[PathPattern, ...], Layers, dict[str, SourceLocation]]:
-    entries = read_entries(node, "regions", REGION_KEYS, findings) if node is not None else {}
-    blocks = read_patterns(entries["blocks"], "regions.blocks", findings) if "blocks" in entries else ()
-    layers = read_layers(entries["layers"], "regions.layers", findings) if "layers" in entries else None
-    return blocks, layers or Layers(), {key: value.location for key, value in entries.items()}
+def _read_regions(node: Node, what: str, findings: Findings) -> tuple[dict[str, Any], dict[str, SourceLocation]]:
+    """Return ``blocks`` and ``layers``, as far as they are set, and their locations."""
+    entries = read_entries(node, what, (*_REGIONS,), findings)
+    read = read_fields(entries, _REGIONS, findings, f"{what}.")
+    return read, {key: value.location for key, value in entries.items()}
 
 
-def _read_sets(node: Node | None, findings: Findings) -> tuple[dict[str, tuple[str, ...]], dict[str, SourceLocation]]:
-    named = read_named(node, "sets", findings) if node is not None else []
+def _read_sets(
+    node: Node, what: str, findings: Findings
+) -> tuple[dict[str, tuple[str, ...]], dict[str, SourceLocation]]:
+    """Return the ops of each set by its name, and the locations of the names."""
+    named = read_named(node, what, findings)
     for key, _ in named:
         if not _SET_NAME.fullmatch(key.text):
             expected = "a word of letters, digits, _ and -"  # other names would be confused with ops or globs
             findings.add(key.location, f"the name of a set is {describe(key)}", expected=expected)
-    names = {key.text: read_names(value, f"sets.{key.text}", findings) for key, value in named}
-    return {key: tuple(name for name, _ in ops) for key, ops in names.items()}, {
-        key.text: key.location for key, _ in named
-    }
+    names = {key.text: read_names(value, f"{what}.{key.text}", findings) for key, value in named}
+    sets = {key: tuple(name for name, _ in ops) for key, ops in names.items()}
+    return sets, {key.text: key.location for key, _ in named}
+
+
+_REGIONS: dict[str, Reader] = {"blocks": read_patterns, "layers": read_layers}
+_POLICY: dict[str, Reader] = {
+    "schema": _word((SCHEMA,)),
+    "name": read_text,
+    "extends": read_texts,
+    "models": _read_models,
+    "sets": _read_sets,
+    "regions": _read_regions,
+    "plan": read_plan,
+    "default": _word([decision.value for decision in Decision]),
+}
+POLICY_KEYS = (*_POLICY, "rules")  # the ids of rules begin with the policy's name

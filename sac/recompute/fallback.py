@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sac.checksums import Sums, same, sums_of
 from sac.errors import Problem, RegionError
-from sac.recompute.forward_state import Generators, PreForwardState, StorageSnapshots
+from sac.recompute.forward_state import Generators, PreForwardState, WriteGuard
 from sac.recompute.module_tracker import RegionMode
 from sac.recompute.rerun import overwritten_problem, written_tensors
 from sac.recompute.table import CallSite, DecisionTable, run_op
@@ -38,7 +38,7 @@ class PythonRecomputeMode(RegionMode):
         self,
         table: DecisionTable,
         path: str,
-        snapshots: StorageSnapshots,
+        snapshots: WriteGuard,
         generators: Generators,
         routed: list[SavedRoutingResult],
         progress: Progress,

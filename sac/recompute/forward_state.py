@@ -43,22 +43,7 @@ class StorageSnapshot:
         return found
 
 
-StorageSnapshots = dict[int, StorageSnapshot]
 Generators = dict[int, tuple[torch.Generator, torch.Tensor]]
-
-
-def snapshot_of(tensor: torch.Tensor, before: torch.UntypedStorage | None = None) -> StorageSnapshot:
-    """Return a snapshot of the storage of a strided tensor that is about to be written to.
-
-    ``before``: a copy from the start of the forward, if there is one. Something that is not an op (NumPy) may have
-    written since.
-    """
-    storage = tensor.untyped_storage()
-    reference: Any = storage._weak_ref()
-    if before is None or before.nbytes() != storage.nbytes():
-        before = copy_of(storage)
-    return StorageSnapshot(reference, before, version_watch(tensor))
-
 
 # Storage address -> the copy of the storage from the start of the forward, if there is one.
 AtStart = Callable[[int], torch.UntypedStorage | None]
@@ -69,10 +54,28 @@ def no_copy(address: int) -> torch.UntypedStorage | None:
     return None
 
 
-def forget_freed(snapshots: StorageSnapshots) -> None:
-    """Drop the snapshots of freed storages; see Note [Memory of a compiled function]."""
-    for address in [address for address, image in snapshots.items() if image.storage is None]:
-        del snapshots[address]
+class WriteGuard(dict[int, StorageSnapshot]):
+    """Copies of external storages from before the region's first write to each, by storage address."""
+
+    def before_write(self, address: int, tensor: torch.Tensor, at_start: AtStart) -> None:
+        """Keep a copy of the storage of a strided ``tensor``, which is about to be written to, unless there is one.
+
+        A copy from the start of the forward takes precedence: something that is not an op (NumPy) may have written
+        since.
+        """
+        if address in self:
+            return
+        self.forget_freed()
+        storage, before = tensor.untyped_storage(), at_start(address)
+        reference: Any = storage._weak_ref()
+        if before is None or before.nbytes() != storage.nbytes():
+            before = copy_of(storage)
+        self[address] = StorageSnapshot(reference, before, version_watch(tensor))
+
+    def forget_freed(self) -> None:
+        """Drop the copies of freed storages; see Note [Memory of a compiled function]."""
+        for address in [address for address, image in self.items() if image.storage is None]:
+            del self[address]
 
 
 def note_generator(generators: Generators, generator: torch.Generator) -> None:
@@ -90,9 +93,7 @@ class PreForwardState:
     ``snapshots``: storages with copies from before the first write. ``also``: other generators that will advance.
     """
 
-    def __init__(
-        self, snapshots: StorageSnapshots, generators: Generators, also: Iterable[torch.Generator] = ()
-    ) -> None:
+    def __init__(self, snapshots: WriteGuard, generators: Generators, also: Iterable[torch.Generator] = ()) -> None:
         alive = ((one, one.storage) for one in snapshots.values())
         self._snapshots = [
             (one, held) for one, held in alive if held is not None and held.nbytes() == one.copy.nbytes()

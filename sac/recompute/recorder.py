@@ -23,11 +23,9 @@ from sac.recompute.fallback import PythonRecomputeMode, SavedRoutingResult
 from sac.recompute.forward_state import (
     AtStart,
     Generators,
-    StorageSnapshots,
-    forget_freed,
+    WriteGuard,
     no_copy,
     note_generator,
-    snapshot_of,
 )
 from sac.recompute.module_tracker import RegionMode
 from sac.recompute.op_trace import NO_RULE, OpTraceRecorder, SavedFigures
@@ -398,7 +396,7 @@ class TapeRecorder:
         self.evidence = evidence
         self.tape = self.new_tape()
         self.paused = False  # True while a replay runs inside the region's own forward, which is not recorded
-        self.snapshots: StorageSnapshots = {}
+        self.snapshots = WriteGuard()
         # Of small tensors from outside: what the last op that wrote to one left, by the address of its storage, until
         # the forward is over; and those that the op at hand writes to.
         self._left: dict[int, bytes] = {}
@@ -698,15 +696,14 @@ class TapeRecorder:
                 self.tape.fail(f"{site.op} writes to a parameter")
             elif address not in self.snapshots:
                 self._written_parameters.add(address)
-                self.snapshots[address] = snapshot_of(tensor, self.at_start(address))
+                self.snapshots.before_write(address, tensor, self.at_start)
         elif site.traits.is_infrastructure:
             # FullyShardedDataParallel (FSDP1) gathers the parameters of a module inside the region and frees them.
             self.tape.fail(f"{site.op} writes to a tensor from outside the region")
         elif not self._settings.freeze_buffers:
             self.tape.fail(f"{site.op} writes to a tensor from outside the region, and freeze_buffers is off")
-        elif address not in self.snapshots:
-            forget_freed(self.snapshots)
-            self.snapshots[address] = snapshot_of(tensor, self.at_start(address))
+        else:
+            self.snapshots.before_write(address, tensor, self.at_start)
 
     def _check_unseen(self, address: int, part: Tensor) -> None:
         """An op is about to write: what it finds has to be what the last one left, or what was there at the start."""
@@ -934,7 +931,7 @@ class ReplayRecorder(TapeRecorder):
         self.recent = []
         self.check_left()
         self._left = {}
-        forget_freed(self.snapshots)
+        self.snapshots.forget_freed()
         self.needs_mode = self.may_save or bool(
             self.snapshots or self._generators or self._wrote_late or self._wrote_inputs
         )
@@ -997,7 +994,7 @@ class ReplayRecorder(TapeRecorder):
         """Release every kept value."""
         self.tape.drop()
         self.schedule = None
-        self.snapshots, self._generators, self._routed, self._places = {}, {}, [], {}
+        self.snapshots, self._generators, self._routed, self._places = WriteGuard(), {}, [], {}
         self._left = {}
         self.checksums = None
         self._external_copies = {}

@@ -19,11 +19,9 @@ from sac.policy.model import Decision
 from sac.recompute.forward_state import (
     AtStart,
     PreForwardState,
-    StorageSnapshots,
-    forget_freed,
+    WriteGuard,
     no_copy,
     note_generator,
-    snapshot_of,
 )
 from sac.recompute.module_tracker import RegionMode
 from sac.recompute.op_trace import NO_RULE, OpTraceRecorder, SavedFigures
@@ -160,7 +158,7 @@ class RerunState:
         self._versions: dict[int, int] = {}  # storage address -> version counter when its result was saved
         self.generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
         self.at_start: AtStart = no_copy
-        self.snapshots: StorageSnapshots = {}  # storage address -> contents before the first write
+        self.snapshots = WriteGuard()  # storage address -> contents before the first write
         self.calls: MutableMapping[CallSite, int] = defaultdict(int)
         self.alternations: MutableMapping[int, int] = defaultdict(int)
         self.hits: defaultdict[int, int] = defaultdict(int)
@@ -322,11 +320,10 @@ class RerunState:
             return
         elif origin == "parameter":
             if not (gathers(site) or tensor.is_inference()):
-                self.snapshots[address] = snapshot_of(tensor, self.at_start(address))
+                self.snapshots.before_write(address, tensor, self.at_start)
                 self.written_parameters.add(address)
         elif self.freeze_buffers and origin in ("foreign", "input"):
-            forget_freed(self.snapshots)
-            self.snapshots[address] = snapshot_of(tensor, self.at_start(address))
+            self.snapshots.before_write(address, tensor, self.at_start)
 
     def note_generator(self, generator: torch.Generator) -> None:
         """See ``forward_state.note_generator``."""
@@ -355,7 +352,7 @@ class RerunState:
         self.decided, self.saved = self.saved, alive
         self.held_addresses = addresses_of(value for value in alive if not value.written)
         self.by_storage.clear()
-        forget_freed(self.snapshots)
+        self.snapshots.forget_freed()
         for address in self.value_ids.parameter_addresses:  # FSDP gathers parameters into storages by out= ops
             if address not in self.written_parameters:
                 self.snapshots.pop(address, None)
@@ -417,7 +414,7 @@ class RerunState:
     def drop(self) -> None:
         """Release every held value."""
         self.saved = []
-        self.snapshots = {}
+        self.snapshots = WriteGuard()
         self.generators = {}
         if self.modules is not None:
             self.modules.drop()

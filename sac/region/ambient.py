@@ -5,19 +5,22 @@ from __future__ import annotations
 import contextvars
 import ctypes
 import functools
+import operator
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+from sac.config_keys import StateProvider
 from sac.region.module_state import ModuleState, UnseenWriteError
 from sac.region.python_state import ReachableState, restored_value, stand_in
 from sac.region.rng import HostRandomState, RngSnapshot
-from sac.region.settings import Settings, StateProvider
+from sac.region.settings import Settings
 from sac.region.tables import AttributesHolder
 from sac.region.undo import UndoStack
 from sac.torch_private import (
@@ -40,51 +43,85 @@ from sac.torch_private import (
     set_precision,
 )
 
+# -- State that one function reads and another one sets
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of the ambient state: how it is read, set for a recomputation, and taken back afterwards.
+
+    ``same``: whether two states are the same, so that nothing has to be set.
+    """
+
+    read: Callable[[], Any]
+    put: Callable[[Any], None]
+    take_back: Callable[[Any], None]
+    same: Callable[[Any, Any], bool] = operator.eq
+
+
+class Snapshot:
+    """The states of some parts in the forward, read in order."""
+
+    __slots__ = ("_forward",)
+
+    def __init__(self, parts: Iterable[Part]) -> None:
+        self._forward = [(part, part.read()) for part in parts]
+
+    def enter_on(self, stack: UndoStack) -> None:
+        """Set each part as it was in the forward; take it back, in reverse order, when ``stack`` is left."""
+        for part, forward in self._forward:
+            now = part.read()
+            if not part.same(now, forward):
+                stack.callback(part.take_back, now)  # registered first: a `put` that raises may be half done
+                part.put(forward)
+
+
 # -- State of the forward's thread: autocast and torch-function modes
+
+# Autocast is read for the CPU, the accelerator and the devices of the region's inputs, the dtype also where it is off:
+# a `torch.autocast` inside the region inherits it. It is not set by `torch.autocast`, which chooses dtypes itself, and
+# which torch-function modes see.
+#
+# Torch-function modes (`with torch.device(...)` is one), and whether they are on at all: backward may run under other
+# modes even if the user changes none. Another thread has no modes. `loss.backward()` itself is called through the
+# innermost mode, with that mode off, or through the class of the loss, with subclasses off.
 
 Setting = tuple[str, bool, torch.dtype]
 
 
-class AutocastState:
-    """Autocast as it was in the forward, for the CPU, the accelerator and the devices of the region's inputs.
-
-    The dtype matters where autocast is off too: a ``torch.autocast`` inside the region inherits it.
-    """
-
-    __slots__ = ("_cache", "_settings")
-
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._settings = _settings_now(_device_types(tensors))
-        self._cache = torch.is_autocast_cache_enabled()
-
-    def enter_on(self, stack: UndoStack) -> None:
-        """Set autocast as recorded until ``stack`` is left; does nothing if the current settings are the same.
-
-        It does not use ``torch.autocast``: torch-function modes would see that, and it chooses dtypes itself.
-        """
-        now = _settings_now([name for name, _, _ in self._settings]), torch.is_autocast_cache_enabled()
-        if now != (self._settings, self._cache):
-            torch.autocast_increment_nesting()
-            stack.callback(_leave_autocast, *now)
-            _set_autocast(self._settings, self._cache)
+def thread_parts(tensors: Sequence[torch.Tensor]) -> tuple[Part, ...]:
+    """Return autocast, for the devices of ``tensors`` too, and the torch-function modes, which come last."""
+    return _thread_parts(tuple(_device_types(tensors)))
 
 
-def _settings_now(names: Sequence[str]) -> list[Setting]:
-    return [(name, torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)) for name in names]
+@functools.cache
+def _thread_parts(device_types: tuple[str, ...]) -> tuple[Part, ...]:
+    autocast = Part(functools.partial(_autocast_now, device_types), _enter_autocast, _leave_autocast)
+    return autocast, FUNCTION_MODES, FUNCTION_STATE
 
 
-def _set_autocast(settings: list[Setting], cache: bool) -> None:
-    for name, enabled, dtype in settings:
+def _autocast_now(names: Sequence[str]) -> tuple[list[Setting], bool]:
+    settings = [(name, torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)) for name in names]
+    return settings, torch.is_autocast_cache_enabled()
+
+
+def _set_autocast(state: tuple[list[Setting], bool]) -> None:
+    for name, enabled, dtype in state[0]:
         torch.set_autocast_enabled(name, enabled)
         torch.set_autocast_dtype(name, dtype)
-    torch.set_autocast_cache_enabled(cache)
+    torch.set_autocast_cache_enabled(state[1])
 
 
-def _leave_autocast(settings: list[Setting], cache: bool) -> None:
+def _enter_autocast(state: tuple[list[Setting], bool]) -> None:
+    torch.autocast_increment_nesting()
+    _set_autocast(state)
+
+
+def _leave_autocast(state: tuple[list[Setting], bool]) -> None:
     # Leaving the outermost autocast clears the cached casts of weights: the weights will change.
     if torch.autocast_decrement_nesting() == 0:
         torch.clear_autocast_cache()
-    _set_autocast(settings, cache)
+    _set_autocast(state)
 
 
 def _device_types(tensors: Sequence[torch.Tensor]) -> Sequence[str]:
@@ -103,32 +140,6 @@ def _usual_types() -> tuple[str, ...]:
     if accelerator is None or not torch.amp.is_autocast_available(accelerator.type):
         return ("cpu",)
     return tuple(dict.fromkeys(("cpu", accelerator.type)))
-
-
-class FunctionModes:
-    """The torch-function modes of the forward (``with torch.device(...)`` is one), and whether they are on at all.
-
-    Backward may run under other modes even if the user changes none. Another thread has no modes. ``loss.backward()``
-    itself is called through the innermost mode, with that mode off, or through the class of the loss, with subclasses
-    off.
-    """
-
-    __slots__ = ("_stack", "_state")
-
-    def __init__(self) -> None:
-        self._stack = _stack_now()
-        self._state = _state_now()
-
-    def enter_on(self, stack: UndoStack) -> None:
-        """Turn exactly these modes on; restore the current ones when ``stack`` is left."""
-        now = _stack_now()
-        if len(now) != len(self._stack) or any(a is not b for a, b in zip(now, self._stack, strict=True)):
-            stack.callback(_exchange, now)
-            _exchange(self._stack)
-        state = _state_now()
-        if state != self._state:
-            stack.callback(_put_state, state)
-            _put_state(self._state)
 
 
 def _stack_now() -> Sequence[Any]:
@@ -153,6 +164,14 @@ def _state_now() -> Any:
 
 def _put_state(state: Any) -> None:
     set_function_state(state if state is not None else FUNCTIONS_ON)
+
+
+def _are_same_objects(modes: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(modes) == len(others) and all(map(operator.is_, modes, others))
+
+
+FUNCTION_MODES = Part(_stack_now, _exchange, _exchange, _are_same_objects)
+FUNCTION_STATE = Part(_state_now, _put_state, _put_state)
 
 
 class subclasses_on:  # noqa: N801
@@ -389,28 +408,9 @@ _enter_context, _exit_context = _context_function("PyContext_Enter"), _context_f
 # -- State of the user's state providers
 
 
-class ProvidedState:
-    """The state of the state providers in the forward.
-
-    Providers are called in order. Around a recomputation each one gets the state of the forward, and afterwards, in
-    reverse order, the state that it had right before. This also holds if something raises, including a provider.
-    """
-
-    __slots__ = ("_forward",)
-
-    def __init__(self, providers: tuple[StateProvider, ...]) -> None:
-        self._forward = [(provider, provider.snapshot()) for provider in providers]
-
-    def enter_on(self, stack: UndoStack) -> None:
-        """Give each provider the state of the forward; restore the current one when ``stack`` is left."""
-        for provider, state in self._forward:
-            now: Any = provider.snapshot()
-            stack.callback(provider.restore, now)  # registered first: a restore that raises may be half done
-            provider.restore(state)
-
-    def drop(self) -> None:
-        """Release the state."""
-        self._forward = []
+def provider_parts(providers: Iterable[StateProvider]) -> list[Part]:
+    """Return the state of each provider, which a recomputation always sets: states of the user are not compared."""
+    return [Part(one.snapshot, one.restore, one.restore, lambda now, forward: False) for one in providers]
 
 
 # -- The whole ambient state of a region call
@@ -430,14 +430,13 @@ class AmbientState:
 
     __slots__ = (
         "_recorded",
-        "autocast",
         "flags",
         "host_rng",
-        "modes",
         "module_state",
         "provided",
         "reachable",
         "rng",
+        "thread",
         "variables",
     )
 
@@ -456,7 +455,7 @@ class AmbientState:
     ) -> None:
         self._recorded = recorded
         self.reachable = reachable = ReachableState(owners, function, attributes=attributes)
-        self.provided = ProvidedState(settings.providers) if settings.providers else None
+        self.provided: Snapshot | None = Snapshot(provider_parts(settings.providers)) if settings.providers else None
         self.rng = self.host_rng = None
         if settings.preserve_rng_state and not beside_torch:
             self.rng = RngSnapshot(tensors, settings, reachable.generators)
@@ -470,8 +469,7 @@ class AmbientState:
             not_recomputed=not_recomputed,
         )
         self.flags = BackendFlags()
-        self.autocast = AutocastState(tensors)
-        self.modes = FunctionModes()
+        self.thread = Snapshot(thread_parts(tensors))
         self.variables = ContextVariables()
         keep_graphs_in_order_of_making()
 
@@ -500,9 +498,8 @@ class AmbientState:
         self.reachable.enter_on(stack)
         self.module_state.enter_on(stack)
         self.flags.enter_on(stack)
-        self.autocast.enter_on(stack)
         self.variables.enter_on(stack)
-        self.modes.enter_on(stack)
+        self.thread.enter_on(stack)
 
     def process_flags(self) -> UndoStack:
         """Return a context in which the flags of the process are those of the forward: all that single ops read."""

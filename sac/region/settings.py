@@ -5,27 +5,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 import torch.utils.checkpoint
 
+from sac.config_keys import CONFIG_KEYS, DEFAULTS, StateProvider
 from sac.stores.store import InputStoring
 from sac.torch_private import chosen_early_stop
 
-AUTO, RERUN, REPLAY = ENGINES = ("auto", "rerun", "replay")
-FIRST, ALWAYS, NEVER = VERIFY = ("first", "always", "never")
-
-
-@runtime_checkable
-class StateProvider(Protocol):
-    """User state that a region's forward reads or changes: FP8 scales, counters."""
-
-    def snapshot(self) -> Any:
-        """Return the current state; later changes must not affect the returned object."""
-
-    def restore(self, state: Any) -> None:
-        """Restore a state that ``snapshot`` returned."""
+AUTO, RERUN, REPLAY = CONFIG_KEYS["engine"].words
+FIRST, ALWAYS, NEVER = CONFIG_KEYS["verify"].words
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +31,15 @@ class Settings:
 
     input_storing: InputStoring | None = None
     trackers: tuple[Callable[[], Any], ...] = ()
-    generators: tuple[torch.Generator, ...] = ()
-    providers: tuple[StateProvider, ...] = ()
-    preserve_rng_state: bool = True
-    freeze_buffers: bool = True
-    early_stop: bool = True
+    generators: tuple[torch.Generator, ...] = DEFAULTS["generators"]
+    providers: tuple[StateProvider, ...] = DEFAULTS["state"]
+    preserve_rng_state: bool = DEFAULTS["preserve_rng_state"]
+    freeze_buffers: bool = DEFAULTS["freeze_buffers"]
+    early_stop: bool = DEFAULTS["early_stop"]
     checks_metadata: bool = True
-    use_reentrant: bool = False
-    engine: str = AUTO
-    verify: str = ALWAYS
+    use_reentrant: bool = DEFAULTS["use_reentrant"]
+    engine: str = DEFAULTS["engine"]
+    verify: str = DEFAULTS["verify"]
 
     @property
     def needs_frame(self) -> bool:

@@ -34,7 +34,9 @@ def test_a_page_without_the_comments_stays_as_it_is(tmp_path: Path) -> None:
     assert page.read_text(encoding="utf-8") == "<!-- other -->\nold\n<!-- /other -->\n"
 
 
-@pytest.mark.parametrize("name", ["hf-sweep", "plan-accuracy", "plan-pareto"])
+@pytest.mark.parametrize(
+    "name", ["hf-sweep", "plan-accuracy", "plan-pareto", "config-keys", "full-config-keys", "call-keys"]
+)
 def test_the_pages_have_the_comments_that_scripts_look_for(name: str) -> None:
     pages = [page.read_text(encoding="utf-8") for page in (SCRIPTS.parent / "docs").glob("*.md")]
     assert sum(page.count(f"<!-- {name} -->\n") for page in pages) == 1

@@ -20,8 +20,8 @@ import sac
 from sac.blocks.install import regions_of
 from sac.compat import deepspeed
 from sac.compat import megatron as megatron_job
-from sac.config import CALL_KEYS, FULL_CONFIG_KEYS, OWN_KEYS, STORES, CallOptions, parse_config
-from sac.full import FullConfig
+from sac.config import parse_config
+from sac.config_keys import CONFIG_KEYS, OWN_KEYS
 from tests.docs.pages import rows, snippets
 from tests.docs.snippet_models import WIDTH, Layer, Model
 from tests.support.rank_programs import ModelParallelUnit
@@ -94,18 +94,8 @@ def _in_code(cell: str) -> str:
     return re.fullmatch(r"`([^`]*)`", cell)[1]  # type: ignore[index]
 
 
-@pytest.mark.parametrize(
-    ("head", "keys", "defaults"),
-    [("key of `FullConfig`", FULL_CONFIG_KEYS, FullConfig()), ("key of the call", CALL_KEYS, CallOptions())],
-    ids=["FullConfig", "call"],
-)
-def test_tables_of_keys_have_every_key_and_its_default(head, keys, defaults):
-    told = {_in_code(key): yaml.safe_load(_in_code(default)) for key, default, _ in rows(PAGE, head)}
-    assert told == {key: "()" if getattr(defaults, key) == () else getattr(defaults, key) for key in keys}
-
-
 def test_stores_in_the_table_are_all_there_are():
-    assert tuple(_in_code(store) for store, _ in rows(PAGE, "`store`")) == STORES
+    assert tuple(_in_code(store) for store, _ in rows(PAGE, "`store`")) == CONFIG_KEYS["store"].words
 
 
 def test_config_values_for_arguments_of_megatron():

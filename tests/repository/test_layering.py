@@ -16,6 +16,7 @@ LAYERS = (
     {"tensors"},
     {"checksums"},
     {"policy", "ops"},
+    {"config_keys"},
     {"stores"},
     {"region"},
     {"recompute"},

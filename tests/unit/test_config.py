@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import os
 from pathlib import Path
 from typing import Any
@@ -10,14 +12,13 @@ import pytest
 from torch import nn
 
 import sac
-from sac import config
-from sac.blocks.find import GRANULARITIES
-from sac.blocks.towers import SCOPES
-from sac.config import Config, parse_config
+from sac.config import CallOptions, Config, FullConfig, parse_config
+from sac.config_keys import CALL_KEYS, DEFAULTS, OWN_KEYS, read_keys
 from sac.errors import ConfigError, PolicyError, RegionError
 from sac.policy.load import load_policy, shipped_policies
 from sac.policy.model import Layers
 from sac.policy.patterns import PathPattern
+from sac.region.settings import PLAIN
 
 KEYS = (
     "mode, policy, engine, verify, blocks, layers, scope, granularity, strict, use_reentrant, "
@@ -107,9 +108,20 @@ def test_parsed_config_passes_through() -> None:
     assert parse_config(parsed) is parsed
 
 
-def test_words_are_those_of_the_blocks() -> None:
-    assert config.SCOPES == SCOPES
-    assert config.GRANULARITIES == GRANULARITIES
+def test_defaults_of_the_table_are_those_of_every_holder() -> None:
+    assert parse_config({"mode": "none"}) == Config()
+    assert {key: getattr(Config(), key) for key in OWN_KEYS} == {key: DEFAULTS[key] for key in OWN_KEYS}
+    arguments = inspect.signature(sac.checkpoint).parameters
+    assert {key: arguments[key].default for key in CALL_KEYS} == {key: DEFAULTS[key] for key in CALL_KEYS}
+    for holder in (CallOptions(), FullConfig(), PLAIN):
+        held = {one.name for one in dataclasses.fields(holder)} & DEFAULTS.keys()
+        assert {key: getattr(holder, key) for key in held} == {key: DEFAULTS[key] for key in held}
+
+
+def test_defaults_are_legal_as_they_are() -> None:
+    found_later = ("policy", "blocks", "layers")  # in the model
+    written = {key: value for key, value in DEFAULTS.items() if key not in found_later}
+    assert read_keys(written, "here") == (written, [])
 
 
 MODE_MISSING = "activation_checkpointing.mode: the key `mode` is missing\n    legal: none, full, selective"

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 import sac
-from sac.config import CALL_KEYS, FULL_CONFIG_KEYS, CallOptions, parse_config, settings_of
+from sac.config import CallOptions, parse_config, settings_of
+from sac.config_keys import CALL_KEYS, FULL_CONFIG_KEYS
 from sac.errors import ConfigError
 from sac.full import FullConfig
 from sac.region.settings import PLAIN

@@ -111,14 +111,6 @@ def test_no_lists_at_all() -> None:
     )
 
 
-def test_illegal_granularity() -> None:
-    with pytest.raises(ConfigError) as caught:
-        find_blocks(plain("titan")[0], granularity="sub-module")
-    assert str(caught.value) == (
-        "granularity: 'sub-module' is not known\n    did you mean: submodule\n    legal: block, submodule"
-    )
-
-
 def test_not_a_module() -> None:
     with pytest.raises(ConfigError) as caught:
         find_blocks([PlainBlock()])  # type: ignore[arg-type]

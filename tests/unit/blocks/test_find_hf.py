@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from sac.blocks.find import Block, drop_frozen, find_blocks, is_trained
+from sac.blocks.find import Block, divided, drop_frozen, find_blocks, is_trained, submodules
 from sac.blocks.towers import Towers
 from sac.errors import ModelError
 from sac.policy.patterns import PathPattern
@@ -142,7 +142,7 @@ def test_blocks_cover_what_hugging_face_would_checkpoint(family: str) -> None:
 def test_submodules_run_in_forward_and_lie_in_blocks(family: str) -> None:
     model, inputs = tiny(family)
     blocks = find_blocks(model)
-    parts = find_blocks(model, granularity="submodule")
+    parts = divided(find_blocks(model), submodules)
     called: set[str] = set()
     for part in parts:
         assert any(part.path.startswith(block.path + ".") and part.layer == block.layer for block in blocks)
@@ -160,7 +160,7 @@ def test_one_layer_alone_is_one_block(family: str) -> None:
 
 def test_parts_of_t5_blocks_are_found_in_their_list() -> None:
     model, _ = tiny("t5")
-    paths = [block.path for block in find_blocks(model, granularity="submodule")]
+    paths = [block.path for block in divided(find_blocks(model), submodules)]
     assert paths[:4] == [
         "encoder.block.0.layer.0",
         "encoder.block.0.layer.1",

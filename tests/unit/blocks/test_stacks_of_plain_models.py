@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from sac.blocks.find import Block, find_blocks
+from sac.blocks.find import Block, divided, find_blocks, submodules
 from sac.policy.patterns import PathPattern
 from tests.support.plain_zoo import DIM, PLAIN, Attention, Experts, Staged, SwiGLU, TitanStyle, plain
 from tests.support.plain_zoo import Block as PlainBlock
@@ -184,7 +184,7 @@ def test_parts_of_a_block_in_a_list_are_no_blocks() -> None:
     model = nn.Module()
     model.block = nn.ModuleList(Listed() for _ in range(2))
     assert paths(find_blocks(model)) == ["block.0", "block.1"]
-    parts = paths(find_blocks(model, granularity="submodule"))
+    parts = paths(divided(find_blocks(model), submodules))
     assert parts == ["block.0.layer.0", "block.0.layer.1", "block.1.layer.0", "block.1.layer.1"]
 
 
@@ -207,19 +207,19 @@ def test_encoder_and_decoder_are_two_stacks() -> None:
 
 def test_submodules_are_what_holds_more_than_a_norm_or_one_map() -> None:
     model, _ = plain("titan")
-    found = [(b.path, b.layer, b.stack) for b in find_blocks(model, granularity="submodule")]
+    found = [(b.path, b.layer, b.stack) for b in divided(find_blocks(model), submodules)]
     assert found == [(f"layers.{i}.{part}", i, "layers") for i in range(3) for part in ("attention", "feed_forward")]
 
 
 def test_block_without_such_parts_stays_whole() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(DIM, DIM), nn.GELU(), nn.Linear(DIM, DIM)) for _ in range(2)))
-    assert paths(find_blocks(model, granularity="Submodule ")) == ["0", "1"]
+    assert paths(divided(find_blocks(model), submodules)) == ["0", "1"]
 
 
 def test_shared_submodule_is_listed_once() -> None:
     model, _ = plain("sequential")
     model[2].attention = model[0].attention
-    assert paths(find_blocks(model, granularity="submodule")) == [
+    assert paths(divided(find_blocks(model), submodules)) == [
         "0.attention",
         "0.feed_forward",
         "1.attention",

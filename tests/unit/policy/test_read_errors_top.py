@@ -21,12 +21,30 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
         ),
     ),
     "an_unknown_schema": (
-        "schema: sac/v2\nrules: []\n",
+        "schema: sac/2\nrules: []\n",
         (
-            'p.yaml:1:9: schema is "sac/v2"',
+            'p.yaml:1:9: schema is "sac/2"',
             "did you mean: sac/v1",
             "legal: sac/v1",
             'fix: write "sac/v1"',
+        ),
+    ),
+    "a_later_schema": (
+        "schema: sac/v2\ndefault: offload-all\nrules: []\n",
+        (
+            "p.yaml:1:9: this policy needs schema sac/v2, and this version of sac knows sac/v1",
+            "legal: sac/v1",
+            "fix: install a version of sac that knows sac/v2",
+        ),
+    ),
+    "keys_of_a_later_schema": (
+        "tiers: {host: 4GiB}\nrules:\n  - {ops: a, do: offload, tier: host}\n  - {ops: 3, tier: x, after: 2}\n"
+        "schema: SAC/v12\n",
+        (
+            "p.yaml:5:9: this policy needs schema sac/v12, and this version of sac knows sac/v1, which lacks the keys "
+            '"tiers", "tier", "after"',
+            "legal: sac/v1",
+            'fix: install a version of sac that knows sac/v12, or do without these keys and write "schema: sac/v1"',
         ),
     ),
     "no_schema": (

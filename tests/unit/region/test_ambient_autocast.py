@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import sac
-from sac.region.ambient import AutocastState
+from sac.region.ambient import Snapshot, thread_parts
 from tests.support.blocks import FunctionBlock
 from tests.support.pairs import in_pairs
 from tests.support.runs import Noted
@@ -121,8 +121,9 @@ def test_autocast_is_put_back_when_recomputation_raises() -> None:
 def test_a_device_type_that_only_the_inputs_have_is_seen() -> None:
     """A CPU build knows of CUDA's autocast, and a meta tensor has none."""
     meta = torch.ones(2, device="meta")
-    state = AutocastState([torch.ones(2), meta, _Elsewhere()])
-    assert [name for name, _, _ in state._settings] == ["cpu", "xpu"]
+    autocast, *_ = parts = thread_parts([torch.ones(2), meta, _Elsewhere()])
+    assert [name for name, _, _ in autocast.read()[0]] == ["cpu", "xpu"]
+    state = Snapshot(parts)
     torch.set_autocast_dtype("xpu", BF16)
     try:
         with ExitStack() as stack:
@@ -144,7 +145,7 @@ def test_nothing_is_entered_where_autocast_is_the_same() -> None:
     """Neither off nor on: the cache of the surrounding autocast stays in use."""
     for surrounding in ("off", "bf16"):
         with SURROUNDINGS[surrounding](), ExitStack() as stack:
-            state = AutocastState([torch.ones(2)])
+            state = Snapshot(thread_parts([torch.ones(2)]))
             state.enter_on(stack)
             assert torch.autocast_increment_nesting() == 1 + (surrounding == "bf16")
             torch.autocast_decrement_nesting()

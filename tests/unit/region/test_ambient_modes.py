@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -168,15 +169,15 @@ def test_a_mode_that_the_region_enters_is_left_when_recomputation_stops_early() 
     assert stack_now() == []
 
 
-def test_where_modes_are_the_same_nothing_is_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_modes_are_the_same_nothing_is_moved() -> None:
     moved: list[Any] = []
-    monkeypatch.setattr(ambient, "_exchange", moved.append)
+    part = replace(ambient.FUNCTION_MODES, put=moved.append, take_back=moved.append)
     surroundings: list[AbstractContextManager[Any]] = [nullcontext(), torch.device("cpu"), CosineForSine()]
     for surrounding in surroundings:
         with surrounding, ExitStack() as stack:
-            ambient.FunctionModes().enter_on(stack)
+            ambient.Snapshot([part]).enter_on(stack)
     assert moved == []
-    modes = ambient.FunctionModes()
+    modes = ambient.Snapshot([part])
     with CosineForSine() as other, ExitStack() as stack:
         modes.enter_on(stack)
     assert [*map(list, moved)] == [[], [other]]
