@@ -21,8 +21,10 @@ from sac.planner.fakes import Inputs
 from sac.planner.layers import BudgetTooSmallError, assign, assign_alike
 from sac.planner.live_bytes import Ledger
 from sac.planner.memory import StepModel
+from sac.planner.peak import IN_FLIGHT, OPTIMIZER, AliveRow, PeakBreakdown, explain, with_more
 from sac.planner.profile import RegionProfile
 from sac.planner.step import StepRecord, run_step
+from sac.planner.step_log import StepLog, inputs_among
 from sac.region.settings import NEVER
 
 # Note [The walk of a plan]
@@ -89,6 +91,38 @@ class Planner:
         """Run a step with this choice per position, and learn from it."""
         if choice in self.records:
             return self.records[choice]
+        with self._applied(choice):
+            record = self._step(self.ledger())
+        self.records[choice] = record
+        self.step.learn(record, choice)
+        return record
+
+    def explain(self, choice: tuple[int, ...], label: str) -> PeakBreakdown:
+        """Run a step with this choice once more, and return what is alive at its peak; see ``StepModel.peak_of``."""
+        with self._applied(choice, lists_ops=True):
+            log = StepLog(self.ledger(), self.model, self._modules, inputs_among(self.inputs))
+            with log.on_step():
+                record = self._step(log)
+            found = explain(log, self.model, self.blocks, label)
+        others = self.step.in_flight - 1
+        more = (
+            AliveRow(OPTIMIZER, "", "", "", 1, self.step.extra),
+            AliveRow(IN_FLIGHT, "", "", "", others, others * (record.kept - record.static)),
+        )
+        return with_more(found, more)
+
+    @property
+    def _modules(self) -> list[tuple[str, nn.Module]]:
+        return [(block.path, block.module) for block in self.blocks]
+
+    def _step(self, ledger: Ledger) -> StepRecord:
+        return run_step(
+            self.model, self.inputs, self._modules, ledger, self.loss_fn, accumulates=self.accumulates
+        )
+
+    @contextmanager
+    def _applied(self, choice: tuple[int, ...], *, lists_ops: bool = False) -> Iterator[None]:
+        """Apply the policy of a choice to the copy. ``lists_ops``: whether its regions list their ops."""
         policy = policy_for(self.profiles, self.choices, self.groups, self.step.paths, choice, "planned")
         plain = {
             path
@@ -103,16 +137,10 @@ class Planner:
                         for _, module in parts_of(block.module):
                             take_off(module)
                 for installed in regions_of(self.model):
-                    installed.region.group.lists_ops = False
-                modules = [(block.path, block.module) for block in self.blocks]
-                record = run_step(
-                    self.model, self.inputs, modules, self.ledger(), self.loss_fn, accumulates=self.accumulates
-                )
+                    installed.region.group.lists_ops = lists_ops
+                yield
             finally:
                 remove(self.model)
-        self.records[choice] = record
-        self.step.learn(record, choice)
-        return record
 
     def measure(self) -> None:
         """Run steps until each choice of each group has occurred in one; a step measures one choice per layer.
