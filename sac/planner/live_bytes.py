@@ -7,6 +7,7 @@ import weakref
 from bisect import bisect_left
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,9 +42,11 @@ _PACKS_BYTES = "aten::mkldnn_rnn_layer"
 class KernelWorkspace:
     """Records the level of live bytes at which ops run, and computes the peak of each phase with their workspace."""
 
-    def __init__(self) -> None:
-        self._ops: dict[Hashable, tuple[Any, Any, Any]] = {}
-        self._sizes: dict[Hashable, int] = {}  # peak bytes of the op while it runs, results included
+    def __init__(self, like: KernelWorkspace | None = None) -> None:
+        # ``like``: a workspace whose measurements are shared.
+        self._ops: dict[Hashable, tuple[Any, Any, Any]] = {} if like is None else like._ops
+        # Peak bytes of the op while it runs, results included.
+        self._sizes: dict[Hashable, int] = {} if like is None else like._sizes
         self._levels: dict[Hashable, int] = {}  # of the current phase of the step
 
     def saw(self, func: Any, args: Any, kwargs: Any, before: int) -> Hashable:
@@ -260,6 +263,16 @@ class Ledger(BareMode):
         if torch.Tag.nondeterministic_seeded in func.tags and _would_draw(func, args, kwargs or {}, out):
             torch.empty(1).uniform_()  # nothing is drawn without data; advance the generator's state visibly
         return out
+
+
+_CUDA_BLOCK = 512  # bytes; torch's caching allocator rounds sizes up to a multiple of this
+
+
+def ledgers_of(*, on_cpu: bool) -> Callable[[], Ledger]:
+    """Return a function that makes ledgers for steps on a CPU or a GPU; they share what they learn about ops."""
+    return partial(
+        Ledger, 1 if on_cpu else _CUDA_BLOCK, KernelWorkspace() if on_cpu else None, FakeOpCache(), on_host=on_cpu
+    )
 
 
 _DEVICE, _STRIDED = torch.ops.prim.device.default, torch.strided

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -120,8 +120,8 @@ class Curve:
 class PeakBreakdown:
     """What is alive at the peak of one step; the bytes of ``rows`` sum to ``peak_bytes``.
 
-    ``label`` names the mode or plan, ``moment`` says when the peak is. ``before_bytes`` are those rows' bytes that were
-    there before the step.
+    ``label`` names the mode or plan, ``moment`` says when the peak is. ``before_bytes``: how many of the bytes were there
+    before the step.
     """
 
     label: str
@@ -166,30 +166,30 @@ class PeakBreakdown:
         }
 
 
-def with_more(found: PeakBreakdown, rows: Sequence[AliveRow]) -> PeakBreakdown:
-    """Return the breakdown with rows of bytes that the step itself does not show, which are there all the time."""
+def with_more(found: PeakBreakdown, rows: Sequence[AliveRow], *, are_before: bool = True) -> PeakBreakdown:
+    """Return the breakdown with more rows, of bytes that the logged step does not contain and that never change.
+
+    ``are_before``: whether they are there before the step.
+    """
     more = [row for row in rows if row.bytes]
     count = sum(row.bytes for row in more)
-    curve = found.curve
-    if more:
-        sums = {row.category: 0 for row in more}
-        for row in more:
-            sums[row.category] += row.bytes
-        names = tuple(name for name in CATEGORIES if name in curve.categories or name in sums)
-        place = {name: index for index, name in enumerate(curve.categories)}
-        levels = tuple(
-            tuple((level[place[name]] if name in place else 0) + sums.get(name, 0) for name in names)
-            for level in curve.bytes
-        )
-        curve = Curve(names, curve.x, levels, curve.peak_x)
-    return PeakBreakdown(
-        found.label,
-        found.moment,
-        found.peak_bytes + count,
-        found.before_bytes,
-        _sorted((*found.rows, *more)),
-        curve,
+    return replace(
+        found,
+        peak_bytes=found.peak_bytes + count,
+        before_bytes=found.before_bytes + (count if are_before else 0),
+        rows=_sorted((*found.rows, *more)),
+        curve=_raised(found.curve, more),
     )
+
+
+def _raised(curve: Curve, more: Sequence[AliveRow]) -> Curve:
+    names = tuple(name for name in CATEGORIES if name in curve.categories or any(row.category == name for row in more))
+    added = {name: sum(row.bytes for row in more if row.category == name) for name in names}
+    levels = []
+    for level in curve.bytes:
+        known = dict(zip(curve.categories, level, strict=True))
+        levels.append(tuple(known.get(name, 0) + added[name] for name in names))
+    return replace(curve, categories=names, bytes=tuple(levels))
 
 
 def _sorted(rows: Sequence[AliveRow]) -> tuple[AliveRow, ...]:
@@ -298,7 +298,9 @@ class _Sorting:
         elif origin.part == STATIC:
             op = ""
         block = self._block_of(module)
-        return _Key(category, module[len(block) :].lstrip("."), op, kept_by, choice), block
+        # A policy moves activations: parameters and gradients of a block are one row.
+        inside = "" if category in (PARAMETERS, GRADIENTS) and block else module[len(block) :].lstrip(".")
+        return _Key(category, inside, op, kept_by, choice), block
 
     def category_of(self, made: Made) -> str:
         """Return the category of a storage."""
@@ -321,8 +323,7 @@ class _Sorting:
 
     def _kept_by(self, origin: Origin, storage: int) -> tuple[str, bool]:
         """Return what keeps an activation of a block, and whether a policy decides on it."""
-        takers = self._log.block_inputs.get(storage, ())
-        if any(self._region_of(path) is not None for path in takers):
+        if storage in self._log.block_inputs:  # every policy needs it
             return BLOCK_INPUT, False
         if self._at.part == FORWARD and self._at.block == origin.block != "":
             return RUNNING, False
@@ -394,7 +395,7 @@ def _curve(log: StepLog, sorting: _Sorting, stop: int) -> Curve:
     """Return the live bytes per category over the step: of the events in each bin, the highest level."""
     begin = next((index for index, event in enumerate(log.events) if _starts_step(event)), 0)
     forward = max(1, log.backward_begins - begin)
-    backward = max(1, len(log.events) - log.backward_begins)
+    backward = max(1, log.ends - log.backward_begins)
 
     def x_of(index: int) -> float:
         done = index - log.backward_begins
@@ -404,7 +405,7 @@ def _curve(log: StepLog, sorting: _Sorting, stop: int) -> Curve:
     live = [0] * len(CATEGORIES)
     levels: list[tuple[int, ...]] = []  # before each event
     best: dict[int, tuple[float, tuple[int, ...]]] = {}
-    for index, event in enumerate(log.events):
+    for index, event in enumerate(log.events[: log.ends]):
         levels.append(tuple(live))
         if isinstance(event, Ran):
             level = [*levels[event.begin]]

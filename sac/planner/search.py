@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from sac.blocks.applying import apply
-from sac.blocks.find import Block
+from sac.blocks.find import Block, find_blocks
 from sac.blocks.install import regions_of, remove, take_off
 from sac.blocks.paths import parts_of
 from sac.errors import SacWarning
@@ -100,16 +100,18 @@ class Planner:
     def explain(self, choice: tuple[int, ...], label: str) -> PeakBreakdown:
         """Run a step with this choice once more, and return what is alive at its peak; see ``StepModel.peak_of``."""
         with self._applied(choice, lists_ops=True):
-            log = StepLog(self.ledger(), self.model, self._modules, inputs_among(self.inputs))
-            with log.on_step():
-                record = self._step(log)
-            found = explain(log, self.model, self.blocks, label)
+            found = explained_step(
+                self.model, self.inputs, self.ledger(), self.loss_fn, label, self.blocks, accumulates=self.accumulates
+            )
+        record = self.run(choice)
         others = self.step.in_flight - 1
-        more = (
-            AliveRow(OPTIMIZER, "", "", "", 1, self.step.extra),
-            AliveRow(IN_FLIGHT, "", "", "", others, others * (record.kept - record.static)),
+        return with_more(
+            found,
+            (
+                AliveRow(OPTIMIZER, "(model)", "", "", 1, self.step.extra),
+                AliveRow(IN_FLIGHT, "(model)", "", "", others, others * (record.kept - record.static)),
+            ),
         )
-        return with_more(found, more)
 
     @property
     def _modules(self) -> list[tuple[str, nn.Module]]:
@@ -225,6 +227,28 @@ class Planner:
     def everywhere(self, pick: Callable[[int], int]) -> tuple[int, ...]:
         """Return the choice that gives each region the option that ``pick`` returns for its group."""
         return tuple(pick(group) for group in self.groups)
+
+
+def explained_step(
+    model: nn.Module,
+    inputs: Inputs,
+    ledger: Ledger,
+    loss_fn: Callable[[Any], Tensor] | None,
+    label: str,
+    blocks: Sequence[Block] | None = None,
+    *,
+    accumulates: bool = False,
+) -> PeakBreakdown:
+    """Run one step of ``model`` and return what is alive at its peak, counted as under ``ledger``.
+
+    ``blocks``: those of the model, found if None; for the other arguments see ``run_step``.
+    """
+    blocks = find_blocks(model) if blocks is None else blocks
+    modules = [(block.path, block.module) for block in blocks]
+    log = StepLog(ledger, model, modules, inputs_among(inputs))
+    with log.on_step():
+        run_step(model, inputs, modules, log, loss_fn, accumulates=accumulates)
+    return explain(log, model, blocks, label)
 
 
 def _spread(one: int, rounds: int, count: int) -> int:

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from types import CodeType
 from typing import Any
 
@@ -106,8 +105,8 @@ Event = Made | Resized | Ran
 class _LoggedWorkspace(KernelWorkspace):
     """A workspace that also passes the key of each op to a function."""
 
-    def __init__(self, saw: Callable[[Hashable], None]) -> None:
-        super().__init__()
+    def __init__(self, like: KernelWorkspace, saw: Callable[[Hashable], None]) -> None:
+        super().__init__(like)
         self._then = saw
 
     def saw(self, func: Any, args: Any, kwargs: Any, before: int) -> Hashable:
@@ -132,12 +131,13 @@ class StepLog(Ledger):
         static: Sequence[tuple[str, str, Tensor]],
     ) -> None:
         # Written so that the logged step is counted exactly as one under the ledger ``like``.
-        workspace = _LoggedWorkspace(self._saw) if like.workspace is not None else None
+        workspace = _LoggedWorkspace(like.workspace, self._saw) if like.workspace is not None else None
         super().__init__(like.block_bytes, workspace, like.fakes, on_host=like.on_host)
         self.events: list[Event] = []
         self.backward_begins = 0  # number of events before the backward
+        self.ends = 0  # number of events before the end of the step, when gradients are dropped
         self.gradients: dict[int, str] = {}  # storages that are gradients at the end of the step, with their names
-        self.block_inputs: dict[int, set[str]] = {}  # storages that blocks take as inputs -> paths of these blocks
+        self.block_inputs: set[int] = set()  # storages of the inputs of blocks
         self.calls = 0  # of blocks that have begun
         self._model = model
         self._paths = {id(module): clean_path(path, model) for path, module in model.named_modules()}
@@ -160,8 +160,8 @@ class StepLog(Ledger):
     def on_step(self) -> Iterator[None]:
         """Log one step, which runs inside of this context."""
         hooks = [
-            module.register_forward_pre_hook(partial(self._enter, path), with_kwargs=True, prepend=True)
-            for path, module in self._block_list
+            module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
+            for _, module in self._block_list
         ]
         try:
             yield
@@ -182,21 +182,19 @@ class StepLog(Ledger):
                     for key in _storages_of(parameter.grad):
                         if key in self._numbers_of:
                             self.gradients[self._numbers_of[key]] = clean_path(name, self._model)
-            self._runs = False
+            self._runs, self.ends = False, len(self.events)
 
     def workspace_bytes(self, key: Hashable) -> int:
         """Return the peak of the op with this key while it runs, results included; known after the step."""
         return self.workspace.bytes_of(key) if self.workspace is not None else 0
 
-    def _enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if current_graph_task_id() != NO_TASK:
             return  # the block runs again
         self.calls += 1
         for tensor in tree_leaves((args, kwargs)):
             if isinstance(tensor, Tensor) and tensor.is_floating_point():
-                for key in _storages_of(tensor):
-                    if key in self._numbers_of:
-                        self.block_inputs.setdefault(self._numbers_of[key], set()).add(path)
+                self.block_inputs.update(self._numbers_of[key] for key in _storages_of(tensor) if key in self._numbers_of)
 
     # Events
 
