@@ -10,6 +10,7 @@ from torch import nn
 
 from sac.blocks.find import Block
 from sac.blocks.install import regions_of
+from sac.blocks.paths import group_label
 from sac.planner.step_log import (
     BUFFER,
     FORWARD,
@@ -29,7 +30,6 @@ from sac.planner.step_log import (
 )
 from sac.policy.read import bytes_text
 from sac.recompute.op_trace import OpTraceRow
-from sac.reporting import group_label
 
 # -- Categories
 
@@ -120,8 +120,8 @@ class Curve:
 class PeakBreakdown:
     """What is alive at the peak of one step; the bytes of ``rows`` sum to ``peak_bytes``.
 
-    ``label`` names the mode or plan, ``moment`` says when the peak is. ``before_bytes``: how many of the bytes were there
-    before the step.
+    ``label`` names the mode or plan, ``moment`` says when the peak is. ``before_bytes``: how many of the bytes were
+    there before the step.
     """
 
     label: str
@@ -215,7 +215,7 @@ def explain(log: StepLog, model: nn.Module, blocks: Sequence[Block], label: str)
         merged.setdefault(key, []).append((block, size))
     if op is not None:
         key, block = sorting.key_of(Made(-1, 0, op.origin))
-        merged[_Key(WORKSPACE, key.inside, key.op)] = [(block, log.workspace_bytes(op.key))]
+        merged[replace(key, category=WORKSPACE)] = [(block, log.workspace_bytes(op.key))]
     rows = []
     for key, members in merged.items():
         where = sorting.named(key.inside, {block for block, _ in members})
@@ -266,9 +266,10 @@ def _made_last(log: StepLog, stop: int) -> Origin:
 
 @dataclass(frozen=True, slots=True)
 class _Key:
-    """The row of a storage; ``inside`` is the path of its module or parameter in its block."""
+    """The row of a storage: ``inside`` is the path of its module or parameter in its block of ``stack``."""
 
     category: str
+    stack: str
     inside: str
     op: str
     kept_by: str = ""
@@ -300,7 +301,8 @@ class _Sorting:
         block = self._block_of(module)
         # A policy moves activations: parameters and gradients of a block are one row.
         inside = "" if category in (PARAMETERS, GRADIENTS) and block else module[len(block) :].lstrip(".")
-        return _Key(category, inside, op, kept_by, choice), block
+        stack = self._blocks[block].stack if block else ""
+        return _Key(category, stack, inside, op, kept_by, choice), block
 
     def category_of(self, made: Made) -> str:
         """Return the category of a storage."""

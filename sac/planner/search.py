@@ -118,9 +118,7 @@ class Planner:
         return [(block.path, block.module) for block in self.blocks]
 
     def _step(self, ledger: Ledger) -> StepRecord:
-        return run_step(
-            self.model, self.inputs, self._modules, ledger, self.loss_fn, accumulates=self.accumulates
-        )
+        return run_step(self.model, self.inputs, self._modules, ledger, self.loss_fn, accumulates=self.accumulates)
 
     @contextmanager
     def _applied(self, choice: tuple[int, ...], *, lists_ops: bool = False) -> Iterator[None]:

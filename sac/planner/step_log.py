@@ -49,8 +49,7 @@ STATIC, FORWARD, RECOMPUTED, IN_BACKWARD = "static", "forward", "recomputed", "b
 PARAMETER, GRADIENT, BUFFER, INPUT, STATE = "parameter", "gradient", "buffer", "input", "state"
 
 _RECOMPUTES: frozenset[CodeType] = frozenset(
-    function.__code__
-    for function in (Frame._recompute, ReplayFrame._recompute, ReentrantFrame._run_again)
+    function.__code__ for function in (Frame._recompute, ReplayFrame._recompute, ReentrantFrame._run_again)
 )
 
 
@@ -194,7 +193,9 @@ class StepLog(Ledger):
         self.calls += 1
         for tensor in tree_leaves((args, kwargs)):
             if isinstance(tensor, Tensor) and tensor.is_floating_point():
-                self.block_inputs.update(self._numbers_of[key] for key in _storages_of(tensor) if key in self._numbers_of)
+                self.block_inputs.update(
+                    self._numbers_of[key] for key in _storages_of(tensor) if key in self._numbers_of
+                )
 
     # Events
 

@@ -378,7 +378,8 @@ def compare(
     """Measure each of ``modes`` (config values: none, full, selective, a policy's name or file) on one model.
 
     ``none`` is always the first row: the others are measured against it, and it never goes through sac. A mode that sac
-    refuses keeps its row, with the error. ``explains``: find out what is alive at each peak. ``progress`` is called with (passes done, total passes, current pass).
+    refuses keeps its row, with the error. ``explains``: find out what is alive at each peak, in one more step per mode.
+    ``progress`` is called with (passes done, total passes, current pass).
     """
     training = training or Training()
     built = build()

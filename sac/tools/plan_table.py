@@ -305,7 +305,9 @@ def print_plan(found: Planned) -> None:
     if made.explained:
         least = made.explained[-1]
         print_explained(
-            made.explained[:1], made.explained, f"No policy lowers the peak below {bytes_text(least.peak_bytes)}. What does:"
+            made.explained[:1],
+            made.explained,
+            f"No policy lowers the peak below {bytes_text(least.peak_bytes)}. What does:",
         )
 
 
