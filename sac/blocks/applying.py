@@ -42,6 +42,8 @@ from sac.recompute.regions import FULL, RegionGroup
 from sac.recompute.table import ResolvedPolicy
 from sac.region.settings import PLAIN, Settings
 
+NONE = "none"
+
 # -- ``sac.apply``: all checks run before anything is changed
 
 
@@ -74,7 +76,7 @@ def apply(
     config = parse_config(value)
     check_trace_target()
     refuse_second(model)
-    if config.mode == "none":
+    if config.mode == NONE:
         return model
     options = replace(config.options, tp_group=tp_group, get_rng_state_tracker=get_rng_state_tracker)
     settings = settings_of(config.full, options, "sac.apply", compared=set())
@@ -116,7 +118,9 @@ def refuse_second(model: nn.Module) -> None:
     installed = next(regions_of(model), None)
     if installed is not None:
         where = installed.region.path or name
-        raise ModelError(Problem(where, "sac.apply has been called on this model before", fix=fix))
+        watched = installed.applied.mode == NONE
+        found = "sac.watch is on this model" if watched else "sac.apply has been called on this model before"
+        raise ModelError(Problem(where, found, fix=fix))
     offloaded = [path for path, forward in present if isinstance(forward, InstalledForward)]
     if offloaded:
         found = "sac.compat.fsdp.offload_wrapper is on this module"

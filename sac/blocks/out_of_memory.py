@@ -114,7 +114,8 @@ def observer(device: int, wanted_bytes: int, total_bytes: int, free_bytes: int) 
     try:
         if _passes_through_region():
             return
-        applied = {id(one.applied): one.applied for one in _forwards() if _is_on(one.module, device)}
+        running = (one for one in _forwards() if any(region.stats.calls for region in one.regions))
+        applied = {id(one.applied): one.applied for one in running if _is_on(one.module, device)}
         where = f"{_outside()}, outside of the regions: {bytes_text(wanted_bytes)} were asked for"
         for one in applied.values():
             warnings.warn("\n".join(_lines(where, one, device=device)), SacWarning, stacklevel=2)
@@ -172,7 +173,7 @@ def _lines(where: str, applied: Applied | None, path: str | None = None, device:
     """Yield the lines of the explanation; ``path`` is that of the region whose forward failed, if one did."""
     regions = [region for one in _forwards() if one.applied is applied for region in one.regions] if applied else []
     ran = sorted((one for one in regions if one.stats.calls), key=lambda one: _natural(one.path))
-    policy = ran[-1].group.table.policy.name if ran else ""
+    policy = regions[-1].group.table.policy.name if regions else ""
     mode = (
         ""
         if applied is None

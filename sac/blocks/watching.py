@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sac.blocks.applying import groups_of, refuse_second
+from sac.blocks.applying import NONE, groups_of, refuse_second
 from sac.blocks.find import drop_frozen, find_blocks
 from sac.blocks.install import Applied, RegionForward, UnmatchedRules, install
 from sac.blocks.out_of_memory import EVERYTHING, WATCH
@@ -45,7 +45,7 @@ def watch(model: nn.Module) -> nn.Module:
     refuse_second(model)
     blocks, _ = drop_frozen(find_blocks(model), model)
     applied = Applied(
-        "none", (), UnmatchedRules((), (), strict=False), settings=Settings(watch=WATCH), family=family_names(model)
+        NONE, (), UnmatchedRules((), (), strict=False), settings=Settings(watch=WATCH), family=family_names(model)
     )
-    install(groups_of(usable_policy(EVERYTHING), blocks, "none"), applied, WatchedForward)
+    install(groups_of(usable_policy(EVERYTHING), blocks, NONE), applied, WatchedForward)
     return model
