@@ -180,7 +180,9 @@ def test_chunks_are_explained() -> None:
     model(INPUTS).sum().backward()
     model[2].trap.set()
     text = str(error_of(lambda: model(INPUTS)))
-    assert "sac: out of memory in the forward of 2-3 (mode full)\n  kept from forward to backward by 2 regions: " in text
+    assert (
+        "sac: out of memory in the forward of 2-3 (mode full)\n  kept from forward to backward by 2 regions: " in text
+    )
 
 
 def test_the_first_step_says_what_is_not_known() -> None:
