@@ -83,7 +83,8 @@ def test_a_plan_is_explained(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     picture = tmp_path / "peak.png"
     assert main(["plan", *MODEL, "--budget", "50%", "--explain", str(picture)]) == 0
     streams = capsys.readouterr()
-    assert "plan: peak " in streams.out and "alive at the peak" in streams.out
+    assert "plan: peak " in streams.out
+    assert "alive at the peak" in streams.out
     assert "No policy lowers the peak below " in streams.out
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert f"picture: {picture}" in streams.err
@@ -110,7 +111,8 @@ def test_a_comparison_is_explained(capsys: pytest.CaptureFixture[str], tmp_path:
     modes = ["--modes", "none,full", "--steps", "2"]
     assert main(["compare", *MODEL, *modes, "--explain", str(picture)]) == 0
     out = capsys.readouterr().out
-    assert "\nnone: peak " in out and "\nfull: peak " in out
+    assert "\nnone: peak " in out
+    assert "\nfull: peak " in out
     assert "What lowers the peak of full where no policy does:" in out
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert main(["compare", *MODEL, *modes, "--explain", "--json"]) == 0

@@ -62,8 +62,11 @@ def broken_down(planner: Planner, choice: tuple[int, ...]) -> PeakBreakdown:
 # -- The sum
 
 
-@pytest.mark.parametrize("engine", ["replay", "rerun"])
-@pytest.mark.parametrize("more", [{}, {"optimizer": "adam", "in_flight": 3, "accumulates": True}], ids=["", "more"])
+@pytest.mark.parametrize(
+    ("engine", "more"),
+    [("replay", {}), ("rerun", {"optimizer": "adam", "in_flight": 3, "accumulates": True})],
+    ids=["replay", "rerun"],
+)
 def test_rows_sum_to_the_peak_of_every_choice(engine: str, more: dict[str, Any]) -> None:
     planner = prepare(Model(), INPUTS, engine=engine, **more)
     for choice in (everywhere(planner, 0), everywhere(planner, -1), mixed(planner)):
@@ -165,7 +168,8 @@ def test_a_saved_result_names_its_rule_module_and_op() -> None:
     (choices,) = planner.choices
     found = broken_down(planner, everywhere(planner, len(choices) - 2))
     kept = [row for row in found.rows if row.kept_by.startswith("rule ")]
-    assert kept and all(row.is_choice and row.where.startswith("blocks.") and row.op for row in kept)
+    assert kept
+    assert all(row.is_choice and row.where.startswith("blocks.") and row.op for row in kept)
     assert found.choice_bytes == sum(row.bytes for row in kept)
 
 
@@ -185,7 +189,8 @@ def test_the_plan_is_explained_with_the_least_peak() -> None:
     made = explained(planner, make_plan(planner, "60%"))
     plan, least = made.explained
     assert (plan.label, plan.peak_bytes) == ("plan", made.point.peak)
-    assert least.label == "least" and least.peak_bytes <= made.least
+    assert least.label == "least"
+    assert least.peak_bytes <= made.least
     smallest = explained(planner, make_plan(planner, least.peak_bytes))
     assert [one.label for one in smallest.explained] == ["plan"], "it is the least"
 
