@@ -307,7 +307,7 @@ def print_plan(found: Planned) -> None:
         print_explained(
             made.explained[:1],
             made.explained,
-            f"No policy lowers the peak below {bytes_text(least.peak_bytes)}. What does:",
+            f"Whatever these blocks save, the peak is at least {bytes_text(least.peak_bytes)}. What lowers it:",
         )
 
 

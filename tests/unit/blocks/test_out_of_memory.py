@@ -6,6 +6,7 @@ import copy
 import pickle
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -132,6 +133,11 @@ def test_an_error_in_forward_is_explained_whole() -> None:
     error = error_of(step_of(model))
     assert str(error) == SELECTIVE
     assert error is raised, "it is the user's exception, not another one"
+
+
+def test_the_page_shows_what_is_said() -> None:
+    page = Path(__file__).parents[3] / "docs" / "troubleshooting.md"
+    assert f"```\ntorch.OutOfMemoryError: {SELECTIVE}\n```\n" in page.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
