@@ -63,6 +63,7 @@ _OF_STATIC = {
 NO_CHECKPOINTING = "no checkpointing"
 BLOCK_INPUT = "input of a block"
 RUNNING = "the block is running"
+HELD = "the block's backward"  # or its recomputation: what it reads besides what a rule saves
 
 # What lowers the bytes of a category where no policy does.
 REMEDIES: Mapping[str, str] = {
@@ -335,7 +336,7 @@ class _Sorting:
         inside = origin.module[len(region) :].lstrip(".")
         row = _decision_on(self._regions[region], inside, origin)
         if row is None or row.decision != "save":
-            return "", False
+            return HELD, False
         return row.reason, row.reason != "must-save"
 
     def _region_of(self, path: str) -> str | None:

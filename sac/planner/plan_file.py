@@ -79,10 +79,13 @@ def make_plan(
 
 def explained(planner: Planner, made: Plan) -> Plan:
     """Return the plan with what is alive at its peak, and at the least peak that was found if that is lower."""
+    planner.progress(0, 3, "the least peak")
     planner.run(planner.least().choice)
     least = min(planner.records, key=lambda choice: planner.point("least", choice).peak)
+    planner.progress(1, 3, "what is alive at the peak")
     found = [planner.explain(made.point.choice, made.point.label)]
     if planner.point("least", least).peak < made.point.peak:
+        planner.progress(2, 3, "what is alive at the least peak")
         found.append(planner.explain(least, "least"))
     return replace(made, explained=tuple(found))
 

@@ -48,6 +48,8 @@ from sac.torch_private import (
 STATIC, FORWARD, RECOMPUTED, IN_BACKWARD = "static", "forward", "recomputed", "backward"
 PARAMETER, GRADIENT, BUFFER, INPUT, STATE = "parameter", "gradient", "buffer", "input", "state"
 
+UNSEEN_OP = "random state or number"  # what an op does not make: see Note [What the ledger counts]
+
 _RECOMPUTES: frozenset[CodeType] = frozenset(
     function.__code__ for function in (Frame._recompute, ReplayFrame._recompute, ReentrantFrame._run_again)
 )
@@ -243,7 +245,7 @@ class StepLog(Ledger):
     def _current(self) -> Origin:
         """Return the origin of what the running op makes."""
         if self._origin is None:
-            self._origin = self._origin_of(op_name(self._op) if self._op is not None else "")
+            self._origin = self._origin_of(op_name(self._op) if self._op is not None else UNSEEN_OP)
         return self._origin
 
     def _origin_of(self, op: str) -> Origin:
