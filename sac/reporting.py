@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from sac.blocks.install import regions_of
+from sac.blocks.paths import group_label as group_label
 from sac.native.load import status
 from sac.policy.read import bytes_text
 from sac.recompute.op_trace import NO_RULE, compiled_calls
@@ -59,38 +60,6 @@ def regions_by_group(model: nn.Module) -> list[tuple[RegionGroup, list[Region]]]
     for region in (forward.region for forward in regions_of(model)):
         groups.setdefault(id(region.group), (region.group, []))[1].append(region)
     return list(groups.values())
-
-
-def group_label(paths: Iterable[str]) -> str:
-    """Return a common name for paths that differ in one number: ``model.layers.0-31 (x32)``, ``layers.0,2,4 (x3)``."""
-    paths = list(paths)
-    if len(paths) == 1:
-        return paths[0] or "(model)"
-    split = [path.split(".") for path in paths]
-    parts_that_differ = [
-        index for index in range(len(split[0])) if len({part[index] for part in split if index < len(part)}) > 1
-    ]
-    same_length = len({len(part) for part in split}) == 1
-    if (
-        not same_length
-        or len(parts_that_differ) != 1
-        or not all(part[parts_that_differ[0]].isdigit() for part in split)
-    ):
-        return f"{paths[0]}, … (x{len(paths)})"
-    numbers = sorted(int(part[parts_that_differ[0]]) for part in split)
-    joined = [*split[0]]
-    joined[parts_that_differ[0]] = _ranges(numbers)
-    return f"{'.'.join(joined)} (x{len(paths)})"
-
-
-def _ranges(numbers: list[int]) -> str:
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
 
 
 # -- ``sac.report``: saved bytes per rule, and ops that are recomputed

@@ -119,6 +119,16 @@ def graph_is_retained() -> bool:
     return bool(_keeps_graph()) if _keeps_graph is not None and current_graph_task_id() != NO_TASK else True
 
 
+# The node that the running backward executes, None outside of one, and the number of the next node that this thread
+# makes. `sac plan --explain` finds with them the module that a backward belongs to; without them it names none. 2.1 to
+# 2.13.
+current_node: Callable[[], Any] = getattr(torch._C, "_current_autograd_node", lambda: None)
+next_node_number: Callable[[], int] = getattr(torch.autograd, "_get_sequence_nr", lambda: 0)
+
+# The code that runs when a module is called; in its frame, `self` is the module. An explanation of a peak names no
+# modules without it. 1.8 to 2.13.
+MODULE_CALL: CodeType | None = getattr(getattr(nn.Module, "_call_impl", None), "__code__", None)
+
 # Whether the running backward will execute a node. Prefetch of gathers needs it; without it none is started ahead. 2.0
 # to 2.13.
 will_execute_node: Any = getattr(torch._C, "_will_engine_execute_node", None)
@@ -145,6 +155,22 @@ SHOWS_SAVED_TENSORS = hasattr(getattr(_autograd, "SavedTensor", None), "unpack_h
 SAVED_TENSOR_PREFIX = (
     "_raw_saved_"  # of the attributes of a node that show what it saved, without unpacking. 1.9 to 2.13
 )
+
+# -- Memory
+
+
+def observe_out_of_memory(observer: Callable[[int, int, int, int], None]) -> bool:
+    """Have the CUDA allocator call ``observer`` before it raises an out-of-memory error; return whether it will.
+
+    The arguments are the device's number, and bytes: asked for, of the device, free. torch's own memory snapshots use
+    it; it cannot be undone. 2.0 to 2.13, in builds with CUDA. Without the name, only errors that pass through a region
+    are explained.
+    """
+    attach: Any = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
+    if attach is not None:
+        attach(observer)
+    return attach is not None
+
 
 # -- Per-thread stacks: saved-tensor hooks, dispatch modes, torch-function modes
 

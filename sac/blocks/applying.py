@@ -33,14 +33,17 @@ from sac.blocks.install import (
 )
 from sac.blocks.kv_cache import kv_free_submodules, shares_kv, takes_shared_kv, turn_off_cache
 from sac.blocks.other_checkpointing import enable_guards, existing_checkpointing
+from sac.blocks.out_of_memory import WATCH
 from sac.blocks.paths import parts_of, walk
-from sac.config import Config, family_policy, parse_config, settings_of, usable_policy
+from sac.config import Config, family_names, family_policy, parse_config, settings_of, usable_policy
 from sac.errors import ConfigError, ModelError, PolicyError, Problem, SacWarning
 from sac.policy.model import Chunks, Policy, Rule
 from sac.recompute.op_trace import check_trace_target
 from sac.recompute.regions import FULL, RegionGroup
 from sac.recompute.table import ResolvedPolicy
 from sac.region.settings import PLAIN, Settings
+
+NONE = "none"
 
 # -- ``sac.apply``: all checks run before anything is changed
 
@@ -73,12 +76,12 @@ def apply(
         raise ConfigError(Problem("sac.apply", f"model is a {type(model).__name__}", expected="a torch.nn.Module"))
     config = parse_config(value)
     check_trace_target()
-    _refuse_second(model)
-    if config.mode == "none":
+    refuse_second(model)
+    if config.mode == NONE:
         return model
     options = replace(config.options, tp_group=tp_group, get_rng_state_tracker=get_rng_state_tracker)
     settings = settings_of(config.full, options, "sac.apply", compared=set())
-    settings = replace(settings, engine=config.engine, verify=config.verify)
+    settings = replace(settings, engine=config.engine, verify=config.verify, watch=WATCH)
     refuse_existing_checkpointing(model)
     policy = FULL if config.mode == "full" else (config.policy or family_policy(model))
     resolved = usable_policy(policy)
@@ -96,7 +99,8 @@ def apply(
     pairs = [] if chains else groups_of(resolved, blocks, config.mode)
     rules = rules_here(policy.rules, blocks) if stage else policy.rules
     watch = UnmatchedRules((block.path for block, _ in pairs), rules, strict=config.strict)
-    applied = Applied(config.mode, (), watch, tuple(block.path for block in left_alone), notes, settings)
+    frozen = tuple(block.path for block in left_alone)
+    applied = Applied(config.mode, (), watch, frozen, notes, settings, family_names(model))
     for note in notes:  # before any change: a warning filter may turn a warning into an error
         warnings.warn(note, SacWarning, stacklevel=2)
     applied.restores = turn_off_cache(model)
@@ -106,7 +110,7 @@ def apply(
     return model
 
 
-def _refuse_second(model: nn.Module) -> None:
+def refuse_second(model: nn.Module) -> None:
     """Raise if sac is already on the model: as regions, by ``context_fn``, or on a module that contains the model."""
     present = [(path, forward) for path, module in model.named_modules() if (forward := ours_on(module)) is not None]
     if not present:
@@ -115,7 +119,9 @@ def _refuse_second(model: nn.Module) -> None:
     installed = next(regions_of(model), None)
     if installed is not None:
         where = installed.region.path or name
-        raise ModelError(Problem(where, "sac.apply has been called on this model before", fix=fix))
+        watched = installed.applied.mode == NONE
+        found = "sac.watch is on this model" if watched else "sac.apply has been called on this model before"
+        raise ModelError(Problem(where, found, fix=fix))
     offloaded = [path for path, forward in present if isinstance(forward, InstalledForward)]
     if offloaded:
         found = "sac.compat.fsdp.offload_wrapper is on this module"
@@ -297,7 +303,9 @@ def put_regions(model: nn.Module, groups: Sequence[Chosen]) -> None:
             take_off(block.module)  # the module tracking of an outer region: the region installed here tracks instead
         mode = "full" if group.policy is FULL else "selective"
         watch = UnmatchedRules((), (), strict=False)
-        install(groups_of(rules, of_group, mode), Applied(mode, restores, watch, settings=group.settings))
+        settings = replace(group.settings, watch=WATCH)
+        applied = Applied(mode, restores, watch, settings=settings, family=family_names(model))
+        install(groups_of(rules, of_group, mode), applied)
 
 
 def refuse_regions(blocks: Iterable[Block]) -> None:

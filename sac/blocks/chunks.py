@@ -136,7 +136,15 @@ class ChunkedForward(InstalledForward):
     def _run_region(self, region: Region, function: Any, modules: tuple[nn.Module, ...], input: Any) -> Any:
         if not region.stats.calls:
             refuse_callers(self.module, self.path)
-        return run_modules(region, function, modules, self.applied.settings, (input,), {})
+        watch = self.applied.settings.watch
+        if watch is not None and not region.stats.calls:
+            watch.begin()
+        try:
+            return run_modules(region, function, modules, self.applied.settings, (input,), {})
+        except RuntimeError as error:
+            if watch is not None:
+                watch.explain(error, region.path, modules, in_backward=False)
+            raise
 
     def _other_size(self, size: int) -> Problem:
         return Problem(

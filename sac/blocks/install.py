@@ -128,6 +128,7 @@ class Applied:
     left_alone: tuple[str, ...] = ()  # paths of frozen blocks
     notes: tuple[str, ...] = ()
     settings: Settings = PLAIN
+    family: tuple[str, ...] = ()  # names by which the model's family is known, for policies that would fit it
 
 
 class InstalledForward(ABC):
@@ -184,10 +185,25 @@ class RegionForward(InstalledForward):
         refuse_flags(module, region.path)  # see Note [Both on]
         if not region.stats.calls:
             refuse_callers(module, region.path)
-        output = run_modules(region, self.original, module, self.applied.settings, args, kwargs)
+        output = self._explained(*args, **kwargs)
         if watch.waits and region.stats.calls:  # 0 if this call ran without checkpointing
             watch.saw(region.path, region.group.table, region.stats)
         return output
+
+    def _explained(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the region; an out-of-memory error gets an explanation."""
+        watch = self.applied.settings.watch
+        if watch is not None and not self.region.stats.calls:
+            watch.begin()
+        try:
+            return self._call(*args, **kwargs)
+        except RuntimeError as error:
+            if watch is not None:
+                watch.explain(error, self.region.path, (self.module,), in_backward=False)
+            raise
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        return run_modules(self.region, self.original, self.module, self.applied.settings, args, kwargs)
 
 
 def ours_on(module: nn.Module) -> InstalledForward | TrackedForward | None:
@@ -196,11 +212,13 @@ def ours_on(module: nn.Module) -> InstalledForward | TrackedForward | None:
     return owner if isinstance(owner, (InstalledForward, TrackedForward)) else None
 
 
-def install(pairs: Sequence[tuple[Block, RegionGroup]], applied: Applied) -> None:
+def install(
+    pairs: Sequence[tuple[Block, RegionGroup]], applied: Applied, forward: type[RegionForward] = RegionForward
+) -> None:
     """Install a region on each block; the caller has checked that none is installed yet."""
     track_modules([block.module for block, _ in pairs])
     for block, group in pairs:
-        set_forward(block.module, RegionForward(block, group, applied))
+        set_forward(block.module, forward(block, group, applied))
 
 
 def track_modules(blocks: Sequence[nn.Module]) -> None:

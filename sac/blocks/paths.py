@@ -9,7 +9,7 @@ wrapping, and a wrapped module is represented by the innermost module, whose for
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from torch import nn
@@ -133,3 +133,38 @@ def _look_through(raw: str, path: str, module: nn.Module) -> Node:
         wrappers.append((raw, module))
         raw, module = join(raw, name), held
     return Node(raw, path, module, tuple(wrappers))
+
+
+# -- Common names of several paths
+
+
+def group_label(paths: Iterable[str]) -> str:
+    """Return a common name for paths that differ in one number: ``model.layers.0-31 (x32)``, ``layers.0,2,4 (x3)``."""
+    paths = list(paths)
+    if len(paths) == 1:
+        return paths[0] or "(model)"
+    split = [path.split(".") for path in paths]
+    parts_that_differ = [
+        index for index in range(len(split[0])) if len({part[index] for part in split if index < len(part)}) > 1
+    ]
+    same_length = len({len(part) for part in split}) == 1
+    if (
+        not same_length
+        or len(parts_that_differ) != 1
+        or not all(part[parts_that_differ[0]].isdigit() for part in split)
+    ):
+        return f"{paths[0]}, … (x{len(paths)})"
+    numbers = sorted(int(part[parts_that_differ[0]]) for part in split)
+    joined = [*split[0]]
+    joined[parts_that_differ[0]] = _ranges(numbers)
+    return f"{'.'.join(joined)} (x{len(paths)})"
+
+
+def _ranges(numbers: list[int]) -> str:
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)

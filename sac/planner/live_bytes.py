@@ -7,6 +7,7 @@ import weakref
 from bisect import bisect_left
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,15 +42,20 @@ _PACKS_BYTES = "aten::mkldnn_rnn_layer"
 class KernelWorkspace:
     """Records the level of live bytes at which ops run, and computes the peak of each phase with their workspace."""
 
-    def __init__(self) -> None:
-        self._ops: dict[Hashable, tuple[Any, Any, Any]] = {}
-        self._sizes: dict[Hashable, int] = {}  # peak bytes of the op while it runs, results included
+    def __init__(self, like: KernelWorkspace | None = None) -> None:
+        # ``like``: a workspace whose measurements are shared.
+        self._ops: dict[Hashable, tuple[Any, Any, Any]] = {} if like is None else like._ops
+        # Peak bytes of the op while it runs, results included.
+        self._sizes: dict[Hashable, int] = {} if like is None else like._sizes
         self._levels: dict[Hashable, int] = {}  # of the current phase of the step
 
-    def saw(self, func: Any, args: Any, kwargs: Any, before: int) -> None:
-        """Record an op that began with ``before`` live bytes; raises ``PlanError`` if its buffer sizes are unknown."""
+    def saw(self, func: Any, args: Any, kwargs: Any, before: int) -> Hashable:
+        """Record an op that began with ``before`` live bytes, and return its key; None for a view.
+
+        Raises ``PlanError`` if its buffer sizes are unknown.
+        """
         if func.is_view:
-            return
+            return None
         if func.name() == _PACKS_BYTES:
             found = "how many bytes its kernel packs for backward is not known, so the peak cannot be computed"
             raise PlanError(Problem(op_name(func), found, fix="use mode: full, or a policy by hand"))
@@ -58,6 +64,7 @@ class KernelWorkspace:
         if key not in self._ops:
             self._ops[key] = func, *metas
         self._levels[key] = max(before, self._levels.get(key, 0))
+        return key
 
     def cut(self) -> dict[Hashable, int]:
         """End a phase of the step and return the levels of its ops."""
@@ -68,6 +75,10 @@ class KernelWorkspace:
         """Return the peak of a phase that ran ops at these levels."""
         self._measure()
         return max((level + self._sizes[key] for key, level in levels.items()), default=0)
+
+    def bytes_of(self, key: Hashable) -> int:
+        """Return the peak bytes of an op while it runs, results included; known once a peak has been computed."""
+        return self._sizes[key]
 
     def _measure(self) -> None:
         waiting = [key for key in self._ops if key not in self._sizes]
@@ -144,10 +155,11 @@ class Ledger(BareMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = 0
         self.peak = 0  # since the last reset
-        self._block = block_bytes
+        self.block_bytes = block_bytes
         self.workspace = workspace
+        self.on_host = on_host
         self._numbers = _Numbers(self) if on_host else None
-        self._fakes = fakes or FakeOpCache()
+        self.fakes = fakes or FakeOpCache()
         self._storages: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._zeros = 0  # address of the storage that the last op filled with zeros
 
@@ -166,6 +178,9 @@ class Ledger(BareMode):
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
         STORAGE_WATCHERS.remove(self.note_unseen)
         super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def reached(self, part: str) -> None:
+        """A part of the step begins (forward, backward), or the step has ended; for ledgers that keep a log."""
 
     def note_unseen(self, storage: torch.UntypedStorage) -> None:
         """Count a storage that was not made by an op."""
@@ -191,7 +206,7 @@ class Ledger(BareMode):
         self.peak = max(self.peak, self.live)
 
     def _size(self, storage: torch.UntypedStorage) -> int:
-        return -(-storage.nbytes() // self._block) * self._block
+        return -(-storage.nbytes() // self.block_bytes) * self.block_bytes
 
     @property
     def _resized(self) -> Callable[[torch.UntypedStorage, int], Any]:
@@ -200,15 +215,18 @@ class Ledger(BareMode):
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
             out = resize(storage, size)
-            found = ledger._storages.get(storage._cdata)
-            if found is not None:
-                now = ledger._size(storage)
-                ledger._storages[storage._cdata] = found[0], now
-                ledger.live += now - found[1]
-                ledger.peak = max(ledger.peak, ledger.live)
+            if storage._cdata in ledger._storages:
+                ledger._has_resized(storage._cdata, ledger._size(storage))
             return out
 
         return resized
+
+    def _has_resized(self, key: int, size: int) -> None:
+        """Count a known storage with its new size."""
+        found = self._storages[key]
+        self._storages[key] = found[0], size
+        self.live += size - found[1]
+        self.peak = max(self.peak, self.live)
 
     def _freed(self, key: int) -> Callable[[Any], None]:
         mine = weakref.ref(self)
@@ -223,7 +241,7 @@ class Ledger(BareMode):
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         if _GROUPED is not None and func is _GROUPED.default and isinstance(args[0], FakeTensor):
             return _run_grouped(args, kwargs)
-        return self._fakes.run(func, args, kwargs)
+        return self.fakes.run(func, args, kwargs)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and type(args[0]) is FakeTensor and not args[0].fake_mode.in_kernel_invocation:
@@ -245,6 +263,16 @@ class Ledger(BareMode):
         if torch.Tag.nondeterministic_seeded in func.tags and _would_draw(func, args, kwargs or {}, out):
             torch.empty(1).uniform_()  # nothing is drawn without data; advance the generator's state visibly
         return out
+
+
+_CUDA_BLOCK = 512  # bytes; torch's caching allocator rounds sizes up to a multiple of this
+
+
+def ledgers_of(*, on_cpu: bool) -> Callable[[], Ledger]:
+    """Return a function that makes ledgers for steps on a CPU or a GPU; they share what they learn about ops."""
+    return partial(
+        Ledger, 1 if on_cpu else _CUDA_BLOCK, KernelWorkspace() if on_cpu else None, FakeOpCache(), on_host=on_cpu
+    )
 
 
 _DEVICE, _STRIDED = torch.ops.prim.device.default, torch.strided

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sac.errors import PlanError, Problem
@@ -11,6 +11,7 @@ from sac.planner.choices import NONE, Choice, policy_for
 from sac.planner.devices import Device
 from sac.planner.layers import BudgetTooSmallError
 from sac.planner.memory import Moment
+from sac.planner.peak import PeakBreakdown
 from sac.planner.profile import RegionProfile
 from sac.planner.search import Planner, Point
 from sac.policy.model import Policy
@@ -40,6 +41,7 @@ class Plan:
     baselines: tuple[Point, ...] = ()
     curve: tuple[Point, ...] = ()
     notes: tuple[str, ...] = ()
+    explained: tuple[PeakBreakdown, ...] = ()  # if asked for: the peak of the plan, and of the choice with the least
 
 
 def make_plan(
@@ -73,6 +75,19 @@ def make_plan(
         planner.device, planner.step.static, planner.step.extra, planner.engine, planner.groups, planner.step.paths,
         planner.times, notes=tuple(notes),
     )  # fmt: skip
+
+
+def explained(planner: Planner, made: Plan) -> Plan:
+    """Return the plan with what is alive at its peak, and at the least peak that was found if that is lower."""
+    planner.progress(0, 3, "the least peak")
+    planner.run(planner.least().choice)
+    least = min(planner.records, key=lambda choice: planner.point("least", choice).peak)
+    planner.progress(1, 3, "what is alive at the peak")
+    found = [planner.explain(made.point.choice, made.point.label)]
+    if planner.point("least", least).peak < made.point.peak:
+        planner.progress(2, 3, "what is alive at the least peak")
+        found.append(planner.explain(least, "least"))
+    return replace(made, explained=tuple(found))
 
 
 def _fitting(planner: Planner, budget: int, least: Point, *, same_layers: bool) -> tuple[int, ...]:

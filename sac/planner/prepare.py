@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,9 +17,8 @@ from sac.planner.budget import optimizer_bytes
 from sac.planner.choices import NONE, Choice
 from sac.planner.cost import Calibration, entry_times
 from sac.planner.devices import Device, device_at_hand, device_named
-from sac.planner.fake_op_cache import FakeOpCache
 from sac.planner.fakes import Inputs, call, fake_copy, fake_inputs, fake_mode, real_copy
-from sac.planner.live_bytes import KernelWorkspace, Ledger
+from sac.planner.live_bytes import ledgers_of
 from sac.planner.memory import StepModel
 from sac.planner.pareto import Engine, SaveOption, pareto, recomputed
 from sac.planner.profile import RegionProfile
@@ -59,10 +57,7 @@ def prepare(
         raise PlanError(Problem("loss_fn", f"a {type(loss_fn).__name__} cannot be called", "a function of the output"))
     figures = figures_of(model, device)
     told = progress or (lambda done, total, label: None)
-    on_cpu = figures.name == "cpu"
-    ledger = partial(
-        Ledger, 1 if on_cpu else _CUDA_BLOCK, KernelWorkspace() if on_cpu else None, FakeOpCache(), on_host=on_cpu
-    )
+    ledger = ledgers_of(on_cpu=figures.name == "cpu")
     told(0, 4, "copying the model")
     mode = fake_mode()
     copied = real_copy(model) if real else fake_copy(model, mode)
@@ -116,9 +111,6 @@ def prepare(
     )
     planner.measure()
     return planner
-
-
-_CUDA_BLOCK = 512  # bytes; torch's caching allocator rounds sizes up to a multiple of this
 
 
 def pricing_engine(engine: str) -> Engine:

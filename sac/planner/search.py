@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from sac.blocks.applying import apply
-from sac.blocks.find import Block
+from sac.blocks.find import Block, find_blocks
 from sac.blocks.install import regions_of, remove, take_off
 from sac.blocks.paths import parts_of
 from sac.errors import SacWarning
@@ -21,8 +21,10 @@ from sac.planner.fakes import Inputs
 from sac.planner.layers import BudgetTooSmallError, assign, assign_alike
 from sac.planner.live_bytes import Ledger
 from sac.planner.memory import StepModel
+from sac.planner.peak import IN_FLIGHT, OPTIMIZER, AliveRow, PeakBreakdown, explain, with_more
 from sac.planner.profile import RegionProfile
 from sac.planner.step import StepRecord, run_step
+from sac.planner.step_log import StepLog, inputs_among
 from sac.region.settings import NEVER
 
 # Note [The walk of a plan]
@@ -89,6 +91,38 @@ class Planner:
         """Run a step with this choice per position, and learn from it."""
         if choice in self.records:
             return self.records[choice]
+        with self._applied(choice):
+            record = self._step(self.ledger())
+        self.records[choice] = record
+        self.step.learn(record, choice)
+        return record
+
+    def explain(self, choice: tuple[int, ...], label: str) -> PeakBreakdown:
+        """Run a step with this choice once more, and return what is alive at its peak; see ``StepModel.peak_of``."""
+        with self._applied(choice, lists_ops=True):
+            found = explained_step(
+                self.model, self.inputs, self.ledger(), self.loss_fn, label, self.blocks, accumulates=self.accumulates
+            )
+        record = self.run(choice)
+        others = self.step.in_flight - 1
+        return with_more(
+            found,
+            (
+                AliveRow(OPTIMIZER, "(model)", "", "", 1, self.step.extra),
+                AliveRow(IN_FLIGHT, "(model)", "", "", others, others * (record.kept - record.static)),
+            ),
+        )
+
+    @property
+    def _modules(self) -> list[tuple[str, nn.Module]]:
+        return [(block.path, block.module) for block in self.blocks]
+
+    def _step(self, ledger: Ledger) -> StepRecord:
+        return run_step(self.model, self.inputs, self._modules, ledger, self.loss_fn, accumulates=self.accumulates)
+
+    @contextmanager
+    def _applied(self, choice: tuple[int, ...], *, lists_ops: bool = False) -> Iterator[None]:
+        """Apply the policy of a choice to the copy. ``lists_ops``: whether its regions list their ops."""
         policy = policy_for(self.profiles, self.choices, self.groups, self.step.paths, choice, "planned")
         plain = {
             path
@@ -103,16 +137,10 @@ class Planner:
                         for _, module in parts_of(block.module):
                             take_off(module)
                 for installed in regions_of(self.model):
-                    installed.region.group.lists_ops = False
-                modules = [(block.path, block.module) for block in self.blocks]
-                record = run_step(
-                    self.model, self.inputs, modules, self.ledger(), self.loss_fn, accumulates=self.accumulates
-                )
+                    installed.region.group.lists_ops = lists_ops
+                yield
             finally:
                 remove(self.model)
-        self.records[choice] = record
-        self.step.learn(record, choice)
-        return record
 
     def measure(self) -> None:
         """Run steps until each choice of each group has occurred in one; a step measures one choice per layer.
@@ -197,6 +225,28 @@ class Planner:
     def everywhere(self, pick: Callable[[int], int]) -> tuple[int, ...]:
         """Return the choice that gives each region the option that ``pick`` returns for its group."""
         return tuple(pick(group) for group in self.groups)
+
+
+def explained_step(
+    model: nn.Module,
+    inputs: Inputs,
+    ledger: Ledger,
+    loss_fn: Callable[[Any], Tensor] | None,
+    label: str,
+    blocks: Sequence[Block] | None = None,
+    *,
+    accumulates: bool = False,
+) -> PeakBreakdown:
+    """Run one step of ``model`` and return what is alive at its peak, counted as under ``ledger``.
+
+    ``blocks``: those of the model, found if None; for the other arguments see ``run_step``.
+    """
+    blocks = find_blocks(model) if blocks is None else blocks
+    modules = [(block.path, block.module) for block in blocks]
+    log = StepLog(ledger, model, modules, inputs_among(inputs))
+    with log.on_step():
+        run_step(model, inputs, modules, log, loss_fn, accumulates=accumulates)
+    return explain(log, model, blocks, label)
 
 
 def _spread(one: int, rounds: int, count: int) -> int:

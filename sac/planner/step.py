@@ -179,6 +179,7 @@ def run_step(
             stack.callback(module.register_forward_hook(marks.leave).remove)
         for _ in range(2 if warm_up else 1):
             marks.begin()
+            ledger.reached(FORWARD)
             torch.set_rng_state(state)
             with torch.enable_grad():
                 output = call(model, inputs)
@@ -186,8 +187,10 @@ def run_step(
             del output
             marks.cut(BETWEEN, len(marks.paths))
             kept = ledger.live
+            ledger.reached(BACKWARD)
             run_backward(model, loss)
             marks.cut(BETWEEN, 0)
+            ledger.reached(BETWEEN)
             del loss
             if not accumulates:
                 model.zero_grad(set_to_none=True)

@@ -278,6 +278,13 @@ class ReentrantFrame(RegionCall):
     def backward(self, grads: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
         """Run the region and its backward; return the gradients of the arguments that are the node's inputs."""
         self._check_backward()
+        try:
+            return self._again_and_backward(grads)
+        except RuntimeError as error:
+            self.explain(error)
+            raise
+
+    def _again_and_backward(self, grads: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
         last = not graph_is_retained()
         with self._lock:
             result, tensors, arrived = self._run_again()

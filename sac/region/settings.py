@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.utils.checkpoint
+from torch import nn
 
 from sac.config_keys import CONFIG_KEYS, DEFAULTS, StateProvider
 from sac.stores.store import InputStoring
@@ -16,6 +17,16 @@ from sac.torch_private import chosen_early_stop
 
 AUTO, RERUN, REPLAY = CONFIG_KEYS["engine"].words
 FIRST, ALWAYS, NEVER = CONFIG_KEYS["verify"].words
+
+
+class MemoryWatch(Protocol):
+    """Explains out-of-memory errors that pass through a region; see Note [Out of memory] in sac/blocks."""
+
+    def begin(self) -> None:
+        """A region runs for the first time."""
+
+    def explain(self, error: BaseException, path: str, owners: Sequence[nn.Module], *, in_backward: bool) -> None:
+        """Add an explanation to ``error`` if it is an out-of-memory error; never raises."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +37,7 @@ class Settings:
     it. ``trackers``: functions that return a tracker of named RNG states. ``generators``: restored in addition to the
     default ones. ``checks_metadata``: compare shape, dtype and device of the tensors that recomputation saves with
     those that forward saved. ``engine`` and ``verify``: how regions are recomputed, and when replayed and served values
-    are compared with those of the forward; see ``sac.recompute.replay``.
+    are compared with those of the forward; see ``sac.recompute.replay``. ``watch``: explains out-of-memory errors.
     """
 
     input_storing: InputStoring | None = None
@@ -40,6 +51,7 @@ class Settings:
     use_reentrant: bool = DEFAULTS["use_reentrant"]
     engine: str = DEFAULTS["engine"]
     verify: str = DEFAULTS["verify"]
+    watch: MemoryWatch | None = None
 
     @property
     def needs_frame(self) -> bool:

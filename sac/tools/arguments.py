@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import isfinite
 from pathlib import Path
 
@@ -120,8 +121,8 @@ def _check_model(arguments: argparse.Namespace) -> None:
 
 def _of_output(arguments: argparse.Namespace) -> list[Check]:
     checks: list[Check] = [] if arguments.json else [lambda: import_extra("rich", "tools")]
-    picture = getattr(arguments, "picture", None)
-    return [*checks, lambda: check_picture(picture)] if picture else checks
+    pictures = filter(None, (getattr(arguments, name, None) for name in ("picture", "explain")))
+    return [*checks, *(partial(check_picture, picture) for picture in pictures)]
 
 
 def _value_check(mode: str) -> Check:

@@ -52,24 +52,37 @@ def _trace(arguments: argparse.Namespace) -> int:
 def _compare(arguments: argparse.Namespace) -> int:
     from sac.tools.arguments import check_compare, modes_of, training_of
     from sac.tools.comparison import compare
-    from sac.tools.pictures import save_picture
+    from sac.tools.peak_table import print_explained
+    from sac.tools.pictures import save_peak_picture, save_picture
     from sac.tools.render import print_comparison, progress_bar
 
     check_compare(arguments)
     with progress_bar() as progress:
-        comparison = compare(lambda: _build(arguments), modes_of(arguments), training_of(arguments), progress=progress)
+        comparison = compare(
+            lambda: _build(arguments),
+            modes_of(arguments),
+            training_of(arguments),
+            explains=arguments.explain is not None,
+            progress=progress,
+        )
+    shown = [row.explained for row in comparison.rows if row.explained is not None]
     if arguments.json:
         _print_json(comparison.to_dict())
     else:
         print_comparison(comparison)
+        if shown:
+            least = min(shown, key=lambda one: one.peak_bytes)
+            print_explained(shown, shown, f"What lowers the peak of {least.label} where no policy does:")
     if arguments.picture:
         print(f"picture: {save_picture(comparison, arguments.picture)}", file=sys.stderr)
+    if arguments.explain and shown:
+        print(f"picture: {save_peak_picture(shown, comparison.model, arguments.explain)}", file=sys.stderr)
     return 1 if comparison.failed else 0
 
 
 def _plan(arguments: argparse.Namespace) -> int:
     from sac.tools.arguments import check_plan
-    from sac.tools.pictures import save_plan_picture
+    from sac.tools.pictures import save_peak_picture, save_plan_picture
     from sac.tools.plan_table import PlanRequest, plan_model, print_plan, save_policy
     from sac.tools.render import progress_bar
 
@@ -90,9 +103,11 @@ def _plan(arguments: argparse.Namespace) -> int:
             print(f"policy: {arguments.out}; try it: {_comparison(arguments)}")
         else:
             print(f"\n{text}", end="")
+    title = f"{planned.model}, {planned.inputs}"
     if arguments.picture:
-        title = f"{planned.model}, {planned.inputs}"
         print(f"picture: {save_plan_picture(planned.plan, title, arguments.picture)}", file=sys.stderr)
+    if arguments.explain:
+        print(f"picture: {save_peak_picture(planned.plan.explained, title, arguments.explain)}", file=sys.stderr)
     return 0
 
 
@@ -180,6 +195,11 @@ def _parser() -> argparse.ArgumentParser:
     how.add_argument("--check", action="store_true", help="only show whether there is one; exit with 1 if not")
     how.add_argument("--force", action="store_true", help="compile it even if there is one")
     native.set_defaults(command=_build_native)
+    for command in (compare, plan):
+        command.add_argument(
+            "--explain", nargs="?", const="", metavar="FILE",
+            help="also show what is alive at the peak, and why; save a picture of it over the step in FILE",
+        )  # fmt: skip
     for command in (check, trace, compare, plan):
         command.add_argument("--json", action="store_true", help="write the same as JSON to stdout")
     return parser

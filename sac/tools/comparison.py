@@ -21,6 +21,9 @@ from sac.blocks.stacks import find_stacks
 from sac.errors import ConfigError, Problem, SacError, nearest
 from sac.memory_timeline import MemoryTimeline, mark, measure_memory
 from sac.ops.flops import added_formulas
+from sac.planner.live_bytes import ledgers_of
+from sac.planner.peak import OPTIMIZER, UNSEEN, AliveRow, PeakBreakdown, with_more
+from sac.planner.search import explained_step
 from sac.tools.models import BuiltModel, Inputs
 from sac.torch_private import tree_map_only
 
@@ -42,6 +45,7 @@ class ModeResult:
     losses: tuple[float, ...] = ()  # one per step
     max_gradient_difference: float | None = None  # from `none`, after the first step's backward, over all parameters
     report: Mapping[str, Any] | None = None  # what sac itself reports as kept
+    explained: PeakBreakdown | None = None  # if asked for: what is alive at the peak, with what was there before
 
     @property
     def peak_bytes(self) -> int:
@@ -74,6 +78,7 @@ class ModeResult:
             "losses": list(self.losses),
             "max_gradient_difference": self.max_gradient_difference,
             "report": self.report,
+            "explained": None if self.explained is None else self.explained.to_dict(),
         }
 
 
@@ -216,6 +221,7 @@ class ModeRun:
         self._max_difference: float | None = None
         self._memory: MemoryTimeline | None = None
         self._region_kept_bytes: dict[str, int] = {}
+        self._explained: PeakBreakdown | None = None
 
     def attempt(self, part: Callable[[], None]) -> None:
         """Run a part of the measurement unless an earlier part failed; an error of sac becomes the row's text."""
@@ -276,6 +282,20 @@ class ModeRun:
             )
         self._optimizer.zero_grad(set_to_none=True)
 
+    def explain_peak(self) -> None:
+        """Run the step that ``measure_memory`` measured once more, and find out what is alive at its peak."""
+        assert self._memory is not None
+        model = self._live_model
+        inputs: Any = self._inputs(self._training.steps)
+        states = [one for state in self._optimizer.state.values() for one in state.values() if isinstance(one, Tensor)]
+        state_bytes = sum(state.untyped_storage().nbytes() for state in states)
+        ledger = ledgers_of(on_cpu=self._training.device == "cpu")()
+        found = explained_step(model, inputs, ledger, loss_of, self.mode, accumulates=True)
+        found = with_more(found, [AliveRow(OPTIMIZER, "(model)", "", "", len(states), state_bytes)])
+        missed = self._memory.peak_bytes - (found.peak_bytes - found.before_bytes)
+        unseen = AliveRow(UNSEEN, "(model)", "", "", 0, missed)
+        self._explained = with_more(found, [unseen], are_before=False)
+
     def result(self, baseline_flops: int | None) -> ModeResult:
         """Return the finished row."""
         if self.error or self._memory is None:
@@ -291,6 +311,7 @@ class ModeRun:
             losses=tuple(self._losses),
             max_gradient_difference=self._max_difference,
             report=None if self.mode == NONE else sac.report(self._live_model).to_dict(),
+            explained=self._explained,
         )
 
     @property
@@ -351,12 +372,14 @@ def compare(
     modes: Sequence[str],
     training: Training | None = None,
     *,
+    explains: bool = False,
     progress: Progress | None = None,
 ) -> Comparison:
     """Measure each of ``modes`` (config values: none, full, selective, a policy's name or file) on one model.
 
     ``none`` is always the first row: the others are measured against it, and it never goes through sac. A mode that sac
-    refuses keeps its row, with the error. ``progress`` is called with (passes done, total passes, current pass).
+    refuses keeps its row, with the error. ``explains``: find out what is alive at each peak, in one more step per mode.
+    ``progress`` is called with (passes done, total passes, current pass).
     """
     training = training or Training()
     built = build()
@@ -365,7 +388,7 @@ def compare(
     copies = [model, *(deepcopy(model) for _ in labels[1:])]
     runs = [ModeRun(label, copy, built.inputs_of_step, training) for label, copy in zip(labels, copies, strict=True)]
     del copies
-    advance = _counted(progress, len(runs) * (training.steps + 2))
+    advance = _counted(progress, len(runs) * (training.steps + 2 + explains))
     for run in runs[1:]:
         run.attempt(run.apply)
     _train(runs, training.steps, advance)
@@ -374,6 +397,9 @@ def compare(
         run.attempt(run.count_flops)
         advance(f"{run.mode}: memory")
         run.attempt(run.measure_memory)
+        if explains:
+            advance(f"{run.mode}: what is alive at the peak")
+            run.attempt(run.explain_peak)
     baseline_flops = None if runs[0].error else runs[0].step_flops
     rows = tuple(run.result(baseline_flops) for run in runs)
     parameters = sum(parameter.numel() for parameter in model.parameters())

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from sac.errors import ConfigError, Problem
 from sac.extras import import_extra
+from sac.planner.peak import CATEGORIES, PeakBreakdown
 from sac.planner.plan_file import Plan
 from sac.planner.search import Point
 from sac.planner.write_policy import seconds_text
@@ -83,6 +85,45 @@ def _describe(axes: Any, comparison: Comparison) -> None:
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     axes.legend(frameon=False, loc="upper left", fontsize=10)
+
+
+# -- The picture of an explanation: what is alive over the step, stacked; needs the ``tools`` extra
+
+# What no policy changes is grey, activations are coloured; one colour per category, in their order.
+_GREYS = ("#5A5A5A", "#6E6E6E", "#8A8A8A", "#A6A6A6", "#BDBDBD", "#D4D4D4")
+_BRIGHT = ("#0072B2", "#56B4E9", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#EEEEEE")
+_COLOUR_OF = dict(zip(CATEGORIES, (*_GREYS, *_BRIGHT), strict=True))
+
+
+def save_peak_picture(found: Sequence[PeakBreakdown], title: str, path: str | Path) -> Path:
+    """Draw what is alive over each step, stacked by category, and save it in the format of ``path``'s suffix."""
+    import_extra("matplotlib", "tools").use("agg")
+    pyplot = import_extra("matplotlib.pyplot", "tools")
+    size = 11, 1.5 + 3.5 * len(found)
+    figure, panels = pyplot.subplots(len(found), 1, figsize=size, layout="constrained", sharey=True, squeeze=False)
+    for axes, one in zip(panels[:, 0], found, strict=True):
+        _stack(axes, one)
+    panels[0, 0].set_title(f"{title}\n{panels[0, 0].get_title(loc='left')}", loc="left", fontsize=11)
+    return save_figure(figure, path)
+
+
+def _stack(axes: Any, found: PeakBreakdown) -> None:
+    curve = found.curve
+    layers = [[level[place] / MIB for level in curve.bytes] for place in range(len(curve.categories))]
+    colours = [_COLOUR_OF[name] for name in curve.categories]
+    axes.stackplot(curve.x, layers, labels=curve.categories, colors=colours, step="post", linewidth=0)
+    axes.plot([curve.peak_x], [found.peak_bytes / MIB], marker="v", markersize=8, color=COLOURS[0], clip_on=False)
+    axes.axvline(1, color="#BBBBBB", linewidth=1)
+    axes.set_xlim(0, 2)
+    axes.set_ylim(bottom=0)
+    axes.set_xticks([0.5, 1.5], ["forward", "backward"])
+    axes.tick_params(axis="x", length=0)
+    axes.set_ylabel("alive (MiB)")
+    axes.set_title(f"{found.label}: peak {bytes_text(found.peak_bytes)}, {found.moment}", loc="left", fontsize=11)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    handles, names = axes.get_legend_handles_labels()
+    axes.legend(handles[::-1], names[::-1], frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
 
 
 # -- The picture of a plan: recompute time over peak memory; needs the ``tools`` extra

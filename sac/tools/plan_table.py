@@ -20,7 +20,7 @@ from sac.planner.calibrate import calibrate
 from sac.planner.cost import Calibration, load_calibration, unpriced_ops
 from sac.planner.devices import Device, device_at_hand, device_named
 from sac.planner.fakes import Build, call, fake_build, fake_inputs, fake_mode
-from sac.planner.plan_file import Plan, make_plan
+from sac.planner.plan_file import Plan, explained, make_plan
 from sac.planner.planning import needs_lowering, planned
 from sac.planner.prepare import prepare
 from sac.planner.search import Point, Progress
@@ -29,6 +29,7 @@ from sac.planner.write_policy import forward_seconds, seconds_text, with_alterna
 from sac.policy.read import bytes_text
 from sac.tools.comparison import inputs_on, loss_of
 from sac.tools.models import BuiltModel, Inputs
+from sac.tools.peak_table import print_explained
 from sac.tools.render import flops_text, print_rows
 
 COLUMNS = ("", "peak", "kept", "recomputed", "time", "of forward", "fits", "")
@@ -51,6 +52,7 @@ class PlanRequest:
     fsdp: int | None = None
     accumulate: bool = False
     in_flight: int = 1
+    explain: str | None = None  # None: do not; otherwise where to save a picture, or empty
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,7 @@ class Planned:
             "baselines": [_point_dict(point, made) for point in made.baselines],
             "curve": [_point_dict(point, made) for point in made.curve],
             "notes": [*made.notes],
+            "explained": [one.to_dict() for one in made.explained],
             "policy": self.policy_text(),
         }
 
@@ -152,6 +155,8 @@ def _made(
             progress=progress,
         )
         made = make_plan(planner, budget, title=title, same_layers=request.same_layers)
+        if request.explain is not None:
+            made = explained(planner, made)
         made = with_alternatives(planner, made, same_layers=request.same_layers)
     unpriced = dict.fromkeys(op for profile in planner.profiles for op in unpriced_ops(profile))
     if not unpriced:
@@ -297,6 +302,13 @@ def print_plan(found: Planned) -> None:
     )
     for note in made.notes:
         print(f"note: {note}")
+    if made.explained:
+        least = made.explained[-1]
+        print_explained(
+            made.explained[:1],
+            made.explained,
+            f"Whatever these blocks save, the peak is at least {bytes_text(least.peak_bytes)}. What lowers it:",
+        )
 
 
 def _cells(point: Point, made: Plan) -> tuple[str, ...]:

@@ -93,7 +93,7 @@ def test_json_has_all_of_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     assert list(found) == [
         "model", "inputs", "made_by", "device", "engine", "torch", "budget_bytes", "least_peak_bytes",
         "most_peak_bytes", "static_bytes", "optimizer_bytes", "forward_s", "plan", "baselines", "curve", "notes",
-        "policy",
+        "explained", "policy",
     ]  # fmt: skip
     plan, baselines = found["plan"], found["baselines"]
     assert isinstance(plan, dict)

@@ -32,8 +32,8 @@ LAYERS = (
     {"tools"},
 )
 RANKS = {unit: rank for rank, layer in enumerate(LAYERS) for unit in layer}
-FACE = ("apply", "remove", "load_policy", "context_fn", "checkpoint", "report", "plan")
-TO_COME = ("trace", "compare", "watch")
+FACE = ("apply", "remove", "load_policy", "context_fn", "checkpoint", "report", "plan", "watch")
+TO_COME = ("trace", "compare")
 
 
 def unit_of(parts: tuple[str, ...]) -> str:

@@ -1,0 +1,440 @@
+"""What is alive at the peak of a step, by category, module, op and rule, and what would lower the peak."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from sac.blocks.find import Block
+from sac.blocks.install import regions_of
+from sac.blocks.paths import group_label
+from sac.planner.step_log import (
+    BUFFER,
+    FORWARD,
+    GRADIENT,
+    IN_BACKWARD,
+    INPUT,
+    PARAMETER,
+    RECOMPUTED,
+    STATE,
+    STATIC,
+    Event,
+    Made,
+    Origin,
+    Ran,
+    Resized,
+    StepLog,
+)
+from sac.policy.read import bytes_text
+from sac.recompute.op_trace import OpTraceRow
+
+# -- Categories
+
+PARAMETERS = "parameters"
+GRADIENTS = "gradients"
+OPTIMIZER = "optimizer state"
+BUFFERS = "buffers and inputs"
+GATHERED = "gathered parameters"
+ACTIVATIONS = "activations"
+RECOMPUTED_ACTIVATIONS = "recomputed activations"
+OTHER_ACTIVATIONS = "activations outside of blocks"
+HEAD = "logits and loss"
+TEMPORARIES = "temporaries of backward"
+WORKSPACE = "results and workspace of the running op"
+IN_FLIGHT = "other micro-batches in flight"
+UNSEEN = "not seen by the explanation"
+CATEGORIES = (
+    PARAMETERS, BUFFERS, OPTIMIZER, GRADIENTS, GATHERED, IN_FLIGHT, ACTIVATIONS, OTHER_ACTIVATIONS, HEAD,
+    RECOMPUTED_ACTIVATIONS, TEMPORARIES, WORKSPACE, UNSEEN,
+)  # fmt: skip
+
+_OF_STATIC = {
+    PARAMETER: PARAMETERS,
+    GRADIENT: GRADIENTS,
+    STATE: OPTIMIZER,
+    BUFFER: BUFFERS,
+    INPUT: BUFFERS,
+}
+
+# Why an activation is alive, if it is not a rule.
+NO_CHECKPOINTING = "no checkpointing"
+BLOCK_INPUT = "input of a block"
+RUNNING = "the block is running"
+HELD = "the block's backward"  # or its recomputation: what it reads besides what a rule saves
+
+# What lowers the bytes of a category where no policy does.
+REMEDIES: Mapping[str, str] = {
+    PARAMETERS: "shard them (`sac plan --fsdp N`), hold them in a narrower dtype, or train adapters on frozen weights",
+    GRADIENTS: "shard them (`sac plan --fsdp N`), or let the optimizer step in backward, so that each is freed at once",
+    OPTIMIZER: "shard it (`sac plan --fsdp N`), or use an optimizer with less state (8 bits, or factored)",
+    BUFFERS: "a smaller batch, with more accumulation steps",
+    GATHERED: "shard in smaller units: call fully_shard on smaller modules",
+    OTHER_ACTIVATIONS: "a smaller batch, with more accumulation steps",
+    HEAD: "a chunked or fused loss, which never holds all logits at once; or a smaller batch, with more accumulation "
+    "steps",
+    RECOMPUTED_ACTIVATIONS: "smaller regions (`granularity: submodule`), or a smaller batch",
+    TEMPORARIES: "a smaller batch, with more accumulation steps",
+    WORKSPACE: "a smaller batch, or another kernel for this op",
+    IN_FLIGHT: "fewer micro-batches in flight, or smaller ones",
+}
+_WORTH_SAYING = 0.1  # of the peak
+
+
+# -- The breakdown of a peak
+
+
+@dataclass(frozen=True, slots=True)
+class AliveRow:
+    """Tensors that are alive at the peak for the same reason: their number, and the bytes of their storages.
+
+    ``where``: the module or parameter, for all blocks of a stack at once. ``op``: the op that made them; empty for what
+    exists before the step. ``kept_by``: what holds an activation: ``rule …``, ``must-save``, or another reason; empty
+    for other categories. ``is_choice``: whether a policy decides on these bytes.
+    """
+
+    category: str
+    where: str
+    op: str
+    kept_by: str
+    count: int
+    bytes: int
+    is_choice: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Live bytes per category over the step: ``bytes[i]`` has one number per category of ``categories``, at ``x[i]``.
+
+    ``x`` is 0 to 1 in the forward and 1 to 2 in the backward, by the number of events.
+    """
+
+    categories: tuple[str, ...]
+    x: tuple[float, ...]
+    bytes: tuple[tuple[int, ...], ...]
+    peak_x: float
+
+
+@dataclass(frozen=True, slots=True)
+class PeakBreakdown:
+    """What is alive at the peak of one step; the bytes of ``rows`` sum to ``peak_bytes``.
+
+    ``label`` names the mode or plan, ``moment`` says when the peak is. ``before_bytes``: how many of the bytes were
+    there before the step.
+    """
+
+    label: str
+    moment: str
+    peak_bytes: int
+    before_bytes: int
+    rows: tuple[AliveRow, ...]
+    curve: Curve = field(repr=False)
+
+    def by_category(self) -> dict[str, int]:
+        """Return the bytes of each category that has any, largest first."""
+        found: dict[str, int] = {}
+        for row in self.rows:
+            found[row.category] = found.get(row.category, 0) + row.bytes
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+    @property
+    def choice_bytes(self) -> int:
+        """The bytes on which a policy decides: activations that it could recompute instead."""
+        return sum(row.bytes for row in self.rows if row.is_choice)
+
+    def remedies(self) -> tuple[str, ...]:
+        """Return what lowers the categories that make up much of the peak and on which no policy decides."""
+        least = _WORTH_SAYING * self.peak_bytes
+        return tuple(
+            f"{category}, {bytes_text(count)}: {REMEDIES[category]}"
+            for category, count in self.by_category().items()
+            if category in REMEDIES and count >= least
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the breakdown as plain values, without the curve of the picture."""
+        return {
+            "label": self.label,
+            "moment": self.moment,
+            "peak_bytes": self.peak_bytes,
+            "before_bytes": self.before_bytes,
+            "choice_bytes": self.choice_bytes,
+            "categories": self.by_category(),
+            "rows": [asdict(row) for row in self.rows],
+            "remedies": [*self.remedies()],
+        }
+
+
+def with_more(found: PeakBreakdown, rows: Sequence[AliveRow], *, are_before: bool = True) -> PeakBreakdown:
+    """Return the breakdown with more rows, of bytes that the logged step does not contain and that never change.
+
+    ``are_before``: whether they are there before the step.
+    """
+    more = [row for row in rows if row.bytes]
+    count = sum(row.bytes for row in more)
+    return replace(
+        found,
+        peak_bytes=found.peak_bytes + count,
+        before_bytes=found.before_bytes + (count if are_before else 0),
+        rows=_sorted((*found.rows, *more)),
+        curve=_raised(found.curve, more),
+    )
+
+
+def _raised(curve: Curve, more: Sequence[AliveRow]) -> Curve:
+    names = tuple(name for name in CATEGORIES if name in curve.categories or any(row.category == name for row in more))
+    added = {name: sum(row.bytes for row in more if row.category == name) for name in names}
+    levels = []
+    for level in curve.bytes:
+        known = dict(zip(curve.categories, level, strict=True))
+        levels.append(tuple(known.get(name, 0) + added[name] for name in names))
+    return replace(curve, categories=names, bytes=tuple(levels))
+
+
+def _sorted(rows: Sequence[AliveRow]) -> tuple[AliveRow, ...]:
+    return tuple(sorted(rows, key=lambda row: (-row.bytes, row.category, row.where, row.op, row.kept_by)))
+
+
+# -- From the log of a step to the breakdown
+
+
+def explain(log: StepLog, model: nn.Module, blocks: Sequence[Block], label: str) -> PeakBreakdown:
+    """Return what is alive at the peak of the step in ``log``; the regions of that step are still on ``model``.
+
+    ``blocks`` are the blocks of ``model`` by which rows are named.
+    """
+    peak, stop, op = _peak_of(log)
+    at = op.origin if op is not None else _made_last(log, stop)
+    sorting = _Sorting(log, model, blocks, at)
+    merged: dict[_Key, list[tuple[str, int]]] = {}  # -> block and bytes of each storage
+    before = 0
+    for made, size in _alive_at(log, stop):
+        before += size if made.origin.part == STATIC else 0
+        key, block = sorting.key_of(made)
+        merged.setdefault(key, []).append((block, size))
+    if op is not None:
+        key, block = sorting.key_of(Made(-1, 0, op.origin))
+        merged[replace(key, category=WORKSPACE)] = [(block, log.workspace_bytes(op.key))]
+    rows = []
+    for key, members in merged.items():
+        where = sorting.named(key.inside, {block for block, _ in members})
+        count = sum(size for _, size in members)
+        rows.append(AliveRow(key.category, where, key.op, key.kept_by, len(members), count, key.is_choice))
+    found = _sorted([row for row in rows if row.bytes])
+    assert sum(row.bytes for row in found) == peak, "what is alive sums to the peak"
+    return PeakBreakdown(label, sorting.moment(), peak, before, found, _curve(log, sorting, stop))
+
+
+def _peak_of(log: StepLog) -> tuple[int, int, Ran | None]:
+    """Return the highest level, the number of events before it, and the op that was running, if there was one."""
+    sizes: dict[int, int] = {}
+    levels = [0]
+    live = peak = stop = 0
+    running: Ran | None = None
+    for index, event in enumerate(log.events):
+        if isinstance(event, Ran):
+            level = levels[event.begin] + log.workspace_bytes(event.key)
+            if level > peak:
+                peak, stop, running = level, event.begin, event
+        else:
+            live += event.bytes - sizes.get(event.storage, 0)
+            sizes[event.storage] = event.bytes
+            if live > peak:
+                peak, stop, running = live, index + 1, None
+        levels.append(live)
+    return peak, stop, running
+
+
+def _alive_at(log: StepLog, stop: int) -> list[tuple[Made, int]]:
+    """Return the storages that are alive after ``stop`` events, each with its size then."""
+    alive: dict[int, tuple[Made, int]] = {}
+    for event in log.events[:stop]:
+        if isinstance(event, Made):
+            alive[event.storage] = event, event.bytes
+        elif isinstance(event, Resized):
+            if event.is_freed:
+                del alive[event.storage]
+            else:
+                alive[event.storage] = alive[event.storage][0], event.bytes
+    return [*alive.values()]
+
+
+def _made_last(log: StepLog, stop: int) -> Origin:
+    return next((event.origin for event in reversed(log.events[:stop]) if isinstance(event, Made)), Origin(STATIC))
+
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    """The row of a storage: ``inside`` is the path of its module or parameter in its block of ``stack``."""
+
+    category: str
+    stack: str
+    inside: str
+    op: str
+    kept_by: str = ""
+    is_choice: bool = False
+
+
+class _Sorting:
+    """Sorts storages into categories and rows. ``at``: what was being made at the peak."""
+
+    def __init__(self, log: StepLog, model: nn.Module, blocks: Sequence[Block], at: Origin) -> None:
+        self._log = log
+        self._at = at
+        self._blocks = {block.path: block for block in blocks}
+        regions = [one.region for one in regions_of(model)]
+        self._regions = {region.path: _decisions(region.group.op_trace) for region in regions}
+        self._resized = {e.storage for e in log.events if isinstance(e, Resized) and not e.is_freed}
+
+    def key_of(self, made: Made) -> tuple[_Key, str]:
+        """Return the row of a storage, and the path of its block."""
+        origin = made.origin
+        category = self.category_of(made)
+        module, op, kept_by, choice = origin.module, origin.op, "", False
+        if category == ACTIVATIONS:
+            kept_by, choice = self._kept_by(origin, made.storage)
+        elif category == GRADIENTS:
+            module, op = self._log.gradients.get(made.storage, module), ""
+        elif origin.part == STATIC:
+            op = ""
+        block = self._block_of(module)
+        # A policy moves activations: parameters and gradients of a block are one row.
+        inside = "" if category in (PARAMETERS, GRADIENTS) and block else module[len(block) :].lstrip(".")
+        stack = self._blocks[block].stack if block else ""
+        return _Key(category, stack, inside, op, kept_by, choice), block
+
+    def category_of(self, made: Made) -> str:
+        """Return the category of a storage."""
+        origin = made.origin
+        if made.storage in self._log.gradients:
+            return GRADIENTS
+        if origin.part == STATIC:
+            return _OF_STATIC.get(origin.op, BUFFERS)
+        if made.storage in self._resized or origin.op.startswith("fsdp."):
+            return GATHERED
+        if not origin.block and origin.blocks_before == self._log.calls:
+            return HEAD
+        if origin.part == RECOMPUTED:
+            return RECOMPUTED_ACTIVATIONS
+        if origin.part == IN_BACKWARD:
+            return TEMPORARIES
+        if origin.block or made.storage in self._log.block_inputs:
+            return ACTIVATIONS
+        return OTHER_ACTIVATIONS
+
+    def _kept_by(self, origin: Origin, storage: int) -> tuple[str, bool]:
+        """Return what keeps an activation of a block, and whether a policy decides on it."""
+        if storage in self._log.block_inputs:  # every policy needs it
+            return BLOCK_INPUT, False
+        if self._at.part == FORWARD and self._at.block == origin.block != "":
+            return RUNNING, False
+        region = self._region_of(origin.module) if origin.block else None
+        if region is None:
+            return NO_CHECKPOINTING, True
+        inside = origin.module[len(region) :].lstrip(".")
+        row = _decision_on(self._regions[region], inside, origin)
+        if row is None or row.decision != "save":
+            return HELD, False
+        return row.reason, row.reason != "must-save"
+
+    def _region_of(self, path: str) -> str | None:
+        return next((up for up in _paths_up(path) if up in self._regions), None)
+
+    def _block_of(self, path: str) -> str:
+        return next((up for up in _paths_up(path) if up in self._blocks), "")
+
+    def named(self, inside: str, paths: set[str]) -> str:
+        """Return the name of a row that is ``inside`` of these blocks (empty: of the model)."""
+        ordered = [path for path in self._blocks if path in paths]
+        label = group_label(ordered).rpartition(" (x")[0] or ordered[0] if ordered else ""
+        return ".".join(part for part in (label, inside) if part) or "(model)"
+
+    def moment(self) -> str:
+        """Return when the peak is, as text."""
+        origin = self._at
+        where = origin.module or "the model"
+        part = {FORWARD: "forward", RECOMPUTED: "backward, while it is recomputed,", IN_BACKWARD: "backward"}
+        if origin.part == STATIC:
+            return "before the step"
+        if origin.part == FORWARD and not origin.block and origin.blocks_before == self._log.calls:
+            return f"after the last block, in {where}" + (f" ({short_op(origin.op)})" if origin.op else "")
+        return f"in the {part[origin.part]} of {where}" + (f" ({short_op(origin.op)})" if origin.op else "")
+
+
+def _decisions(rows: Sequence[OpTraceRow]) -> dict[tuple[str, str, int], OpTraceRow]:
+    return {(row.module, row.op, row.call): row for row in rows}
+
+
+def _decision_on(rows: dict[tuple[str, str, int], OpTraceRow], inside: str, origin: Origin) -> OpTraceRow | None:
+    """Return the decision on an op of a region: its own, or that on a module that is saved as a whole around it."""
+    found = rows.get((inside, origin.op, origin.call))
+    if found is not None:
+        return found
+    whole = {module: row for (module, op, _), row in rows.items() if op.startswith("module ")}
+    return next((whole[up] for up in _paths_up(inside) if up in whole), None)
+
+
+def _paths_up(path: str) -> Iterator[str]:
+    """Yield a path and the paths of what is around it, the model's last."""
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
+    yield ""
+
+
+def short_op(op: str) -> str:
+    """Return the name of an op without namespace and default overload, as tables show it."""
+    return op.removeprefix("aten.").removesuffix(".default")
+
+
+# -- The curve over the step
+
+_BINS = 400  # per pass
+
+
+def _curve(log: StepLog, sorting: _Sorting, stop: int) -> Curve:
+    """Return the live bytes per category over the step: of the events in each bin, the highest level."""
+    begin = next((index for index, event in enumerate(log.events) if _starts_step(event)), 0)
+    forward = max(1, log.backward_begins - begin)
+    backward = max(1, log.ends - log.backward_begins)
+
+    def x_of(index: int) -> float:
+        done = index - log.backward_begins
+        return (index - begin) / forward if done < 0 else 1 + done / backward
+
+    sizes: dict[int, tuple[int, int]] = {}  # place of the category, bytes
+    live = [0] * len(CATEGORIES)
+    levels: list[tuple[int, ...]] = []  # before each event
+    best: dict[int, tuple[float, tuple[int, ...]]] = {}
+    for index, event in enumerate(log.events[: log.ends]):
+        levels.append(tuple(live))
+        if isinstance(event, Ran):
+            level = [*levels[event.begin]]
+            level[_WORKSPACE] += log.workspace_bytes(event.key)
+        else:
+            if isinstance(event, Made):
+                sizes[event.storage] = CATEGORIES.index(sorting.category_of(event)), 0
+            place, size = sizes[event.storage]
+            sizes[event.storage] = place, event.bytes
+            live[place] += event.bytes - size
+            level = live
+        at = int(x_of(index) * _BINS)
+        if index >= begin and (at not in best or sum(level) > sum(best[at][1])):
+            best[at] = x_of(index), tuple(level)
+    points = [best[at] for at in sorted(best)]
+    places = [place for place in range(len(CATEGORIES)) if any(level[place] for _, level in points)]
+    return Curve(
+        tuple(CATEGORIES[place] for place in places),
+        tuple(x for x, _ in points),
+        tuple(tuple(level[place] for place in places) for _, level in points),
+        x_of(stop),
+    )
+
+
+_WORKSPACE = CATEGORIES.index(WORKSPACE)
+
+
+def _starts_step(event: Event) -> bool:
+    return not isinstance(event, Resized) and event.origin.part != STATIC
