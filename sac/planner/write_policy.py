@@ -26,6 +26,7 @@ from sac.planner.search import Planner, Point
 from sac.policy.dump import dump_policy
 from sac.policy.model import Rule
 from sac.policy.read import bytes_text
+from sac.tables import seconds_text
 
 # -- Alternatives to a plan: hand-chosen baselines, and the curve of plans
 
@@ -217,8 +218,3 @@ def _names(rule: Rule, profile: RegionProfile, number: int) -> bool:
     entry = profile.entries[number]
     at_module = rule.module is None or rule.module.matches(entry.module)
     return entry.op in rule.ops and at_module and (rule.call is None or rule.call.matches(entry.call))
-
-
-def seconds_text(seconds: float) -> str:
-    """Return a short time with three digits: ``0.0148 ms``, ``12.5 ms``, ``1.25 s``."""
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

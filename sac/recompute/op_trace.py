@@ -8,7 +8,7 @@ import logging
 import os
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -32,8 +32,10 @@ class OpTraceRow:
     ``bytes`` are those of an op's results, or everything that is kept of a module. ``flops`` come from torch's formulas
     (0: none known).
 
+    ``module`` is the module path relative to the region, and ``call`` counts the op's calls in that module from 0.
     ``decision`` is ``save`` or ``recompute``. ``reason`` says what decided: a rule's id, ``must-save``, ``default``, or
-    why the op cannot be saved.
+    why the op cannot be saved. ``region`` names the regions of the group (``model.layers.0-31 (x32)``), or one region
+    in the log; it is empty in the group's own record.
     """
 
     module: str
@@ -46,6 +48,7 @@ class OpTraceRow:
     flops: int
     shape: tuple[int, ...]
     dtype: str
+    region: str = ""
 
 
 class OpTraceRecorder:
@@ -230,7 +233,7 @@ def log_decisions(region: str, rows: Sequence[OpTraceRow]) -> None:
         return
     with open(value, "a", encoding="utf-8") as file:
         for row in rows:
-            file.write(json.dumps({"region": region, **asdict(row)}) + "\n")
+            file.write(json.dumps(asdict(replace(row, region=region))) + "\n")
 
 
 def _log_rows(region: str, rows: Sequence[OpTraceRow]) -> None:

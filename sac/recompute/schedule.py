@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from sac.ops.names import op_name
 from sac.recompute.op_trace import SavedFigures
 from sac.recompute.table import CallSite
 from sac.recompute.tape import Tape
@@ -185,6 +187,20 @@ class _Walk:
             written=frozenset(self._written),
             handles=frozenset(one.handle for one in wanted),
         )
+
+
+def calls_in(sites: Sequence[Any], schedule: ReplaySchedule) -> frozenset[tuple[str, str, int]]:
+    """Return the module, op and call of each entry of a tape that runs again; ``sites`` are those of all entries."""
+    runs, counts = {step.number for step in schedule.steps}, Counter[tuple[str, str]]()
+    found = set()
+    for number, site in enumerate(sites):
+        if type(site) is not CallSite:
+            continue
+        name = (site.path, op_name(site.op))
+        if number in runs:
+            found.add((*name, counts[name]))
+        counts[name] += 1
+    return frozenset(found)
 
 
 # -- Tape layouts

@@ -119,9 +119,8 @@ def _check_model(arguments: argparse.Namespace) -> None:
 
 
 def _of_output(arguments: argparse.Namespace) -> list[Check]:
-    checks: list[Check] = [] if arguments.json else [lambda: import_extra("rich", "tools")]
     picture = getattr(arguments, "picture", None)
-    return [*checks, lambda: check_picture(picture)] if picture else checks
+    return [lambda: check_picture(picture)] if picture else []
 
 
 def _value_check(mode: str) -> Check:

@@ -25,11 +25,12 @@ from sac.planner.planning import needs_lowering, planned
 from sac.planner.prepare import prepare
 from sac.planner.search import Point, Progress
 from sac.planner.sharding import fake_ranks, fsdp_over
-from sac.planner.write_policy import forward_seconds, seconds_text, with_alternatives, write_policy
+from sac.planner.write_policy import forward_seconds, with_alternatives, write_policy
 from sac.policy.read import bytes_text
+from sac.tables import flops_text, seconds_text
 from sac.tools.comparison import inputs_on, loss_of
 from sac.tools.models import BuiltModel, Inputs
-from sac.tools.render import flops_text, print_rows
+from sac.tools.render import print_rows
 
 COLUMNS = ("", "peak", "kept", "recomputed", "time", "of forward", "fits", "")
 _NUMBERS = ("peak", "kept", "recomputed", "time", "of forward")
