@@ -79,7 +79,9 @@ class Trace:
                 sums[row.reason] = sums.get(row.reason, 0) + (row.bytes if row.decision == "save" else 0)
             chart = bars([(reason, size, bytes_text(size)) for reason, size in sums.items() if size])
             totals = "<br>".join(map(escape, _totals(rows)))
-            parts.append(f"<p>{escape(region)}: bytes of saved results</p>{chart}{_decision_table(rows).html()}{totals}")
+            parts.append(
+                f"<p>{escape(region)}: bytes of saved results</p>{chart}{_decision_table(rows).html()}{totals}"
+            )
         return "".join([*parts, *(f"<p>{escape(line)}</p>" for line in _otherwise(self.alternatives))])
 
 
@@ -113,7 +115,8 @@ def _totals(rows: Sequence[OpTraceRow]) -> Iterator[str]:
     for decision in dict.fromkeys(row.decision for row in shown):
         decided = [row for row in shown if row.decision == decision]
         sizes = bytes_text(sum(row.bytes for row in decided))
-        yield f"{decision}: {count_text(len(decided), 'call')}, {sizes}, {flops_text(sum(row.flops for row in decided))}"
+        flops = flops_text(sum(row.flops for row in decided))
+        yield f"{decision}: {count_text(len(decided), 'call')}, {sizes}, {flops}"
     if len(shown) < len(rows):
         yield f"not shown: {count_text(len(rows) - len(shown), 'call')} without memory of their own; --json lists them"
 
@@ -334,7 +337,9 @@ class Report:
     def line(self) -> str:
         """Return the report in one line, for the log of a long run."""
         rules = {rule: size for rule, size in self.saved_bytes_by_rule().items() if size}
-        by_rule = ", ".join(f"{rule} {bytes_text(size)}" for rule, size in sorted(rules.items(), key=lambda one: -one[1]))
+        by_rule = ", ".join(
+            f"{rule} {bytes_text(size)}" for rule, size in sorted(rules.items(), key=lambda one: -one[1])
+        )
         inputs = f"inputs {bytes_text(self._input_bytes())}"
         count = count_text(sum(kind.count for kind in self.kinds), "region")
         engines = ", ".join(dict.fromkeys(kind.engine for kind in self.kinds if kind.engine))

@@ -66,12 +66,15 @@ def figures_at_hand(model: nn.Module) -> Device:
 
 
 def _of_group(group: RegionGroup, label: str, count: int, device: Device) -> Iterator[Alternative]:
-    again = group.replayed
-    if again is None:  # Python runs again, up to the last tensor that backward misses
+    if group.calls is not None:
+        again, freed = group.calls
+    else:  # Python runs again, up to the last tensor that backward misses
         last = max((number for number, row in enumerate(group.op_trace) if row.flops), default=0)
-        again = frozenset(_call(row) for row in group.op_trace[:last])
+        again, freed = frozenset(_call(row) for row in group.op_trace[:last]), frozenset()
     for row in group.op_trace:
-        if not row.bytes or not _is_open(row) or (row.decision == "recompute" and _call(row) not in again):
+        if not row.bytes or not _is_open(row) or _call(row) in freed:
+            continue
+        if row.decision == "recompute" and _call(row) not in again:
             continue
         if row.decision == "save" and not row.rule:
             continue  # by default: everything is
@@ -80,9 +83,7 @@ def _of_group(group: RegionGroup, label: str, count: int, device: Device) -> Ite
         if op_class(entry) == FREE:
             continue
         seconds = roofline(entry, device, PRIORS) * count
-        yield Alternative(
-            label, row.module, row.op, row.call, other, seconds, row.flops * count, row.bytes * count
-        )
+        yield Alternative(label, row.module, row.op, row.call, other, seconds, row.flops * count, row.bytes * count)
 
 
 def _is_open(row: OpTraceRow) -> bool:
@@ -95,5 +96,5 @@ def _call(row: OpTraceRow) -> tuple[str, str, int]:
 
 
 def _entry(row: OpTraceRow) -> Entry:
-    """Return the row as the planner prices it; the bytes that an op reads are not known, so that its time is a bound."""
+    """Return the row as the planner prices it; its reads are not known, so its time is a lower bound."""
     return Entry(0, row.module, row.op, row.call, (), (), flops=row.flops, moved_bytes=row.bytes, dtype=row.dtype)

@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 from sac.errors import listing, nearest
 from sac.policy.model import (
     ALTERNATE,
+    SCHEMA,
     Calls,
     Chunks,
     Decision,
@@ -661,7 +662,6 @@ def _read_signature(node: Node, findings: Findings) -> str:
 
 # -- Policy files, schema ``sac/v1``
 
-SCHEMA = "sac/v1"
 POLICY_KEYS = ("schema", "name", "extends", "models", "sets", "regions", "plan", "default", "rules")
 REGION_KEYS = ("blocks", "layers")
 _SET_NAME = re.compile(r"\w[\w-]*")

@@ -9,7 +9,7 @@ import os
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -111,6 +111,13 @@ class OpTraceRecorder:
         )
 
 
+class CallsOfTape(NamedTuple):
+    """Calls by module, op and number: those that replay runs again, and saved ones whose results were freed."""
+
+    replayed: frozenset[tuple[str, str, int]]
+    freed: frozenset[tuple[str, str, int]]
+
+
 def signature(rows: Iterable[OpTraceRow]) -> str:
     """Return a hash of a sequence of ops, independent of sizes and without views: sixteen hex digits."""
     text = "\n".join(f"{row.module} {row.op}" for row in rows if row.bytes)
@@ -168,12 +175,16 @@ class RegionStats:
 
 @dataclass(frozen=True, slots=True)
 class SavedFigures:
-    """What the state and the handles of one call keep, counted before anything is passed to outer hooks."""
+    """What the state and the handles of one call keep, counted before anything is passed to outer hooks.
+
+    ``freed``: values that were saved, and that backward can never read.
+    """
 
     saved_bytes: int
     dead_bytes: int
     by_rule: dict[int, int]
     hits: dict[int, int]
+    freed: frozenset[int] = frozenset()
 
 
 # -- Whether a region runs the ops that a plan was made for

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from sac.ops.names import op_name
-from sac.recompute.op_trace import SavedFigures
+from sac.recompute.op_trace import CallsOfTape, SavedFigures
 from sac.recompute.table import CallSite
 from sac.recompute.tape import Tape
 
@@ -189,18 +189,22 @@ class _Walk:
         )
 
 
-def calls_in(sites: Sequence[Any], schedule: ReplaySchedule) -> frozenset[tuple[str, str, int]]:
-    """Return the module, op and call of each entry of a tape that runs again; ``sites`` are those of all entries."""
+def calls_of(tape: Tape, schedule: ReplaySchedule, freed: Container[int]) -> CallsOfTape:
+    """Return which calls of a tape run again, and which only have results in ``freed``."""
     runs, counts = {step.number for step in schedule.steps}, Counter[tuple[str, str]]()
-    found = set()
-    for number, site in enumerate(sites):
+    again, gone = set(), set()
+    for number, site in enumerate(tape.sites):
         if type(site) is not CallSite:
             continue
         name = (site.path, op_name(site.op))
+        first = tape.first_outputs[number]
+        makes = range(first, first + tape.output_counts.get(number, 1))
         if number in runs:
-            found.add((*name, counts[name]))
+            again.add((*name, counts[name]))
+        elif makes and all(value in freed for value in makes):
+            gone.add((*name, counts[name]))
         counts[name] += 1
-    return frozenset(found)
+    return CallsOfTape(frozenset(again), frozenset(gone))
 
 
 # -- Tape layouts

@@ -339,7 +339,9 @@ def load_model(
     torch.manual_seed(seed)
     form, _, rest = spec.partition(":")
     if form == "hf" and rest:
-        return build_from_config(expanduser(rest), scale, text_path=text_path, seed=seed, build=build or build_with_data)
+        return build_from_config(
+            expanduser(rest), scale, text_path=text_path, seed=seed, build=build or build_with_data
+        )
     if form and rest and "/" not in spec:
         return _build_by_function(spec, form, rest, scale)
     raise _no_spec(spec)

@@ -40,7 +40,9 @@ class CommandParser(argparse.ArgumentParser):
         return [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
 
 
-def parse(argv: Sequence[str] | None, commands: Mapping[str, Command], version: type[argparse.Action]) -> argparse.Namespace:
+def parse(
+    argv: Sequence[str] | None, commands: Mapping[str, Command], version: type[argparse.Action]
+) -> argparse.Namespace:
     """Return the arguments, with the function of the chosen command as ``command``; exits for help and wrong usage.
 
     ``version`` is the action of ``--version``.
@@ -168,4 +170,6 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=file_path, metavar="FILE", help="write the policy here (default: to stdout, after the table)"
     )
-    parser.add_argument("--picture", type=file_path, metavar="FILE", help="save recompute time over peak (png, svg, pdf)")
+    parser.add_argument(
+        "--picture", type=file_path, metavar="FILE", help="save recompute time over peak (png, svg, pdf)"
+    )

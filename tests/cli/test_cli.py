@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from sac.policy.load import load_policy
+from sac.policy.model import limits_of
 from sac.policy.read import bytes_text
-from sac.tools.check import limits_of
+from sac.tables import flops_text, parameters_text, time_text
 from sac.tools.cli import main
-from sac.tools.render import flops_text, parameters_text, time_text
 
 ROOT = Path(__file__).parents[2]
 LLAMA = ROOT / "examples" / "llama-3.2-1b.json"
