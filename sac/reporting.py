@@ -12,6 +12,7 @@ from torch import nn
 
 from sac.blocks.install import regions_of
 from sac.charts import bars
+from sac.errors import ConfigError, Problem
 from sac.native.load import status
 from sac.planner.what_if import Alternative, alternatives, figures_at_hand
 from sac.policy.read import bytes_text
@@ -334,20 +335,6 @@ class Report:
             totals["input_host_bytes"] = self.input_host_bytes
         return {f"{prefix}{name}": float(size) for name, size in (totals | rules).items()}
 
-    def line(self) -> str:
-        """Return the report in one line, for the log of a long run."""
-        rules = {rule: size for rule, size in self.saved_bytes_by_rule().items() if size}
-        by_rule = ", ".join(
-            f"{rule} {bytes_text(size)}" for rule, size in sorted(rules.items(), key=lambda one: -one[1])
-        )
-        inputs = f"inputs {bytes_text(self._input_bytes())}"
-        count = count_text(sum(kind.count for kind in self.kinds), "region")
-        engines = ", ".join(dict.fromkeys(kind.engine for kind in self.kinds if kind.engine))
-        return (
-            f"{self.mode}, {count}: {bytes_text(self.kept_bytes)} kept "
-            f"({', '.join(filter(None, (by_rule, inputs)))})" + (f"; engine {engines}" if engines else "")
-        )
-
     def _input_bytes(self) -> int:
         return sum(kind.input_bytes * kind.count for kind in self.kinds)
 
@@ -388,6 +375,12 @@ def report(model: nn.Module) -> Report:
         sum(forward.region.stats.native_ops for forward in forwards),
         _alternatives(model),
     )
+
+
+def check_every(every: Any, where: str) -> None:
+    """Raise ``ConfigError`` if ``every`` is not a number of steps, of which each n-th is reported."""
+    if type(every) is not int or every < 1:
+        raise ConfigError(Problem(where, f"{every!r} is not a number of steps", "1, 2, 3, …"))
 
 
 _CHOSEN = {"first": "the first floating-point one is kept", "all": "all floating-point ones are kept"}

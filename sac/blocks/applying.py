@@ -33,6 +33,7 @@ from sac.blocks.install import (
 from sac.blocks.kv_cache import kv_free_submodules, shares_kv, takes_shared_kv, turn_off_cache
 from sac.blocks.other_checkpointing import enable_guards, existing_checkpointing
 from sac.blocks.paths import parts_of, walk
+from sac.blocks.report_log import report_log
 from sac.config import Config, family_policy, parse_config, settings_of, usable_policy
 from sac.errors import ConfigError, ModelError, PolicyError, Problem, SacWarning
 from sac.policy.model import Chunks, Policy, Rule
@@ -72,6 +73,7 @@ def apply(
         raise ConfigError(Problem("sac.apply", f"model is a {type(model).__name__}", expected="a torch.nn.Module"))
     config = parse_config(value)
     check_trace_target()
+    log = report_log()
     _refuse_second(model)
     if config.mode == "none":
         return model
@@ -101,6 +103,9 @@ def apply(
     applied.restores = turn_off_cache(model)
     install(pairs, applied)
     install_chunks(chains, resolved.table(()), applied)
+    if log is not None:
+        log.regions += [installed.region for installed in regions_of(model)]
+        applied.log = log
     enable_guards(model)
     return model
 

@@ -136,7 +136,10 @@ class ChunkedForward(InstalledForward):
     def _run_region(self, region: Region, function: Any, modules: tuple[nn.Module, ...], input: Any) -> Any:
         if not region.stats.calls:
             refuse_callers(self.module, self.path)
-        return run_modules(region, function, modules, self.applied.settings, (input,), {})
+        output = run_modules(region, function, modules, self.applied.settings, (input,), {})
+        if self.applied.log is not None:
+            self.applied.log.saw(region)
+        return output
 
     def _other_size(self, size: int) -> Problem:
         return Problem(

@@ -26,7 +26,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; see ``EXIT_CODES`` of ``sac.tools.parser``."""
     arguments = parse(argv, _COMMANDS, _Version)
     arguments.typed = shlex.join(["sac", *(sys.argv[1:] if argv is None else argv)])
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler writes to stderr at start and stop
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # a console script does not see modules in its working directory
     command: Command = arguments.command
