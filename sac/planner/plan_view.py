@@ -13,7 +13,7 @@ from sac.policy.model import PlanFigures, Policy
 from sac.policy.read import bytes_text
 from sac.tables import Table, flops_text, seconds_text
 
-_COLUMNS = ("", "peak", "kept", "recomputed", "time", "of forward", "fits", "checked")
+_COLUMNS = ("", "peak", "kept", "recomputed", "time", "of forward", "fits", "")
 _NUMBERS = ("peak", "kept", "recomputed", "time", "of forward")
 _MEANING = (
     "peak: of one step, forward and backward, with parameters and gradients; kept: left by the blocks' forward for "
@@ -35,7 +35,7 @@ def heading_of(made: Plan) -> tuple[str, ...]:
 def table_of(made: Plan) -> Table:
     """Return a row for the plan, for each baseline, and for each point of the curve."""
     rows = tuple(_cells(point, made) for point in _points(made))
-    return Table(_COLUMNS, rows, right=_NUMBERS, optional=("checked", "of forward"))
+    return Table(_COLUMNS, rows, right=_NUMBERS, optional=("of forward",))
 
 
 def notes_of(made: Plan) -> tuple[str, ...]:
@@ -64,5 +64,5 @@ def _cells(point: Point, made: Plan) -> tuple[str, ...]:
         seconds_text(point.seconds),
         f"{point.seconds / forward:.1%}" if forward else "–",
         "yes" if point.peak <= made.budget else "no",
-        "yes" if point.is_checked else "predicted",
+        "checked" if point.is_checked else "predicted",
     )

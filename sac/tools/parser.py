@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
@@ -37,7 +38,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def flags(self) -> list[str]:
         """Return the flags that have a long name, such as ``--model``."""
-        return [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
+        return ["--help", *re.findall(r"--[a-z][a-z-]*", self.format_usage())]
 
 
 def parse(
