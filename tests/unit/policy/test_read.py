@@ -262,6 +262,5 @@ def test_parsing_does_not_import_torch() -> None:
             *("__future__", "codecs", "collections", "dataclasses", "decimal", "enum", "fnmatch", "importlib", "math"),
             *("html", "os", "pathlib", "re", "typing", "yaml", "sac"),
         }, path
-        assert all(
-            name.split(".")[1] in ("charts", "errors", "policy", "tables") for name in names if name.startswith("sac.")
-        ), path
+        ours = {name.split(".")[1] for name in names if name.startswith("sac.")}
+        assert ours <= {"charts", "errors", "policy", "tables"}, path
