@@ -144,6 +144,7 @@ def test_an_interrupt_has_its_own_code(capsys: pytest.CaptureFixture[str], monke
     assert capsys.readouterr().err == "interrupted\n"
 
 
+@pytest.mark.slow
 def test_a_pipe_gets_whole_paths(tmp_path: Path) -> None:
     path = tmp_path / "a-folder-with-a-long-name" / "another-one-that-makes-the-path-longer" / "mine.yaml"
     path.parent.mkdir(parents=True)

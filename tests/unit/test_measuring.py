@@ -43,7 +43,8 @@ def as_before(model: nn.Module, run: Any) -> Any:
 
 def test_a_trace_has_the_decisions_of_a_training() -> None:
     model = built(llama_stack)
-    found = as_before(model, lambda: sac.trace(model, tokens(), VALUE, loss_fn=loss_fn))
+    inputs = tokens()
+    found = as_before(model, lambda: sac.trace(model, inputs, VALUE, loss_fn=loss_fn))
     assert found.regions().keys() == {"blocks.0-1 (x2)"}
     products = [row for row in found.rows if row.op == "aten.mm.default"]
     assert {(row.decision, row.rule, row.call) for row in products} == {("save", "rule-0", 0)}
@@ -57,7 +58,8 @@ def test_a_trace_has_the_decisions_of_a_training() -> None:
 
 def test_a_comparison_has_a_row_per_mode_and_equal_gradients() -> None:
     model = built(llama_stack)
-    found = as_before(model, lambda: sac.compare(model, tokens(), MODES, steps=2, loss_fn=loss_fn))
+    inputs = tokens()
+    found = as_before(model, lambda: sac.compare(model, inputs, MODES, steps=2, loss_fn=loss_fn))
     assert [row.mode for row in found.rows] == ["none", "full", "products"]
     assert {row.max_gradient_difference for row in found.rows} == {0.0}
     assert repr(found).startswith("<Comparison of ")
@@ -122,6 +124,7 @@ def test_a_policy_shows_its_rules() -> None:
     assert is_html(policy._repr_html_())
 
 
+@pytest.mark.slow
 def test_a_plan_shows_and_saves_its_figures(tmp_path: Path) -> None:
     planned = sac.plan(built(llama_stack), tokens(), "50%", loss_fn=loss_fn)
     labels = [line[2:24].strip() for line in planned.table().splitlines()[4:8]]

@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 import sac
-from sac.planner.what_if import Alternative
-from sac.reporting import decisions_of
+from sac.planner.what_if import Alternative, alternatives, figures_at_hand
+from sac.reporting import decisions_of, group_label, regions_by_group
 from sac.tools.comparison import count_flops
-from tests.support.blocks import llama_stack, policy, save, selective, tokens
+from tests.support.blocks import FunctionBlock, Stack, llama_stack, policy, save, selective, square, tokens
 from tests.support.training import built
 
 PRODUCTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -30,23 +29,24 @@ def measured(value: Any) -> tuple[nn.Module, int]:
     return model, count_flops(lambda: model(*inputs).square().mean().backward())
 
 
-def products(model: nn.Module) -> list[Alternative]:
-    """Return the alternatives for matrix products, of all that there are."""
-    from sac.planner import what_if
-    from sac.reporting import group_label, regions_by_group
-
+def every_alternative(model: nn.Module) -> tuple[Alternative, ...]:
+    """Return all alternatives, of which a report has three."""
     groups = [
         (group, group_label([one.path for one in regions]), len(regions)) for group, regions in regions_by_group(model)
     ]
-    found = what_if.alternatives(groups, what_if.figures_at_hand(model), limit=1000)
-    return [one for one in found if one.op == "aten.mm.default"]
+    return alternatives(groups, figures_at_hand(model), limit=1000)
+
+
+def products(model: nn.Module) -> dict[str, Alternative]:
+    """Return the alternatives for matrix products by the name of their module."""
+    return {one.module.rpartition(".")[2]: one for one in every_alternative(model) if one.op == "aten.mm.default"}
 
 
 @pytest.mark.parametrize("engine", ["replay", "rerun"])
 def test_a_product_that_would_be_saved_spares_its_flops(engine: str) -> None:
     saved = {"q_proj", "gate_proj"}
     model, flops = measured(value_of(saved, engine))
-    others = {one.module.rpartition(".")[2]: one for one in products(model)}
+    others = products(model)
     assert {name for name, one in others.items() if one.decision == "save"} <= {*PRODUCTS} - saved - {"down_proj"}
     for name, one in others.items():
         changed = saved | {name} if one.decision == "save" else saved - {name}
@@ -56,10 +56,8 @@ def test_a_product_that_would_be_saved_spares_its_flops(engine: str) -> None:
 
 def test_what_backward_never_reads_is_not_listed() -> None:
     model, _ = measured(value_of({*PRODUCTS}, "replay"))
-    names = {one.module.rpartition(".")[2] for one in products(model)}
-    assert {row.module.rpartition(".")[2] for row in decisions_of(model) if row.decision == "save"} - names == {
-        "down_proj"
-    }
+    saved = {row.module.rpartition(".")[2] for row in decisions_of(model) if row.decision == "save"}
+    assert saved - products(model).keys() == {"down_proj"}
 
 
 def test_the_three_that_change_most_come_first() -> None:
@@ -76,26 +74,14 @@ def test_as_a_sentence() -> None:
     assert str(other) == "recomputing aten.gelu in (model) would free 1.0 GiB for 12 ms"
 
 
+def routed(block: FunctionBlock, x: Tensor) -> Tensor:
+    values, indices = (x @ block.a).softmax(-1).topk(2)
+    return x + values.sum(-1, keepdim=True) * (1 + indices.sum())
+
+
 def test_routing_ops_are_not_the_users_to_decide() -> None:
-    class Routed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(Router() for _ in range(2))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for layer in self.layers:
-                x = layer(x)
-            return x
-
-    class Router(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc = nn.Linear(8, 8)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            values, indices = self.fc(x).softmax(-1).topk(2)
-            return x + values.sum(-1, keepdim=True) + indices.sum()
-
-    model = sac.apply(Routed(), "full")
-    model(torch.randn(4, 8)).sum().backward()
-    assert all("topk" not in one.op for one in sac.report(model).alternatives)
+    model = sac.apply(built(lambda: Stack(FunctionBlock(routed))), "full")
+    model(*square()).sum().backward()
+    found = every_alternative(model)
+    assert found
+    assert all("topk" not in one.op for one in found)
