@@ -19,7 +19,7 @@ from sac.policy.read import bytes_text
 from sac.recompute.op_trace import NO_RULE, OpTraceRow, compiled_calls
 from sac.recompute.regions import Region, RegionGroup
 from sac.stores.store import InputStoring
-from sac.tables import Table, count_text, flops_text, screen_width
+from sac.tables import Table, count_text, flops_text, screen_width, wrapped_text
 
 # -- The decision for each op
 
@@ -65,7 +65,7 @@ class Trace:
         for region, rows in self.regions().items():
             table = _decision_table(rows)
             lines += [region, table.text(screen_width()), *(f"  {line}" for line in _totals(rows)), ""]
-        return "\n".join([*lines, *_otherwise(self.alternatives)]).rstrip("\n")
+        return "\n".join([*lines, wrapped_text(_otherwise(self.alternatives), screen_width())]).rstrip("\n")
 
     def __repr__(self) -> str:
         saved = sum(row.decision == "save" for row in self.rows)
@@ -307,7 +307,7 @@ class Report:
         lines += _otherwise(self.alternatives)
         if self.left_alone:
             lines.append(f"frozen, left alone: {group_label(self.left_alone)}")
-        return "\n".join([*lines, *self.notes, self.native])
+        return wrapped_text([*lines, *self.notes, self.native], screen_width())
 
     def __repr__(self) -> str:
         count = count_text(sum(kind.count for kind in self.kinds), "region")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -56,9 +57,9 @@ def count_text(count: int, noun: str) -> str:
 #
 # Whatever is not a terminal (a pipe, a file, a test) gets each row on one line, however long: `grep` and `cut` need
 # whole rows, and a path that is broken in two cannot be copied. On a terminal a table gets no wider than the screen.
-# First the gaps shrink, then columns named in `optional` are left out, then cells are wrapped: at spaces if that is
-# enough, otherwise also after the punctuation of paths and op names, and at last anywhere. A number stays on one line
-# with its unit.
+# First the gaps shrink, then columns named in `optional` are left out, then cells are wrapped, where it adds the fewest
+# lines: at spaces if that is enough, otherwise also after the punctuation of paths and op names, at last anywhere. A
+# number stays on one line with its unit.
 
 _FIXED = "\u00a0"  # a space at which no cell is wrapped; printed as an ordinary one
 _BEFORE_UNIT = re.compile(r"(?<=\d) (?=[A-Za-z%])")
@@ -72,6 +73,18 @@ _GAPS = (3, 2)
 def screen_width() -> int | None:
     """Return the columns of the terminal that stdout writes to, or None if it writes elsewhere."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def wrapped_text(lines: Iterable[str], width: int | None) -> str:
+    """Return lines of prose, wrapped at spaces to ``width``; what is left of a line is indented by four spaces more."""
+    if width is None:
+        return "\n".join(lines)
+    found = []
+    for line in lines:
+        indent = " " * (len(line) - len(line.lstrip(" ")) + 4)
+        wrapped = textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+        found += wrapped or [""]
+    return "\n".join(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +108,12 @@ class Table:
                 return self._lines(widths, gap)
         assert width is not None
         for pattern in (_WORDS, _PARTS, _ANYWHERE):
-            least = [_least(cells, pattern) for cells in self._columns()]
+            least = [
+                _least(cells, _WORDS if name in self.right and pattern is _PARTS else pattern)
+                for name, cells in zip(self.columns, self._columns(), strict=True)
+            ]
             if _total(least, _GAPS[-1]) <= width:
-                return self._lines(_shrunk(widths, least, width), _GAPS[-1])
+                return self._lines(_shrunk(self._columns(), least, width), _GAPS[-1])
             if pattern is _WORDS and self.optional:
                 return self._without(self.optional[0]).text(width)
         return self._lines(least, _GAPS[-1])
@@ -158,13 +174,20 @@ def _least(cells: Sequence[str], pattern: re.Pattern[str]) -> int:
     return max((len(part.rstrip(" ")) for cell in cells for part in pattern.findall(cell)), default=0)
 
 
-def _shrunk(widths: Sequence[int], least: Sequence[int], width: int) -> list[int]:
-    """Return the widths of columns, the widest made narrower first, so that the table fits."""
-    found = list(widths)
+def _shrunk(columns: Sequence[Sequence[str]], least: Sequence[int], width: int) -> list[int]:
+    """Return the widths of columns in a table that fits, each character taken where it adds the fewest lines."""
+    found = [max(map(len, cells)) for cells in columns]
+    heights = [[1] * len(cells) for cells in columns]
     while _total(found, _GAPS[-1]) > width:
-        spare = [size - low for size, low in zip(found, least, strict=True)]
-        widest = max((number for number, more in enumerate(spare) if more > 0), key=lambda number: found[number])
-        found[widest] -= 1
+        options = []
+        for number, cells in enumerate(columns):
+            if found[number] > least[number]:
+                tried = [len(_wrapped(cell, found[number] - 1)) for cell in cells]
+                others = [heights[other] for other in range(len(columns)) if other != number]
+                lines = sum(map(max, zip(tried, *others, strict=True)))
+                options.append((lines, sum(tried), -found[number], number, tried))
+        *_, number, heights[number] = min(options)
+        found[number] -= 1
     return found
 
 

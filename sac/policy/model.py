@@ -19,7 +19,7 @@ from sac.charts import bars
 from sac.errors import PolicyError, Problem
 from sac.policy.patterns import PathPattern
 from sac.policy.scalars import plain_type
-from sac.tables import Table, count_text, screen_width
+from sac.tables import Table, count_text, screen_width, wrapped_text
 
 SCHEMA = "sac/v1"
 
@@ -299,9 +299,11 @@ class Policy:
 
     def table(self) -> str:
         """Return a table as text: of a plan its cost next to the usual choices, otherwise a row per rule."""
-        if self.figures is not None:
-            return "\n".join([*self.figures.heading, self.figures.table.text(screen_width()), *self.figures.notes])
-        return "\n".join([self._title(), self._rules().text(screen_width()), self._rest()])
+        made, width = self.figures, screen_width()
+        above = (self._title(),) if made is None else made.heading
+        table = self._rules() if made is None else made.table
+        below = (self._rest(),) if made is None else made.notes
+        return "\n".join([wrapped_text(above, width), table.text(width), wrapped_text(below, width)])
 
     def _title(self) -> str:
         family = f", for {', '.join(self.models)}" if self.models else ""

@@ -11,7 +11,7 @@ import torch
 from sac.policy.load import load_policy
 from sac.policy.model import Policy, Rule, layers_text, limits_of
 from sac.recompute.table import resolve_policy
-from sac.tools.render import print_rows
+from sac.tables import Table, screen_width
 
 COLUMNS = ("rule", "do", "ops", "names here", "only where", "of policy", "place")
 
@@ -35,7 +35,8 @@ def check_file(source: str, *, verbose: bool, as_json: bool) -> int:
     family = f", for {', '.join(policy.models)}" if policy.models else ""
     parents = f", extends {', '.join(policy.extends)}" if policy.extends else ""
     print(f"{policy.source}: policy {policy.name}{parents}{family}")
-    print_rows(COLUMNS, [_cells(checked) for checked in rules], right=("names here",))
+    table = Table(COLUMNS, tuple(map(_cells, rules)), right=("names here",), optional=("place", "of policy"))
+    print(table.text(screen_width()))
     print(f"everything else: {policy.default.value}; layers: {layers_text(policy.layers)}")
     _print_missing(rules, verbose=verbose)
     return 0

@@ -25,7 +25,7 @@ from sac.memory_timeline import MemoryTimeline, mark, measure_memory
 from sac.ops.flops import added_formulas
 from sac.policy.read import bytes_text
 from sac.reporting import report
-from sac.tables import Table, flops_text, parameters_text, percent_text, screen_width, time_text
+from sac.tables import Table, flops_text, parameters_text, percent_text, screen_width, time_text, wrapped_text
 from sac.tools.models import BuiltModel, Inputs
 from sac.torch_private import tree_map_only
 
@@ -143,7 +143,9 @@ class Comparison:
         return "".join(f"\n\n{row.mode}: {row.error}" for row in self.rows if row.error)
 
     def __str__(self) -> str:
-        return f"{self.table().text(screen_width())}\n{self.footnote()}{self.errors()}"
+        width = screen_width()
+        footnote = wrapped_text(self.footnote().splitlines(), width)
+        return f"{self.table().text(width)}\n{footnote}{self.errors()}"
 
     def __repr__(self) -> str:
         peaks = [f"{row.mode} {'failed' if row.error else bytes_text(row.peak_bytes)}" for row in self.rows]

@@ -27,7 +27,7 @@ from sac.planner.prepare import prepare
 from sac.planner.search import Point, Progress
 from sac.planner.sharding import fake_ranks, fsdp_over
 from sac.planner.write_policy import forward_seconds, with_alternatives, write_policy
-from sac.tables import screen_width
+from sac.tables import screen_width, wrapped_text
 from sac.tools.comparison import inputs_on, loss_of
 from sac.tools.models import BuiltModel, Inputs
 
@@ -280,7 +280,10 @@ def print_plan(found: Planned) -> None:
     """Print the plan next to the usual manual choices, and the curve that it is on."""
     made = found.plan
     print(f"{found.model}, {found.inputs}")
-    print("\n".join([*heading_of(made), table_of(made).text(screen_width()), *notes_of(made)]))
+    width = screen_width()
+    print(wrapped_text(heading_of(made), width))
+    print(table_of(made).text(width))
+    print(wrapped_text(notes_of(made), width))
 
 
 def _point_dict(point: Point, made: Plan) -> dict[str, Any]:

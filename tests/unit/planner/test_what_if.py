@@ -80,7 +80,7 @@ def routed(block: FunctionBlock, x: Tensor) -> Tensor:
 
 
 def test_routing_ops_are_not_the_users_to_decide() -> None:
-    model = sac.apply(built(lambda: Stack(FunctionBlock(routed))), "full")
+    model = sac.apply(built(lambda: Stack(FunctionBlock(routed))), {"mode": "full", "blocks": "blocks.*"})
     model(*square()).sum().backward()
     found = every_alternative(model)
     assert found
