@@ -76,7 +76,7 @@ def test_as_a_sentence() -> None:
 
 def routed(block: FunctionBlock, x: Tensor) -> Tensor:
     values, indices = (x @ block.a).softmax(-1).topk(2)
-    return x + values.sum(-1, keepdim=True) * (1 + indices.sum())
+    return (x + values.sum(-1, keepdim=True) * (1 + indices.sum())) @ block.b
 
 
 def test_routing_ops_are_not_the_users_to_decide() -> None:
