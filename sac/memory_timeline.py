@@ -5,6 +5,7 @@ This module does not know what sac keeps, so it is an independent check of the b
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -69,6 +70,7 @@ def measure_memory(fn: Callable[[], object], device: str | torch.device = "cpu")
         raise SacError(Problem("device", f"memory cannot be measured on '{device}'", "cpu, cuda"))
     is_cuda = device.type == "cuda"
     start_bytes = _reset_allocator(device) if is_cuda else 0
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler writes to stderr at start and stop
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         mark(_START)
         result = fn()

@@ -3,55 +3,137 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from html import escape
 from typing import Any
 
 from torch import nn
 
 from sac.blocks.install import regions_of
 from sac.blocks.paths import group_label as group_label
+from sac.charts import bars
+from sac.errors import ConfigError, Problem
 from sac.native.load import status
+from sac.planner.what_if import Alternative, alternatives, figures_at_hand
 from sac.policy.read import bytes_text
-from sac.recompute.op_trace import NO_RULE, compiled_calls
+from sac.recompute.op_trace import NO_RULE, OpTraceRow, compiled_calls
 from sac.recompute.regions import Region, RegionGroup
 from sac.stores.store import InputStoring
+from sac.tables import Table, count_text, flops_text, screen_width, wrapped_text
 
 # -- The decision for each op
 
 
-@dataclass(frozen=True, slots=True)
-class DecisionRow:
-    """The decision for one op of one region group.
+def decisions_of(model: nn.Module) -> tuple[OpTraceRow, ...]:
+    """Return the decisions of each region group of ``model`` that has run, in the order of the forward."""
+    return tuple(
+        replace(row, region=group_label([region.path for region in regions]))
+        for group, regions in regions_by_group(model)
+        for row in group.op_trace
+    )
 
-    ``region`` names the regions of the group (``model.layers.0-31 (x32)``), ``module`` is the module path relative to
-    the region, ``call`` counts the op's uses in that module from 0, ``bytes`` is the size of the op's result, and
-    ``flops`` comes from torch's formulas (0 if no formula is known).
+
+_TRACE_COLUMNS = ("module", "op", "call", "decision", "decided by", "bytes", "FLOPs")
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Trace:
+    """The decision for each op of a model under a config value; ``print`` shows a table per region group.
+
+    ``rows`` are in the order of the forward, sizes in bytes. ``alternatives``: the other decisions that would change
+    the most time.
     """
 
-    region: str
-    module: str
-    op: str
-    call: int
-    rule: str
-    decision: str
-    bytes: int
-    flops: int
-    reason: str
+    model: str
+    value: str
+    rows: tuple[OpTraceRow, ...]
+    alternatives: tuple[Alternative, ...] = ()
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the trace as plain values."""
+        return asdict(self)
 
-def decisions_of(model: nn.Module) -> tuple[DecisionRow, ...]:
-    """Return the decisions of each region group of ``model`` that has run, in the order of the forward."""
-    rows = []
-    for group, regions in regions_by_group(model):
-        label = group_label([region.path for region in regions])
-        for row in group.op_trace:
-            rows.append(
-                DecisionRow(
-                    label, row.module, row.op, row.call, row.rule, row.decision, row.bytes, row.flops, row.reason
-                )
+    def regions(self) -> dict[str, tuple[OpTraceRow, ...]]:
+        """Return the rows by region group."""
+        found: dict[str, list[OpTraceRow]] = {}
+        for row in self.rows:
+            found.setdefault(row.region, []).append(row)
+        return {region: tuple(rows) for region, rows in found.items()}
+
+    def __str__(self) -> str:
+        lines = [f"{self.model} under {self.value}", ""]
+        for region, rows in self.regions().items():
+            table = _decision_table(rows)
+            lines += [region, table.text(screen_width()), *(f"  {line}" for line in _totals(rows)), ""]
+        return "\n".join([*lines, wrapped_text(_otherwise(self.alternatives), screen_width())]).rstrip("\n")
+
+    def __repr__(self) -> str:
+        saved = sum(row.decision == "save" for row in self.rows)
+        calls = count_text(len(self.rows), "call")
+        return f"<Trace of {self.model} under {self.value}: {calls} of ops, {saved} saved; print() shows all>"
+
+    def _repr_html_(self) -> str:
+        parts = [f"<p><b>{escape(self.model)}</b> under {escape(self.value)}</p>"]
+        for region, rows in self.regions().items():
+            sums: dict[str, int] = {}
+            for row in rows:
+                sums[row.reason] = sums.get(row.reason, 0) + (row.bytes if row.decision == "save" else 0)
+            chart = bars([(reason, size, bytes_text(size)) for reason, size in sums.items() if size])
+            totals = "<br>".join(map(escape, _totals(rows)))
+            parts.append(
+                f"<p>{escape(region)}: bytes of saved results</p>{chart}{_decision_table(rows).html()}{totals}"
             )
-    return tuple(rows)
+        return "".join([*parts, *(f"<p>{escape(line)}</p>" for line in _otherwise(self.alternatives))])
+
+
+def trace_of(model: nn.Module, name: str, value: str) -> Trace:
+    """Return the trace of a model whose regions have run; ``name`` and ``value`` are how it names them."""
+    return Trace(name, value, decisions_of(model), _alternatives(model))
+
+
+def _alternatives(model: nn.Module) -> tuple[Alternative, ...]:
+    groups = [(group, regions) for group, regions in regions_by_group(model) if group.op_trace]
+    labelled = [(group, group_label([one.path for one in regions]), len(regions)) for group, regions in groups]
+    return alternatives(labelled, figures_at_hand(model)) if groups else ()
+
+
+def _otherwise(found: Sequence[Alternative]) -> list[str]:
+    return ["decided otherwise, predicted per step:", *(f"  {one}" for one in found)] if found else []
+
+
+def _decision_table(rows: Sequence[OpTraceRow]) -> Table:
+    cells = [_trace_cells(row) for row in _with_memory(rows)]
+    return Table(_TRACE_COLUMNS, tuple(cells), right=("call", "bytes", "FLOPs"))
+
+
+def _with_memory(rows: Sequence[OpTraceRow]) -> list[OpTraceRow]:
+    return [row for row in rows if row.bytes or row.flops or row.rule]
+
+
+def _totals(rows: Sequence[OpTraceRow]) -> Iterator[str]:
+    """Yield the totals of each decision; views are only counted."""
+    shown = _with_memory(rows)
+    for decision in dict.fromkeys(row.decision for row in shown):
+        decided = [row for row in shown if row.decision == decision]
+        sizes = bytes_text(sum(row.bytes for row in decided))
+        flops = flops_text(sum(row.flops for row in decided))
+        yield f"{decision}: {count_text(len(decided), 'call')}, {sizes}, {flops}"
+    if len(shown) < len(rows):
+        yield f"not shown: {count_text(len(rows) - len(shown), 'call')} without memory of their own; --json lists them"
+
+
+def _trace_cells(row: OpTraceRow) -> tuple[str, ...]:
+    by_rule = row.reason == f"rule {row.rule}" or not row.rule
+    return (
+        row.module or "(region)",
+        row.op.removesuffix(".default"),
+        str(row.call),
+        row.decision,
+        row.reason if by_rule else f"{row.reason} (rule {row.rule})",
+        bytes_text(row.bytes),
+        flops_text(row.flops) if row.flops else "–",
+    )
 
 
 def regions_by_group(model: nn.Module) -> list[tuple[RegionGroup, list[Region]]]:
@@ -69,7 +151,7 @@ UNMATCHED_SHOWN = 5
 
 @dataclass(frozen=True, slots=True)
 class RuleUse:
-    """One rule in one region group, per region: the calls that it matched, and the bytes held for backward by it.
+    """One rule in one region group: the calls of ops that it matched in one forward of one region, and the bytes held.
 
     ``rule`` is ``must-save`` for nondeterministic routing ops, which are saved in every mode, and ``default`` for a
     policy whose default saves.
@@ -144,13 +226,13 @@ class KindReport:
         return self.saved_bytes + self.input_bytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Report:
     """The result of ``sac.report``; ``str`` formats it for people, ``to_dict`` returns it as plain values.
 
     ``kept_inputs``: which inputs are kept elsewhere than in the caller's tensors, and where; empty if none are.
     ``native``: whether this process uses the C++ library, or why not. ``native_ops``: ops that the library has recorded
-    in the last call of each region.
+    in the last call of each region. ``alternatives``: the other decisions that would change the most time.
     """
 
     mode: str
@@ -161,6 +243,7 @@ class Report:
     notes: tuple[str, ...]
     native: str
     native_ops: int
+    alternatives: tuple[Alternative, ...] = ()
 
     @property
     def kept_bytes(self) -> int:
@@ -187,12 +270,53 @@ class Report:
         if self.kept_inputs:
             lines.append(f"of each region's inputs: {self.kept_inputs}")
         for kind in self.kinds:
-            lines += _kind_lines(kind)
+            lines += _kind_lines(kind, self.zero_hit_rules)
         if self.zero_hit_rules:
-            lines.append(f"rules without a hit: {', '.join(self.zero_hit_rules)}")
+            lines.append(f"rules without a call: {', '.join(self.zero_hit_rules)}")
+        lines += _otherwise(self.alternatives)
         if self.left_alone:
             lines.append(f"frozen, left alone: {group_label(self.left_alone)}")
-        return "\n".join([*lines, *self.notes, self.native])
+        return wrapped_text([*lines, *self.notes, self.native], screen_width())
+
+    def __repr__(self) -> str:
+        count = count_text(sum(kind.count for kind in self.kinds), "region")
+        return f"<Report: {self.mode}, {count}, {bytes_text(self.kept_bytes)} kept; print() shows all>"
+
+    def _repr_html_(self) -> str:
+        rows = [(rule, size, bytes_text(size)) for rule, size in self.saved_bytes_by_rule().items() if size]
+        rows += [("inputs", size, bytes_text(size)) for size in (self._input_bytes(),) if size]
+        text = "<br>".join(escape(line).replace("  ", "&emsp;") for line in str(self).splitlines())
+        return f"<p>kept for backward, by rule</p>{_rule_table(self).html()}{bars(rows)}<p>{text}</p>"
+
+    def saved_bytes_by_rule(self) -> dict[str, int]:
+        """Return the bytes that each rule holds for backward, summed over all regions."""
+        found: dict[str, int] = {}
+        for kind in self.kinds:
+            for use in kind.rules:
+                found[use.rule] = found.get(use.rule, 0) + use.saved_bytes * kind.count
+        return found
+
+    def scalars(self, prefix: str = "sac/") -> dict[str, float]:
+        """Return figures for the logger of a trainer, in bytes over all regions: kept, of inputs, and per rule."""
+        rules = {f"saved_bytes/{rule}": size for rule, size in self.saved_bytes_by_rule().items() if size}
+        totals = {"kept_bytes": self.kept_bytes, "input_bytes": self._input_bytes()}
+        if self.input_host_bytes:
+            totals["input_host_bytes"] = self.input_host_bytes
+        return {f"{prefix}{name}": float(size) for name, size in (totals | rules).items()}
+
+    def _input_bytes(self) -> int:
+        return sum(kind.input_bytes * kind.count for kind in self.kinds)
+
+
+def _rule_table(found: Report) -> Table:
+    rows = [
+        (kind.regions, use.rule, str(use.hits), bytes_text(use.saved_bytes), bytes_text(use.saved_bytes * kind.count))
+        for kind in found.kinds
+        for use in kind.rules
+        if use.hits
+    ]
+    columns = ("regions", "rule", "calls", "saved per region", "saved")
+    return Table(columns, tuple(rows), right=columns[2:])
 
 
 def report(model: nn.Module) -> Report:
@@ -218,7 +342,14 @@ def report(model: nn.Module) -> Report:
         applied.notes,
         status(),
         sum(forward.region.stats.native_ops for forward in forwards),
+        _alternatives(model),
     )
+
+
+def check_every(every: Any, where: str) -> None:
+    """Raise ``ConfigError`` if ``every`` is not a number of steps, of which each n-th is reported."""
+    if type(every) is not int or every < 1:
+        raise ConfigError(Problem(where, f"{every!r} is not a number of steps", "1, 2, 3, …"))
 
 
 _CHOSEN = {"first": "the first floating-point one is kept", "all": "all floating-point ones are kept"}
@@ -291,29 +422,36 @@ def _unmatched(group: RegionGroup) -> Iterable[UnmatchedOp]:
     return (UnmatchedOp(op, *amounts) for op, amounts in dearest[:UNMATCHED_SHOWN])
 
 
-def _kind_lines(kind: KindReport) -> list[str]:
-    lines = list(_eager_lines(kind)) if kind.calls or not kind.has_run else []
+def _kind_lines(kind: KindReport, never: Sequence[str]) -> list[str]:
+    """Return the lines of one region group; ``never``: rules without a call in any group, listed elsewhere."""
+    lines = list(_eager_lines(kind, never)) if kind.calls or not kind.has_run else []
     if kind.left_in_eager:
         lines.append(
-            f"{kind.regions}: {kind.left_in_eager} calls that torch.compile left in eager, with the same decisions; "
-            "their bytes are not counted here"
+            f"{kind.regions}: {count_text(kind.left_in_eager, 'forward')} that torch.compile left in eager, with the "
+            "same decisions; their bytes are not counted here"
         )
     if kind.traced is not None:
         told = kind.traced
-        lines.append(f"{kind.regions}: compiled; decisions: save {told.saved} calls, recompute {told.recomputed}")
-        lines += [f"  rule {rule}: {hits} calls" for rule, hits in told.rules.items()]
+        lines.append(
+            f"{kind.regions}: compiled; decisions: save {count_text(told.saved, 'call')}, recompute {told.recomputed}"
+        )
+        lines += [f"  rule {rule}: {count_text(hits, 'call')}" for rule, hits in told.rules.items()]
         lines.append("  the partitioner chooses what it keeps of these; their bytes are not counted here")
     return lines
 
 
-def _eager_lines(kind: KindReport) -> Iterable[str]:
+def _eager_lines(kind: KindReport, never: Sequence[str]) -> Iterable[str]:
     on_host = f"; {bytes_text(kind.input_host_bytes)} of inputs in host memory" if kind.input_host_bytes else ""
     yield (
         f"{kind.regions}: keeps {bytes_text(kind.kept_bytes)} per region "
         f"({bytes_text(kind.saved_bytes)} saved, {bytes_text(kind.input_bytes)} of inputs{on_host})"
     )
     for use in kind.rules:
-        yield f"  rule {use.rule}: {use.hits} calls, {bytes_text(use.saved_bytes)} saved"
+        if use.hits:
+            yield f"  rule {use.rule}: {count_text(use.hits, 'call')}, {bytes_text(use.saved_bytes)} saved"
+    idle = [use.rule for use in kind.rules if not use.hits and use.rule not in never]
+    if idle and kind.has_run:
+        yield f"  rules without a call here: {', '.join(idle)}"
     if kind.dead_bytes:
         yield f"  freed, since backward never reads it: {bytes_text(kind.dead_bytes)}"
     if kind.no_replay:

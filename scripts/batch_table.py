@@ -33,8 +33,8 @@ from bench_terminal import environment, print_table, shown_progress
 
 from sac.errors import ConfigError, Problem, SacError
 from sac.policy.read import LEGAL_BYTES, bytes_text, parse_bytes
+from sac.tables import parameters_text
 from sac.tools.comparison import NONE
-from sac.tools.render import parameters_text
 
 CASES = (Case("T5", "t5-small.json", layers=2, seq=128), Case("Llama", "smollm2-135m.json", layers=4, seq=128))
 MEMORY = "512MiB"

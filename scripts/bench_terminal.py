@@ -55,24 +55,11 @@ def hardware(device: str) -> dict[str, Any]:
     }
 
 
-def has_rich() -> bool:
-    try:
-        import rich  # noqa: F401
-    except ModuleNotFoundError:
-        return False
-    return True
-
-
 def print_table(columns: tuple[str, ...], rows: list[list[str]]) -> None:
-    """Through rich where it is installed, else in plain columns."""
-    if has_rich():
-        from sac.tools.render import print_rows
+    """The first column names the row; the others are numbers."""
+    from sac.tools.render import print_rows
 
-        print_rows(columns, rows, right=columns[1:])
-        return
-    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
-    for row in (list(columns), *rows):
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    print_rows(columns, rows, right=columns[1:])
 
 
 def print_skipped(reasons: dict[str, str]) -> None:
@@ -83,8 +70,8 @@ def print_skipped(reasons: dict[str, str]) -> None:
 
 @contextlib.contextmanager
 def shown_progress(*, quiet: bool) -> Iterator[Progress]:
-    """A bar after two seconds, where rich is installed and somebody looks at stderr."""
-    if quiet or not sys.stderr.isatty() or not has_rich():
+    """A bar after two seconds, where somebody looks at stderr."""
+    if quiet:
         yield lambda done, total, label: None
         return
     from sac.tools.render import progress_bar

@@ -35,6 +35,7 @@ from sac.blocks.kv_cache import kv_free_submodules, shares_kv, takes_shared_kv, 
 from sac.blocks.other_checkpointing import enable_guards, existing_checkpointing
 from sac.blocks.out_of_memory import WATCH
 from sac.blocks.paths import parts_of, walk
+from sac.blocks.report_log import report_log
 from sac.config import Config, family_names, family_policy, parse_config, settings_of, usable_policy
 from sac.errors import ConfigError, ModelError, PolicyError, Problem, SacWarning
 from sac.policy.model import Chunks, Policy, Rule
@@ -76,6 +77,7 @@ def apply(
         raise ConfigError(Problem("sac.apply", f"model is a {type(model).__name__}", expected="a torch.nn.Module"))
     config = parse_config(value)
     check_trace_target()
+    log = report_log()
     refuse_second(model)
     if config.mode == NONE:
         return model
@@ -106,6 +108,9 @@ def apply(
     applied.restores = turn_off_cache(model)
     install(pairs, applied)
     install_chunks(chains, resolved.table(()), applied)
+    if log is not None:
+        log.regions += [installed.region for installed in regions_of(model)]
+        applied.log = log
     enable_guards(model)
     return model
 

@@ -140,11 +140,14 @@ class ChunkedForward(InstalledForward):
         if watch is not None and not region.stats.calls:
             watch.begin()
         try:
-            return run_modules(region, function, modules, self.applied.settings, (input,), {})
+            output = run_modules(region, function, modules, self.applied.settings, (input,), {})
         except RuntimeError as error:
             if watch is not None:
                 watch.explain(error, region.path, modules, in_backward=False)
             raise
+        if self.applied.log is not None:
+            self.applied.log.saw(region)
+        return output
 
     def _other_size(self, size: int) -> Problem:
         return Problem(

@@ -17,6 +17,7 @@ from sac.blocks.find import Block
 from sac.blocks.kv_cache import Restore
 from sac.blocks.other_checkpointing import disable_guards, refuse_callers, refuse_flags
 from sac.blocks.paths import parts_of
+from sac.blocks.report_log import ReportLog
 from sac.errors import ModelError, Problem, RegionError, SacWarning, listing
 from sac.policy.load import is_shipped, shipped_policies
 from sac.policy.model import Rule
@@ -129,6 +130,7 @@ class Applied:
     notes: tuple[str, ...] = ()
     settings: Settings = PLAIN
     family: tuple[str, ...] = ()  # names by which the model's family is known, for policies that would fit it
+    log: ReportLog | None = None
 
 
 class InstalledForward(ABC):
@@ -188,6 +190,8 @@ class RegionForward(InstalledForward):
         output = self._explained(*args, **kwargs)
         if watch.waits and region.stats.calls:  # 0 if this call ran without checkpointing
             watch.saw(region.path, region.group.table, region.stats)
+        if self.applied.log is not None:
+            self.applied.log.saw(region)
         return output
 
     def _explained(self, *args: Any, **kwargs: Any) -> Any:

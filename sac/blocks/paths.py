@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from math import prod
 
 from torch import nn
 
@@ -139,24 +140,27 @@ def _look_through(raw: str, path: str, module: nn.Module) -> Node:
 
 
 def group_label(paths: Iterable[str]) -> str:
-    """Return a common name for paths that differ in one number: ``model.layers.0-31 (x32)``, ``layers.0,2,4 (x3)``."""
+    """Return a common name for paths that differ in numbers: ``model.layers.0-31 (x32)``, ``layers.0,2,4 (x3)``.
+
+    Numbers at several places are ranges if each goes with each, ``stages.0-3.blocks.0-1 (x8)``; otherwise the first
+    path stands for all.
+    """
     paths = list(paths)
     if len(paths) == 1:
         return paths[0] or "(model)"
-    split = [path.split(".") for path in paths]
-    parts_that_differ = [
-        index for index in range(len(split[0])) if len({part[index] for part in split if index < len(part)}) > 1
-    ]
-    same_length = len({len(part) for part in split}) == 1
+    columns = list(zip(*(path.split(".") for path in paths), strict=False))
+    values = [set(column) for column in columns]
+    differ = [one for one in values if len(one) > 1]
     if (
-        not same_length
-        or len(parts_that_differ) != 1
-        or not all(part[parts_that_differ[0]].isdigit() for part in split)
+        len({path.count(".") for path in paths}) > 1
+        or not all(word.isdigit() for one in differ for word in one)
+        or prod(map(len, differ)) != len(set(paths))
     ):
         return f"{paths[0]}, … (x{len(paths)})"
-    numbers = sorted(int(part[parts_that_differ[0]]) for part in split)
-    joined = [*split[0]]
-    joined[parts_that_differ[0]] = _ranges(numbers)
+    joined = [
+        _ranges(sorted(map(int, one))) if len(one) > 1 else column[0]
+        for one, column in zip(values, columns, strict=True)
+    ]
     return f"{'.'.join(joined)} (x{len(paths)})"
 
 

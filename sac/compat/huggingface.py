@@ -11,6 +11,10 @@ config value of ``sac.apply`` and is plain JSON::
 
     TrainingArguments(activation_checkpointing=True, activation_checkpointing_kwargs={"mode": "selective"}, ...)
     Trainer(take_over(model), args, ...)
+
+``ReportCallback(trainer)`` sends what the regions keep to the loggers of a Trainer, next to its own figures::
+
+    trainer.add_callback(ReportCallback(trainer, every=100))
 """
 
 from __future__ import annotations
@@ -27,9 +31,9 @@ from sac.blocks.install import regions_of, remove
 from sac.blocks.other_checkpointing import Switch, disable_guards
 from sac.config import parse_config
 from sac.errors import ConfigError, ModelError, Problem
-from sac.reporting import report
+from sac.reporting import check_every, report
 
-__all__ = ["SacCallback", "take_over"]
+__all__ = ["ReportCallback", "SacCallback", "take_over"]
 
 _log = logging.getLogger(__name__)
 
@@ -79,6 +83,27 @@ class SacCallback(TrainerCallback):
         if not self._told and _is_on(model) and state.is_world_process_zero:
             _log.info("%s", report(model))
         self._told = True
+
+
+class ReportCallback(TrainerCallback):
+    """Logs the figures of ``sac.report`` (bytes) with ``trainer.log`` after every ``every``-th step.
+
+    They reach all loggers of ``report_to`` and ``trainer.state.log_history``, as ``sac/kept_bytes``,
+    ``sac/input_bytes`` and ``sac/saved_bytes/RULE``. A callback cannot add to what the Trainer logs itself: the loggers
+    have been called before it.
+
+    Raises ``ConfigError`` if ``every`` is not a number of steps.
+    """
+
+    def __init__(self, trainer: Any, every: int = 100) -> None:
+        check_every(every, "ReportCallback")
+        self.trainer = trainer
+        self.every = every
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Log the figures if they are due; all ranks call ``trainer.log``, which logs on the first."""
+        if state.global_step % self.every == 0 and _is_on(model):
+            self.trainer.log(report(model).scalars())
 
 
 def take_over(model: nn.Module, value: Any = "selective") -> nn.Module:

@@ -26,7 +26,7 @@ except ImportError:  # the old name of the package
 from sac.blocks.applying import apply
 from sac.blocks.install import regions_of
 from sac.config import parse_config
-from sac.reporting import report
+from sac.reporting import check_every, report
 
 __all__ = ["SacCallback"]
 
@@ -39,14 +39,18 @@ class SacCallback(Callback):
     This happens before the strategy wraps the module and before optimizers are made. If the module has a
     ``configure_model``, which builds or shards it later, it happens right after the strategy has set it up. The regions
     stay after ``fit``, and a second ``fit`` finds them. The report goes to the logger of this module, at level INFO, on
-    the first process only.
+    the first process only. With ``log_every=n``, the figures of the report (bytes) also go to the Trainer's loggers
+    after every n-th batch, as ``sac/kept_bytes``, ``sac/input_bytes`` and ``sac/saved_bytes/RULE``.
 
-    Raises ``ConfigError`` for the value on construction, and in ``fit`` what ``sac.apply`` raises.
+    Raises ``ConfigError`` for the value and ``log_every`` on construction, and in ``fit`` what ``sac.apply`` raises.
     """
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: Any, *, log_every: int | None = None) -> None:
         parse_config(value)
+        if log_every is not None:
+            check_every(log_every, "SacCallback.log_every")
         self.value = value
+        self.log_every = log_every
         self._is_put_on = False
         self._told = False
 
@@ -62,9 +66,15 @@ class SacCallback(Callback):
         self._told = False
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Log the report, once per fit."""
-        if not self._told and trainer.is_global_zero and next(regions_of(pl_module), None) is not None:
-            _log.info("%s", report(pl_module))
+        """Log the report, once per fit, and its figures if they are due."""
+        is_due = self.log_every is not None and (batch_idx + 1) % self.log_every == 0
+        if trainer.is_global_zero and (is_due or not self._told) and next(regions_of(pl_module), None) is not None:
+            found = report(pl_module)
+            if not self._told:
+                _log.info("%s", found)
+            if is_due:
+                for logger in trainer.loggers:
+                    logger.log_metrics(found.scalars(), step=trainer.global_step)
         self._told = True
 
     def _put_on(self, module: Any) -> None:

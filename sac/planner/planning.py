@@ -20,8 +20,10 @@ from sac.planner.devices import Device
 from sac.planner.fakes import Inputs, is_on_meta, off_meta
 from sac.planner.gpu_ops import lowered_to, not_lowered
 from sac.planner.plan_file import Plan, make_plan
+from sac.planner.plan_view import policy_with_figures
 from sac.planner.prepare import figures_of, prepare, refuse_unfit
 from sac.planner.search import Progress
+from sac.planner.write_policy import plain_baselines
 from sac.policy.model import Policy
 
 # -- Planning for an absent device, in a separate process
@@ -156,7 +158,8 @@ def plan(
     group that sends nothing; the budget is then that of one rank.
     ``accumulates``: gradients of earlier micro-batches exist from the start.
     ``in_flight``: the number of micro-batches whose activations a pipeline stage holds at once.
-    The model and torch's random state are not changed.
+    The model and torch's random state are not changed. The policy's ``table()`` shows the plan next to the usual
+    choices, and ``save(path)`` writes it with its figures in comments.
 
     Raises ``PlanError`` for a budget below the least peak, an unknown loss or device, inputs that are neither a tuple
     nor a dict, or a forward that needs data; ``ModelError`` for a model that sac is already on or that has no blocks.
@@ -183,8 +186,9 @@ def plan(
             in_flight=in_flight,
             progress=progress,
         )
-        return make_plan(planner, budget)
+        made = make_plan(planner, budget)
+        return replace(made, baselines=plain_baselines(planner))
 
     gpus = {parameter.device for parameter in model.parameters() if real and parameter.device.type == "cuda"}
     with torch.random.fork_rng(devices=gpus, device_type="cuda"):  # without data, nothing is drawn on a GPU
-        return planned(model, device, make, real=real).policy
+        return policy_with_figures(planned(model, device, make, real=real))

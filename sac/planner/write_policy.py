@@ -23,9 +23,9 @@ from sac.planner.plan_file import Plan
 from sac.planner.prepare import choice_of, pricing_engine
 from sac.planner.profile import RegionProfile
 from sac.planner.search import Planner, Point
-from sac.policy.dump import dump_policy
-from sac.policy.model import Rule
+from sac.policy.model import Rule, dump_policy
 from sac.policy.read import bytes_text
+from sac.tables import seconds_text
 
 # -- Alternatives to a plan: hand-chosen baselines, and the curve of plans
 
@@ -49,6 +49,11 @@ def baselines(planner: Planner) -> tuple[Point, ...]:
     the 1st, 3rd, 5th … in forward order, as with ``do: alternate``.
     """
     by_label = {label: _usual(planner, label) for label in (ATTENTION_ALTERNATE, ATTENTION_MATMULS)}
+    return (*plain_baselines(planner), *by_label.values())
+
+
+def plain_baselines(planner: Planner) -> tuple[Point, ...]:
+    """Return the costs of none, full, and full in every second layer, for which no step has to be run."""
     layers = {path: layer for one in planner.profiles for path, layer in zip(one.paths, one.layers, strict=True)}
     none, full = planner.without_checkpointing, planner.everywhere(lambda group: 0)
     second = tuple(both[layers[path] % 2] for path, *both in zip(planner.step.paths, full, none, strict=True))
@@ -56,7 +61,6 @@ def baselines(planner: Planner) -> tuple[Point, ...]:
         planner.point(NONE, none),
         planner.point("full", full),
         planner.point(EVERY_SECOND_LAYER, second),
-        *by_label.values(),
     )
 
 
@@ -217,8 +221,3 @@ def _names(rule: Rule, profile: RegionProfile, number: int) -> bool:
     entry = profile.entries[number]
     at_module = rule.module is None or rule.module.matches(entry.module)
     return entry.op in rule.ops and at_module and (rule.call is None or rule.call.matches(entry.call))
-
-
-def seconds_text(seconds: float) -> str:
-    """Return a short time with three digits: ``0.0148 ms``, ``12.5 ms``, ``1.25 s``."""
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import TypeAlias
 
 from sac.errors import PolicyError, Problem, listing, nearest
-from sac.policy.dump import dump_policy
-from sac.policy.model import Policy, Rule, SourceLocation
-from sac.policy.read import SCHEMA, Written, read_policy
+from sac.policy.model import SCHEMA, Policy, Rule, SourceLocation, dump_policy
+from sac.policy.read import Written, read_policy
 from sac.policy.syntax import Findings, compose_yaml, node_from_value, shown
 
 # -- `extends`: merging a policy with its parents

@@ -1,4 +1,4 @@
-"""The content of a policy as plain values, independent of torch, files and models.
+"""The content of a policy as plain values, independent of torch and models; as YAML and as a table.
 
 Two policies are equal if they have the same meaning: source locations, origin, source and parents are not compared.
 """
@@ -6,11 +6,23 @@ Two policies are equal if they have the same meaning: source locations, origin, 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from html import escape
+from pathlib import Path
 
+import yaml
+
+from sac.charts import bars
+from sac.errors import PolicyError, Problem
 from sac.policy.patterns import PathPattern
+from sac.policy.scalars import plain_type
+from sac.tables import Table, count_text, screen_width, wrapped_text
+
+NEWEST = 1  # the latest schema that this version knows: Note [Versions of the schema] in sac/policy/read.py
+SCHEMA = f"sac/v{NEWEST}"
 
 
 class Decision(str, Enum):
@@ -225,15 +237,36 @@ class PlanSection:
         return next((one for one in self.regions if one.matches_region(path, layer, stack_size)), None)
 
 
+@dataclass(frozen=True, slots=True)
+class PlanFigures:
+    """What a plan costs next to the usual choices, as it is shown.
+
+    ``heading``: lines on the budget and the peaks; ``bars``: label, peak in bytes and a text for each choice;
+    ``notes``: lines after the table; ``yaml``: the policy as YAML with the figures in comments.
+    """
+
+    heading: tuple[str, ...]
+    table: Table
+    bars: tuple[tuple[str, float, str], ...]
+    notes: tuple[str, ...]
+    yaml: str
+
+
 def _is_meant(blocks: tuple[PathPattern, ...], layers: Layers | None, path: str, layer: int, stack_size: int) -> bool:
     if blocks and not any(pattern.matches(path) for pattern in blocks):
         return False
     return layers is None or layer in layers.select(stack_size)
 
 
-@dataclass(frozen=True, slots=True)
+_RULE_COLUMNS = ("rule", "do", "ops", "only where", "of policy")
+
+
+@dataclass(frozen=True, slots=True, repr=False)
 class Policy:
-    """An ordered list of rules plus a default. The first match wins; a child's rules come before its parent's."""
+    """An ordered list of rules plus a default. The first match wins; a child's rules come before its parent's.
+
+    ``figures`` are those of the plan, for a policy that ``sac.plan`` has just computed.
+    """
 
     name: str
     rules: tuple[Rule, ...] = ()
@@ -247,7 +280,224 @@ class Policy:
     extends: tuple[str, ...] = field(default=(), compare=False)  # parents, nearest first; `rules` includes theirs
     source: str = field(default="<policy>", compare=False)
     key_locations: Mapping[str, SourceLocation] = field(default_factory=dict, compare=False, hash=False)
+    figures: PlanFigures | None = field(default=None, compare=False)
+
+    def to_yaml(self) -> str:
+        """Return the policy as YAML that loads to an equal policy; a plan has its figures in comments."""
+        return dump_policy(self) if self.figures is None else self.figures.yaml
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the policy to a YAML file, which ``sac.load_policy`` and configs read; replaces a file that exists.
+
+        Rules inherited by ``extends`` are written out. Raises ``PolicyError`` if the file cannot be written.
+        """
+        file = Path(path).expanduser()
+        try:
+            file.write_text(self.to_yaml(), encoding="utf-8")
+        except OSError as error:
+            found = f"the file cannot be written: {error.strerror}"
+            raise PolicyError(Problem(os.fspath(path), found)) from error
+
+    def table(self) -> str:
+        """Return a table as text: of a plan its cost next to the usual choices, otherwise a row per rule."""
+        made, width = self.figures, screen_width()
+        above = (self._title(),) if made is None else made.heading
+        table = self._rules() if made is None else made.table
+        below = (self._rest(),) if made is None else made.notes
+        return "\n".join([wrapped_text(above, width), table.text(width), wrapped_text(below, width)])
+
+    def _title(self) -> str:
+        family = f", for {', '.join(self.models)}" if self.models else ""
+        parents = f", extends {', '.join(self.extends)}" if self.extends else ""
+        return f"{self.source}: policy {self.name}{parents}{family}"
+
+    def _rules(self) -> Table:
+        rows = [
+            (
+                rule.id,
+                str.__str__(rule.do),
+                ", ".join(rule.ops) if rule.ops else "(the module as a whole)",
+                "; ".join(limits_of(rule)),
+                rule.origin,
+            )
+            for rule in self.rules
+        ]
+        return Table(_RULE_COLUMNS, tuple(rows), optional=("of policy",))
+
+    def _rest(self) -> str:
+        return f"everything else: {self.default.value}; layers: {layers_text(self.layers)}"
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def __repr__(self) -> str:
+        planned = ", planned" if self.plan is not None else ""
+        rules = count_text(len(self.rules), "rule")
+        return f"<Policy {self.name}{planned}: {rules}, everything else: {self.default.value}; print() shows all>"
+
+    def _repr_html_(self) -> str:
+        made = self.figures
+        if made is None:
+            return f"<p>{escape(self._title())}</p>{self._rules().html()}<p>{escape(self._rest())}</p>"
+        heading, notes = ("<br>".join(map(escape, lines)) for lines in (made.heading, made.notes))
+        return f"<p>{heading}</p>{made.table.html()}<p>peak of one step</p>{bars(made.bars)}<p>{notes}</p>"
 
     def where(self, key: str = "") -> str:
         """Return the source location of the policy, or of one of its top-level keys, for a message."""
         return str(self.key_locations.get(key, SourceLocation(self.source)))
+
+
+# -- Rules and layers as short texts, in the words of a policy file
+
+
+def limits_of(rule: Rule) -> list[str]:
+    """Return a rule's matchers other than its ops, each as a short text in the words of a policy file."""
+    limits = []
+    if rule.blocks:
+        limits.append(f"blocks {' or '.join(pattern.text for pattern in rule.blocks)}")
+    if rule.module is not None:
+        limits.append(f"module {rule.module.text}")
+    if rule.layers is not None:
+        limits.append(f"layers {layers_text(rule.layers)}")
+    if rule.call is not None:
+        limits.append(f"call {_call_text(rule.call)}")
+    if rule.shape is not None:
+        limits.append(f"shape [{', '.join(map(_dim_text, rule.shape))}]")
+    if rule.dtype:
+        limits.append(f"dtype {' or '.join(rule.dtype)}")
+    if rule.min_bytes:
+        limits.append(f"min_bytes {rule.min_bytes}")
+    if rule.optional:
+        limits.append("optional")
+    return limits
+
+
+def layers_text(layers: Layers) -> str:
+    """Return a choice of layers as a short text."""
+    if layers.first is not None:
+        return f"first {layers.first}"
+    if layers.last is not None:
+        return f"last {layers.last}"
+    if layers.every is not None:
+        return f"every {layers.every} from {layers.offset}"
+    if layers.ranges is not None:
+        return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in layers.ranges)
+    if layers.fraction is not None:
+        return f"fraction {layers.fraction}"
+    return "all"
+
+
+def _call_text(call: Calls) -> str:
+    if call.index is not None:
+        return ", ".join(map(str, sorted(call.index)))
+    return f"every {call.every} from {call.offset}"
+
+
+def _dim_text(dim: Dim) -> str:
+    if dim.op in ("any", "..."):
+        return "_" if dim.op == "any" else "..."
+    return str(dim.size) if dim.op == "==" else f"{dim.op}{dim.size}"
+
+
+# -- A policy as YAML
+
+
+def dump_policy(policy: Policy) -> str:
+    """Return ``policy`` as a YAML text that loads to an equal policy.
+
+    The text is self-contained: rules inherited by ``extends`` are written out.
+    """
+    written: dict[str, object] = {"schema": SCHEMA, "name": policy.name}
+    if policy.models:
+        written["models"] = list(policy.models)
+    if policy.sets:
+        written["sets"] = {name: list(ops) for name, ops in policy.sets.items()}
+    regions: dict[str, object] = {}
+    if policy.blocks:
+        regions["blocks"] = [pattern.text for pattern in policy.blocks]
+    if not policy.layers.is_all:
+        regions["layers"] = _layers(policy.layers)
+    if regions:
+        written["regions"] = regions
+    if policy.plan is not None:
+        written["plan"] = _plan(policy.plan)
+    written["default"] = policy.default.value
+    written["rules"] = [_rule(rule) for rule in policy.rules]
+    return yaml.dump(written, Dumper=_Dumper, sort_keys=False, default_flow_style=None, allow_unicode=True, width=100)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes text that YAML 1.1 (handled by PyYAML) or YAML 1.2 (handled here) would not read as text."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+    def write_text(self, text: str) -> yaml.ScalarNode:
+        style = "'" if plain_type(text) != "text" else None
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _Dumper.write_text)
+
+
+def _plan(plan: PlanSection) -> dict[str, object]:
+    return {"made_for": plan.made_for, "regions": [_planned_region(one) for one in plan.regions]}
+
+
+def _planned_region(region: PlannedRegion) -> dict[str, object]:
+    written: dict[str, object] = {"blocks": _patterns(region.blocks)}
+    if region.layers is not None:
+        written["layers"] = _layers(region.layers)
+    return written | {"signature": region.signature}
+
+
+def _patterns(patterns: tuple[PathPattern, ...]) -> object:
+    return patterns[0].text if len(patterns) == 1 else [pattern.text for pattern in patterns]
+
+
+def _rule(rule: Rule) -> dict[str, object]:
+    written: dict[str, object] = {"id": rule.id}
+    if rule.ops:
+        written["ops"] = rule.ops[0] if len(rule.ops) == 1 else list(rule.ops)
+    if rule.blocks:
+        written["blocks"] = _patterns(rule.blocks)
+    if rule.module is not None:
+        written["module"] = rule.module.text
+    if rule.layers is not None:
+        written["layers"] = _layers(rule.layers)
+    if rule.call is not None:
+        written["call"] = _call(rule.call)
+    if rule.shape is not None:
+        written["shape"] = [_dim(dim) for dim in rule.shape]
+    if rule.dtype:
+        written["dtype"] = list(rule.dtype)
+    if rule.min_bytes:
+        written["min_bytes"] = rule.min_bytes
+    if rule.optional:
+        written["optional"] = True
+    written["do"] = str.__str__(rule.do)  # a Decision is a str too, but prints as its name
+    return written
+
+
+def _layers(layers: Layers) -> object:
+    if layers.is_all:
+        return "all"
+    if layers.ranges is not None:
+        return [low if low == high else f"{low}-{high}" for low, high in layers.ranges]
+    if layers.every is not None:
+        return {"every": layers.every, "offset": layers.offset}
+    if layers.fraction is not None:
+        return {"fraction": layers.fraction}
+    return {"first": layers.first} if layers.first is not None else {"last": layers.last}
+
+
+def _call(call: Calls) -> object:
+    if call.index is not None:
+        return {"index": sorted(call.index)}
+    return {"every": call.every or 1, "offset": call.offset if call.every else 0}
+
+
+def _dim(dim: Dim) -> object:
+    if dim.op in ("any", "..."):
+        return "_" if dim.op == "any" else "..."
+    return dim.size if dim.op == "==" else f"{dim.op}{dim.size}"

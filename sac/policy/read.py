@@ -12,6 +12,8 @@ from typing import Any, TypeAlias
 from sac.errors import listing, nearest
 from sac.policy.model import (
     ALTERNATE,
+    NEWEST,
+    SCHEMA,
     Calls,
     Chunks,
     Decision,
@@ -700,8 +702,6 @@ def read_plan(node: Node, what: str, findings: Findings) -> PlanSection | None:
 # to its own. It refuses a file of a later one as a whole, with one problem: what else it finds in such a file may be
 # right there. CONTRIBUTING.md has the rules for new and deprecated keys.
 
-_NEWEST = 1
-SCHEMA = f"sac/v{_NEWEST}"
 _NUMBERED = re.compile(r"sac/v([1-9][0-9]{0,8})")
 _SET_NAME = re.compile(r"\w[\w-]*")
 
@@ -752,7 +752,7 @@ def _refuse_later_schema(node: MapNode, findings: Findings) -> None:
     entries = {key.text: value for key, value in node.entries}
     schema, rules = entries.get("schema"), entries.get("rules")
     numbered = _NUMBERED.fullmatch(schema.text.strip().lower()) if isinstance(schema, Scalar) else None
-    if schema is None or numbered is None or int(numbered[1]) <= _NEWEST:
+    if schema is None or numbered is None or int(numbered[1]) <= NEWEST:
         return
     items = rules.items if isinstance(rules, ListNode) else ()
     in_rules = [key.text for item in items if isinstance(item, MapNode) for key, _ in item.entries]

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Literal, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
 import yaml
 from yaml.error import Mark as YamlMark
 
 from sac.errors import PolicyError, Problem
 from sac.policy.model import SourceLocation
+from sac.policy.scalars import ScalarType, plain_type
 
 if TYPE_CHECKING:
     from yaml._yaml import Mark as CMark  # only its type: a PyYAML built without libyaml has no such module
@@ -22,12 +22,6 @@ if TYPE_CHECKING:
 
 MAX_NODES = 10_000  # with every alias expanded; the longest shipped policy has a few hundred
 MAX_DEPTH = 20
-
-ScalarType: TypeAlias = Literal["text", "null", "bool", "int", "float", "other"]
-_NULL = re.compile(r"(~|null|Null|NULL)?")
-_BOOL = re.compile(r"true|True|TRUE|false|False|FALSE")
-_INT = re.compile(r"[-+]?[0-9]+")
-_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,21 +77,6 @@ class Findings:
     def problems(self) -> tuple[Problem, ...]:
         """Return the problems found, in order of location (in order of discovery if there are no lines)."""
         return tuple(problem for _, problem in sorted(self._found, key=lambda found: (found[0].line, found[0].column)))
-
-
-def plain_type(text: str) -> ScalarType:
-    """Return the kind of an unquoted scalar.
-
-    These are the rules of YAML 1.2: ``on``, ``no`` and ``1:8`` are text, ``1e-3`` is a number. YAML 1.1, which PyYAML
-    implements, resolves each of these the other way round.
-    """
-    if _NULL.fullmatch(text):
-        return "null"
-    if _BOOL.fullmatch(text):
-        return "bool"
-    if _INT.fullmatch(text):
-        return "int"
-    return "float" if _FLOAT.fullmatch(text) else "text"
 
 
 def describe(node: Node) -> str:

@@ -8,8 +8,8 @@ import logging
 import os
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -32,8 +32,10 @@ class OpTraceRow:
     ``bytes`` are those of an op's results, or everything that is kept of a module. ``flops`` come from torch's formulas
     (0: none known).
 
+    ``module`` is the module path relative to the region, and ``call`` counts the op's calls in that module from 0.
     ``decision`` is ``save`` or ``recompute``. ``reason`` says what decided: a rule's id, ``must-save``, ``default``, or
-    why the op cannot be saved.
+    why the op cannot be saved. ``region`` names the regions of the group (``model.layers.0-31 (x32)``), or one region
+    in the log; it is empty in the group's own record.
     """
 
     module: str
@@ -46,6 +48,7 @@ class OpTraceRow:
     flops: int
     shape: tuple[int, ...]
     dtype: str
+    region: str = ""
 
 
 class OpTraceRecorder:
@@ -108,6 +111,13 @@ class OpTraceRecorder:
         )
 
 
+class CallsOfTape(NamedTuple):
+    """Calls by module, op and number: those that replay runs again, and saved ones whose results were freed."""
+
+    replayed: frozenset[tuple[str, str, int]]
+    freed: frozenset[tuple[str, str, int]]
+
+
 def signature(rows: Iterable[OpTraceRow]) -> str:
     """Return a hash of a sequence of ops, independent of sizes and without views: sixteen hex digits."""
     text = "\n".join(f"{row.module} {row.op}" for row in rows if row.bytes)
@@ -165,12 +175,16 @@ class RegionStats:
 
 @dataclass(frozen=True, slots=True)
 class SavedFigures:
-    """What the state and the handles of one call keep, counted before anything is passed to outer hooks."""
+    """What the state and the handles of one call keep, counted before anything is passed to outer hooks.
+
+    ``freed``: values that were saved, and that backward can never read.
+    """
 
     saved_bytes: int
     dead_bytes: int
     by_rule: dict[int, int]
     hits: dict[int, int]
+    freed: frozenset[int] = frozenset()
 
 
 # -- Whether a region runs the ops that a plan was made for
@@ -230,21 +244,27 @@ def log_decisions(region: str, rows: Sequence[OpTraceRow]) -> None:
         return
     with open(value, "a", encoding="utf-8") as file:
         for row in rows:
-            file.write(json.dumps({"region": region, **asdict(row)}) + "\n")
+            file.write(json.dumps(asdict(replace(row, region=region))) + "\n")
 
 
-def _log_rows(region: str, rows: Sequence[OpTraceRow]) -> None:
+def audible_log() -> logging.Logger:
+    """Return the logger of reports, made to show INFO: the user asks for its lines with an environment variable."""
     if not _log.isEnabledFor(logging.INFO) and not _log.hasHandlers():
         logging.basicConfig(format="%(name)s: %(message)s")  # the user asked for the log but has not set up logging
     if not _log.isEnabledFor(logging.INFO):
         _log.setLevel(logging.INFO)
+    return _log
+
+
+def _log_rows(region: str, rows: Sequence[OpTraceRow]) -> None:
+    log = audible_log()
     told: set[tuple[str, str, str, str]] = set()
     for row in rows:
         key = (row.module, row.op, row.decision, row.reason)
         if key not in told:
             told.add(key)
             where = f"{region}.{row.module}" if row.module else region
-            _log.info("%-9s %s in %s (%s)", row.decision.upper(), row.op, where or "the region", row.reason)
+            log.info("%-9s %s in %s (%s)", row.decision.upper(), row.op, where or "the region", row.reason)
 
 
 # -- What was decided in graphs of ``torch.compile``, for the report

@@ -20,10 +20,18 @@ from sac.recompute.evidence import GroupEvidence, RegionEvidence, remember
 from sac.recompute.native_recorder import NativeReplayFrame, NativeReplayRecorder
 from sac.recompute.native_rerun import NativeRerunRecorder
 from sac.recompute.native_watch import NativeWatch
-from sac.recompute.op_trace import OpTraceRecorder, OpTraceRow, RegionStats, check_planned_signature, log_decisions
+from sac.recompute.op_trace import (
+    CallsOfTape,
+    OpTraceRecorder,
+    OpTraceRow,
+    RegionStats,
+    check_planned_signature,
+    log_decisions,
+)
 from sac.recompute.recorder import ReplayRecorder
 from sac.recompute.replay import CAN_REPLAY, ReplayFrame, warn_not_replayable
 from sac.recompute.rerun import RerunRecorder
+from sac.recompute.schedule import calls_of
 from sac.recompute.table import DecisionTable, rebuild_table
 from sac.recompute.whole_modules import ModuleRecorder, SavedModules, saved_modules
 from sac.region.compiled_graphs import count_compiled
@@ -52,6 +60,7 @@ class RegionGroup:
         self.name = name
         self.planned = None if table.matches_modules else planned  # a module saved as a whole hides its ops
         self.op_trace: tuple[OpTraceRow, ...] = ()
+        self.calls: CallsOfTape | None = None  # of the first call; None: Python runs again
         self.lists_ops = True  # whether the first call fills `op_trace`, which takes longer than running data-free ops
         self.evidence = GroupEvidence()
 
@@ -274,6 +283,8 @@ class Region:
     ) -> None:
         if recorder.op_trace is not None:
             self.group.op_trace = tuple(recorder.op_trace.rows)
+            if isinstance(recorder, ReplayRecorder) and recorder.schedule is not None and recorder.figures is not None:
+                self.group.calls = calls_of(recorder.tape, recorder.schedule, recorder.figures.freed)
             log_decisions(self.path, self.group.op_trace)
         everything = self.group.table.saves_everything
         evidence = self.evidence

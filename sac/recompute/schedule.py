@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sac.recompute.op_trace import SavedFigures
+from sac.ops.names import op_name
+from sac.recompute.op_trace import CallsOfTape, SavedFigures
 from sac.recompute.table import CallSite
 from sac.recompute.tape import Tape
 
@@ -185,6 +187,24 @@ class _Walk:
             written=frozenset(self._written),
             handles=frozenset(one.handle for one in wanted),
         )
+
+
+def calls_of(tape: Tape, schedule: ReplaySchedule, freed: Container[int]) -> CallsOfTape:
+    """Return which calls of a tape run again, and which only have results in ``freed``."""
+    runs, counts = {step.number for step in schedule.steps}, Counter[tuple[str, str]]()
+    again, gone = set(), set()
+    for number, site in enumerate(tape.sites):
+        if type(site) is not CallSite:
+            continue
+        name = (site.path, op_name(site.op))
+        first = tape.first_outputs[number]
+        makes = range(first, first + tape.output_counts.get(number, 1))
+        if number in runs:
+            again.add((*name, counts[name]))
+        elif makes and all(value in freed for value in makes):
+            gone.add((*name, counts[name]))
+        counts[name] += 1
+    return CallsOfTape(frozenset(again), frozenset(gone))
 
 
 # -- Tape layouts

@@ -120,9 +120,8 @@ def _check_model(arguments: argparse.Namespace) -> None:
 
 
 def _of_output(arguments: argparse.Namespace) -> list[Check]:
-    checks: list[Check] = [] if arguments.json else [lambda: import_extra("rich", "tools")]
     pictures = filter(None, (getattr(arguments, name, None) for name in ("picture", "explain")))
-    return [*checks, *(partial(check_picture, picture) for picture in pictures)]
+    return [partial(check_picture, picture) for picture in pictures]
 
 
 def _value_check(mode: str) -> Check:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from sac.policy.load import load_policy
-from sac.policy.model import Calls, Dim, Layers, Policy, Rule
+from sac.policy.model import Policy, Rule, layers_text, limits_of
 from sac.recompute.table import resolve_policy
-from sac.tools.render import print_rows
+from sac.tables import Table, screen_width
 
 COLUMNS = ("rule", "do", "ops", "names here", "only where", "of policy", "place")
 
@@ -35,7 +35,8 @@ def check_file(source: str, *, verbose: bool, as_json: bool) -> int:
     family = f", for {', '.join(policy.models)}" if policy.models else ""
     parents = f", extends {', '.join(policy.extends)}" if policy.extends else ""
     print(f"{policy.source}: policy {policy.name}{parents}{family}")
-    print_rows(COLUMNS, [_cells(checked) for checked in rules], right=("names here",))
+    table = Table(COLUMNS, tuple(map(_cells, rules)), right=("names here",), optional=("place", "of policy"))
+    print(table.text(screen_width()))
     print(f"everything else: {policy.default.value}; layers: {layers_text(policy.layers)}")
     _print_missing(rules, verbose=verbose)
     return 0
@@ -66,55 +67,6 @@ def _cells(checked: CheckedRule) -> tuple[str, ...]:
     ops = ", ".join(rule.ops) if rule.ops else "(the module as a whole)"
     here = f"{len(checked.present)} of {len(checked.present) + len(checked.missing)}" if rule.ops else "–"
     return (rule.id, str.__str__(rule.do), ops, here, "; ".join(limits_of(rule)), rule.origin, rule.where())
-
-
-def limits_of(rule: Rule) -> list[str]:
-    """Return a rule's matchers other than its ops, each as a short text in the words of a policy file."""
-    limits = []
-    if rule.blocks:
-        limits.append(f"blocks {' or '.join(pattern.text for pattern in rule.blocks)}")
-    if rule.module is not None:
-        limits.append(f"module {rule.module.text}")
-    if rule.layers is not None:
-        limits.append(f"layers {layers_text(rule.layers)}")
-    if rule.call is not None:
-        limits.append(f"call {_call_text(rule.call)}")
-    if rule.shape is not None:
-        limits.append(f"shape [{', '.join(map(_dim_text, rule.shape))}]")
-    if rule.dtype:
-        limits.append(f"dtype {' or '.join(rule.dtype)}")
-    if rule.min_bytes:
-        limits.append(f"min_bytes {rule.min_bytes}")
-    if rule.optional:
-        limits.append("optional")
-    return limits
-
-
-def layers_text(layers: Layers) -> str:
-    """Return a choice of layers as a short text."""
-    if layers.first is not None:
-        return f"first {layers.first}"
-    if layers.last is not None:
-        return f"last {layers.last}"
-    if layers.every is not None:
-        return f"every {layers.every} from {layers.offset}"
-    if layers.ranges is not None:
-        return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in layers.ranges)
-    if layers.fraction is not None:
-        return f"fraction {layers.fraction}"
-    return "all"
-
-
-def _call_text(call: Calls) -> str:
-    if call.index is not None:
-        return ", ".join(map(str, sorted(call.index)))
-    return f"every {call.every} from {call.offset}"
-
-
-def _dim_text(dim: Dim) -> str:
-    if dim.op in ("any", "..."):
-        return "_" if dim.op == "any" else "..."
-    return str(dim.size) if dim.op == "==" else f"{dim.op}{dim.size}"
 
 
 def _as_dict(policy: Policy, rules: tuple[CheckedRule, ...]) -> dict[str, object]:

@@ -4,35 +4,70 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sac.errors import SacError
-from sac.planner.fakes import Build
-from sac.tools.comparison import OPTIMIZERS
-from sac.tools.models import FORMS, BuiltModel, load_model
+from sac.tools.parser import DONE, INTERRUPTED, REFUSED, Command, parse
+
+if TYPE_CHECKING:  # these import torch, which help does not need
+    from sac.planner.fakes import Build
+    from sac.tools.models import BuiltModel
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; return 0, 1 if sac refused something (its text is on stderr), or 2 for wrong usage."""
-    arguments = _parser().parse_args(argv)
+    """Run one command and return its exit code; see ``EXIT_CODES`` of ``sac.tools.parser``."""
+    arguments = parse(argv, _COMMANDS, _Version)
     arguments.typed = shlex.join(["sac", *(sys.argv[1:] if argv is None else argv)])
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler writes to stderr at start and stop
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # a console script does not see modules in its working directory
-    command: Callable[[argparse.Namespace], int] = arguments.command
+    command: Command = arguments.command
     try:
-        return command(arguments)
+        with _quiet_libraries():
+            return command(arguments)
     except BrokenPipeError:  # the reader of a long table closed the pipe, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise the interpreter complains on flush
-        return 1
+        return REFUSED
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
     except SacError as error:
         print(error, file=sys.stderr)
-        return 1
+        return REFUSED
+
+
+@contextmanager
+def _quiet_libraries() -> Iterator[None]:
+    """Hold back what other libraries log below errors, and what they warn of for their own developers.
+
+    Nothing is held back that the user asks for with ``TORCH_LOGS``, ``TRANSFORMERS_VERBOSITY``, ``PYTHONWARNINGS``
+    or ``python -W``.
+    """
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    levels = {"": logging.ERROR, "sac": logging.WARNING}
+    if "TORCH_LOGS" not in os.environ:
+        import torch  # noqa: F401  # its import sets the level of its logger
+
+        levels["torch"] = logging.ERROR
+    before = {name: logging.getLogger(name).level for name in levels}
+    with warnings.catch_warnings():
+        if not sys.warnoptions:
+            for category in (DeprecationWarning, PendingDeprecationWarning, FutureWarning):
+                warnings.simplefilter("ignore", category)
+        try:
+            for name, level in levels.items():
+                logging.getLogger(name).setLevel(level)
+            yield
+        finally:
+            for name, level in before.items():
+                logging.getLogger(name).setLevel(level)
 
 
 def _check(arguments: argparse.Namespace) -> int:
@@ -43,10 +78,22 @@ def _check(arguments: argparse.Namespace) -> int:
 
 def _trace(arguments: argparse.Namespace) -> int:
     from sac.tools.arguments import check_trace
-    from sac.tools.render import print_trace
+    from sac.tools.comparison import inputs_on
+    from sac.tools.measuring import trace_here
+    from sac.tools.render import progress_bar
 
     check_trace(arguments)
-    return print_trace(_build(arguments), arguments.policy, device=arguments.device, as_json=arguments.json)
+    with progress_bar() as progress:
+        progress(0, 2, "building the model")
+        built = _build(arguments)
+        progress(1, 2, "forward and backward")
+        inputs = inputs_on(arguments.device, built.inputs_of_step(0))
+        found = trace_here(built.model.to(arguments.device), inputs, arguments.policy, built.name)
+    if arguments.json:
+        _print_json([asdict(row) for row in found.rows])
+    else:
+        print(found)
+    return DONE
 
 
 def _compare(arguments: argparse.Namespace) -> int:
@@ -54,10 +101,11 @@ def _compare(arguments: argparse.Namespace) -> int:
     from sac.tools.comparison import compare
     from sac.tools.peak_table import print_explained
     from sac.tools.pictures import save_peak_picture, save_picture
-    from sac.tools.render import print_comparison, progress_bar
+    from sac.tools.render import progress_bar
 
     check_compare(arguments)
     with progress_bar() as progress:
+        progress(0, 0, "building the model")
         comparison = compare(
             lambda: _build(arguments),
             modes_of(arguments),
@@ -69,7 +117,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     if arguments.json:
         _print_json(comparison.to_dict())
     else:
-        print_comparison(comparison)
+        print(comparison)
         if shown:
             least = min(shown, key=lambda one: one.peak_bytes)
             print_explained(shown, shown, f"What lowers the peak of {least.label} where no policy does:")
@@ -77,7 +125,7 @@ def _compare(arguments: argparse.Namespace) -> int:
         print(f"picture: {save_picture(comparison, arguments.picture)}", file=sys.stderr)
     if arguments.explain and shown:
         print(f"picture: {save_peak_picture(shown, comparison.model, arguments.explain)}", file=sys.stderr)
-    return 1 if comparison.failed else 0
+    return REFUSED if comparison.failed else DONE
 
 
 def _plan(arguments: argparse.Namespace) -> int:
@@ -158,6 +206,7 @@ def _comparison(arguments: argparse.Namespace) -> str:
 
 def _build(arguments: argparse.Namespace, build: Build | None = None) -> BuiltModel:
     from sac.tools.arguments import scale_of
+    from sac.tools.models import load_model
 
     return load_model(arguments.model, scale_of(arguments), text_path=arguments.text, seed=arguments.seed, build=build)
 
@@ -166,92 +215,13 @@ def _print_json(value: Any) -> None:
     print(json.dumps(value, indent=2))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="sac", description="Activation checkpointing from a policy: check it, see what it decides, measure it."
-    )
-    parser.add_argument(
-        "--version", action=_Version, nargs=0, help="show the version, and whether the C++ library is on"
-    )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    check = commands.add_parser("check", help="read a policy file and show what its rules mean")
-    check.add_argument("file", metavar="FILE", help="a policy file, or the name of a shipped policy")
-    check.add_argument("--verbose", action="store_true", help="also list ops that this build of torch lacks")
-    check.set_defaults(command=_check)
-    trace = commands.add_parser("trace", help="show the decision for each op of a model, and by which rule")
-    _add_model_options(trace)
-    trace.add_argument("--policy", default="selective", metavar="VALUE", help="config value (default: %(default)s)")
-    trace.set_defaults(command=_trace)
-    compare = commands.add_parser("compare", help="train copies of a model under several modes and measure them")
-    _add_model_options(compare)
-    _add_training_options(compare)
-    compare.set_defaults(command=_compare)
-    plan = commands.add_parser("plan", help="compute a policy that fits a memory budget with the least recomputation")
-    _add_model_options(plan, "cpu, cuda, or whose figures price the ops: h100, h200, a100, b200, mi300x")
-    _add_plan_options(plan)
-    plan.set_defaults(command=_plan)
-    native = commands.add_parser("build", help="compile the optional C++ library for the installed torch and Python")
-    how = native.add_mutually_exclusive_group()
-    how.add_argument("--check", action="store_true", help="only show whether there is one; exit with 1 if not")
-    how.add_argument("--force", action="store_true", help="compile it even if there is one")
-    native.set_defaults(command=_build_native)
-    for command in (compare, plan):
-        command.add_argument(
-            "--explain", nargs="?", const="", metavar="FILE",
-            help="also show what is alive at the peak, and why; save a picture of it over the step in FILE",
-        )  # fmt: skip
-    for command in (check, trace, compare, plan):
-        command.add_argument("--json", action="store_true", help="write the same as JSON to stdout")
-    return parser
-
-
-def _add_model_options(parser: argparse.ArgumentParser, devices: str = "cpu or cuda") -> None:
-    parser.add_argument("--model", required=True, metavar="SPEC", help=FORMS)
-    parser.add_argument("--layers", type=int, metavar="N", help="layers per stack (default: as the config says)")
-    parser.add_argument("--seq", type=int, default=128, metavar="N", help="tokens per row (default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=1, metavar="N", help="rows (default: %(default)s)")
-    parser.add_argument("--vocab", type=int, metavar="N", help="tokens in the vocabulary (default: as the config says)")
-    parser.add_argument("--dtype", default="float32", help="float32, bfloat16, … (default: %(default)s)")
-    parser.add_argument("--text", metavar="FILE", help="train on the bytes of this file (default: random tokens)")
-    parser.add_argument("--device", default="cpu", help=f"{devices} (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="for weights, data and dropout")
-
-
-def _add_training_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--modes", default="none,full,selective", metavar="LIST",
-        help="config values with commas: none, full, selective, a policy's name or file (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument("--steps", type=int, default=5, metavar="N", help="training steps (default: %(default)s)")
-    parser.add_argument("--optimizer", default="sgd", metavar="NAME", help=", ".join(OPTIMIZERS))
-    parser.add_argument("--lr", type=float, default=1e-2, metavar="RATE", help="learning rate (default: %(default)s)")
-    parser.add_argument("--picture", metavar="FILE", help="save memory over the step per mode (png, svg, pdf)")
-
-
-def _add_plan_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--budget", metavar="SIZE", help='peak of one step: "40GiB", bytes, or "50%%" of the way from the least peak '
-        "to that without checkpointing (default: the memory of --device less --margin)",
-    )  # fmt: skip
-    parser.add_argument("--margin", metavar="SHARE", help='of the device\'s memory to leave free (default: "10%%")')
-    parser.add_argument("--optimizer", metavar="NAME", help="the one whose state counts: sgd, momentum, adam, adamw")
-    parser.add_argument(
-        "--engine",
-        default="auto",
-        choices=("auto", "replay", "rerun"),
-        help="engine to use (default: %(default)s)",
-    )
-    parser.add_argument("--same-layers", action="store_true", help="use the same rules on all layers of a region group")
-    parser.add_argument("--real", action="store_true", help="run on tensors with data (default: on shapes alone)")
-    parser.add_argument("--fsdp", type=int, metavar="N", help="plan for one of N ranks that shard the model by FSDP2")
-    parser.add_argument("--accumulate", action="store_true", help="gradients of earlier micro-batches exist")
-    parser.add_argument(
-        "--in-flight", type=int, default=1, metavar="N", help="micro-batches that a pipeline stage holds at once"
-    )
-    parser.add_argument("--calibrate", action="store_true", help="time a block on --device, store it in --out, and end")
-    parser.add_argument("--calibration", metavar="FILE", help="the file that --calibrate wrote")
-    parser.add_argument("--out", metavar="FILE", help="write the policy here (default: to stdout, after the table)")
-    parser.add_argument("--picture", metavar="FILE", help="save recompute time over peak (png, svg, pdf)")
+_COMMANDS: dict[str, Command] = {
+    "check": _check,
+    "trace": _trace,
+    "compare": _compare,
+    "plan": _plan,
+    "build": _build_native,
+}
 
 
 if __name__ == "__main__":

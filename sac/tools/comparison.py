@@ -8,6 +8,7 @@ from contextlib import ExitStack, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
+from html import escape
 from math import isnan
 from statistics import median
 from typing import Any, final
@@ -16,14 +17,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-import sac
+from sac.blocks.applying import apply
 from sac.blocks.stacks import find_stacks
+from sac.charts import curves
 from sac.errors import ConfigError, Problem, SacError, nearest
 from sac.memory_timeline import MemoryTimeline, mark, measure_memory
 from sac.ops.flops import added_formulas
 from sac.planner.live_bytes import ledgers_of
 from sac.planner.peak import OPTIMIZER, UNSEEN, AliveRow, PeakBreakdown, with_more
 from sac.planner.search import explained_step
+from sac.policy.read import bytes_text
+from sac.reporting import report
+from sac.tables import Table, flops_text, parameters_text, percent_text, screen_width, time_text, wrapped_text
 from sac.tools.models import BuiltModel, Inputs
 from sac.torch_private import tree_map_only
 
@@ -62,6 +67,16 @@ class ModeResult:
         """The median of what the regions kept, or None if no blocks were found."""
         return int(median(self.region_kept_bytes.values())) if self.region_kept_bytes else None
 
+    def curve(self) -> list[tuple[float, float]]:
+        """Return live bytes over the step: forward from 0 to 1, backward from 1 to 2, so that modes line up."""
+        if self.memory is None:
+            return []
+        forward_ms, total_ms = self.memory.marks["forward"][-1][0], self.memory.times_ms[-1]
+        return [
+            (ms / forward_ms if ms <= forward_ms else 1 + (ms - forward_ms) / (total_ms - forward_ms), live)
+            for ms, live in zip(self.memory.times_ms, self.memory.live_bytes, strict=True)
+        ]
+
     def to_dict(self) -> dict[str, Any]:
         """Return the row's numbers for JSON."""
         if self.error:
@@ -82,7 +97,7 @@ class ModeResult:
         }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Comparison:
     """The rows of all modes, ``none`` first, and the model and machine they were measured on."""
 
@@ -108,6 +123,61 @@ class Comparison:
             "steps": self.steps,
             "modes": [row.to_dict() for row in self.rows],
         }
+
+    def table(self) -> Table:
+        """Return a row per mode."""
+        baseline = next((row for row in self.rows if not row.error), None)
+        rows = [(row.mode, *(_cells(row, baseline) if not row.error else ("failed", *[""] * 6))) for row in self.rows]
+        return Table(("mode", *_NUMBERS), tuple(rows), right=_NUMBERS, optional=("kept per block",))
+
+    def footnote(self) -> str:
+        """Return how it was measured, and what the columns mean."""
+        on_cpu = self.device == "cpu"
+        source = "the profiler's memory events" if on_cpu else "the profiler's memory events and the allocator"
+        return (
+            f"{self.model}, {parameters_text(self.parameters)} parameters, on {self.device}, "
+            f"torch {self.torch_version}.\n"
+            "kept: alive at the end of forward; peak: of forward and backward; both on top of weights and gradients, "
+            f"from {source}.\n"
+            f"step: median of {self.steps - 1} interleaved steps; loss: after step {self.steps}; "
+            "gradient difference: largest absolute one to none after the first backward."
+        )
+
+    def errors(self) -> str:
+        """Return the errors of modes that failed, each after an empty line."""
+        return "".join(f"\n\n{row.mode}: {row.error}" for row in self.rows if row.error)
+
+    def __str__(self) -> str:
+        width = screen_width()
+        footnote = wrapped_text(self.footnote().splitlines(), width)
+        return f"{self.table().text(width)}\n{footnote}{self.errors()}"
+
+    def __repr__(self) -> str:
+        peaks = [f"{row.mode} {'failed' if row.error else bytes_text(row.peak_bytes)}" for row in self.rows]
+        return f"<Comparison of {self.model}: peaks {', '.join(peaks)}; print() shows all>"
+
+    def _repr_html_(self) -> str:
+        drawn = {f"{row.mode}: peak {bytes_text(row.peak_bytes)}": row.curve() for row in self.rows if row.memory}
+        chart = curves(drawn, (1, 2), ("forward", "backward"))
+        notes = escape(self.footnote() + self.errors()).replace("\n", "<br>")
+        return f"{self.table().html()}<p>Memory over one step, on top of weights and gradients</p>{chart}<p>{notes}</p>"
+
+
+_NUMBERS = ("kept", "kept per block", "peak", "recomputed", "step", "loss", "gradient difference")
+
+
+def _cells(row: ModeResult, baseline: ModeResult | None) -> tuple[str, ...]:
+    region_bytes = row.typical_region_bytes
+    baseline = baseline or row
+    return (
+        f"{bytes_text(row.kept_bytes)} {percent_text(row.kept_bytes, baseline.kept_bytes)}",
+        "–" if region_bytes is None else bytes_text(region_bytes),
+        f"{bytes_text(row.peak_bytes)} {percent_text(row.peak_bytes, baseline.peak_bytes)}",
+        "?" if row.recompute_flops is None else flops_text(row.recompute_flops),
+        f"{time_text(row.median_step_ms)} ×{row.median_step_ms / baseline.median_step_ms:.2f}",
+        f"{row.losses[-1]:.6f}",
+        "?" if row.max_gradient_difference is None else f"{row.max_gradient_difference:.3g}",
+    )
 
 
 # -- Floating-point operations of one call, counted by torch's dispatcher, not by sac
@@ -146,6 +216,7 @@ class Training:
     learning_rate: float = 1e-2
     seed: int = 0
     device: str = "cpu"
+    loss_fn: Callable[[Any], Tensor] | None = None  # None: see `loss_of`
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot run; raises ``ConfigError``."""
@@ -181,9 +252,12 @@ def inputs_on(device: str, inputs: Inputs) -> Inputs:
     return tree_map_only(Tensor, lambda tensor: tensor.to(device), inputs)  # type: ignore[no-any-return]
 
 
-def forward_backward(model: nn.Module, inputs: Inputs) -> float:
-    """Run the model forward and backward, with ``mark("forward")`` between them, and return the loss."""
-    loss = loss_of(model(**inputs) if isinstance(inputs, Mapping) else model(*inputs))
+def forward_backward(model: nn.Module, inputs: Inputs, loss_fn: Callable[[Any], Tensor] | None = None) -> float:
+    """Run the model forward and backward, with ``mark("forward")`` between them, and return the loss.
+
+    The loss is ``loss_fn`` of the output, else as in ``loss_of``.
+    """
+    loss = (loss_fn or loss_of)(model(**inputs) if isinstance(inputs, Mapping) else model(*inputs))
     mark("forward")  # the output is freed by now: what lives is what backward needs, and the loss
     torch.autograd.backward(loss)
     return loss.item()
@@ -206,9 +280,10 @@ class ModeRun:
     """One mode's copy of the model under measurement; ``error`` is set when sac refuses, and ends its part."""
 
     def __init__(
-        self, mode: str, model: nn.Module, inputs_of_step: Callable[[int], Inputs], training: Training
+        self, mode: str, value: Any, model: nn.Module, inputs_of_step: Callable[[int], Inputs], training: Training
     ) -> None:
         self.mode = mode
+        self._value = value
         self.error = ""
         self.step_flops = 0
         self._model: nn.Module | None = model
@@ -236,14 +311,14 @@ class ModeRun:
 
     def apply(self) -> None:
         """Apply the mode to the model."""
-        sac.apply(self._live_model, self.mode)
+        apply(self._live_model, self._value)
 
     def train_step(self, step: int, reference: dict[str, Tensor] | None) -> None:
         """Train one step; with ``reference``, compare the gradients to it, or fill it if it is empty."""
         inputs = self._inputs(step)
         self._synchronize()
         started = time.perf_counter()
-        loss = forward_backward(self._live_model, inputs)
+        loss = self._forward_backward(inputs)
         self._synchronize()
         backward_s = time.perf_counter() - started
         if reference is not None:
@@ -259,7 +334,7 @@ class ModeRun:
     def count_flops(self) -> None:
         """Count one forward and backward; its gradients stay for ``measure_memory``."""
         inputs = self._inputs(self._training.steps)
-        self.step_flops = count_flops(partial(forward_backward, self._live_model, inputs))
+        self.step_flops = count_flops(partial(self._forward_backward, inputs))
 
     def measure_memory(self) -> None:
         """Measure one forward and backward with the profiler, with marks around each block.
@@ -273,7 +348,7 @@ class ModeRun:
             for path, block in blocks.items():
                 hooks.callback(block.register_forward_pre_hook(partial(_mark_entry, path)).remove)
                 hooks.callback(block.register_forward_hook(partial(_mark_exit, path)).remove)
-            self._memory = measure_memory(partial(forward_backward, self._live_model, inputs), self._training.device)
+            self._memory = measure_memory(partial(self._forward_backward, inputs), self._training.device)
         marks = self._memory.marks
         for path in blocks:
             entries, exits = marks.get(f"in {path}", ()), marks.get(f"out {path}", ())
@@ -310,7 +385,7 @@ class ModeRun:
             step_ms=tuple(self._step_ms),
             losses=tuple(self._losses),
             max_gradient_difference=self._max_difference,
-            report=None if self.mode == NONE else sac.report(self._live_model).to_dict(),
+            report=None if self.mode == NONE else report(self._live_model).to_dict(),
             explained=self._explained,
         )
 
@@ -318,6 +393,9 @@ class ModeRun:
     def _live_model(self) -> nn.Module:
         assert self._model is not None, "a failed mode is not run again"
         return self._model
+
+    def _forward_backward(self, inputs: Inputs) -> float:
+        return forward_backward(self._live_model, inputs, self._training.loss_fn)
 
     def _inputs(self, step: int) -> Inputs:
         torch.manual_seed(self._training.seed + step)  # dropout draws the same numbers in every mode
@@ -369,13 +447,13 @@ Progress = Callable[[int, int, str], None]
 
 def compare(
     build: Callable[[], BuiltModel],
-    modes: Sequence[str],
+    modes: Sequence[str] | Mapping[str, Any],
     training: Training | None = None,
     *,
     explains: bool = False,
     progress: Progress | None = None,
 ) -> Comparison:
-    """Measure each of ``modes`` (config values: none, full, selective, a policy's name or file) on one model.
+    """Measure each of ``modes`` (none, full, selective, a policy's name or file; or config values by label).
 
     ``none`` is always the first row: the others are measured against it, and it never goes through sac. A mode that sac
     refuses keeps its row, with the error. ``explains``: find out what is alive at each peak, in one more step per mode.
@@ -384,9 +462,12 @@ def compare(
     training = training or Training()
     built = build()
     model = built.model.to(training.device)
-    labels = [NONE, *dict.fromkeys(mode for mode in modes if mode != NONE)]
-    copies = [model, *(deepcopy(model) for _ in labels[1:])]
-    runs = [ModeRun(label, copy, built.inputs_of_step, training) for label, copy in zip(labels, copies, strict=True)]
+    values = {NONE: NONE, **(modes if isinstance(modes, Mapping) else {mode: mode for mode in modes})}
+    copies = [model, *(deepcopy(model) for _ in range(len(values) - 1))]
+    runs = [
+        ModeRun(label, value, copy, built.inputs_of_step, training)
+        for (label, value), copy in zip(values.items(), copies, strict=True)
+    ]
     del copies
     advance = _counted(progress, len(runs) * (training.steps + 2 + explains))
     for run in runs[1:]:

@@ -8,7 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import import_module
+from os.path import expanduser
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeAlias
 
 import torch
@@ -18,6 +20,7 @@ from sac.blocks.kv_cache import turn_off_cache
 from sac.errors import ConfigError, Problem, SacError, listing, nearest
 from sac.extras import import_extra
 from sac.planner.fakes import Build
+from sac.tools.parser import FORMS
 
 # -- A model, its batches, and the sizes that both are built with
 
@@ -323,8 +326,6 @@ def _model_class(transformers: Any, architectures: list[str], config: Any, path:
 
 # -- A model named on the command line: ``hf:CONFIG.json`` or ``package.module:function``
 
-FORMS = "hf:CONFIG.json (a Hugging Face config file), package.module:function (returns a model and its inputs)"
-
 
 def load_model(
     spec: str, scale: Scale, *, text_path: str | None = None, seed: int = 0, build: Build | None = None
@@ -338,7 +339,9 @@ def load_model(
     torch.manual_seed(seed)
     form, _, rest = spec.partition(":")
     if form == "hf" and rest:
-        return build_from_config(rest, scale, text_path=text_path, seed=seed, build=build or build_with_data)
+        return build_from_config(
+            expanduser(rest), scale, text_path=text_path, seed=seed, build=build or build_with_data
+        )
     if form and rest and "/" not in spec:
         return _build_by_function(spec, form, rest, scale)
     raise _no_spec(spec)
@@ -348,7 +351,7 @@ def check_spec(spec: str, scale: Scale, *, text_path: str | None = None) -> None
     """Raise ``ConfigError`` if ``spec`` names no model that can be built at this scale; nothing is built."""
     form, _, rest = spec.partition(":")
     if form == "hf" and rest:
-        check_batches(*class_and_config(rest, scale), scale, text_path=text_path)
+        check_batches(*class_and_config(expanduser(rest), scale), scale, text_path=text_path)
     elif form and rest and "/" not in spec:
         inspect.signature(_function(spec, form, rest))
     else:
@@ -385,9 +388,20 @@ def _function(spec: str, module_name: str, function_name: str) -> Callable[..., 
     function = getattr(module, function_name, None)
     if not callable(function):
         found = f"'{spec}': module '{module_name}' has no function '{function_name}'"
-        functions = [name for name, value in vars(module).items() if inspect.isfunction(value)]
+        functions = _public_functions(module)
         raise ConfigError(Problem("--model", found, listing(functions), nearest(function_name, functions)))
     return function  # type: ignore[no-any-return]
+
+
+def _public_functions(module: ModuleType) -> list[str]:
+    """Return the names in a module's ``__all__``, else those of the functions that it defines itself for others."""
+    named = getattr(module, "__all__", None)
+    return [
+        name
+        for name, value in vars(module).items()
+        if inspect.isfunction(value)
+        and (name in named if named is not None else value.__module__ == module.__name__ and not name.startswith("_"))
+    ]
 
 
 def _shape_of(value: object) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from sac.planner.peak import CATEGORIES, AliveRow, PeakBreakdown, short_op
 from sac.policy.read import bytes_text
+from sac.tables import screen_width, wrapped_text
 from sac.tools.render import print_rows
 
 _COLUMNS = ("alive at the peak", "bytes", "share", "tensors", "made by", "kept by")
@@ -21,16 +22,16 @@ def print_explained(found: Sequence[PeakBreakdown], beside: Sequence[PeakBreakdo
     ``advice`` is the line above what lowers the least of these peaks where no policy does.
     """
     for one in found:
-        print(f"\n{heading(one)}")
+        print("\n" + wrapped_text([heading(one)], screen_width()))
         print_rows(_COLUMNS, [*_lines(one)], right=_NUMBERS)
-        print(choice_text(one))
+        print(wrapped_text([choice_text(one)], screen_width()))
     if len(beside) > 1:
         print_categories(beside)
     remedies = min(beside, key=lambda one: one.peak_bytes).remedies()
     if remedies:
         print(f"\n{advice}")
         for remedy in remedies:
-            print(f"- {remedy}")
+            print(wrapped_text([f"- {remedy}"], screen_width()))
 
 
 def print_categories(found: Sequence[PeakBreakdown]) -> None:

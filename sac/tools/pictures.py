@@ -6,20 +6,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from sac.charts import COLOURS
 from sac.errors import ConfigError, Problem
 from sac.extras import import_extra
 from sac.planner.peak import CATEGORIES, PeakBreakdown
 from sac.planner.plan_file import Plan
 from sac.planner.search import Point
-from sac.planner.write_policy import seconds_text
 from sac.policy.read import bytes_text
+from sac.tables import seconds_text
 from sac.tools.comparison import Comparison, ModeResult
 
 # -- The picture of a comparison: memory over one step, one curve per mode; needs the ``tools`` extra
 
-# Eight colours that remain distinct for colour-blind readers and in grey (Okabe and Ito's order, black first for
-# `none`).
-COLOURS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8A8A8A")
 MIB = 2**20
 
 
@@ -56,20 +54,10 @@ def save_figure(figure: Any, path: str | Path) -> Path:
 def _draw(axes: Any, row: ModeResult, colour: str) -> None:
     memory = row.memory
     assert memory is not None
-    # Modes take different times. Forward and backward are each stretched to the same length, so that blocks line up.
-    forward_ms, total_ms = memory.marks["forward"][-1][0], memory.times_ms[-1]
-    x = [_progress(time_ms, forward_ms, total_ms) for time_ms in memory.times_ms]
-    y = [live / MIB for live in memory.live_bytes]
+    x, y = zip(*((at, live / MIB) for at, live in row.curve()), strict=True)
     label = f"{row.mode}: peak {bytes_text(memory.peak_bytes)}, kept {bytes_text(row.kept_bytes)}"
     axes.step(x, y, where="post", color=colour, linewidth=1.6, label=label)
-    peak_x, peak_y = _progress(memory.peak_ms, forward_ms, total_ms), max(y)
-    axes.plot([peak_x], [peak_y], marker="o", markersize=7, color=colour, markeredgecolor="white", zorder=3)
-
-
-def _progress(time_ms: float, forward_ms: float, total_ms: float) -> float:
-    if time_ms <= forward_ms:
-        return time_ms / forward_ms
-    return 1 + (time_ms - forward_ms) / (total_ms - forward_ms)
+    axes.plot([x[y.index(max(y))]], [max(y)], marker="o", markersize=7, color=colour, markeredgecolor="white", zorder=3)
 
 
 def _describe(axes: Any, comparison: Comparison) -> None:

@@ -21,19 +21,18 @@ from sac.planner.cost import Calibration, load_calibration, unpriced_ops
 from sac.planner.devices import Device, device_at_hand, device_named
 from sac.planner.fakes import Build, call, fake_build, fake_inputs, fake_mode
 from sac.planner.plan_file import Plan, explained, make_plan
+from sac.planner.plan_view import heading_of, notes_of, table_of
 from sac.planner.planning import needs_lowering, planned
 from sac.planner.prepare import prepare
 from sac.planner.search import Point, Progress
 from sac.planner.sharding import fake_ranks, fsdp_over
-from sac.planner.write_policy import forward_seconds, seconds_text, with_alternatives, write_policy
+from sac.planner.write_policy import forward_seconds, with_alternatives, write_policy
 from sac.policy.read import bytes_text
+from sac.tables import screen_width, wrapped_text
 from sac.tools.comparison import inputs_on, loss_of
 from sac.tools.models import BuiltModel, Inputs
 from sac.tools.peak_table import print_explained
-from sac.tools.render import flops_text, print_rows
 
-COLUMNS = ("", "peak", "kept", "recomputed", "time", "of forward", "fits", "")
-_NUMBERS = ("peak", "kept", "recomputed", "time", "of forward")
 MARGIN = "10%"  # of a device's memory: the context, the allocator's fragments, libraries
 
 
@@ -287,21 +286,10 @@ def print_plan(found: Planned) -> None:
     """Print the plan next to the usual manual choices, and the curve that it is on."""
     made = found.plan
     print(f"{found.model}, {found.inputs}")
-    print(
-        f"for {made.device.name} ({made.device.title}), engine {made.engine}, torch {torch.__version__}\n"
-        f"budget {bytes_text(made.budget)}; least peak {bytes_text(made.least)}, without checkpointing "
-        f"{bytes_text(made.most)}; of it {bytes_text(made.static)} parameters, buffers and inputs"
-        + (f", {bytes_text(made.extra)} state of the optimizer" if made.extra else "")
-    )
-    points = (made.point, *made.baselines, *made.curve)
-    print_rows(COLUMNS, [_cells(point, made) for point in points], right=_NUMBERS)
-    print(
-        "peak: of one step, forward and backward, with parameters and gradients; kept: left by the blocks' forward for "
-        "backward;\nrecomputed, time: run again in one backward, and how long that is predicted to take, next to the "
-        "blocks' forward"
-    )
-    for note in made.notes:
-        print(f"note: {note}")
+    width = screen_width()
+    print(wrapped_text(heading_of(made), width))
+    print(table_of(made).text(width))
+    print(wrapped_text(notes_of(made), width))
     if made.explained:
         least = made.explained[-1]
         print_explained(
@@ -309,20 +297,6 @@ def print_plan(found: Planned) -> None:
             made.explained,
             f"Whatever these blocks save, the peak is at least {bytes_text(least.peak_bytes)}. What lowers it:",
         )
-
-
-def _cells(point: Point, made: Plan) -> tuple[str, ...]:
-    forward = forward_seconds(made)
-    return (
-        point.label,
-        bytes_text(point.peak),
-        bytes_text(point.kept),
-        flops_text(point.flops),
-        seconds_text(point.seconds),
-        f"{point.seconds / forward:.1%}" if forward else "–",
-        "yes" if point.peak <= made.budget else "no",
-        "checked" if point.is_checked else "predicted",
-    )
 
 
 def _point_dict(point: Point, made: Plan) -> dict[str, Any]:

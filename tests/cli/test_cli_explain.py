@@ -33,9 +33,8 @@ LOW = breakdown("least", AliveRow(HEAD, "lm_head", "aten.mm.default", "", 1, 60 
 
 WHOLE = """
 plan: peak 97.0 MiB (101711972 bytes, 1048576 of them before the step), in the backward of lm_head (mm)
-
   alive at the peak      bytes   share   tensors   made by        kept by
- ─────────────────────────────────────────────────────────────────────────
+ ────────────────────────────────────────────────────────────────────────
   logits and loss     80.0 MiB   82.5%         2
     lm_head           60.0 MiB   61.9%         1   mm
     (model)           20.0 MiB   20.6%         1   _log_softmax
@@ -49,18 +48,15 @@ plan: peak 97.0 MiB (101711972 bytes, 1048576 of them before the step), in the b
     2 smaller          4.0 MiB    4.1%         8
   parameters           1.0 MiB    1.0%         3
   gradients              100 B    0.0%         8
-
 a policy decides on 16.0 MiB (16.5%) of this peak
 
-
   alive at the peak       plan      least
- ─────────────────────────────────────────
+ ────────────────────────────────────────
   parameters           1.0 MiB        0 B
   gradients              100 B        0 B
   activations         16.0 MiB        0 B
   logits and loss     80.0 MiB   60.0 MiB
   together            97.0 MiB   60.0 MiB
-
 
 Below it:
 - logits and loss, 60.0 MiB: a chunked or fused loss, which never holds all logits at once; or a smaller batch, with \

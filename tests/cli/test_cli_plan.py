@@ -65,7 +65,7 @@ def test_a_table_with_the_plan_the_baselines_and_the_curve(
     lines = streams.out.splitlines()
     assert lines[0] == f"{MODELS}:stack, argument 0 float32[4, 32, 16]"
     assert lines[1] == f"for cpu (a processor, rough figures), engine auto, torch {torch.__version__}"
-    rows = [line.split("  ")[1].strip() for line in lines if line.endswith(("checked    ", "predicted  "))]
+    rows = [line.split("  ")[1].strip() for line in lines if line.endswith(("checked", "predicted"))]
     assert rows[:6] == ["plan", *BASELINES]
     assert rows[6:]
     assert all(row.endswith("% of the range") for row in rows[6:])

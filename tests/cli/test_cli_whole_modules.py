@@ -41,7 +41,7 @@ def test_trace_has_one_row_for_the_module(
     pytest.importorskip("transformers", reason="builds the model")
     assert main(["trace", *tiny_llama, "--policy", path]) == 0
     (saved,) = [line.split() for line in capsys.readouterr().out.splitlines() if "  save  " in line]
-    assert saved[:6] == ["self_attn", "module", "LlamaAttention", "0", "save", "attention"]
+    assert saved[:7] == ["self_attn", "module", "LlamaAttention", "0", "save", "rule", "attention"]
     assert main(["trace", *tiny_llama, "--policy", path, "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert not [row for row in rows if row["module"].startswith("self_attn.")]

@@ -19,6 +19,7 @@ from tests.docs.snippet_models import Model
 WRITING = "docs/writing-a-policy.md"
 RUN_BY = {
     "README.md": "tests/docs/test_readme.py",
+    "docs/api.md": "tests/docs/test_api_page.py",
     "docs/full-recompute.md": "tests/docs/test_readme.py",
     "docs/quick-start.md": "tests/docs/quick_start.py",
     WRITING: "tests/docs/test_pages.py",

@@ -103,17 +103,20 @@ def test_bytes_under_surrounding_hooks() -> None:
 
 SHOWN = """activation checkpointing: selective, 2 regions
 blocks.0-1 (x2): keeps 12.2 KiB per region (10.2 KiB saved, 2.0 KiB of inputs)
-  rule rule-0: 1 calls, 2.2 KiB saved
+  rule rule-0: 1 call, 2.2 KiB saved
   rule rule-1: 7 calls, 8.0 KiB saved
   freed, since backward never reads it: 2.0 KiB
   recomputed by default, dearest first: aten.mul.Tensor (x9, 20.0 KiB), aten.add.Tensor (x6, 8.1 KiB), \
-aten.cat.default (x2, 4.0 KiB), aten.pow.Tensor_Scalar (x2, 4.0 KiB), aten.silu.default (x1, 4.0 KiB)"""
+aten.cat.default (x2, 4.0 KiB), aten.pow.Tensor_Scalar (x2, 4.0 KiB), aten.silu.default (x1, 4.0 KiB)
+decided otherwise, predicted per step:"""
 
 
 def test_print() -> None:
     model = sac.apply(built(llama_stack), ATTENTION_AND_ALTERNATING)
     model(*tokens())
-    assert str(sac.report(model)) == f"{SHOWN}\n{status()}"
+    report = sac.report(model)
+    others = "\n".join(f"  {one}" for one in report.alternatives)
+    assert str(report) == f"{SHOWN}\n{others}\n{status()}"
 
 
 def test_rules_of_a_region() -> None:
@@ -156,8 +159,6 @@ def test_before_the_first_forward() -> None:
         "activation checkpointing: selective, 2 regions\n"
         "no forward with grad has run yet\n"
         "blocks.0-1 (x2): keeps 0 B per region (0 B saved, 0 B of inputs)\n"
-        "  rule rule-0: 0 calls, 0 B saved\n"
-        "  rule rule-1: 0 calls, 0 B saved\n"
         f"{status()}"
     )
 
@@ -188,7 +189,7 @@ def test_zero_hit_rules() -> None:
     model(*tokens())
     report = sac.report(model)
     assert report.zero_hit_rules == ("rule-1",)
-    assert str(report).splitlines()[-2] == "rules without a hit: rule-1"
+    assert "rules without a call: rule-1" in str(report).splitlines()
 
 
 def test_must_save_is_told() -> None:
@@ -293,8 +294,7 @@ def test_inputs_kept_in_host_memory_for_a_device(monkeypatch: pytest.MonkeyPatch
         "activation checkpointing: full, 2 regions\n"
         "of each region's inputs: the first floating-point one is kept in host memory\n"
         "blocks.0-1 (x2): keeps 0 B per region (0 B saved, 0 B of inputs; 2.0 KiB of inputs in host memory)\n"
-        f"{str(report).splitlines()[-2]}\n"
-        f"{status()}"
+        + "\n".join(str(report).splitlines()[3:])
     )
     plain = json.loads(json.dumps(report.to_dict()))
     assert (plain["kept_bytes"], plain["input_host_bytes"]) == (0, 4096)

@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[2] / "sac"
 LAYERS = (
     {"errors"},
     {"torch_private"},
-    {"extras", "memory_timeline", "native"},
+    {"extras", "memory_timeline", "native", "tables", "charts"},
     {"outer_hooks"},
     {"tensors"},
     {"checksums"},
@@ -25,11 +25,11 @@ LAYERS = (
     {"checkpointing"},
     {"full"},
     {"blocks"},
-    {"reporting"},
     {"planner"},
+    {"reporting"},
     {"compat"},
-    {"__init__"},  # the face; what is above it is the command line, which uses sac as anyone would
     {"tools"},
+    {"__init__"},  # the face
 )
 RANKS = {unit: rank for rank, layer in enumerate(LAYERS) for unit in layer}
 FACE = ("apply", "remove", "load_policy", "context_fn", "checkpoint", "report", "plan", "watch")

@@ -83,7 +83,7 @@ def test_text_of_a_compiled_model() -> None:
     assert str(report) == (
         "activation checkpointing: selective, 2 regions\n"
         f"blocks.0-1 (x2): compiled; decisions: save 5 calls, recompute {kind.traced.recomputed}\n"
-        "  rule rule-0: 1 calls\n"
+        "  rule rule-0: 1 call\n"
         "  rule rule-1: 7 calls\n"
         "  the partitioner chooses what it keeps of these; their bytes are not counted here\n"
         f"{status()}"

@@ -12,12 +12,15 @@ import torch
 
 import sac
 from sac.blocks.install import regions_of
+from sac.errors import ConfigError
 from tests.stacks.composes import least_kept
 from tests.stacks.composition import Outcome, differences
 from tests.stacks.other_trainers import assert_composes, lightning, lightning_ddp, lightning_fsdp2
 from tests.support.ranks import run_ranks
 
 lightning_package = pytest.importorskip("lightning", reason="lightning is in the extra `stacks`")
+
+from lightning.pytorch.loggers.logger import DummyLogger  # noqa: E402
 
 from sac.compat.lightning import SacCallback  # noqa: E402
 from tests.stacks.lightning_module import QUIET, Configured, Plain, batches, fit  # noqa: E402
@@ -100,6 +103,23 @@ def test_a_callback_beside_a_call_is_an_error() -> None:
     assert str(error.value) == (
         "net.blocks.0: sac.apply has been called on this model before\n    fix: call sac.remove(model) first"
     )
+
+
+def test_the_figures_of_the_report_reach_the_trainers_loggers() -> None:
+    class Logger(DummyLogger):
+        def __init__(self) -> None:
+            super().__init__()
+            self.logged: list[tuple[int, dict[str, float]]] = []
+
+        def log_metrics(self, metrics: Any, step: Any = None) -> None:
+            if "sac/kept_bytes" in metrics:
+                self.logged.append((step, metrics))
+
+    module, logger = Plain(), Logger()
+    fit(module, steps=4, callbacks=[SacCallback("selective", log_every=2)], logger=logger)
+    assert logger.logged == [(step, sac.report(module).scalars()) for step in (2, 4)]
+    with pytest.raises(ConfigError, match=r"SacCallback\.log_every: 0 is not a number of steps"):
+        SacCallback("selective", log_every=0)
 
 
 def test_a_wrong_value_is_an_error_where_the_callback_is_built() -> None:

@@ -21,7 +21,7 @@ from tests.support.model_zoo import tiny
 transformers = pytest.importorskip("transformers", reason="tests/stacks needs transformers")
 pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
 
-from sac.compat.huggingface import SacCallback, take_over  # noqa: E402  (needs transformers)
+from sac.compat.huggingface import ReportCallback, SacCallback, take_over  # noqa: E402  (needs transformers)
 
 ENABLED = (
     "LlamaForCausalLM: activation_checkpointing_enable was called, and sac.apply has been called on this model before: "
@@ -134,6 +134,31 @@ def test_callback_beside_the_trainers_own_switch(tmp_path: Path) -> None:
         "leave the callback out, and call take_over(model)"
     )
     assert region_paths(model) == []
+
+
+def test_the_figures_of_the_report_reach_the_trainers_loggers(tmp_path: Path) -> None:
+    class Logger(transformers.TrainerCallback):
+        def __init__(self) -> None:
+            self.steps: list[int] = []
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            if "sac/kept_bytes" in logs:
+                self.steps.append(state.global_step)
+
+    logger, model = Logger(), sac.apply(tiny("llama")[0], "selective")
+    data = rows(tiny("llama")[1])
+    trainer = transformers.Trainer(model, arguments(tmp_path), train_dataset=data, callbacks=[logger])
+    trainer.add_callback(ReportCallback(trainer, every=2))
+    trainer.train()
+    assert logger.steps == [2]
+    [logged] = [entry for entry in trainer.state.log_history if "sac/kept_bytes" in entry]
+    assert {name: logged[name] for name in sac.report(model).scalars()} == sac.report(model).scalars()
+
+
+def test_a_number_of_steps_that_is_none() -> None:
+    with pytest.raises(ConfigError) as error:
+        ReportCallback(None, every=0)
+    assert str(error.value) == "ReportCallback: 0 is not a number of steps\n    legal: 1, 2, 3, …"
 
 
 def test_callback_with_a_value_that_means_nothing() -> None:

@@ -15,8 +15,7 @@ import sac
 from sac.blocks.install import regions_of
 from sac.config import parse_config
 from sac.errors import ConfigError, ModelError, PolicyError
-from sac.policy.dump import dump_policy
-from sac.policy.model import Chunks, Layers
+from sac.policy.model import Chunks, Layers, dump_policy
 from tests.promises.test_11_invisible import flat
 from tests.support.blocks import LlamaLikeBlock, policy, save, tokens
 from tests.support.chains import Between, chain, full, paths

@@ -178,6 +178,7 @@ LABELS = {
     "order": (["h.10", "h.9", "h.8"], "h.8-10 (x3)"),
     "part": (["h.0.mlp", "h.1.mlp"], "h.0-1.mlp (x2)"),
     "two places": (["a.0.b.0", "a.1.b.1"], "a.0.b.0, … (x2)"),
+    "each with each": ([f"a.{i}.b.{j}" for i in range(2) for j in range(3)], "a.0-1.b.0-2 (x6)"),
     "names": (["left", "right"], "left, … (x2)"),
     "lengths": (["h.0", "h.1.mlp"], "h.0, … (x2)"),
 }

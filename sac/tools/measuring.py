@@ -1,0 +1,110 @@
+"""`sac.trace` and `sac.compare`: the commands of these names, for a model that a program has."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sac.blocks.applying import apply
+from sac.blocks.install import regions_of
+from sac.config import parse_config
+from sac.errors import ConfigError, ModelError, Problem
+from sac.policy.model import Policy
+from sac.reporting import Trace, trace_of
+from sac.tools.comparison import NONE, Comparison, Training, forward_backward, inputs_on
+from sac.tools.comparison import compare as compare_copies
+from sac.tools.models import BuiltModel, Inputs
+
+MODES = (NONE, "full", "selective")
+
+
+def trace(
+    model: nn.Module, inputs: Any, policy: Any = "selective", *, loss_fn: Callable[[Any], Tensor] | None = None
+) -> Trace:
+    """Return the decision for each op of ``model`` under ``policy``, and the rule that made it.
+
+    A copy of the model runs one forward and backward. The model, its gradients and the random state stay as they are.
+
+    ``inputs``: the arguments of the model, as a tuple or a dict. ``policy``: any config value. ``loss_fn``: the loss is
+    ``loss_fn(output)``, else ``output.loss``, else the mean square of the first tensor. The result prints as a table
+    per region group; its ``rows`` hold the same as ``OpTraceRow``, sizes in bytes.
+
+    Raises ``ConfigError`` for inputs or a value that cannot be used; ``ModelError`` for a model that sac is already on
+    or that has no blocks; ``PolicyError`` for the policy.
+    """
+    given, device = _checked(model, inputs)
+    parse_config(policy)
+    with _random_state_kept(model):
+        return trace_here(deepcopy(model), inputs_on(device, given), policy, type(model).__name__, loss_fn)
+
+
+def trace_here(
+    model: nn.Module, inputs: Inputs, policy: Any, name: str, loss_fn: Callable[[Any], Tensor] | None = None
+) -> Trace:
+    """Apply ``policy`` to ``model`` itself, run one forward and backward, and return the decisions."""
+    apply(model, policy)
+    forward_backward(model, inputs, loss_fn)
+    return trace_of(model, name, label_of(policy))
+
+
+def compare(
+    model: nn.Module,
+    inputs: Any,
+    modes: Iterable[Any] | Mapping[str, Any] = MODES,
+    *,
+    steps: int = 5,
+    optimizer: str = "sgd",
+    lr: float = 1e-2,
+    seed: int = 0,
+    loss_fn: Callable[[Any], Tensor] | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> Comparison:
+    """Train copies of ``model`` under each of ``modes`` and return their memory, recomputation, time and gradients.
+
+    ``modes``: config values (words, paths, mappings, policies), or a dict of them by the label of their row. ``none``
+    is always measured, first. Every copy starts from the weights of ``model``, sees the same ``inputs`` in all
+    ``steps``, and draws the same random numbers; the model and the random state stay as they are. There is a copy
+    of the weights per mode. ``inputs`` and ``loss_fn`` are as for ``sac.trace``; ``optimizer`` is ``sgd`` or ``adamw``.
+
+    A mode that sac refuses keeps its row, with the error. Raises ``ConfigError`` for arguments that cannot be used,
+    ``ModelError`` for a model that sac is already on.
+    """
+    given, device = _checked(model, inputs)
+    values = dict(modes) if isinstance(modes, Mapping) else {label_of(value): value for value in modes}
+    training = Training(steps, optimizer, lr, seed, device, loss_fn)
+    with _random_state_kept(model):
+        built = BuiltModel(deepcopy(model).train(), lambda step: given, type(model).__name__)
+        return compare_copies(lambda: built, values, training, progress=progress)
+
+
+def label_of(value: Any) -> str:
+    """Return a short text for a config value: the word, the path, the name of the policy, or the keys and values."""
+    if isinstance(value, Policy):
+        return value.name
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}: {label_of(one)}" for key, one in value.items())
+    return os.fspath(value) if isinstance(value, os.PathLike) else str(value)
+
+
+def _checked(model: nn.Module, inputs: Any) -> tuple[Inputs, str]:
+    if next(regions_of(model), None) is not None:
+        found = "sac.apply has been called on this model before"
+        raise ModelError(Problem(type(model).__name__, found, fix="call sac.remove(model) first"))
+    if not isinstance(inputs, (tuple, list, Mapping)):
+        found = f"a {type(inputs).__name__} is not what a model is called with"
+        raise ConfigError(Problem("inputs", found, "a tuple or a dict of arguments", fix="write (x,) for one argument"))
+    devices = {str(parameter.device) for parameter in model.parameters()}
+    if len(devices) > 1 or "meta" in devices:
+        found = f"its parameters are on {', '.join(sorted(devices))}"
+        raise ModelError(Problem(type(model).__name__, found, "one device that holds data"))
+    return dict(inputs) if isinstance(inputs, Mapping) else tuple(inputs), next(iter(devices), "cpu")
+
+
+def _random_state_kept(model: nn.Module) -> Any:
+    gpus = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
+    return torch.random.fork_rng(devices=gpus, device_type="cuda")

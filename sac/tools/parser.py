@@ -1,0 +1,181 @@
+"""The arguments of the command ``sac``: its help and its errors of usage. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn
+
+from sac.errors import Problem, nearest
+
+FORMS = "hf:CONFIG.json (a Hugging Face config file), package.module:function (returns a model and its inputs)"
+_ENGINES = ("auto", "replay", "rerun")
+
+DONE, REFUSED, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
+EXIT_CODES = f"""\
+exit codes:
+  {DONE}    done
+  {REFUSED}    sac refused something, or a mode of `sac compare` failed: stderr or the table says which
+  {WRONG_USAGE}    wrong usage: an unknown command or flag, or a missing one
+  {INTERRUPTED}  interrupted (Ctrl-C)"""
+
+Command = Callable[[argparse.Namespace], int]
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Errors of usage in the form of sac's other errors, with the nearest spelling; exits with 2."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print what is wrong and end the process."""
+        self.refuse(Problem(self.prog, message, fix=f"`{self.prog} --help` lists the arguments"))
+
+    def refuse(self, *problems: Problem) -> NoReturn:
+        """Print the problems and end the process."""
+        self.exit(WRONG_USAGE, "".join(f"{problem}\n" for problem in problems))
+
+    def flags(self) -> list[str]:
+        """Return the flags that have a long name, such as ``--model``."""
+        return ["--help", *re.findall(r"--[a-z][a-z-]*", self.format_usage())]
+
+
+def parse(
+    argv: Sequence[str] | None, commands: Mapping[str, Command], version: type[argparse.Action]
+) -> argparse.Namespace:
+    """Return the arguments, with the function of the chosen command as ``command``; exits for help and wrong usage.
+
+    ``version`` is the action of ``--version``.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    parser, of_command = _parsers(commands, version)
+    if not argv:
+        parser.print_help(sys.stderr)
+        parser.exit(WRONG_USAGE)
+    if not argv[0].startswith("-") and argv[0] not in of_command:
+        found, legal = f'there is no command "{argv[0]}"', ", ".join(of_command)
+        parser.refuse(Problem("sac", found, legal, nearest(argv[0], of_command), "`sac --help` says what each does"))
+    _refuse_unknown_flags(of_command.get(argv[0], parser), argv)
+    return parser.parse_args(argv)
+
+
+def _refuse_unknown_flags(parser: CommandParser, argv: Sequence[str]) -> None:
+    """Refuse all unknown flags at once: argparse reports a missing argument first, and never the nearest spelling."""
+    legal = parser.flags()
+    given = [word.partition("=")[0] for word in argv if word.startswith("--") and word != "--"]
+    unknown = [flag for flag in dict.fromkeys(given) if not any(known.startswith(flag) for known in legal)]
+    if unknown:
+        listed, fix = ", ".join(legal), f"`{parser.prog} --help` says what each does"
+        parser.refuse(
+            *(Problem(parser.prog, f"there is no {flag}", listed, nearest(flag, legal), fix) for flag in unknown)
+        )
+
+
+def file_path(text: str) -> str:
+    """Return a path as written, with ``~`` replaced: a shell leaves it in ``--out=~/policy.yaml``."""
+    return os.path.expanduser(text)
+
+
+def _engine(text: str) -> str:
+    if text not in _ENGINES:
+        near = nearest(text, _ENGINES)
+        hint = f"; did you mean: {near}" if near else ""
+        raise argparse.ArgumentTypeError(f"'{text}' is not an engine{hint}; legal: {', '.join(_ENGINES)}")
+    return text
+
+
+def _parsers(
+    commands: Mapping[str, Command], version: type[argparse.Action]
+) -> tuple[CommandParser, dict[str, CommandParser]]:
+    parser = CommandParser(
+        prog="sac",
+        description="Activation checkpointing from a policy: check it, see what it decides, measure it.",
+        epilog=EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--version", action=version, nargs=0, help="show the version, and whether the C++ library is on"
+    )
+    found = parser.add_subparsers(required=True, metavar="COMMAND")
+    check = found.add_parser("check", help="read a policy file and show what its rules mean")
+    check.add_argument("file", metavar="FILE", help="a policy file, or the name of a shipped policy")
+    check.add_argument("--verbose", action="store_true", help="also list ops that this build of torch lacks")
+    trace = found.add_parser("trace", help="show the decision for each op of a model, and by which rule")
+    _add_model_options(trace)
+    trace.add_argument("--policy", default="selective", metavar="VALUE", help="config value (default: %(default)s)")
+    compare = found.add_parser("compare", help="train copies of a model under several modes and measure them")
+    _add_model_options(compare)
+    _add_training_options(compare)
+    plan = found.add_parser("plan", help="compute a policy that fits a memory budget with the least recomputation")
+    _add_model_options(plan, "cpu, cuda, or whose figures price the ops: h100, h200, a100, b200, mi300x")
+    _add_plan_options(plan)
+    native = found.add_parser("build", help="compile the optional C++ library for the installed torch and Python")
+    how = native.add_mutually_exclusive_group()
+    how.add_argument("--check", action="store_true", help="only show whether there is one; exit with 1 if not")
+    how.add_argument("--force", action="store_true", help="compile it even if there is one")
+    for command in (compare, plan):
+        command.add_argument(
+            "--explain", nargs="?", type=file_path, const="", metavar="FILE",
+            help="also show what is alive at the peak, and why; save a picture of it over the step in FILE",
+        )  # fmt: skip
+    for command in (check, trace, compare, plan):
+        command.add_argument("--json", action="store_true", help="write the same as JSON to stdout")
+    of_command = {"check": check, "trace": trace, "compare": compare, "plan": plan, "build": native}
+    for name, one in of_command.items():
+        one.set_defaults(command=commands[name])
+    return parser, of_command
+
+
+def _add_model_options(parser: argparse.ArgumentParser, devices: str = "cpu or cuda") -> None:
+    parser.add_argument("--model", required=True, metavar="SPEC", help=FORMS)
+    parser.add_argument("--layers", type=int, metavar="N", help="layers per stack (default: as the config says)")
+    parser.add_argument("--seq", type=int, default=128, metavar="N", help="tokens per row (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=1, metavar="N", help="rows (default: %(default)s)")
+    parser.add_argument("--vocab", type=int, metavar="N", help="tokens in the vocabulary (default: as the config says)")
+    parser.add_argument("--dtype", default="float32", help="float32, bfloat16, … (default: %(default)s)")
+    parser.add_argument(
+        "--text", type=file_path, metavar="FILE", help="train on the bytes of this file (default: random tokens)"
+    )
+    parser.add_argument("--device", default="cpu", help=f"{devices} (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="for weights, data and dropout")
+
+
+def _add_training_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--modes", default="none,full,selective", metavar="LIST",
+        help="config values with commas: none, full, selective, a policy's name or file (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--steps", type=int, default=5, metavar="N", help="training steps (default: %(default)s)")
+    parser.add_argument("--optimizer", default="sgd", metavar="NAME", help="sgd, adamw (default: %(default)s)")
+    parser.add_argument("--lr", type=float, default=1e-2, metavar="RATE", help="learning rate (default: %(default)s)")
+    parser.add_argument(
+        "--picture", type=file_path, metavar="FILE", help="save memory over the step per mode (png, svg, pdf)"
+    )
+
+
+def _add_plan_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--budget", metavar="SIZE", help='peak of one step: "40GiB", bytes, or "50%%" of the way from the least peak '
+        "to that without checkpointing (default: the memory of --device less --margin)",
+    )  # fmt: skip
+    parser.add_argument("--margin", metavar="SHARE", help='of the device\'s memory to leave free (default: "10%%")')
+    parser.add_argument("--optimizer", metavar="NAME", help="the one whose state counts: sgd, momentum, adam, adamw")
+    parser.add_argument(
+        "--engine", type=_engine, default="auto", metavar="NAME", help=f"{', '.join(_ENGINES)} (default: %(default)s)"
+    )
+    parser.add_argument("--same-layers", action="store_true", help="use the same rules on all layers of a region group")
+    parser.add_argument("--real", action="store_true", help="run on tensors with data (default: on shapes alone)")
+    parser.add_argument("--fsdp", type=int, metavar="N", help="plan for one of N ranks that shard the model by FSDP2")
+    parser.add_argument("--accumulate", action="store_true", help="gradients of earlier micro-batches exist")
+    parser.add_argument(
+        "--in-flight", type=int, default=1, metavar="N", help="micro-batches that a pipeline stage holds at once"
+    )
+    parser.add_argument("--calibrate", action="store_true", help="time a block on --device, store it in --out, and end")
+    parser.add_argument("--calibration", type=file_path, metavar="FILE", help="the file that --calibrate wrote")
+    parser.add_argument(
+        "--out", type=file_path, metavar="FILE", help="write the policy here (default: to stdout, after the table)"
+    )
+    parser.add_argument(
+        "--picture", type=file_path, metavar="FILE", help="save recompute time over peak (png, svg, pdf)"
+    )

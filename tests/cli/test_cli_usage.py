@@ -1,0 +1,157 @@
+"""The command as a tool: errors of usage, help, paths with ``~``, what others log, tables in a pipe."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import textwrap
+import warnings
+from pathlib import Path
+
+import pytest
+
+from sac.errors import SacWarning
+from sac.policy.load import load_policy
+from sac.tools import cli
+from sac.tools.cli import main
+from sac.tools.comparison import OPTIMIZERS
+
+ROOT = Path(__file__).parents[2]
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    streams = capsys.readouterr()
+    assert streams.out == ""
+    return streams.err
+
+
+def test_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert refusal(capsys, "comapre", "--model", "x") == (
+        'sac: there is no command "comapre"\n'
+        "    did you mean: compare\n"
+        "    legal: check, trace, compare, plan, build\n"
+        "    fix: `sac --help` says what each does\n"
+    )
+
+
+def test_unknown_flags_are_reported_all_at_once_and_before_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    legal = "    legal: --help, --verbose, --json\n    fix: `sac check --help` says what each does\n"
+    assert refusal(capsys, "check", "--jsn", "--verbos=1", "--loud") == (
+        f"sac check: there is no --jsn\n    did you mean: --json\n{legal}sac check: there is no --loud\n{legal}"
+    )
+
+
+def test_a_missing_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert refusal(capsys, "trace") == (
+        "sac trace: the following arguments are required: --model\n    fix: `sac trace --help` lists the arguments\n"
+    )
+
+
+def test_an_engine_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    assert refusal(capsys, "plan", "--model", "x", "--engine", "rerunn") == (
+        "sac plan: argument --engine: 'rerunn' is not an engine; did you mean: rerun; legal: auto, replay, rerun\n"
+        "    fix: `sac plan --help` lists the arguments\n"
+    )
+
+
+def test_without_a_command_help_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "usage: sac" in refusal(capsys)
+
+
+@pytest.mark.parametrize("command", [[], ["trace"], ["compare"], ["plan"]])
+def test_help_imports_neither_torch_nor_yaml(command: list[str]) -> None:
+    program = f"""
+        import sys
+        from sac.tools.cli import main
+        try:
+            main([*{command}, "--help"])
+        except SystemExit as ended:
+            print(ended.code, {{"torch", "yaml", "numpy"}} & sys.modules.keys())
+    """
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    assert run.stdout.splitlines()[-1] == "0 set()"
+
+
+def test_help_has_the_exit_codes_and_the_optimizers(capsys: pytest.CaptureFixture[str]) -> None:
+    for command, text in (([], "130  interrupted (Ctrl-C)"), (["compare"], ", ".join(OPTIMIZERS))):
+        with pytest.raises(SystemExit):
+            main([*command, "--help"])
+        assert text in capsys.readouterr().out
+
+
+def test_home_in_paths(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    load_policy("general").save("~/mine.yaml")
+    assert main(["check", "~/mine.yaml"]) == 0
+    (tmp_path / "config.json").write_text("{}")
+    assert main(["trace", "--model", "hf:~/config.json", "--policy", "~/mine.yaml", "--text", "~/none.txt"]) == 1
+    streams = capsys.readouterr()
+    assert f"{tmp_path}/config.json: model_type None is unknown to transformers" in streams.err
+
+
+def test_only_public_functions_of_the_module_itself_are_legal(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_models.py").write_text(
+        "from textwrap import dedent\ndef small(): ...\ndef _hidden(): ...\nclass Large: ...\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert main(["trace", "--model", "own_models:smal"]) == 1
+    assert capsys.readouterr().err == (
+        "--model: 'own_models:smal': module 'own_models' has no function 'smal'\n"
+        "    did you mean: small\n"
+        "    legal: small\n"
+    )
+
+
+def test_what_others_log_and_warn_of_is_held_back(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    level = logging.getLogger().level
+    shown = []
+
+    def noisy(arguments: object) -> int:
+        shown.extend(logging.getLogger(name).isEnabledFor(logging.WARNING) for name in ("other", "torch.x", "sac.x"))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.warn("old", DeprecationWarning, stacklevel=1)
+            warnings.warn("ours", SacWarning, stacklevel=1)
+        shown.extend(str(one.message) for one in caught)
+        return 0
+
+    monkeypatch.setitem(cli._COMMANDS, "check", noisy)
+    monkeypatch.delenv("TORCH_LOGS", raising=False)
+    monkeypatch.setattr(sys, "warnoptions", [])
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        assert main(["check", "x"]) == 0
+    assert shown == [False, False, True, "ours"]
+    assert logging.getLogger().level == level
+
+
+def test_an_interrupt_has_its_own_code(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(arguments: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(cli._COMMANDS, "check", interrupted)
+    assert main(["check", "x"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+@pytest.mark.slow
+def test_a_pipe_gets_whole_paths(tmp_path: Path) -> None:
+    path = tmp_path / "a-folder-with-a-long-name" / "another-one-that-makes-the-path-longer" / "mine.yaml"
+    path.parent.mkdir(parents=True)
+    load_policy("llama").save(path)
+    run = subprocess.run(
+        [sys.executable, "-m", "sac.tools.cli", "check", str(path)],
+        capture_output=True, text=True, cwd=ROOT, check=True, env={**os.environ, "COLUMNS": "40"},
+    )  # fmt: skip
+    assert run.stderr == ""
+    assert sum(f"{path}:" in line for line in run.stdout.splitlines()) == 1 + len(load_policy("llama").rules)

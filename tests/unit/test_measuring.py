@@ -1,0 +1,153 @@
+"""`sac.trace`, `sac.compare` and what policies, plans and reports show: in Python as on the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import sac
+from sac.errors import ConfigError, ModelError, PolicyError
+from tests.support.blocks import llama_stack, policy, save, selective, tokens
+from tests.support.training import built
+
+VALUE = selective(policy(save("matmul")))
+MODES = {"full": "full", "products": VALUE}
+
+
+def loss_fn(output: Any) -> Tensor:
+    return output.float().square().mean()
+
+
+def is_html(text: str) -> bool:
+    """Return whether a text is well-formed, as far as XML is concerned."""
+    closed = text.replace("<br>", "<br/>").replace("&emsp;", " ")
+    return ElementTree.fromstring(f"<div>{closed}</div>") is not None
+
+
+def as_before(model: nn.Module, run: Any) -> Any:
+    """Run, and check that neither the model nor the random state has changed."""
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    random = torch.get_rng_state()
+    found = run()
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.equal(torch.get_rng_state(), random)
+    assert sac.report(model).mode == "none"
+    return found
+
+
+def test_a_trace_has_the_decisions_of_a_training() -> None:
+    model = built(llama_stack)
+    inputs = tokens()
+    found = as_before(model, lambda: sac.trace(model, inputs, VALUE, loss_fn=loss_fn))
+    assert found.regions().keys() == {"blocks.0-1 (x2)"}
+    products = [row for row in found.rows if row.op == "aten.mm.default"]
+    assert {(row.decision, row.rule, row.call) for row in products} == {("save", "rule-0", 0)}
+    assert repr(found).startswith("<Trace of ")
+    text = str(found)
+    assert "\n  save: 7 calls, " in text
+    assert text.splitlines()[-4] == "decided otherwise, predicted per step:"
+    assert is_html(found._repr_html_())
+    assert found.to_dict()["rows"][0]["region"] == "blocks.0-1 (x2)"
+
+
+def test_a_comparison_has_a_row_per_mode_and_equal_gradients() -> None:
+    model = built(llama_stack)
+    inputs = tokens()
+    found = as_before(model, lambda: sac.compare(model, inputs, MODES, steps=2, loss_fn=loss_fn))
+    assert [row.mode for row in found.rows] == ["none", "full", "products"]
+    assert {row.max_gradient_difference for row in found.rows} == {0.0}
+    assert repr(found).startswith("<Comparison of ")
+    assert found.table().text() in str(found)
+    assert is_html(found._repr_html_())
+    assert "<polyline" in found._repr_html_()
+
+
+def test_a_mode_that_is_refused_keeps_its_row() -> None:
+    found = sac.compare(built(llama_stack), tokens(), {"bad": {"mode": "selective", "blocks": "no_such"}}, steps=2)
+    assert found.failed
+    assert "failed" in str(found)
+    assert is_html(found._repr_html_())
+
+
+def test_labels_are_the_words_of_a_config() -> None:
+    found = sac.compare(built(llama_stack), tokens(), ["full", sac.load_policy("general")], steps=2)
+    assert [row.mode for row in found.rows] == ["none", "full", "general"]
+
+
+@pytest.mark.parametrize("run", [sac.trace, sac.compare])
+def test_inputs_are_a_tuple_or_a_dict(run: Any) -> None:
+    with pytest.raises(ConfigError) as error:
+        run(built(llama_stack), torch.ones(2))
+    assert str(error.value) == (
+        "inputs: a Tensor is not what a model is called with\n"
+        "    legal: a tuple or a dict of arguments\n"
+        "    fix: write (x,) for one argument"
+    )
+
+
+@pytest.mark.parametrize("run", [sac.trace, sac.compare])
+def test_a_model_that_sac_is_on_is_refused(run: Any) -> None:
+    model = sac.apply(built(llama_stack), "full")
+    with pytest.raises(ModelError) as error:
+        run(model, tokens())
+    assert str(error.value).endswith(
+        "sac.apply has been called on this model before\n    fix: call sac.remove(model) first"
+    )
+
+
+def test_a_model_without_data_is_refused() -> None:
+    with pytest.raises(ModelError) as error:
+        sac.trace(built(llama_stack).to("meta"), tokens())
+    assert str(error.value).endswith("its parameters are on meta\n    legal: one device that holds data")
+
+
+def test_a_policy_is_saved_and_read_back(tmp_path: Path) -> None:
+    policy = sac.load_policy("llama")
+    policy.save(tmp_path / "mine.yaml")
+    assert sac.load_policy(tmp_path / "mine.yaml") == policy
+    with pytest.raises(PolicyError) as error:
+        policy.save(tmp_path / "none" / "mine.yaml")
+    assert str(error.value) == f"{tmp_path}/none/mine.yaml: the file cannot be written: No such file or directory"
+
+
+def test_a_policy_shows_its_rules() -> None:
+    policy = sac.load_policy("general")
+    assert repr(policy) == "<Policy general: 8 rules, everything else: recompute; print() shows all>"
+    assert str(policy).splitlines()[-1] == "everything else: recompute; layers: all"
+    assert sum(line.startswith("  matmuls ") for line in policy.table().splitlines()) == 1
+    assert is_html(policy._repr_html_())
+
+
+@pytest.mark.slow
+def test_a_plan_shows_and_saves_its_figures(tmp_path: Path) -> None:
+    planned = sac.plan(built(llama_stack), tokens(), "50%", loss_fn=loss_fn)
+    labels = [line[2:24].strip() for line in planned.table().splitlines()[4:8]]
+    assert labels == ["plan", "none", "full", "every 2nd layer full"]
+    assert is_html(planned._repr_html_())
+    planned.save(tmp_path / "plan.yaml")
+    assert (tmp_path / "plan.yaml").read_text().startswith("# Planned by sac ")
+    assert sac.load_policy(tmp_path / "plan.yaml") == planned
+
+
+def test_a_report_shows_and_counts() -> None:
+    model = sac.apply(built(llama_stack), VALUE)
+    loss_fn(model(*tokens())).backward()
+    report = sac.report(model)
+    assert repr(report).startswith("<Report: selective, 2 regions, ")
+    assert is_html(report._repr_html_())
+    scalars = report.scalars()
+    assert scalars["sac/kept_bytes"] == report.kept_bytes
+    assert scalars["sac/saved_bytes/rule-0"] + scalars["sac/input_bytes"] == report.kept_bytes
+
+
+def test_names_are_found_when_they_are_used() -> None:
+    assert set(sac.__all__) <= {*dir(sac)}
+    assert sac.full.FullConfig is not None
+    with pytest.raises(AttributeError, match="module 'sac' has no attribute 'aply'"):
+        sac.aply  # noqa: B018

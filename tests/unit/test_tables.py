@@ -1,0 +1,85 @@
+"""Tables: as wide as their rows in a pipe, no wider than the screen on a terminal, and no text is lost."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sac.tables import Table, count_text, percent_text, screen_width
+
+TABLE = Table(
+    ("mode", "kept", "kept per block", "step"),
+    (
+        ("none", f"153.5 MiB {percent_text(1, 1)}", "49.0 MiB", "1.96 s ×1.00"),
+        ("./some/long/policy.yaml", f"12.4 MiB {percent_text(8, 100)}", "2.0 MiB", "2.80 s ×1.43"),
+    ),
+    right=("kept", "kept per block", "step"),
+    optional=("kept per block",),
+)
+
+
+def test_without_a_width_each_row_is_one_line() -> None:
+    assert TABLE.text() == (
+        "  mode                                   kept   kept per block           step\n"
+        " ────────────────────────────────────────────────────────────────────────────\n"
+        "  none                      153.5 MiB (100 %)         49.0 MiB   1.96 s ×1.00\n"
+        "  ./some/long/policy.yaml    12.4 MiB (  8 %)          2.0 MiB   2.80 s ×1.43"
+    )
+
+
+def test_on_a_narrow_screen_cells_wrap_at_spaces_but_not_before_units() -> None:
+    assert TABLE.text(66) == (
+        "  mode                            kept      kept per          step\n"
+        "                                               block\n"
+        " ─────────────────────────────────────────────────────────────────\n"
+        "  none                       153.5 MiB      49.0 MiB  1.96 s ×1.00\n"
+        "                               (100 %)\n"
+        "  ./some/long/policy.yaml     12.4 MiB       2.0 MiB  2.80 s ×1.43\n"
+        "                               (  8 %)"
+    )
+
+
+def test_then_optional_columns_are_left_out_and_paths_wrap_after_their_punctuation() -> None:
+    assert TABLE.text(40) == (
+        "  mode                kept          step\n"
+        " ───────────────────────────────────────\n"
+        "  none           153.5 MiB  1.96 s ×1.00\n"
+        "                   (100 %)\n"
+        "  ./some/         12.4 MiB  2.80 s ×1.43\n"
+        "  long/            (  8 %)\n"
+        "  policy.yaml"
+    )
+
+
+CELLS = st.text("ab./_ 1%(", max_size=12).map(str.strip)
+
+
+@given(st.lists(st.tuples(CELLS, CELLS, CELLS), max_size=4), st.integers(24, 60))
+def test_no_text_is_lost_and_no_line_is_too_long(rows: list[tuple[str, str, str]], width: int) -> None:
+    table = Table(("first", "second", "third"), tuple(rows), right=("second",))
+    lines = table.text(width).splitlines()
+    assert max(map(len, lines)) <= width
+    shown = "".join(lines[2:]) if len(lines[0].split()) == 3 else "".join(lines)
+    for letter in "ab/_1%":
+        assert shown.count(letter) >= sum(cell.count(letter) for row in rows for cell in row)
+
+
+def test_html_is_escaped() -> None:
+    html = Table(("a<b", "size"), (("x & y", "1 MiB"),), right=("size",)).html()
+    assert html == (
+        '<table><tr><th style="text-align:left">a&lt;b</th><th style="text-align:right">size</th></tr>'
+        '<tr><td style="text-align:left">x &amp; y</td><td style="text-align:right">1 MiB</td></tr></table>'
+    )
+
+
+def test_what_is_not_a_terminal_has_no_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: False, raising=False)
+    assert screen_width() is None
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    assert screen_width() == 80
+
+
+def test_one_and_many() -> None:
+    assert [count_text(number, "call") for number in (0, 1, 2)] == ["0 calls", "1 call", "2 calls"]
