@@ -314,7 +314,7 @@ class _Sorting:
             return _OF_STATIC.get(origin.op, BUFFERS)
         if made.storage in self._resized or origin.op.startswith("fsdp."):
             return GATHERED
-        if not origin.block and origin.blocks_before == self._log.calls:
+        if self._is_head(origin):
             return HEAD
         if origin.part == RECOMPUTED:
             return RECOMPUTED_ACTIVATIONS
@@ -323,6 +323,9 @@ class _Sorting:
         if origin.block or made.storage in self._log.block_inputs:
             return ACTIVATIONS
         return OTHER_ACTIVATIONS
+
+    def _is_head(self, origin: Origin) -> bool:
+        return bool(self._log.calls) and not origin.block and origin.blocks_before == self._log.calls
 
     def _kept_by(self, origin: Origin, storage: int) -> tuple[str, bool]:
         """Return what keeps an activation of a block, and whether a policy decides on it."""
@@ -358,7 +361,7 @@ class _Sorting:
         part = {FORWARD: "forward", RECOMPUTED: "backward, while it is recomputed,", IN_BACKWARD: "backward"}
         if origin.part == STATIC:
             return "before the step"
-        if origin.part == FORWARD and not origin.block and origin.blocks_before == self._log.calls:
+        if origin.part == FORWARD and self._is_head(origin):
             return f"after the last block, in {where}" + (f" ({short_op(origin.op)})" if origin.op else "")
         return f"in the {part[origin.part]} of {where}" + (f" ({short_op(origin.op)})" if origin.op else "")
 

@@ -14,7 +14,7 @@ from sac.blocks.applying import apply
 from sac.blocks.find import Block, find_blocks
 from sac.blocks.install import regions_of, remove, take_off
 from sac.blocks.paths import parts_of
-from sac.errors import SacWarning
+from sac.errors import ModelError, SacWarning
 from sac.planner.choices import Choice, policy_for
 from sac.planner.devices import Device
 from sac.planner.fakes import Inputs
@@ -239,9 +239,13 @@ def explained_step(
 ) -> PeakBreakdown:
     """Run one step of ``model`` and return what is alive at its peak, counted as under ``ledger``.
 
-    ``blocks``: those of the model, found if None; for the other arguments see ``run_step``.
+    ``blocks``: those of the model, found if None (there may be none); for the other arguments see ``run_step``.
     """
-    blocks = find_blocks(model) if blocks is None else blocks
+    if blocks is None:
+        try:
+            blocks = find_blocks(model)
+        except ModelError:
+            blocks = ()
     modules = [(block.path, block.module) for block in blocks]
     log = StepLog(ledger, model, modules, inputs_among(inputs))
     with log.on_step():

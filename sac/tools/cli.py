@@ -123,6 +123,9 @@ def _compare(arguments: argparse.Namespace) -> int:
             print_explained(shown, shown, f"What lowers the peak of {least.label} where no policy does:")
     if arguments.picture:
         print(f"picture: {save_picture(comparison, arguments.picture)}", file=sys.stderr)
+    for row in comparison.rows:
+        if row.not_explained:
+            print(f"{row.mode}: its peak is not explained: {row.not_explained}", file=sys.stderr)
     if arguments.explain and shown:
         print(f"picture: {save_peak_picture(shown, comparison.model, arguments.explain)}", file=sys.stderr)
     return REFUSED if comparison.failed else DONE

@@ -51,6 +51,7 @@ class ModeResult:
     max_gradient_difference: float | None = None  # from `none`, after the first step's backward, over all parameters
     report: Mapping[str, Any] | None = None  # what sac itself reports as kept
     explained: PeakBreakdown | None = None  # if asked for: what is alive at the peak, with what was there before
+    not_explained: str = ""  # why it could not be found out
 
     @property
     def peak_bytes(self) -> int:
@@ -94,6 +95,7 @@ class ModeResult:
             "max_gradient_difference": self.max_gradient_difference,
             "report": self.report,
             "explained": None if self.explained is None else self.explained.to_dict(),
+            "not_explained": self.not_explained,
         }
 
 
@@ -297,6 +299,7 @@ class ModeRun:
         self._memory: MemoryTimeline | None = None
         self._region_kept_bytes: dict[str, int] = {}
         self._explained: PeakBreakdown | None = None
+        self._not_explained = ""
 
     def attempt(self, part: Callable[[], None]) -> None:
         """Run a part of the measurement unless an earlier part failed; an error of sac becomes the row's text."""
@@ -365,7 +368,11 @@ class ModeRun:
         states = [one for state in self._optimizer.state.values() for one in state.values() if isinstance(one, Tensor)]
         state_bytes = sum(state.untyped_storage().nbytes() for state in states)
         ledger = ledgers_of(on_cpu=self._training.device == "cpu")()
-        found = explained_step(model, inputs, ledger, loss_of, self.mode, accumulates=True)
+        try:
+            found = explained_step(model, inputs, ledger, loss_of, self.mode, accumulates=True)
+        except (SacError, torch.OutOfMemoryError) as error:  # the row itself is measured
+            self._not_explained = str(error)
+            return
         found = with_more(found, [AliveRow(OPTIMIZER, "(model)", "", "", len(states), state_bytes)])
         missed = self._memory.peak_bytes - (found.peak_bytes - found.before_bytes)
         unseen = AliveRow(UNSEEN, "(model)", "", "", 0, missed)
@@ -387,6 +394,7 @@ class ModeRun:
             max_gradient_difference=self._max_difference,
             report=None if self.mode == NONE else report(self._live_model).to_dict(),
             explained=self._explained,
+            not_explained=self._not_explained,
         )
 
     @property

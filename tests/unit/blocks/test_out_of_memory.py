@@ -337,6 +337,19 @@ def test_the_observer_never_raises() -> None:
     assert told(model, lambda: out_of_memory.observer(0, 1024, 0, 0)), "it had something to say"
 
 
+@pytest.mark.gpu
+def test_the_allocator_of_a_gpu_calls_the_observer() -> None:
+    model = sac.apply(Model().cuda(), "full")
+    model(INPUTS.cuda()).backward()
+
+    def step() -> None:
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(1 << 50, device="cuda")
+
+    (text,) = told(model, step)
+    assert text.startswith("sac: out of memory outside of the model, outside of the regions: ")
+
+
 def test_an_error_of_a_backward_outside_of_the_regions_stays() -> None:
     model = trained("full")
     error = torch.OutOfMemoryError(SAID)

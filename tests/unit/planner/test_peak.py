@@ -65,8 +65,12 @@ def broken_down(planner: Planner, choice: tuple[int, ...]) -> PeakBreakdown:
 
 @pytest.mark.parametrize(
     ("engine", "more"),
-    [("replay", {}), ("rerun", {"optimizer": "adam", "in_flight": 3, "accumulates": True})],
-    ids=["replay", "rerun"],
+    [
+        pytest.param("replay", {}, id="replay"),
+        pytest.param(
+            "rerun", {"optimizer": "adam", "in_flight": 3, "accumulates": True}, id="rerun", marks=pytest.mark.slow
+        ),
+    ],
 )
 def test_rows_sum_to_the_peak_of_every_choice(engine: str, more: dict[str, Any]) -> None:
     planner = prepare(Model(), INPUTS, engine=engine, **more)
