@@ -188,7 +188,10 @@ def _shrunk(columns: Sequence[Sequence[str]], least: Sequence[int], width: int) 
                 options.append((lines, sum(tried), -found[number], number, tried))
         *_, number, heights[number] = min(options)
         found[number] -= 1
-    return found
+    return [
+        max(len(line) for cell in cells for line in _wrapped(cell, size))
+        for cells, size in zip(columns, found, strict=True)
+    ]
 
 
 def _wrapped(cell: str, width: int) -> list[str]:

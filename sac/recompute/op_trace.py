@@ -9,7 +9,7 @@ import os
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -109,13 +109,6 @@ class OpTraceRecorder:
                 dtype=str(tensor.dtype).removeprefix("torch.") if tensor is not None else "",
             )
         )
-
-
-class CallsOfTape(NamedTuple):
-    """Calls by module, op and number: those that replay runs again, and saved ones whose results were freed."""
-
-    replayed: frozenset[tuple[str, str, int]]
-    freed: frozenset[tuple[str, str, int]]
 
 
 def signature(rows: Iterable[OpTraceRow]) -> str:

@@ -20,18 +20,11 @@ from sac.recompute.evidence import GroupEvidence, RegionEvidence, remember
 from sac.recompute.native_recorder import NativeReplayFrame, NativeReplayRecorder
 from sac.recompute.native_rerun import NativeRerunRecorder
 from sac.recompute.native_watch import NativeWatch
-from sac.recompute.op_trace import (
-    CallsOfTape,
-    OpTraceRecorder,
-    OpTraceRow,
-    RegionStats,
-    check_planned_signature,
-    log_decisions,
-)
+from sac.recompute.op_trace import OpTraceRecorder, OpTraceRow, RegionStats, check_planned_signature, log_decisions
 from sac.recompute.recorder import ReplayRecorder
 from sac.recompute.replay import CAN_REPLAY, ReplayFrame, warn_not_replayable
 from sac.recompute.rerun import RerunRecorder
-from sac.recompute.schedule import calls_of
+from sac.recompute.schedule import CallsOfTape, calls_of
 from sac.recompute.table import DecisionTable, rebuild_table
 from sac.recompute.whole_modules import ModuleRecorder, SavedModules, saved_modules
 from sac.region.compiled_graphs import count_compiled

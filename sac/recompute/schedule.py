@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from sac.ops.names import op_name
-from sac.recompute.op_trace import CallsOfTape, SavedFigures
+from sac.recompute.op_trace import SavedFigures
 from sac.recompute.table import CallSite
 from sac.recompute.tape import Tape
 
@@ -187,6 +187,13 @@ class _Walk:
             written=frozenset(self._written),
             handles=frozenset(one.handle for one in wanted),
         )
+
+
+class CallsOfTape(NamedTuple):
+    """Calls by module, op and number: those that replay runs again, and saved ones whose results were freed."""
+
+    replayed: frozenset[tuple[str, str, int]]
+    freed: frozenset[tuple[str, str, int]]
 
 
 def calls_of(tape: Tape, schedule: ReplaySchedule, freed: Container[int]) -> CallsOfTape:

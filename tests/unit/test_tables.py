@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sac.tables import Table, count_text, percent_text, screen_width
+from sac.tables import Table, count_text, percent_text, screen_width, wrapped_text
 
 TABLE = Table(
     ("mode", "kept", "kept per block", "step"),
@@ -30,25 +30,24 @@ def test_without_a_width_each_row_is_one_line() -> None:
 
 def test_on_a_narrow_screen_cells_wrap_at_spaces_but_not_before_units() -> None:
     assert TABLE.text(66) == (
-        "  mode                            kept      kept per          step\n"
-        "                                               block\n"
-        " ─────────────────────────────────────────────────────────────────\n"
-        "  none                       153.5 MiB      49.0 MiB  1.96 s ×1.00\n"
-        "                               (100 %)\n"
-        "  ./some/long/policy.yaml     12.4 MiB       2.0 MiB  2.80 s ×1.43\n"
-        "                               (  8 %)"
+        "  mode                          kept  kept per          step\n"
+        "                                         block\n"
+        " ───────────────────────────────────────────────────────────\n"
+        "  none                     153.5 MiB  49.0 MiB  1.96 s ×1.00\n"
+        "                             (100 %)\n"
+        "  ./some/long/policy.yaml   12.4 MiB   2.0 MiB  2.80 s ×1.43\n"
+        "                             (  8 %)"
     )
 
 
 def test_then_optional_columns_are_left_out_and_paths_wrap_after_their_punctuation() -> None:
     assert TABLE.text(40) == (
-        "  mode                kept          step\n"
-        " ───────────────────────────────────────\n"
-        "  none           153.5 MiB  1.96 s ×1.00\n"
-        "                   (100 %)\n"
-        "  ./some/         12.4 MiB  2.80 s ×1.43\n"
-        "  long/            (  8 %)\n"
-        "  policy.yaml"
+        "  mode               kept    step\n"
+        " ────────────────────────────────\n"
+        "  none          153.5 MiB  1.96 s\n"
+        "                  (100 %)   ×1.00\n"
+        "  ./some/long/   12.4 MiB  2.80 s\n"
+        "  policy.yaml     (  8 %)   ×1.43"
     )
 
 
@@ -79,6 +78,12 @@ def test_what_is_not_a_terminal_has_no_width(monkeypatch: pytest.MonkeyPatch) ->
     assert screen_width() is None
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     assert screen_width() == 80
+
+
+def test_prose_is_indented_where_it_goes_on() -> None:
+    lines = ("  saving mlp.up_proj would spare 12 ms", "", "short")
+    assert wrapped_text(lines, None) == "\n".join(lines)
+    assert wrapped_text(lines, 24) == "  saving mlp.up_proj\n      would spare 12 ms\n\nshort"
 
 
 def test_one_and_many() -> None:
