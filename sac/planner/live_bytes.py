@@ -16,10 +16,10 @@ from torch.overrides import TorchFunctionMode
 from sac.errors import PlanError, Problem
 from sac.memory_timeline import mark, measure_memory
 from sac.ops.names import op_name
-from sac.planner.fake_op_cache import FakeOpCache
+from sac.planner.fake_op_cache import DEVICE, FakeOpCache, device_of
 from sac.recompute.module_tracker import BareMode
 from sac.tensors import STORAGE_WATCHERS, storage_address, tensor_parts, tensors_of
-from sac.torch_private import SAVED_TENSOR_PREFIX, FakeTensor, current_graph_task_id, tree_map_only
+from sac.torch_private import SAVED_TENSOR_PREFIX, FakeTensor, FakeTensorMode, current_graph_task_id, tree_map_only
 
 # -- Workspace of CPU kernels, measured by running each op once per size
 
@@ -126,11 +126,20 @@ def _zeros(meta: _Meta) -> Tensor:
 # numbers. For `x * 0.5`, autograd saves the number as a tensor of eight bytes.
 
 
+# Note [Gathered parameters]
+#
+# FSDP2 gathers parameters into uninitialised memory, which it allocates without any tensor that has no data. Such a
+# parameter would have data, and so would all results computed from it and real inputs (token numbers): the embedding
+# and the products of the first block would run for real. So where a plan shards the model, uninitialised
+# floating-point memory is made without data.
+
+
 class Ledger(BareMode):
     """Counts the bytes of storages while it is active; see Note [What the ledger counts].
 
     ``block_bytes``: the block size to which the allocator rounds sizes up. ``workspace`` records each op. ``on_host``:
-    whether host memory counts, such as the states of generators.
+    whether host memory counts, such as the states of generators. ``gathers``: the mode in which uninitialised memory is
+    made without data, see Note [Gathered parameters].
     """
 
     def __init__(
@@ -140,8 +149,10 @@ class Ledger(BareMode):
         fakes: FakeOpCache | None = None,
         *,
         on_host: bool = True,
+        gathers: FakeTensorMode | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._gathers = gathers
         self.live = 0
         self.peak = 0  # since the last reset
         self._block = block_bytes
@@ -223,11 +234,14 @@ class Ledger(BareMode):
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         if _GROUPED is not None and func is _GROUPED.default and isinstance(args[0], FakeTensor):
             return _run_grouped(args, kwargs)
+        if func is _EMPTY and self._gathers is not None and kwargs.get("dtype", torch.get_default_dtype()).is_floating_point:
+            with self._gathers:
+                return func(*args, **kwargs)
         return self._fakes.run(func, args, kwargs)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _DEVICE and type(args[0]) is FakeTensor and not args[0].fake_mode.in_kernel_invocation:
-            return args[0].fake_device  # as torch answers; autograd asks for more devices than there are ops
+        if func is DEVICE and (device := device_of(args[0])) is not None:
+            return device
         if func.namespace == "prim":
             return func(*args, **(kwargs or {}))
         before = self.live
@@ -247,7 +261,8 @@ class Ledger(BareMode):
         return out
 
 
-_DEVICE, _STRIDED = torch.ops.prim.device.default, torch.strided
+_EMPTY = torch.ops.aten.empty.memory_format
+_STRIDED = torch.strided
 
 # The gradient of an indexed tensor is zeros with the incoming gradient added at some places. While a mode is active,
 # autograd copies the zeros for this; without a mode, it writes into them.

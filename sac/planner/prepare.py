@@ -18,8 +18,8 @@ from sac.planner.budget import optimizer_bytes
 from sac.planner.choices import NONE, Choice
 from sac.planner.cost import Calibration, entry_times
 from sac.planner.devices import Device, device_at_hand, device_named
-from sac.planner.fake_op_cache import FakeOpCache
-from sac.planner.fakes import Inputs, call, fake_copy, fake_inputs, fake_mode, real_copy
+from sac.planner.fake_op_cache import FakeOpCache, QuickFakes
+from sac.planner.fakes import Inputs, call, fake_copy, fake_inputs, fake_mode, mode_of, real_copy
 from sac.planner.live_bytes import KernelWorkspace, Ledger
 from sac.planner.memory import StepModel
 from sac.planner.pareto import Engine, SaveOption, pareto, recomputed
@@ -60,14 +60,21 @@ def prepare(
     figures = figures_of(model, device)
     told = progress or (lambda done, total, label: None)
     on_cpu = figures.name == "cpu"
-    ledger = partial(
-        Ledger, 1 if on_cpu else _CUDA_BLOCK, KernelWorkspace() if on_cpu else None, FakeOpCache(), on_host=on_cpu
-    )
     told(0, 4, "copying the model")
     mode = fake_mode()
     copied = real_copy(model) if real else fake_copy(model, mode)
+    fakes = FakeOpCache()
+    ledger = partial(
+        Ledger,
+        1 if on_cpu else _CUDA_BLOCK,
+        KernelWorkspace() if on_cpu else None,
+        fakes,
+        on_host=on_cpu,
+        gathers=mode_of(copied) if parallelize is not None else None,
+    )
     if parallelize is not None:
-        parallelize(copied)
+        with QuickFakes(fakes):
+            parallelize(copied)
     extra = optimizer_bytes(optimizer, copied.parameters())
     turn_off_cache(copied)
     given = inputs if real else fake_inputs(inputs, mode)
@@ -98,6 +105,7 @@ def prepare(
         paths=tuple(order),
         extra=extra,
         in_flight=in_flight,
+        gathers=parallelize is not None,
     )
     planner = Planner(
         copied,

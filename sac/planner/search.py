@@ -120,6 +120,8 @@ class Planner:
         A group with few layers may need too many steps; its other choices are estimated, and checked if they are used.
         """
         each = {group: 1 if self.repeats else self.groups.count(group) for group in {*self.groups}}
+        if self.step.unmeasured is not None and not self.repeats:
+            each[self.groups[0]] -= 1
         rounds = max(2, *(-(-len(self.choices[group]) // count) for group, count in each.items()))
         rounds = min(rounds, max(2, _MOST_MEASURED // len(self.groups)))
         for one in range(rounds):
@@ -127,9 +129,12 @@ class Planner:
             if self.repeats:
                 self.run(tuple(_spread(one, rounds, len(self.choices[group])) for group in self.groups))
                 continue
-            taken = [one * self.groups.count(group) for group in range(len(self.choices))]
+            taken = [one * each.get(group, 0) for group in range(len(self.choices))]
             found = []
-            for group in self.groups:
+            for position, group in enumerate(self.groups):
+                if position == self.step.unmeasured:
+                    found.append(0)
+                    continue
                 # "No checkpointing" goes to the second region: the model itself holds the first region's input.
                 count = len(self.choices[group])
                 found.append((taken[group] - 2) % count if taken[group] % count else count - 2)
