@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from sac.recompute.module_tracker import BareMode
 from sac.tensors import layout_key
 from sac.torch_private import CAN_MAKE_FAKES, FAKE_DATA, FakeTensor, FakeTensorMode, in_kernel, refuse_data
 
@@ -24,7 +23,7 @@ from sac.torch_private import CAN_MAKE_FAKES, FAKE_DATA, FakeTensor, FakeTensorM
 # fake ones (FSDP2 gathers parameters into such tensors) is keyed by its geometry, since torch converts it to a fake
 # tensor before it looks at the op; this does not hold for a single number, which may come from Python. A view that is
 # not a view by its schema, is of a conjugate, or is of a storage that is now too small (FSDP2 empties storages), is
-# made by the kernel for tensors without data.
+# made by the kernel for tensors without data. Ops of FSDP2 that only copy between given tensors have nothing to do.
 
 _SCALARS = (int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _KINDS = frozenset(_SCALARS)
@@ -74,14 +73,6 @@ class _Several:
     container: type
 
 
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    """Several views of the first argument, as of a split: FSDP2 cuts each parameter into one part per rank."""
-
-    views: tuple[_View, ...]
-    container: type
-
-
 class FakeOpCache:
     """Runs ops on fake tensors; see Note [Quick fakes]."""
 
@@ -98,6 +89,8 @@ class FakeOpCache:
             found = self._ops[id(func)] = func, {} if is_quick else None
         calls = found[1]
         if calls is None:
+            if func.namespace == "fsdp" and not func._schema.returns and _has_only_fakes(args, kwargs):
+                return None
             return func(*args, **kwargs)
         try:
             key: Any = tuple(map(_key, args))
@@ -112,14 +105,11 @@ class FakeOpCache:
         if cls is _New:
             return _new(known)
         if cls is _View and (storage := args[0].untyped_storage()).nbytes() >= known.end:
-            return _view(known, storage)
+            elem = torch.empty_strided((0,), (1,), dtype=known.dtype, device="meta")
+            elem.set_(storage, known.offset, known.shape, known.stride)
+            return _fake(elem, known.device, known.state)
         if cls is _View or cls is _ByKernel:
             return _by_kernel(func, args, kwargs, known)
-        if cls is _Parts:
-            storage = args[0].untyped_storage()
-            if all(storage.nbytes() >= one.end for one in known.views):
-                return known.container([_view(one, storage) for one in known.views])
-            return func(*args, **kwargs)
         if cls is _Several:
             return known.container([_new(one) if type(one) is _New else one for one in known.results])
         out = func(*args, **kwargs)
@@ -135,19 +125,6 @@ def device_of(tensor: Any) -> torch.device | None:
     """Return torch's answer to ``prim.device`` of a fake tensor, or None; autograd asks more often than ops run."""
     is_plain = type(tensor) is FakeTensor and not tensor.fake_mode.in_kernel_invocation
     return tensor.fake_device if is_plain else None
-
-
-class QuickFakes(BareMode):
-    """Runs ops on fake tensors through a cache while it is active."""
-
-    def __init__(self, cache: FakeOpCache) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._cache = cache
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is DEVICE and (device := device_of(args[0])) is not None:
-            return device
-        return self._cache.run(func, args, kwargs or {})
 
 
 def _key(value: Any) -> Any:
@@ -192,10 +169,6 @@ def _learn(func: Any, out: Any, args: Any, kwargs: Any) -> Any:
     storages = {one.untyped_storage()._cdata for one in given}
     if isinstance(out, Tensor) and fakes[0].untyped_storage()._cdata in storages:
         return _learn_view(func, fakes[0], args, state) if all(type(one) is FakeTensor for one in given) else None
-    if func.is_view and len(fakes) == len(parts) and len(given) == 1 and type(given[0]) is FakeTensor:
-        views = [_learn_view(func, one, args, dict(vars(one))) for one in fakes]
-        known = tuple(one for one in views if type(one) is _View)
-        return _Parts(known, type(out)) if len(known) == len(views) else None
     results: list[Any] = []
     own: set[int] = set()
     for one in parts:
@@ -228,18 +201,17 @@ def _learn_view(func: Any, out: Any, args: Any, state: dict[str, Any]) -> _View 
     return _View(shape, stride, offset, end, out.dtype, out.fake_device, state)
 
 
+def _has_only_fakes(args: Any, kwargs: Any) -> bool:
+    tensors = [one for one in _flat((*args, *kwargs.values())) if isinstance(one, Tensor)]
+    return all(type(one) is FakeTensor for one in tensors)
+
+
 def _flat(value: Any) -> list[Any]:
     return [one for part in value for one in (_flat(part) if isinstance(part, (list, tuple)) else [part])]
 
 
 def _new(spec: _New) -> Tensor:
     elem = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
-    return _fake(elem, spec.device, spec.state)
-
-
-def _view(spec: _View, storage: torch.UntypedStorage) -> Tensor:
-    elem = torch.empty_strided((0,), (1,), dtype=spec.dtype, device="meta")
-    elem.set_(storage, spec.offset, spec.shape, spec.stride)
     return _fake(elem, spec.device, spec.state)
 
 

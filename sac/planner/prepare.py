@@ -18,14 +18,14 @@ from sac.planner.budget import optimizer_bytes
 from sac.planner.choices import NONE, Choice
 from sac.planner.cost import Calibration, entry_times
 from sac.planner.devices import Device, device_at_hand, device_named
-from sac.planner.fake_op_cache import FakeOpCache, QuickFakes
+from sac.planner.fake_op_cache import FakeOpCache
 from sac.planner.fakes import Inputs, call, fake_copy, fake_inputs, fake_mode, mode_of, real_copy
 from sac.planner.live_bytes import KernelWorkspace, Ledger
 from sac.planner.memory import StepModel
 from sac.planner.pareto import Engine, SaveOption, pareto, recomputed
 from sac.planner.profile import RegionProfile
 from sac.planner.search import Planner, Progress, quiet
-from sac.planner.sharding import shard_again
+from sac.planner.sharding import QuickChunks, shard_again
 from sac.planner.tracing import CannotProfile, profile_regions
 from sac.region.settings import RERUN
 from sac.torch_private import tree_leaves
@@ -73,7 +73,7 @@ def prepare(
         gathers=mode_of(copied) if parallelize is not None else None,
     )
     if parallelize is not None:
-        with QuickFakes(fakes):
+        with QuickChunks():
             parallelize(copied)
     extra = optimizer_bytes(optimizer, copied.parameters())
     turn_off_cache(copied)
