@@ -2,61 +2,48 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
-from bisect import bisect_left
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from sac.errors import PlanError, Problem
-from sac.memory_timeline import mark, measure_memory
-from sac.ops.names import op_name
+from sac.ops.flops import flops_of
 from sac.planner.fake_op_cache import DEVICE, FakeOpCache, device_of
+from sac.planner.kernel_runs import SizedCall, estimated_peak, meta_of, peaks_of, refuse_packed
 from sac.recompute.module_tracker import BareMode
 from sac.tensors import STORAGE_WATCHERS, storage_address, tensor_parts, tensors_of
 from sac.torch_private import SAVED_TENSOR_PREFIX, FakeTensor, FakeTensorMode, current_graph_task_id, tree_map_only
 
-# -- Workspace of CPU kernels, measured by running each op once per size
-
-_log = logging.getLogger(__name__)
-
-# Note [Kernel workspace]
-#
-# Only a kernel itself knows the memory that it allocates and frees while it runs. On the CPU, each op is run once per
-# combination of sizes, on zeros, and the profiler measures how far memory rises meanwhile. This happens after the step,
-# for the highest level of live bytes in each phase at which the op began.
-#
-# oneDNN's kernel for LSTMs packs the data for its backward into a buffer whose size only the kernel knows; a tensor
-# without data does not have this buffer. The backward, run on such tensors, crashes the process (torch 2.13). So the op
-# is refused.
-
-_PACKS_BYTES = "aten::mkldnn_rnn_layer"
+# -- Workspace of CPU kernels
 
 
 class KernelWorkspace:
-    """Records the level of live bytes at which ops run, and computes the peak of each phase with their workspace."""
+    """Records the level of live bytes at which ops run, and computes the peak of each phase with their workspace.
 
-    def __init__(self) -> None:
-        self._ops: dict[Hashable, tuple[Any, Any, Any]] = {}
+    ``is_exact``: also run large ops at their size. Otherwise ``estimated`` holds those that were run at a smaller one.
+    """
+
+    def __init__(self, *, is_exact: bool = False) -> None:
+        self._is_exact = is_exact
+        self.estimated: set[Hashable] = set()
+        self._ops: dict[Hashable, SizedCall] = {}
         self._sizes: dict[Hashable, int] = {}  # peak bytes of the op while it runs, results included
         self._levels: dict[Hashable, int] = {}  # of the current phase of the step
 
-    def saw(self, func: Any, args: Any, kwargs: Any, before: int) -> None:
+    def saw(self, func: Any, args: Any, kwargs: Any, out: Any, before: int) -> None:
         """Record an op that began with ``before`` live bytes; raises ``PlanError`` if its buffer sizes are unknown."""
         if func.is_view:
             return
-        if func.name() == _PACKS_BYTES:
-            found = "how many bytes its kernel packs for backward is not known, so the peak cannot be computed"
-            raise PlanError(Problem(op_name(func), found, fix="use mode: full, or a policy by hand"))
-        metas = tree_map_only(Tensor, _meta, (args, kwargs))
+        refuse_packed(func)
+        metas = tree_map_only(Tensor, meta_of, (args, kwargs))
         key = func, str(metas)
         if key not in self._ops:
-            self._ops[key] = func, *metas
+            given = {storage_address(tensor) for tensor in tensors_of([*args, *kwargs.values()])}
+            made = tuple(meta_of(tensor) for tensor in tensors_of(out) if storage_address(tensor) not in given)
+            self._ops[key] = SizedCall(func, *metas, made, flops_of(func, args, kwargs, out))
         self._levels[key] = max(before, self._levels.get(key, 0))
 
     def cut(self) -> dict[Hashable, int]:
@@ -70,48 +57,12 @@ class KernelWorkspace:
         return max((level + self._sizes[key] for key, level in levels.items()), default=0)
 
     def _measure(self) -> None:
-        waiting = [key for key in self._ops if key not in self._sizes]
-        if not waiting:
-            return
-        state = torch.get_rng_state()
-        try:
-            with torch.no_grad():
-                timeline = measure_memory(lambda: self._run(waiting))
-        finally:
-            torch.set_rng_state(state)
-        for index, key in enumerate(waiting):
-            began, ended = timeline.marks[f"begin {index}"][-1][0], timeline.marks[f"end {index}"][-1][0]
-            first, last = bisect_left(timeline.times_ms, began), bisect_left(timeline.times_ms, ended)
-            self._sizes[key] = max(timeline.live_bytes[first : last + 1]) - timeline.live_bytes[first]
-
-    def _run(self, keys: list[Hashable]) -> None:
-        for index, key in enumerate(keys):
-            func, args, kwargs = self._ops[key]
-            try:
-                args, kwargs = tree_map_only(_Meta, _zeros, (args, kwargs))
-                mark(f"begin {index}")
-                func(*args, **kwargs)
-            except Exception:  # (zeros are not a legal input of some ops)
-                _log.debug("%s does not run on zeros: its scratch is not known", func)
-                mark(f"begin {index}")
-            mark(f"end {index}")
-
-
-@dataclass(frozen=True, slots=True)
-class _Meta:
-    """The memory layout of a tensor."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-
-def _meta(tensor: Tensor) -> _Meta:
-    return _Meta(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
-
-
-def _zeros(meta: _Meta) -> Tensor:
-    return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype).zero_()
+        waiting = {key: call for key, call in self._ops.items() if key not in self._sizes}
+        large = {} if self._is_exact else {key: call for key, call in waiting.items() if call.is_large}
+        self.estimated |= large.keys()
+        exact = [key for key in waiting if key not in large]
+        self._sizes |= dict(zip(exact, peaks_of([waiting[key] for key in exact]), strict=True))
+        self._sizes |= {key: estimated_peak(call) for key, call in large.items()}
 
 
 # -- Live bytes over one step, from the storages of tensors, without an allocator or data
@@ -121,7 +72,7 @@ def _zeros(meta: _Meta) -> Tensor:
 # A storage counts from the end of the op that made it until it is freed, with its own bytes, rounded up to the
 # allocator's block size if there is one. Written arguments and results located in known storages are not new. A resized
 # storage, as in FSDP2, counts with its new size. The memory that a kernel allocates and frees while it runs is not a
-# tensor of any op; `KernelWorkspace` measures it.
+# tensor of any op; `KernelWorkspace` knows it (Note [Kernel workspace]).
 # On the CPU, two more things count whose creation the dispatcher does not see: the states of random generators, and
 # numbers. For `x * 0.5`, autograd saves the number as a tensor of eight bytes.
 
@@ -255,7 +206,7 @@ class Ledger(BareMode):
             for tensor in tensors_of(out):
                 self.note(tensor)
         if self.workspace is not None:
-            self.workspace.saw(func, args, kwargs or {}, before)
+            self.workspace.saw(func, args, kwargs or {}, out, before)
         if torch.Tag.nondeterministic_seeded in func.tags and _would_draw(func, args, kwargs or {}, out):
             torch.empty(1).uniform_()  # nothing is drawn without data; advance the generator's state visibly
         return out

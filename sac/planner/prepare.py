@@ -44,13 +44,14 @@ def prepare(
     parallelize: Callable[[nn.Module], Any] | None = None,
     accumulates: bool = False,
     in_flight: int = 1,
+    exact: bool = False,
     progress: Progress | None = None,
 ) -> Planner:
     """Return the planner of ``model``: profiles, prices, and the measured steps of each choice.
 
     ``parallelize`` shards the copy in place: ``fully_shard``, ``parallelize_module``. ``accumulates``: gradients of
     earlier micro-batches exist from the start. ``in_flight``: the number of micro-batches whose activations a pipeline
-    stage holds at once, this one included. The model is not changed. For the other arguments, see ``sac.plan``.
+    stage holds at once, this one included. ``exact``: large ops run once, to measure what their kernels allocate. The model is not changed. For the other arguments, see ``sac.plan``.
     """
     refuse_unfit(model)
     if isinstance(in_flight, bool) or not isinstance(in_flight, int) or in_flight < 1:
@@ -64,10 +65,11 @@ def prepare(
     mode = fake_mode()
     copied = real_copy(model) if real else fake_copy(model, mode)
     fakes = FakeOpCache()
+    workspace = KernelWorkspace(is_exact=exact or real) if on_cpu else None
     ledger = partial(
         Ledger,
         1 if on_cpu else _CUDA_BLOCK,
-        KernelWorkspace() if on_cpu else None,
+        workspace,
         fakes,
         on_host=on_cpu,
         gathers=mode_of(copied) if parallelize is not None else None,
@@ -121,6 +123,7 @@ def prepare(
         ledger,
         accumulates,
         told,
+        workspace=workspace,
     )
     planner.measure()
     return planner

@@ -19,7 +19,7 @@ from sac.planner.choices import Choice, policy_for
 from sac.planner.devices import Device
 from sac.planner.fakes import Inputs
 from sac.planner.layers import BudgetTooSmallError, assign, assign_alike
-from sac.planner.live_bytes import Ledger
+from sac.planner.live_bytes import KernelWorkspace, Ledger
 from sac.planner.memory import StepModel
 from sac.planner.profile import RegionProfile
 from sac.planner.step import StepRecord, run_step
@@ -73,6 +73,7 @@ class Planner:
     ledger: Callable[[], Ledger]
     accumulates: bool = False
     progress: Progress = lambda done, total, label: None
+    workspace: KernelWorkspace | None = None
     records: dict[tuple[int, ...], StepRecord] = field(default_factory=dict)
 
     @property

@@ -51,6 +51,7 @@ class PlanRequest:
     fsdp: int | None = None
     accumulate: bool = False
     in_flight: int = 1
+    exact: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +150,7 @@ def _made(
             parallelize=shard,
             accumulates=request.accumulate,
             in_flight=request.in_flight,
+            exact=request.exact,
             progress=progress,
         )
         made = make_plan(planner, budget, title=title, same_layers=request.same_layers)

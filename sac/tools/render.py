@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -73,17 +74,25 @@ def print_rows(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: 
 
 @contextmanager
 def progress_bar() -> Iterator[Callable[[int, int, str], None]]:
-    """Yield a function for ``compare(progress=)``; it draws a bar on stderr once two seconds have passed."""
+    """Yield a function for ``compare(progress=)``; it draws a bar on stderr once two seconds have passed.
+
+    If stderr is not a terminal, it writes a line instead, at most one in ``PROGRESS_AFTER_S``.
+    """
     rich = import_extra("rich.progress", "tools")
     columns = (
         rich.TextColumn("{task.description}"), rich.BarColumn(), rich.MofNCompleteColumn(), rich.TimeElapsedColumn()
     )  # fmt: skip
     bar = rich.Progress(*columns, console=_console(stderr=True), transient=True)
-    started = time.monotonic()
+    written = time.monotonic()
     task = bar.add_task("")
 
     def advance(done: int, total: int, label: str) -> None:
-        if not bar.live.is_started and time.monotonic() - started > PROGRESS_AFTER_S:
+        nonlocal written
+        is_due = time.monotonic() - written > PROGRESS_AFTER_S
+        if is_due and not bar.console.is_terminal:
+            print(f"{label}: {done} of {total}", file=sys.stderr, flush=True)
+            written = time.monotonic()
+        elif is_due and not bar.live.is_started:
             bar.start()
         bar.update(task, completed=done, total=total, description=label)
 
