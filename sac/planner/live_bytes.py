@@ -185,7 +185,7 @@ class Ledger(BareMode):
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         if _GROUPED is not None and func is _GROUPED.default and isinstance(args[0], FakeTensor):
             return _run_grouped(args, kwargs)
-        if func is _EMPTY and self._gathers is not None and kwargs.get("dtype", torch.get_default_dtype()).is_floating_point:
+        if func is _EMPTY and self._gathers is not None and _is_floating(kwargs):
             with self._gathers:
                 return func(*args, **kwargs)
         return self._fakes.run(func, args, kwargs)
@@ -199,6 +199,8 @@ class Ledger(BareMode):
         if func is _INDEX_PUT and _is_gradient_of_index(args, self._zeros):
             func, args = _INDEX_PUT_INTO, (*args, False)
         out = self._run(func, args, kwargs or {})
+        if self._numbers is not None and func in _BAGS:
+            out = _with_ends(out)
         self._zeros = storage_address(out) if func in _ZEROS else 0
         if type(out) is FakeTensor and out.layout is _STRIDED:
             self._note_storage(out.untyped_storage())
@@ -218,12 +220,26 @@ _STRIDED = torch.strided
 # The gradient of an indexed tensor is zeros with the incoming gradient added at some places. While a mode is active,
 # autograd copies the zeros for this; without a mode, it writes into them.
 _INDEX_PUT, _INDEX_PUT_INTO = torch.ops.aten.index_put.default, torch.ops.aten._index_put_impl_.default
+# The kernels of the CPU number the bags in memory with room for one more bag; ops on tensors without data do not.
+_BAGS = (torch.ops.aten._embedding_bag.default, torch.ops.aten._embedding_bag_forward_only.default)
 _ZEROS = (torch.ops.aten.new_zeros.default, torch.ops.aten.zeros.default, torch.ops.aten.zeros_like.default)
 
 
 def _is_gradient_of_index(args: Any, zeros: int) -> bool:
     in_backward = current_graph_task_id() >= 0
     return in_backward and len(args) == 4 and bool(args[3]) and storage_address(args[0]) == zeros
+
+
+def _is_floating(kwargs: Any) -> bool:
+    dtype: torch.dtype = kwargs.get("dtype") or torch.get_default_dtype()
+    return dtype.is_floating_point
+
+
+def _with_ends(out: Any) -> Any:
+    bag_of = out[1]
+    if not isinstance(bag_of, FakeTensor) or not bag_of.numel():
+        return out
+    return out[0], bag_of.new_empty(bag_of.numel() + 1)[:-1], *out[2:]
 
 
 _GROUPED = getattr(torch.ops.aten, "_grouped_mm", None)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from sac.blocks.applying import apply
@@ -15,6 +16,7 @@ from sac.blocks.find import Block
 from sac.blocks.install import regions_of, remove, take_off
 from sac.blocks.paths import parts_of
 from sac.errors import SacWarning
+from sac.ops.registry import find_op
 from sac.planner.choices import Choice, policy_for
 from sac.planner.devices import Device
 from sac.planner.fakes import Inputs
@@ -107,7 +109,13 @@ class Planner:
                     installed.region.group.lists_ops = False
                 modules = [(block.path, block.module) for block in self.blocks]
                 record = run_step(
-                    self.model, self.inputs, modules, self.ledger(), self.loss_fn, accumulates=self.accumulates
+                    self.model,
+                    self.inputs,
+                    modules,
+                    self.ledger(),
+                    self.loss_fn,
+                    warm_up=any(map(_draws_into_memory, self.profiles)),
+                    accumulates=self.accumulates,
                 )
             finally:
                 remove(self.model)
@@ -203,6 +211,12 @@ class Planner:
     def everywhere(self, pick: Callable[[int], int]) -> tuple[int, ...]:
         """Return the choice that gives each region the option that ``pick`` returns for its group."""
         return tuple(pick(group) for group in self.groups)
+
+
+def _draws_into_memory(profile: RegionProfile) -> bool:
+    """Return whether an op draws random numbers into given memory, as rrelu does: a first call holds more than later ones."""
+    ops = (find_op(entry.op) for entry in profile.entries if entry.writes and entry.op)
+    return any(op is not None and torch.Tag.nondeterministic_seeded in getattr(op, "tags", ()) for op in ops)
 
 
 def _spread(one: int, rounds: int, count: int) -> int:
