@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -83,12 +84,17 @@ class Registry:
 
 def read_registry() -> Registry:
     """Return the ops that are registered now; a library imported later may add more."""
+    return _registry_of(tuple(registered_ops()), tuple(higher_order_ops()))
+
+
+@lru_cache(maxsize=1)  # a policy that is applied reads the registry twice, and names seldom change between two readings
+def _registry_of(names: tuple[str, ...], higher_order: tuple[str, ...]) -> Registry:
     packets: dict[str, list[str]] = {}
-    for name in registered_ops():
+    for name in names:
         namespace, _, rest = name.partition("::")
         packet, _, overload = rest.partition(".")
         packets.setdefault(f"{namespace}.{packet}", []).append(overload or "default")
-    for name in higher_order_ops():
+    for name in higher_order:
         packets[f"{HIGHER_ORDER}.{name}"] = []
     return Registry({packet: tuple(sorted(overloads)) for packet, overloads in packets.items()})
 

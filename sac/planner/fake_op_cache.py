@@ -23,7 +23,7 @@ from sac.torch_private import CAN_MAKE_FAKES, FAKE_DATA, FakeTensor, FakeTensorM
 # fake ones (FSDP2 gathers parameters into such tensors) is keyed by its geometry, since torch converts it to a fake
 # tensor before it looks at the op; this does not hold for a single number, which may come from Python. A view that is
 # not a view by its schema, is of a conjugate, or is of a storage that is now too small (FSDP2 empties storages), is
-# made by the kernel for tensors without data.
+# made by the kernel for tensors without data. Ops of FSDP2 that only copy between given tensors have nothing to do.
 
 _SCALARS = (int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _KINDS = frozenset(_SCALARS)
@@ -89,6 +89,8 @@ class FakeOpCache:
             found = self._ops[id(func)] = func, {} if is_quick else None
         calls = found[1]
         if calls is None:
+            if func.namespace == "fsdp" and not func._schema.returns and _has_only_fakes(args, kwargs):
+                return None
             return func(*args, **kwargs)
         try:
             key: Any = tuple(map(_key, args))
@@ -114,6 +116,15 @@ class FakeOpCache:
         if known is _Unfit:
             calls[key] = _learn(func, out, args, kwargs)
         return out
+
+
+DEVICE = torch.ops.prim.device.default
+
+
+def device_of(tensor: Any) -> torch.device | None:
+    """Return torch's answer to ``prim.device`` of a fake tensor, or None; autograd asks more often than ops run."""
+    is_plain = type(tensor) is FakeTensor and not tensor.fake_mode.in_kernel_invocation
+    return tensor.fake_device if is_plain else None
 
 
 def _key(value: Any) -> Any:
@@ -188,6 +199,11 @@ def _learn_view(func: Any, out: Any, args: Any, state: dict[str, Any]) -> _View 
     last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
     end = (offset + last + 1) * out.element_size() if out.numel() else 0
     return _View(shape, stride, offset, end, out.dtype, out.fake_device, state)
+
+
+def _has_only_fakes(args: Any, kwargs: Any) -> bool:
+    tensors = [one for one in _flat((*args, *kwargs.values())) if isinstance(one, Tensor)]
+    return all(type(one) is FakeTensor for one in tensors)
 
 
 def _flat(value: Any) -> list[Any]:

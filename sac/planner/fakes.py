@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from sac.errors import PlanError, Problem, SacError
 from sac.planner.tracing import CannotProfile
+from sac.tensors import tensor_parts
 from sac.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -165,6 +166,12 @@ def needs_data(model: nn.Module, error: Exception) -> PlanError:
 def is_fake(tensor: Tensor) -> bool:
     """Return whether ``tensor`` has no data."""
     return isinstance(tensor, FakeTensor) or tensor.is_meta
+
+
+def mode_of(model: nn.Module) -> FakeTensorMode | None:
+    """Return the fake mode of the parameters of ``model``, or None if they have data."""
+    fakes = (part for parameter in model.parameters() for part in tensor_parts(parameter))
+    return next((part.fake_mode for part in fakes if isinstance(part, FakeTensor)), None)
 
 
 def real_copy(model: nn.Module) -> nn.Module:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sac.errors import PlanError, Problem
 from sac.planner.devices import device_named
 from sac.torch_private import scoped_library
 
@@ -39,6 +40,9 @@ _NEEDED = {
     "_scaled_dot_product_efficient_attention": "attention",
     "_scaled_dot_product_cudnn_attention": "attention",
 }
+
+
+_RECURRENT = ("lstm.input", "gru.input", "rnn_tanh.input", "rnn_relu.input")
 
 
 def not_lowered() -> tuple[str, ...]:
@@ -69,7 +73,17 @@ def lowered_to(device_name: str) -> Iterator[None]:
         for what, op, key, kernel in kernels:
             if device != "cpu" and what not in lacking:
                 library.impl(op, kernel, key)
+        for op in _RECURRENT if device != "cpu" else ():
+            library.impl(op, partial(_refuse_recurrent, op.partition(".")[0], device), "AutogradCPU")
         yield
+
+
+def _refuse_recurrent(op: str, device: str, *_: Any) -> Any:
+    found = (
+        f"{device} runs it in one kernel of cuDNN or MIOpen, and how many bytes that keeps for backward is not known"
+    )
+    fix = "plan where it runs: --real --device cuda, use mode: full, or a policy by hand"
+    raise PlanError(Problem(f"aten.{op}", found, fix=fix))
 
 
 def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:

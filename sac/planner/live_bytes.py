@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
-from bisect import bisect_left
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,55 +11,45 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from sac.errors import PlanError, Problem
-from sac.memory_timeline import mark, measure_memory
-from sac.ops.names import op_name
-from sac.planner.fake_op_cache import FakeOpCache
+from sac.ops.flops import flops_of
+from sac.planner.fake_op_cache import DEVICE, FakeOpCache, device_of
+from sac.planner.kernel_runs import SizedCall, estimated_peak, meta_of, peaks_of, refuse_packed
 from sac.recompute.module_tracker import BareMode
 from sac.tensors import STORAGE_WATCHERS, storage_address, tensor_parts, tensors_of
-from sac.torch_private import SAVED_TENSOR_PREFIX, FakeTensor, current_graph_task_id, tree_map_only
+from sac.torch_private import SAVED_TENSOR_PREFIX, FakeTensor, FakeTensorMode, current_graph_task_id, tree_map_only
 
-# -- Workspace of CPU kernels, measured by running each op once per size
-
-_log = logging.getLogger(__name__)
-
-# Note [Kernel workspace]
-#
-# Only a kernel itself knows the memory that it allocates and frees while it runs. On the CPU, each op is run once per
-# combination of sizes, on zeros, and the profiler measures how far memory rises meanwhile. This happens after the step,
-# for the highest level of live bytes in each phase at which the op began.
-#
-# oneDNN's kernel for LSTMs packs the data for its backward into a buffer whose size only the kernel knows; a tensor
-# without data does not have this buffer. The backward, run on such tensors, crashes the process (torch 2.13). So the op
-# is refused.
-
-_PACKS_BYTES = "aten::mkldnn_rnn_layer"
+# -- Workspace of CPU kernels
 
 
 class KernelWorkspace:
-    """Records the level of live bytes at which ops run, and computes the peak of each phase with their workspace."""
+    """Records the level of live bytes at which ops run, and computes the peak of each phase with their workspace.
 
-    def __init__(self, like: KernelWorkspace | None = None) -> None:
-        # ``like``: a workspace whose measurements are shared.
-        self._ops: dict[Hashable, tuple[Any, Any, Any]] = {} if like is None else like._ops
+    ``is_exact``: also run large ops at their size. Otherwise ``estimated`` holds those that were run at a smaller one.
+    ``like``: a workspace that has the same setting, and shares what it has measured.
+    """
+
+    def __init__(self, *, is_exact: bool = False, like: KernelWorkspace | None = None) -> None:
+        self.is_exact = is_exact if like is None else like.is_exact
+        self.estimated: set[Hashable] = set() if like is None else like.estimated
+        self._ops: dict[Hashable, SizedCall] = {} if like is None else like._ops
         # Peak bytes of the op while it runs, results included.
         self._sizes: dict[Hashable, int] = {} if like is None else like._sizes
         self._levels: dict[Hashable, int] = {}  # of the current phase of the step
 
-    def saw(self, func: Any, args: Any, kwargs: Any, before: int) -> Hashable:
+    def saw(self, func: Any, args: Any, kwargs: Any, out: Any, before: int) -> Hashable:
         """Record an op that began with ``before`` live bytes, and return its key; None for a view.
 
         Raises ``PlanError`` if its buffer sizes are unknown.
         """
         if func.is_view:
             return None
-        if func.name() == _PACKS_BYTES:
-            found = "how many bytes its kernel packs for backward is not known, so the peak cannot be computed"
-            raise PlanError(Problem(op_name(func), found, fix="use mode: full, or a policy by hand"))
-        metas = tree_map_only(Tensor, _meta, (args, kwargs))
+        refuse_packed(func)
+        metas = tree_map_only(Tensor, meta_of, (args, kwargs))
         key = func, str(metas)
         if key not in self._ops:
-            self._ops[key] = func, *metas
+            given = {storage_address(tensor) for tensor in tensors_of([*args, *kwargs.values()])}
+            made = tuple(meta_of(tensor) for tensor in tensors_of(out) if storage_address(tensor) not in given)
+            self._ops[key] = SizedCall(func, *metas, made, flops_of(func, args, kwargs, out))
         self._levels[key] = max(before, self._levels.get(key, 0))
         return key
 
@@ -81,48 +68,12 @@ class KernelWorkspace:
         return self._sizes[key]
 
     def _measure(self) -> None:
-        waiting = [key for key in self._ops if key not in self._sizes]
-        if not waiting:
-            return
-        state = torch.get_rng_state()
-        try:
-            with torch.no_grad():
-                timeline = measure_memory(lambda: self._run(waiting))
-        finally:
-            torch.set_rng_state(state)
-        for index, key in enumerate(waiting):
-            began, ended = timeline.marks[f"begin {index}"][-1][0], timeline.marks[f"end {index}"][-1][0]
-            first, last = bisect_left(timeline.times_ms, began), bisect_left(timeline.times_ms, ended)
-            self._sizes[key] = max(timeline.live_bytes[first : last + 1]) - timeline.live_bytes[first]
-
-    def _run(self, keys: list[Hashable]) -> None:
-        for index, key in enumerate(keys):
-            func, args, kwargs = self._ops[key]
-            try:
-                args, kwargs = tree_map_only(_Meta, _zeros, (args, kwargs))
-                mark(f"begin {index}")
-                func(*args, **kwargs)
-            except Exception:  # (zeros are not a legal input of some ops)
-                _log.debug("%s does not run on zeros: its scratch is not known", func)
-                mark(f"begin {index}")
-            mark(f"end {index}")
-
-
-@dataclass(frozen=True, slots=True)
-class _Meta:
-    """The memory layout of a tensor."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-
-def _meta(tensor: Tensor) -> _Meta:
-    return _Meta(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
-
-
-def _zeros(meta: _Meta) -> Tensor:
-    return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype).zero_()
+        waiting = {key: call for key, call in self._ops.items() if key not in self._sizes}
+        large = {} if self.is_exact else {key: call for key, call in waiting.items() if call.is_large}
+        self.estimated |= large.keys()
+        exact = [key for key in waiting if key not in large]
+        self._sizes |= dict(zip(exact, peaks_of([waiting[key] for key in exact]), strict=True))
+        self._sizes |= {key: estimated_peak(call) for key, call in large.items()}
 
 
 # -- Live bytes over one step, from the storages of tensors, without an allocator or data
@@ -132,16 +83,25 @@ def _zeros(meta: _Meta) -> Tensor:
 # A storage counts from the end of the op that made it until it is freed, with its own bytes, rounded up to the
 # allocator's block size if there is one. Written arguments and results located in known storages are not new. A resized
 # storage, as in FSDP2, counts with its new size. The memory that a kernel allocates and frees while it runs is not a
-# tensor of any op; `KernelWorkspace` measures it.
+# tensor of any op; `KernelWorkspace` knows it (Note [Kernel workspace]).
 # On the CPU, two more things count whose creation the dispatcher does not see: the states of random generators, and
 # numbers. For `x * 0.5`, autograd saves the number as a tensor of eight bytes.
+
+
+# Note [Gathered parameters]
+#
+# FSDP2 gathers parameters into uninitialised memory, which it allocates without any tensor that has no data. Such a
+# parameter would have data, and so would all results computed from it and real inputs (token numbers): the embedding
+# and the products of the first block would run for real. So where a plan shards the model, uninitialised
+# floating-point memory is made without data.
 
 
 class Ledger(BareMode):
     """Counts the bytes of storages while it is active; see Note [What the ledger counts].
 
     ``block_bytes``: the block size to which the allocator rounds sizes up. ``workspace`` records each op. ``on_host``:
-    whether host memory counts, such as the states of generators.
+    whether host memory counts, such as the states of generators. ``gathers``: the mode in which uninitialised memory is
+    made without data, see Note [Gathered parameters].
     """
 
     def __init__(
@@ -151,8 +111,10 @@ class Ledger(BareMode):
         fakes: FakeOpCache | None = None,
         *,
         on_host: bool = True,
+        gathers: FakeTensorMode | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.gathers = gathers
         self.live = 0
         self.peak = 0  # since the last reset
         self.block_bytes = block_bytes
@@ -241,17 +203,22 @@ class Ledger(BareMode):
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         if _GROUPED is not None and func is _GROUPED.default and isinstance(args[0], FakeTensor):
             return _run_grouped(args, kwargs)
+        if func is _EMPTY and self.gathers is not None and _is_floating(kwargs):
+            with self.gathers:
+                return func(*args, **kwargs)
         return self.fakes.run(func, args, kwargs)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _DEVICE and type(args[0]) is FakeTensor and not args[0].fake_mode.in_kernel_invocation:
-            return args[0].fake_device  # as torch answers; autograd asks for more devices than there are ops
+        if func is DEVICE and (device := device_of(args[0])) is not None:
+            return device
         if func.namespace == "prim":
             return func(*args, **(kwargs or {}))
         before = self.live
         if func is _INDEX_PUT and _is_gradient_of_index(args, self._zeros):
             func, args = _INDEX_PUT_INTO, (*args, False)
         out = self._run(func, args, kwargs or {})
+        if self._numbers is not None and func in _BAGS:
+            out = _with_ends(out)
         self._zeros = storage_address(out) if func in _ZEROS else 0
         if type(out) is FakeTensor and out.layout is _STRIDED:
             self._note_storage(out.untyped_storage())
@@ -259,7 +226,7 @@ class Ledger(BareMode):
             for tensor in tensors_of(out):
                 self.note(tensor)
         if self.workspace is not None:
-            self.workspace.saw(func, args, kwargs or {}, before)
+            self.workspace.saw(func, args, kwargs or {}, out, before)
         if torch.Tag.nondeterministic_seeded in func.tags and _would_draw(func, args, kwargs or {}, out):
             torch.empty(1).uniform_()  # nothing is drawn without data; advance the generator's state visibly
         return out
@@ -268,24 +235,42 @@ class Ledger(BareMode):
 _CUDA_BLOCK = 512  # bytes; torch's caching allocator rounds sizes up to a multiple of this
 
 
-def ledgers_of(*, on_cpu: bool) -> Callable[[], Ledger]:
-    """Return a function that makes ledgers for steps on a CPU or a GPU; they share what they learn about ops."""
-    return partial(
-        Ledger, 1 if on_cpu else _CUDA_BLOCK, KernelWorkspace() if on_cpu else None, FakeOpCache(), on_host=on_cpu
-    )
+def ledgers_of(workspace: KernelWorkspace | None, gathers: FakeTensorMode | None = None) -> Callable[[], Ledger]:
+    """Return a function that makes ledgers for steps; they share what they learn about ops.
+
+    ``workspace``: that of the CPU's kernels; None for a GPU. ``gathers``: see ``Ledger``.
+    """
+    on_cpu = workspace is not None
+    block_bytes = 1 if on_cpu else _CUDA_BLOCK
+    return partial(Ledger, block_bytes, workspace, FakeOpCache(), on_host=on_cpu, gathers=gathers)
 
 
-_DEVICE, _STRIDED = torch.ops.prim.device.default, torch.strided
+_EMPTY = torch.ops.aten.empty.memory_format
+_STRIDED = torch.strided
 
 # The gradient of an indexed tensor is zeros with the incoming gradient added at some places. While a mode is active,
 # autograd copies the zeros for this; without a mode, it writes into them.
 _INDEX_PUT, _INDEX_PUT_INTO = torch.ops.aten.index_put.default, torch.ops.aten._index_put_impl_.default
+# The kernels of the CPU number the bags in memory with room for one more bag; ops on tensors without data do not.
+_BAGS = (torch.ops.aten._embedding_bag.default, torch.ops.aten._embedding_bag_forward_only.default)
 _ZEROS = (torch.ops.aten.new_zeros.default, torch.ops.aten.zeros.default, torch.ops.aten.zeros_like.default)
 
 
 def _is_gradient_of_index(args: Any, zeros: int) -> bool:
     in_backward = current_graph_task_id() >= 0
     return in_backward and len(args) == 4 and bool(args[3]) and storage_address(args[0]) == zeros
+
+
+def _is_floating(kwargs: Any) -> bool:
+    dtype: torch.dtype = kwargs.get("dtype") or torch.get_default_dtype()
+    return dtype.is_floating_point
+
+
+def _with_ends(out: Any) -> Any:
+    bag_of = out[1]
+    if not isinstance(bag_of, FakeTensor) or not bag_of.numel():
+        return out
+    return out[0], bag_of.new_empty(bag_of.numel() + 1)[:-1], *out[2:]
 
 
 _GROUPED = getattr(torch.ops.aten, "_grouped_mm", None)

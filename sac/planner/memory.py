@@ -26,6 +26,10 @@ from sac.planner.step import BETWEEN, FORWARD, StepRecord
 # A region leaves its result behind for the next region, which may hold it as its input. Without checkpointing, possibly
 # nothing holds it, and it is freed after the region, when the caller releases it. So bytes that are freed between two
 # regions, beyond those freed there under other choices, are attributed to the first region (`late`).
+#
+# In a sharded model, the first region's forward also frees the memory into which the parameters outside of all regions
+# were gathered. This would look as if its choice held less. So the first region is not measured there (`gathers`), if
+# others of its group are: what it frees is then a part of `base`.
 
 Choice = tuple[int, int]  # region group, and index of one of its choices
 
@@ -50,6 +54,7 @@ class StepModel:
     static: int = 0
     extra: int = 0  # bytes in addition to the step: state of the optimizer
     in_flight: int = 1  # micro-batches whose forward is over when the first backward starts
+    gathers: bool = False  # parameters are gathered from other ranks
     rest: int = 0  # bytes that a forward leaves behind in addition to its regions
     moments: list[Moment] = field(default_factory=list)
     bases: list[int] = field(default_factory=list)
@@ -57,6 +62,11 @@ class StepModel:
     late: dict[Choice, int] = field(default_factory=dict)  # to be added to `held`: 0 or below
     gaps: dict[int, dict[int, int]] = field(default_factory=dict)  # after a position: choice there -> bytes
     own: dict[tuple[int, int, bool], int] = field(default_factory=dict)  # group, choice, in backward
+
+    @property
+    def unmeasured(self) -> int | None:
+        """The position whose measurements do not hold for others of its group, if there is one."""
+        return 0 if self.gathers and self.groups.count(self.groups[0]) > 1 else None
 
     def learn(self, record: StepRecord, choices: Sequence[int]) -> None:
         """Add the measurements of a step that was run with ``choices``, one per position.
@@ -68,7 +78,8 @@ class StepModel:
         for index, choice in enumerate(choices):
             key = self.groups[index], choice
             count = forwards[index].after - forwards[index].before
-            self.held[key] = max(count, self.held.get(key, 0))
+            if index != self.unmeasured:
+                self.held[key] = max(count, self.held.get(key, 0))
             if index + 1 in forwards:
                 self.gaps.setdefault(index, {})[choice] = forwards[index + 1].before - forwards[index].after
         for index, gaps in self.gaps.items():
@@ -79,6 +90,7 @@ class StepModel:
         self.rest = max(self.rest, record.kept - record.static - sum(held))
         moments: list[Moment] = []
         bases: list[int] = []
+        firsts: list[tuple[int, int, tuple[int, int, bool]]] = []
         in_backward = False
         for phase in record.phases:
             index = phase.position
@@ -89,11 +101,15 @@ class StepModel:
                 bases.append(phase.peak - before)
                 continue
             own = phase.peak - phase.before + (held[index] if in_backward else 0)
-            self.own[self.groups[index], choices[index], in_backward] = max(
-                own, self.own.get((self.groups[index], choices[index], in_backward), 0)
-            )
+            key = self.groups[index], choices[index], in_backward
             moments.append(Moment(phase.part, index, record.paths[index], in_backward))
+            if index == self.unmeasured:
+                firsts.append((len(bases), phase.peak - before, key))
+            else:
+                self.own[key] = max(own, self.own.get(key, 0))
             bases.append(phase.before - before - (held[index] if in_backward else 0))
+        for place, peak_without, key in firsts:
+            bases[place] = peak_without - self._own(*key)
         if self.moments == moments:
             bases = [max(pair) for pair in zip(bases, self.bases, strict=True)]
         self.moments, self.bases = moments, bases

@@ -62,6 +62,9 @@ def make_plan(
         chosen = _fitting(planner, allowed, least, same_layers=same_layers)
     else:
         notes.append("no checkpointing is needed")
+    if planner.workspace is not None and (count := len(planner.workspace.estimated)):
+        calls = f"{count} call{'s' if count > 1 else ''} of large ops"
+        notes.append(f"what the kernels of {calls} allocate is estimated from above; --exact runs them")
     point = planner.point("plan", chosen)
     made_for = (
         f"{title or type(planner.model).__name__}, {planner.device.name}: peak {point.peak} bytes of {allowed}"

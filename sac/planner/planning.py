@@ -142,6 +142,7 @@ def plan(
     parallelize: Callable[[nn.Module], Any] | None = None,
     accumulates: bool = False,
     in_flight: int = 1,
+    exact: bool = False,
 ) -> Policy:
     """Return the policy that fits one training step of ``model`` into ``budget`` with the least recomputation time.
 
@@ -158,6 +159,8 @@ def plan(
     group that sends nothing; the budget is then that of one rank.
     ``accumulates``: gradients of earlier micro-batches exist from the start.
     ``in_flight``: the number of micro-batches whose activations a pipeline stage holds at once.
+    ``exact``: for a CPU, run each large op once to measure what its kernel allocates. Otherwise this is estimated from
+    above, by running the op at a smaller size.
     The model and torch's random state are not changed. The policy's ``table()`` shows the plan next to the usual
     choices, and ``save(path)`` writes it with its figures in comments.
 
@@ -184,6 +187,7 @@ def plan(
             parallelize=parallelize,
             accumulates=accumulates,
             in_flight=in_flight,
+            exact=exact,
             progress=progress,
         )
         made = make_plan(planner, budget)

@@ -17,13 +17,13 @@ from sac.planner.budget import optimizer_bytes
 from sac.planner.choices import NONE, Choice
 from sac.planner.cost import Calibration, entry_times
 from sac.planner.devices import Device, device_at_hand, device_named
-from sac.planner.fakes import Inputs, call, fake_copy, fake_inputs, fake_mode, real_copy
-from sac.planner.live_bytes import ledgers_of
+from sac.planner.fakes import Inputs, call, fake_copy, fake_inputs, fake_mode, mode_of, real_copy
+from sac.planner.live_bytes import KernelWorkspace, ledgers_of
 from sac.planner.memory import StepModel
 from sac.planner.pareto import Engine, SaveOption, pareto, recomputed
 from sac.planner.profile import RegionProfile
 from sac.planner.search import Planner, Progress, quiet
-from sac.planner.sharding import shard_again
+from sac.planner.sharding import QuickChunks, shard_again
 from sac.planner.tracing import CannotProfile, profile_regions
 from sac.region.settings import RERUN
 from sac.torch_private import tree_leaves
@@ -42,13 +42,14 @@ def prepare(
     parallelize: Callable[[nn.Module], Any] | None = None,
     accumulates: bool = False,
     in_flight: int = 1,
+    exact: bool = False,
     progress: Progress | None = None,
 ) -> Planner:
     """Return the planner of ``model``: profiles, prices, and the measured steps of each choice.
 
     ``parallelize`` shards the copy in place: ``fully_shard``, ``parallelize_module``. ``accumulates``: gradients of
     earlier micro-batches exist from the start. ``in_flight``: the number of micro-batches whose activations a pipeline
-    stage holds at once, this one included. The model is not changed. For the other arguments, see ``sac.plan``.
+    stage holds at once, this one included. ``exact``: large ops run once, to measure what their kernels allocate. The model is not changed. For the other arguments, see ``sac.plan``.
     """
     refuse_unfit(model)
     if isinstance(in_flight, bool) or not isinstance(in_flight, int) or in_flight < 1:
@@ -57,12 +58,14 @@ def prepare(
         raise PlanError(Problem("loss_fn", f"a {type(loss_fn).__name__} cannot be called", "a function of the output"))
     figures = figures_of(model, device)
     told = progress or (lambda done, total, label: None)
-    ledger = ledgers_of(on_cpu=figures.name == "cpu")
     told(0, 4, "copying the model")
     mode = fake_mode()
     copied = real_copy(model) if real else fake_copy(model, mode)
+    workspace = KernelWorkspace(is_exact=exact or real) if figures.name == "cpu" else None
+    ledger = ledgers_of(workspace, mode_of(copied) if parallelize is not None else None)
     if parallelize is not None:
-        parallelize(copied)
+        with QuickChunks():
+            parallelize(copied)
     extra = optimizer_bytes(optimizer, copied.parameters())
     turn_off_cache(copied)
     given = inputs if real else fake_inputs(inputs, mode)
@@ -93,6 +96,7 @@ def prepare(
         paths=tuple(order),
         extra=extra,
         in_flight=in_flight,
+        gathers=parallelize is not None,
     )
     planner = Planner(
         copied,
@@ -108,6 +112,7 @@ def prepare(
         ledger,
         accumulates,
         told,
+        workspace=workspace,
     )
     planner.measure()
     return planner

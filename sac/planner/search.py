@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from sac.blocks.applying import apply
@@ -15,11 +16,12 @@ from sac.blocks.find import Block, find_blocks
 from sac.blocks.install import regions_of, remove, take_off
 from sac.blocks.paths import parts_of
 from sac.errors import ModelError, SacWarning
+from sac.ops.registry import find_op
 from sac.planner.choices import Choice, policy_for
 from sac.planner.devices import Device
 from sac.planner.fakes import Inputs
 from sac.planner.layers import BudgetTooSmallError, assign, assign_alike
-from sac.planner.live_bytes import Ledger
+from sac.planner.live_bytes import KernelWorkspace, Ledger
 from sac.planner.memory import StepModel
 from sac.planner.peak import IN_FLIGHT, OPTIMIZER, AliveRow, PeakBreakdown, explain, with_more
 from sac.planner.profile import RegionProfile
@@ -75,6 +77,7 @@ class Planner:
     ledger: Callable[[], Ledger]
     accumulates: bool = False
     progress: Progress = lambda done, total, label: None
+    workspace: KernelWorkspace | None = None
     records: dict[tuple[int, ...], StepRecord] = field(default_factory=dict)
 
     @property
@@ -101,7 +104,14 @@ class Planner:
         """Run a step with this choice once more, and return what is alive at its peak; see ``StepModel.peak_of``."""
         with self._applied(choice, lists_ops=True):
             found = explained_step(
-                self.model, self.inputs, self.ledger(), self.loss_fn, label, self.blocks, accumulates=self.accumulates
+                self.model,
+                self.inputs,
+                self.ledger(),
+                self.loss_fn,
+                label,
+                self.blocks,
+                warm_up=self._warms_up,
+                accumulates=self.accumulates,
             )
         record = self.run(choice)
         others = self.step.in_flight - 1
@@ -118,7 +128,19 @@ class Planner:
         return [(block.path, block.module) for block in self.blocks]
 
     def _step(self, ledger: Ledger) -> StepRecord:
-        return run_step(self.model, self.inputs, self._modules, ledger, self.loss_fn, accumulates=self.accumulates)
+        return run_step(
+            self.model,
+            self.inputs,
+            self._modules,
+            ledger,
+            self.loss_fn,
+            warm_up=self._warms_up,
+            accumulates=self.accumulates,
+        )
+
+    @property
+    def _warms_up(self) -> bool:
+        return any(map(_draws_into_memory, self.profiles))
 
     @contextmanager
     def _applied(self, choice: tuple[int, ...], *, lists_ops: bool = False) -> Iterator[None]:
@@ -148,6 +170,8 @@ class Planner:
         A group with few layers may need too many steps; its other choices are estimated, and checked if they are used.
         """
         each = {group: 1 if self.repeats else self.groups.count(group) for group in {*self.groups}}
+        if self.step.unmeasured is not None and not self.repeats:
+            each[self.groups[0]] -= 1
         rounds = max(2, *(-(-len(self.choices[group]) // count) for group, count in each.items()))
         rounds = min(rounds, max(2, _MOST_MEASURED // len(self.groups)))
         for one in range(rounds):
@@ -155,9 +179,12 @@ class Planner:
             if self.repeats:
                 self.run(tuple(_spread(one, rounds, len(self.choices[group])) for group in self.groups))
                 continue
-            taken = [one * self.groups.count(group) for group in range(len(self.choices))]
+            taken = [one * each.get(group, 0) for group in range(len(self.choices))]
             found = []
-            for group in self.groups:
+            for position, group in enumerate(self.groups):
+                if position == self.step.unmeasured:
+                    found.append(0)
+                    continue
                 # "No checkpointing" goes to the second region: the model itself holds the first region's input.
                 count = len(self.choices[group])
                 found.append((taken[group] - 2) % count if taken[group] % count else count - 2)
@@ -235,6 +262,7 @@ def explained_step(
     label: str,
     blocks: Sequence[Block] | None = None,
     *,
+    warm_up: bool = False,
     accumulates: bool = False,
 ) -> PeakBreakdown:
     """Run one step of ``model`` and return what is alive at its peak, counted as under ``ledger``.
@@ -249,8 +277,14 @@ def explained_step(
     modules = [(block.path, block.module) for block in blocks]
     log = StepLog(ledger, model, modules, inputs_among(inputs))
     with log.on_step():
-        run_step(model, inputs, modules, log, loss_fn, accumulates=accumulates)
+        run_step(model, inputs, modules, log, loss_fn, warm_up=warm_up, accumulates=accumulates)
     return explain(log, model, blocks, label)
+
+
+def _draws_into_memory(profile: RegionProfile) -> bool:
+    """Return whether an op draws random numbers into given memory, as rrelu does: a first call holds more than later ones."""
+    ops = (find_op(entry.op) for entry in profile.entries if entry.writes and entry.op)
+    return any(op is not None and torch.Tag.nondeterministic_seeded in getattr(op, "tags", ()) for op in ops)
 
 
 def _spread(one: int, rounds: int, count: int) -> int:

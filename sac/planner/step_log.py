@@ -107,12 +107,12 @@ class _LoggedWorkspace(KernelWorkspace):
     """A workspace that also passes the key of each op to a function."""
 
     def __init__(self, like: KernelWorkspace, saw: Callable[[Hashable], None]) -> None:
-        super().__init__(like)
+        super().__init__(like=like)
         self._then = saw
 
-    def saw(self, func: Any, args: Any, kwargs: Any, before: int) -> Hashable:
+    def saw(self, func: Any, args: Any, kwargs: Any, out: Any, before: int) -> Hashable:
         """See ``KernelWorkspace.saw``."""
-        key = super().saw(func, args, kwargs, before)
+        key = super().saw(func, args, kwargs, out, before)
         if key is not None:
             self._then(key)
         return key
@@ -133,7 +133,7 @@ class StepLog(Ledger):
     ) -> None:
         # Written so that the logged step is counted exactly as one under the ledger ``like``.
         workspace = _LoggedWorkspace(like.workspace, self._saw) if like.workspace is not None else None
-        super().__init__(like.block_bytes, workspace, like.fakes, on_host=like.on_host)
+        super().__init__(like.block_bytes, workspace, like.fakes, on_host=like.on_host, gathers=like.gathers)
         self.events: list[Event] = []
         self.backward_begins = 0  # number of events before the backward
         self.ends = 0  # number of events before the end of the step, when gradients are dropped

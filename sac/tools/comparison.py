@@ -23,7 +23,7 @@ from sac.charts import curves
 from sac.errors import ConfigError, Problem, SacError, nearest
 from sac.memory_timeline import MemoryTimeline, mark, measure_memory
 from sac.ops.flops import added_formulas
-from sac.planner.live_bytes import ledgers_of
+from sac.planner.live_bytes import KernelWorkspace, ledgers_of
 from sac.planner.peak import OPTIMIZER, UNSEEN, AliveRow, PeakBreakdown, with_more
 from sac.planner.search import explained_step
 from sac.policy.read import bytes_text
@@ -367,7 +367,7 @@ class ModeRun:
         inputs: Any = self._inputs(self._training.steps)
         states = [one for state in self._optimizer.state.values() for one in state.values() if isinstance(one, Tensor)]
         state_bytes = sum(state.untyped_storage().nbytes() for state in states)
-        ledger = ledgers_of(on_cpu=self._training.device == "cpu")()
+        ledger = ledgers_of(KernelWorkspace(is_exact=True) if self._training.device == "cpu" else None)()
         try:
             found = explained_step(model, inputs, ledger, loss_of, self.mode, accumulates=True)
         except (SacError, torch.OutOfMemoryError) as error:  # the row itself is measured

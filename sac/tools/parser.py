@@ -166,6 +166,9 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--same-layers", action="store_true", help="use the same rules on all layers of a region group")
     parser.add_argument("--real", action="store_true", help="run on tensors with data (default: on shapes alone)")
+    parser.add_argument(
+        "--exact", action="store_true", help="for a CPU: run large ops too, to measure what their kernels allocate"
+    )
     parser.add_argument("--fsdp", type=int, metavar="N", help="plan for one of N ranks that shard the model by FSDP2")
     parser.add_argument("--accumulate", action="store_true", help="gradients of earlier micro-batches exist")
     parser.add_argument(

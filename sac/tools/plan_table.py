@@ -52,6 +52,7 @@ class PlanRequest:
     accumulate: bool = False
     in_flight: int = 1
     explain: str | None = None  # None: do not; otherwise where to save a picture, or empty
+    exact: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +152,7 @@ def _made(
             parallelize=shard,
             accumulates=request.accumulate,
             in_flight=request.in_flight,
+            exact=request.exact,
             progress=progress,
         )
         made = make_plan(planner, budget, title=title, same_layers=request.same_layers)

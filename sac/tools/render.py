@@ -22,14 +22,24 @@ def print_rows(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: 
 
 @contextmanager
 def progress_bar() -> Iterator[Callable[[int, int, str], None]]:
-    """Yield a function for ``compare(progress=)``; on a terminal, a bar is drawn on stderr from two seconds on."""
+    """Yield a function for ``compare(progress=)``; on a terminal, a bar is drawn on stderr from two seconds on.
+
+    If stderr is not a terminal, a line is written instead, at most one in ``PROGRESS_AFTER_S``.
+    """
     shown: list[tuple[int, int, str]] = [(0, 0, "")]
+    written = time.monotonic()
 
     def advance(done: int, total: int, label: str) -> None:
         shown[0] = (done, total, label)
 
+    def write(done: int, total: int, label: str) -> None:
+        nonlocal written
+        if time.monotonic() - written > PROGRESS_AFTER_S:
+            print(f"{label}: {done} of {total}" if total else label, file=sys.stderr, flush=True)
+            written = time.monotonic()
+
     if not sys.stderr.isatty():
-        yield advance
+        yield write
         return
     ended = threading.Event()
     drawing = threading.Thread(target=_draw, args=(shown, ended), daemon=True)
