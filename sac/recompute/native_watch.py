@@ -84,11 +84,11 @@ class NativeWatch:
         return True
 
     def _check(self, inputs: RegionInputs, module_state: ModuleState) -> None:
-        found = self._native.found()
-        if found is not None:
-            reason, name = found
-            what = f"this call ran {name.replace('::', '.')}, {_FOUND[reason]}, and no earlier call did"
-            raise UnseenWriteError(Problem(where=self.path or "region", found=what, fix=KEPT_WHOLE))
+        noted = self._native.found()
+        if noted is not None:
+            reason, name = noted
+            found = f"this call ran {name.replace('::', '.')}, {_FOUND[reason]}, and no earlier call did"
+            raise UnseenWriteError(Problem(where=self.path or "region", found=found, fix=KEPT_WHOLE))
         written = self._native.written() if self.watches_writes else []
         if not written:
             return
