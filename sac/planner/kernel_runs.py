@@ -134,26 +134,36 @@ def peaks_of(calls: Sequence[SizedCall]) -> list[int]:
     return [found or 0 for found in _measured(calls)]
 
 
-def estimated_peak(call: SizedCall) -> int:
-    """Return the peak of a call from that of a smaller one, so that it is not below its own; see Note [Kernel workspace]."""
-    made = call.made_bytes
-    for smaller, factor in _smaller(call):
-        [found] = _measured([smaller])
-        if found is not None:
-            return made + ceil(max(0, found - smaller.made_bytes) * factor)
-    return call.bytes
+def estimated_peaks(calls: Sequence[SizedCall]) -> list[int]:
+    """Return the peak of each call from that of a smaller one, not below its own; see Note [Kernel workspace]."""
+    found = [call.bytes for call in calls]
+    left = {index: _smaller(call) for index, call in enumerate(calls)}
+    while left:  # one profile for the first way to make each call smaller, one for the second where the first fails, …
+        tried = {index: one for index, ways in left.items() if (one := next(ways, None)) is not None}
+        rises = _measured([smaller for smaller, _ in tried.values()])
+        for (index, (smaller, factor)), rise in zip(tried.items(), rises, strict=True):
+            if rise is not None:
+                found[index] = calls[index].made_bytes + ceil(max(0, rise - smaller.made_bytes) * factor)
+        failed = {index for index, rise in zip(tried, rises, strict=True) if rise is None}
+        left = {index: ways for index, ways in left.items() if index in failed}
+    return found
 
 
 def _smaller(call: SizedCall) -> Iterator[tuple[SizedCall, Fraction]]:
-    """Yield smaller calls and by how much each is smaller, those that divide what occurs once in a tensor first."""
+    """Yield smaller calls and by how much each is smaller, the largest first of what occurs once in a tensor.
+
+    Attention gets fewer rows only: its kernel chooses the size of its scratch by the length, and a smaller number of
+    heads may not fit the number of key heads, which the kernel does not check (torch 2.13: the process crashes).
+    """
     metas = (*call.read, *call.made)
     much = max(Fraction(call.bytes, LARGE_BYTES), Fraction(call.flops, LARGE_FLOPS))
-    times = {size: max(one.shape.count(size) for one in metas) for one in metas for size in one.shape if size > 1}
+    sizes = [size for one in metas for size in (one.shape[:1] if "attention" in call.func.name() else one.shape)]
+    times = {size: max(one.shape.count(size) for one in metas) for size in sizes if size > 1}
     for size in sorted(times, key=lambda size: (times[size], -size)):
         into = max(1, int(size / much))
-        smaller = call.divided(size, into)
-        if smaller.bytes <= 2 * LARGE_BYTES and into * 2 <= size:
-            yield smaller, Fraction(size, into) ** times[size]
+        smaller, factor = call.divided(size, into), Fraction(size, into) ** times[size]
+        if smaller.bytes <= 2 * LARGE_BYTES and call.flops <= 2 * LARGE_FLOPS * factor:
+            yield smaller, factor
 
 
 def _measured(calls: Sequence[SizedCall]) -> list[int | None]:

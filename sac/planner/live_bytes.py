@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from sac.ops.flops import flops_of
 from sac.planner.fake_op_cache import DEVICE, FakeOpCache, device_of
-from sac.planner.kernel_runs import SizedCall, estimated_peak, meta_of, peaks_of, refuse_packed
+from sac.planner.kernel_runs import SizedCall, estimated_peaks, meta_of, peaks_of, refuse_packed
 from sac.recompute.module_tracker import BareMode
 from sac.tensors import STORAGE_WATCHERS, storage_address, tensor_parts, tensors_of
 from sac.torch_private import SAVED_TENSOR_PREFIX, FakeTensor, FakeTensorMode, current_graph_task_id, tree_map_only
@@ -73,7 +73,7 @@ class KernelWorkspace:
         self.estimated |= large.keys()
         exact = [key for key in waiting if key not in large]
         self._sizes |= dict(zip(exact, peaks_of([waiting[key] for key in exact]), strict=True))
-        self._sizes |= {key: estimated_peak(call) for key, call in large.items()}
+        self._sizes |= dict(zip(large, estimated_peaks([*large.values()]), strict=True))
 
 
 # -- Live bytes over one step, from the storages of tensors, without an allocator or data

@@ -1,0 +1,96 @@
+"""The memory of a large CPU kernel is estimated from a smaller call, and never below that of the call itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sac.blocks.find import find_blocks
+from sac.ops.flops import flops_of
+from sac.planner import kernel_runs
+from sac.planner.fakes import fake_copy, fake_inputs, fake_mode
+from sac.planner.kernel_runs import SizedCall, TensorMeta, estimated_peaks, meta_of, peaks_of
+from sac.planner.live_bytes import KernelWorkspace, Ledger
+from sac.planner.step import run_step
+from sac.torch_private import tree_map_only
+from tests.unit.planner.truth import model_named
+
+ATEN = torch.ops.aten
+X, W, TOKENS = torch.zeros(1024, 96), torch.zeros(96, 2048), torch.zeros(4, 512, dtype=torch.long)
+HEADS = torch.zeros(2, 32, 256, 16)
+EXACT: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "a pointwise op": (ATEN.mul.Tensor, (X, X)),
+    "a softmax": (ATEN._log_softmax.default, (X, 1, False)),
+    "its backward": (ATEN._log_softmax_backward_data.default, (X, X, 1, torch.float32)),
+    "an embedding": (ATEN.embedding.default, (W, TOKENS)),
+    "a copy": (ATEN._to_copy.default, (X,)),
+    "a write": (ATEN.mul_.Tensor, (X, X)),
+}
+ABOVE: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "a product": (ATEN.mm.default, (X, W)),
+    "a product of transposed operands": (ATEN.mm.default, (W.t(), X.t())),
+    "a batch of products": (ATEN.bmm.default, (torch.zeros(32, 64, 32), torch.zeros(32, 32, 64))),
+    "a loss": (ATEN.nll_loss_forward.default, (X, torch.zeros(1024, dtype=torch.long), None, 1, -100)),
+    "attention": (ATEN._scaled_dot_product_flash_attention_for_cpu.default, (HEADS, HEADS, HEADS, 0.0, True)),
+    "the gradient of an embedding": (ATEN.embedding_dense_backward.default, (torch.zeros(4, 512, 48), TOKENS, 90, -1, False)),
+    "a sum": (ATEN.sum.dim_IntList, (X, [0])),
+    "a layer norm": (ATEN.native_layer_norm.default, (X, [96], None, None, 1e-5)),
+    "a sort": (ATEN.sort.default, (X,)),
+}
+
+
+def _call(func: Any, args: tuple[Any, ...]) -> SizedCall:
+    out = func(*args)
+    given = {one.untyped_storage()._cdata for one in args if isinstance(one, Tensor)}
+    results = [out] if isinstance(out, Tensor) else [one for one in out if isinstance(one, Tensor)]
+    made = tuple(meta_of(one) for one in results if one.untyped_storage()._cdata not in given)
+    return SizedCall(func, tree_map_only(Tensor, meta_of, args), {}, made, flops_of(func, args, {}, out))
+
+
+@pytest.fixture(autouse=True)
+def _small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_runs, "LARGE_BYTES", 2**17)
+    monkeypatch.setattr(kernel_runs, "LARGE_FLOPS", 2**22)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_kernels_that_allocate_in_proportion_are_predicted_exactly(name: str) -> None:
+    call = _call(*EXACT[name])
+    assert call.is_large
+    assert estimated_peaks([call]) == peaks_of([call])
+
+
+@pytest.mark.parametrize("name", ABOVE)
+def test_no_estimate_is_below_the_peak_of_the_call(name: str) -> None:
+    call = _call(*ABOVE[name])
+    assert call.is_large
+    assert estimated_peaks([call]) >= peaks_of([call])
+
+
+def test_a_call_that_does_not_run_at_another_size_counts_with_a_copy_of_its_arguments() -> None:
+    broken = SizedCall(ATEN.mm.default, (meta_of(X), meta_of(X)), {}, (meta_of(W),), 10**6)
+    assert estimated_peaks([broken]) == [broken.bytes]
+
+
+def test_a_dimension_is_divided_wherever_it_occurs() -> None:
+    meta = TensorMeta((4, 96, 8), (8, 32, 1), torch.float32)
+    assert meta.divided(96, 12) == TensorMeta((4, 12, 8), (8, 32, 1), torch.float32)
+    assert TensorMeta((96, 5), (1, 96), torch.float32).divided(96, 12) == TensorMeta((12, 5), (1, 12), torch.float32)
+    assert TensorMeta((96, 5), (0, 1), torch.float32).divided(96, 12) == TensorMeta((12, 5), (0, 1), torch.float32)
+
+
+def test_a_step_with_estimates_is_never_below_the_exact_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_runs, "LARGE_BYTES", 2**14)
+    model, inputs = model_named("Llama")
+    turned = fake_copy(model, mode := fake_mode())
+    blocks = [(block.path, block.module) for block in find_blocks(turned)]
+    peaks = []
+    for is_exact in (True, False):
+        workspace = KernelWorkspace(is_exact=is_exact)
+        record = run_step(turned, fake_inputs(inputs, mode), blocks, Ledger(workspace=workspace))
+        assert bool(workspace.estimated) is not is_exact
+        peaks.append([phase.peak for phase in record.phases])
+    assert all(estimated >= exact for exact, estimated in zip(*peaks, strict=True))
