@@ -79,7 +79,9 @@ def lowered_to(device_name: str) -> Iterator[None]:
 
 
 def _refuse_recurrent(op: str, device: str, *_: Any) -> Any:
-    found = f"{device} runs it in one kernel of cuDNN or MIOpen, and how many bytes that keeps for backward is not known"
+    found = (
+        f"{device} runs it in one kernel of cuDNN or MIOpen, and how many bytes that keeps for backward is not known"
+    )
     fix = "plan where it runs: --real --device cuda, use mode: full, or a policy by hand"
     raise PlanError(Problem(f"aten.{op}", found, fix=fix))
 
