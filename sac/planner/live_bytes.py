@@ -49,7 +49,7 @@ class KernelWorkspace:
         if key not in self._ops:
             given = {storage_address(tensor) for tensor in tensors_of([*args, *kwargs.values()])}
             made = tuple(meta_of(tensor) for tensor in tensors_of(out) if storage_address(tensor) not in given)
-            self._ops[key] = SizedCall(func, *metas, made, flops_of(func, args, kwargs, out))
+            self._ops[key] = SizedCall(func, metas[0], metas[1], made, flops_of(func, args, kwargs, out))
         self._levels[key] = max(before, self._levels.get(key, 0))
         return key
 

@@ -101,15 +101,15 @@ class StepModel:
                 bases.append(phase.peak - before)
                 continue
             own = phase.peak - phase.before + (held[index] if in_backward else 0)
-            key = self.groups[index], choices[index], in_backward
+            place = self.groups[index], choices[index], in_backward
             moments.append(Moment(phase.part, index, record.paths[index], in_backward))
             if index == self.unmeasured:
-                firsts.append((len(bases), phase.peak - before, key))
+                firsts.append((len(bases), phase.peak - before, place))
             else:
-                self.own[key] = max(own, self.own.get(key, 0))
+                self.own[place] = max(own, self.own.get(place, 0))
             bases.append(phase.before - before - (held[index] if in_backward else 0))
-        for place, peak_without, key in firsts:
-            bases[place] = peak_without - self._own(*key)
+        for number, peak_without, place in firsts:
+            bases[number] = peak_without - self._own(*place)
         if self.moments == moments:
             bases = [max(pair) for pair in zip(bases, self.bases, strict=True)]
         self.moments, self.bases = moments, bases

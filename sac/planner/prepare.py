@@ -49,7 +49,8 @@ def prepare(
 
     ``parallelize`` shards the copy in place: ``fully_shard``, ``parallelize_module``. ``accumulates``: gradients of
     earlier micro-batches exist from the start. ``in_flight``: the number of micro-batches whose activations a pipeline
-    stage holds at once, this one included. ``exact``: large ops run once, to measure what their kernels allocate. The model is not changed. For the other arguments, see ``sac.plan``.
+    stage holds at once, this one included. ``exact``: large ops run once, to measure what
+    their kernels allocate. The model is not changed. For the other arguments, see ``sac.plan``.
     """
     refuse_unfit(model)
     if isinstance(in_flight, bool) or not isinstance(in_flight, int) or in_flight < 1:

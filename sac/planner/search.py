@@ -282,7 +282,7 @@ def explained_step(
 
 
 def _draws_into_memory(profile: RegionProfile) -> bool:
-    """Return whether an op draws random numbers into given memory, as rrelu does: a first call holds more than later ones."""
+    """Return whether an op draws into given memory (rrelu): its first call holds more than later ones do."""
     ops = (find_op(entry.op) for entry in profile.entries if entry.writes and entry.op)
     return any(op is not None and torch.Tag.nondeterministic_seeded in getattr(op, "tags", ()) for op in ops)
 

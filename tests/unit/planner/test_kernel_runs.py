@@ -35,7 +35,10 @@ ABOVE: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "a batch of products": (ATEN.bmm.default, (torch.zeros(32, 64, 32), torch.zeros(32, 32, 64))),
     "a loss": (ATEN.nll_loss_forward.default, (X, torch.zeros(1024, dtype=torch.long), None, 1, -100)),
     "attention": (ATEN._scaled_dot_product_flash_attention_for_cpu.default, (HEADS, HEADS, HEADS, 0.0, True)),
-    "the gradient of an embedding": (ATEN.embedding_dense_backward.default, (torch.zeros(4, 512, 48), TOKENS, 90, -1, False)),
+    "the gradient of an embedding": (
+        ATEN.embedding_dense_backward.default,
+        (torch.zeros(4, 512, 48), TOKENS, 90, -1, False),
+    ),
     "a sum": (ATEN.sum.dim_IntList, (X, [0])),
     "a layer norm": (ATEN.native_layer_norm.default, (X, [96], None, None, 1e-5)),
     "a sort": (ATEN.sort.default, (X,)),

@@ -1,0 +1,77 @@
+"""Ops whose memory differs with and without data: their planned bytes are those of a real step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sac.errors import PlanError
+from sac.planner.plan_file import make_plan
+from sac.planner.planning import plan
+from sac.planner.prepare import prepare
+from tests.unit.planner.truth import measured, put_on
+
+WIDTH = 16
+
+
+class Bag(nn.Module):
+    def __init__(self, mode: str) -> None:
+        super().__init__()
+        self.bag, self.out = nn.EmbeddingBag(50, WIDTH, mode=mode), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
+        return x + self.out(self.bag(tokens))
+
+
+class Random(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.relu = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH), nn.RReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.relu(self.up(x)))
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.out = nn.LSTM(WIDTH, WIDTH, batch_first=True), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.out(self.rnn(x)[0])
+
+
+class Model(nn.Module):
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.first, self.layers = nn.Linear(WIDTH, WIDTH), nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor, *rest: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x, *rest)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("name", ["sum", "mean", "max", "rrelu"])
+def test_planned_bytes_are_those_of_a_real_step(name: str) -> None:
+    inputs: tuple[Tensor, ...] = (torch.randn(8, WIDTH), torch.arange(40).reshape(8, 5))
+    model = Model(*(Bag(name) for _ in range(3)))
+    if name == "rrelu":
+        model, inputs = Model(Random(), Random(), Random()), inputs[:1]
+    planner = prepare(model, inputs)
+    made = make_plan(planner, "50%")
+    record = planner.run(made.point.choice)
+    real = measured(model, inputs, put_on(made.policy))
+    assert (record.kept - record.static, record.peak - record.static) == (real.kept, real.peak)
+
+
+def test_recurrent_layers_are_refused_for_a_gpu() -> None:
+    model = Model(Recurrent(), Recurrent())
+    with pytest.raises(PlanError) as caught:
+        plan(model, (torch.randn(4, 6, WIDTH),), "50%", device="h100")
+    assert str(caught.value) == (
+        "aten.lstm: h100 runs it in one kernel of cuDNN or MIOpen, and how many bytes that keeps for backward is not "
+        "known\n    fix: plan where it runs: --real --device cuda, use mode: full, or a policy by hand"
+    )
