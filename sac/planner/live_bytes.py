@@ -29,7 +29,7 @@ class KernelWorkspace:
     """
 
     def __init__(self, *, is_exact: bool = False, like: KernelWorkspace | None = None) -> None:
-        self.is_exact = is_exact if like is None else like.is_exact
+        self.is_exact: bool = is_exact if like is None else like.is_exact
         self.estimated: set[Hashable] = set() if like is None else like.estimated
         self._ops: dict[Hashable, SizedCall] = {} if like is None else like._ops
         # Peak bytes of the op while it runs, results included.
