@@ -282,9 +282,19 @@ def explained_step(
 
 
 def _draws_into_memory(profile: RegionProfile) -> bool:
-    """Return whether an op draws into given memory (rrelu): its first call holds more than later ones do."""
+    """Return whether an op draws random numbers into memory that it does not return, as rrelu does.
+
+    A first call holds more than later ones then.
+    """
     ops = (find_op(entry.op) for entry in profile.entries if entry.writes and entry.op)
-    return any(op is not None and torch.Tag.nondeterministic_seeded in getattr(op, "tags", ()) for op in ops)
+    return any(op is not None and torch.Tag.nondeterministic_seeded in op.tags and _fills(op) for op in ops)
+
+
+def _fills(op: Any) -> bool:
+    """Return whether ``op`` writes to an argument that it does not return."""
+    written = [one.alias_info for one in op._schema.arguments if one.alias_info is not None and one.alias_info.is_write]
+    returned = [one.alias_info.before_set for one in op._schema.returns if one.alias_info is not None]
+    return any(one.before_set not in returned for one in written)
 
 
 def _spread(one: int, rounds: int, count: int) -> int:
