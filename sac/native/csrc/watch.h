@@ -143,11 +143,11 @@ struct Running final : at::ObserverContext {
 
 inline void look(Watch& watch, const WatchedOp* op, const at::RecordFunction& function,
                  std::unique_ptr<Running>& running) {
+  if (watch.depth > 0) return;
   const auto inputs = function.inputs();
   if (op->takes_generator)
     for (const IValue& input : inputs)
       if (input.isGenerator() && input.toGenerator().defined()) note(watch, Reason::DRAWS, op);
-  if (watch.depth > 0) return;
   if (op->chooses && !op->is_composite) note(watch, Reason::CHOOSES, op);
   for (const size_t position : op->written)
     if (position < inputs.size() && !op->is_ignored)
