@@ -56,9 +56,10 @@ def weak_identity(value: Any) -> WeakIdentity:
     return _living.setdefault(id(value), made)
 
 
-def _forget(dead: WeakIdentity) -> None:
-    if _living.get(dead.address) is dead:
-        del _living[dead.address]
+def _forget(dead: WeakIdentity, living: dict[int, WeakIdentity] = _living) -> None:
+    # ``living`` is an argument because a process that ends may clear this module's names before its objects die.
+    if living.get(dead.address) is dead:
+        del living[dead.address]
 
 
 def attributes_of(value: Any) -> dict[str, Any]:

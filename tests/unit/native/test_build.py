@@ -100,7 +100,10 @@ def test_check_and_force_exclude_each_other(capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(SystemExit) as exit_:
         main(["build", "--check", "--force"])
     assert exit_.value.code == 2
-    assert capsys.readouterr().err.endswith("error: argument --force: not allowed with argument --check\n")
+    assert capsys.readouterr().err == (
+        "sac build: argument --force: not allowed with argument --check\n"
+        "    fix: `sac build --help` lists the arguments\n"
+    )
 
 
 @needs_c
