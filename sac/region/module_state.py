@@ -64,7 +64,7 @@ KEPT_WHOLE = (  # of a call that cannot be recomputed
 
 
 class UnseenWriteError(RegionError):
-    """A region wrote to a buffer, a parameter or an input unseen: recomputation lacks the earlier values."""
+    """A recomputation could not repeat the forward, which wrote to what there is no copy of, chose, or drew, unseen."""
 
 
 class ModuleState:
