@@ -114,9 +114,11 @@ def write_own(layer: nn.Module, h: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("does", [take_by_mask, write_own], ids=lambda does: does.__name__)
 def test_what_a_recomputation_repeats_is_not_told(does: Any) -> None:
-    with with_library(), warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with with_library():
         assert_same(lambda: Late(does), "full")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            train(lambda: Late(does), "full")
 
 
 def test_a_call_without_gradients_keeps_nothing() -> None:
@@ -128,9 +130,11 @@ def test_a_call_without_gradients_keeps_nothing() -> None:
             model(x)
         return usual(model, x, step)
 
-    with with_library(), warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with with_library():
         assert_same(lambda: Late(choose_in_validation), "full", validating)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            train(lambda: Late(choose_in_validation), "full", validating)
 
 
 def test_regions_inside_of_a_watched_one_are_watched_too() -> None:
