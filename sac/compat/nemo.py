@@ -58,8 +58,8 @@ __all__ = [
 
 Contexts: TypeAlias = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
-# NeMo sets this flag on a wrapper so that the wrapper is compiled and not its contents. Without wrappers, a layer is
-# always compiled together with its region, so nothing has the flag; the name exists for those who import it.
+#: NeMo sets this flag on a wrapper so that the wrapper is compiled and not its contents. Without wrappers, a layer is
+#: always compiled together with its region, so nothing has the flag; the name exists for those who import it.
 SELECTIVE_AC_WRAPPER_FLAG = "_nemo_selective_ac"
 
 

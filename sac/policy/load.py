@@ -163,6 +163,7 @@ def load_policy(source: PolicySource, *, where: str = "policy") -> Policy:
     """Return the policy that ``source`` refers to or contains, merged with the policies that it extends.
 
     ``source`` is one of:
+
     - the name of a shipped policy;
     - a path: a ``PathLike``, or a string that ends in ``.yaml`` or ``.yml`` or contains a separator;
     - a mapping with the content of a YAML file; ``schema`` is optional, and relative paths in ``extends`` start at the
