@@ -202,17 +202,13 @@ def _is_activation(position: int, tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() and not getattr(tensor, "no_checkpointing", False)
 
 
-class SlotsByArgument:
+class SlotsByArgument(InputStore):
     """One contiguous buffer per argument: sizes differ between arguments, but not between equal layers."""
 
     def __init__(self, num_checkpoints: int, *, on_host: bool) -> None:
         self.num_checkpoints = num_checkpoints
         self.on_host = on_host
         self._buffers: dict[str, ContiguousBuffer] = {}
-
-    def accepts(self, tensor: torch.Tensor) -> bool:
-        """Accept any tensor."""
-        return True
 
     def put(self, flat: torch.Tensor, name: ArgumentInfo) -> StoredTensor:
         """Copy ``flat`` into a free slot of its argument's buffer."""

@@ -16,7 +16,7 @@ from sac.outer_hooks import OuterPacked, PackHooks, fetch, pack_with_outer_hooks
 from sac.region.fingerprint import PLAIN, FunctionFingerprint, tensor_signature
 from sac.region.module_state import UnseenWriteError, other_bytes, spare_copy
 from sac.region.python_state import attributes_in, holds_state
-from sac.stores.prefetch import GatherNode
+from sac.stores.prefetch import CallNode
 from sac.stores.store import InputStoring, StoredInput, check_releasable, is_worth_it
 from sac.tensors import copy_of, describe, placed_on, shares_storage, storage_sizes, version_of, version_watch
 from sac.torch_private import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
@@ -266,7 +266,7 @@ class RegionInputs:
                 signature = self._look_at(args, kwargs)
                 break
         self.signature: tuple[Any, ...] | None = tuple(signature) if signature else None
-        self._call: GatherNode | None = None
+        self._call: CallNode | None = None
         known: dict[int, SavedInput] = {}
         objects: dict[int, SavedObject] = {}
         kept_leaves = [*leaves]
@@ -302,7 +302,7 @@ class RegionInputs:
         """
         assert self._leaves is not None, "stored after they were dropped"
         leaves = self.leaves_of(args, kwargs)
-        self._call = call = GatherNode()
+        self._call = call = CallNode()
         for position in input_storing.choose(leaves):
             kept = self._leaves[position]
             if kept.stored is None:

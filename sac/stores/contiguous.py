@@ -12,8 +12,9 @@ import torch
 
 from sac.errors import Problem, RegionError
 from sac.outer_hooks import OuterPacked, PackHooks, active_hooks, fetch, pack_with_outer_hooks
-from sac.stores.host import Copies, CopiesByDevice, OnHost, StoredOnHost, streams_of
-from sac.stores.store import OnDevice, StoredOnDevice, StoredTensor
+from sac.stores.host import OnHost, StoredOnHost
+from sac.stores.store import InputStore, OnDevice, StoredOnDevice, StoredTensor
+from sac.stores.transfers import HostBuffer, Transfers, TransfersByDevice, streams_of
 
 # -- Slots of one buffer
 
@@ -35,20 +36,24 @@ from sac.stores.store import OnDevice, StoredOnDevice, StoredTensor
 class Slots:
     """``count`` slots of the size, dtype and device of ``flat``; see Note [Slots].
 
-    They are on that device, or in host memory if ``copies`` is given.
+    They are on that device, or in host memory if ``transfers`` is given.
     """
 
-    def __init__(self, count: int, flat: torch.Tensor, copies: Copies | None) -> None:
+    def __init__(self, count: int, flat: torch.Tensor, transfers: Transfers | None) -> None:
         self.size, self.dtype, self.device = flat.numel(), flat.dtype, flat.device
         elements = count * self.size
-        self.memory = flat.new_empty(elements) if copies is None else copies.host_memory(elements, flat.dtype)
-        self.copies = copies
+        self.transfers = transfers
+        if transfers is None:
+            self.memory, self.buffers = flat.new_empty(elements), []
+        else:
+            self.memory = transfers.host_memory(elements * flat.element_size())
+            self.buffers = [HostBuffer(part) for part in self.memory.view(count, -1)]
         self.lock = threading.RLock()  # of the data, not of the right to a slot
         self.free = deque(range(count))
         self.held: dict[int, int] = {}  # ticket -> slot
         self.written = [-1] * count  # the ticket whose data each slot holds
         self._used: list[Any] = [None] * count  # the event after the last use of each slot, on a device with streams
-        self._streams = streams_of(flat.device) if copies is None else None
+        self._streams = streams_of(flat.device) if transfers is None else None
 
     def fit(self, flat: torch.Tensor) -> bool:
         """Return whether ``flat`` has the size, dtype and device of these slots."""
@@ -83,28 +88,26 @@ class Slots:
             self._used[index] = self._streams.current_stream(self.device).record_event()
 
 
-class StoredInSlot:
+class StoredInSlot(StoredTensor):
     """A flat tensor in a slot, and the right to that slot; see Note [Slots]."""
 
     __slots__ = ("_index", "_inner", "_packed", "_slots", "_ticket")
-    fresh = True
 
-    def __init__(self, slots: Slots, ticket: int, flat: torch.Tensor) -> None:
+    def __init__(self, slots: Slots, ticket: int, flat: torch.Tensor, name: Callable[[], str]) -> None:
         self._slots = slots
         self._ticket = ticket
         self._packed: torch.Tensor | OuterPacked | None = None
-        self._inner: StoredOnDevice | StoredOnHost
+        self._inner: Any
         self._index = index = slots.free.popleft()
         slots.held[ticket] = index
         with slots.lock:
             slots.written[index] = ticket
-            memory = slots.view(index)
-            if slots.copies is None:
+            if slots.transfers is None:
                 slots.begin_use(index)
-                self._inner = StoredOnDevice(memory.copy_(flat))
+                self._inner = StoredOnDevice(slots.view(index).copy_(flat))
                 slots.end_use(index)
             else:
-                self._inner = StoredOnHost(slots.copies, flat, memory)
+                self._inner = StoredOnHost.put(slots.transfers, flat, name, slots.buffers[index])
 
     def fetch(self) -> torch.Tensor:
         """Return a copy of the data in the slot; raises ``RegionError`` if another region has the slot now."""
@@ -114,11 +117,11 @@ class StoredInSlot:
         with slots.lock:
             if slots.written[self._index] != self._ticket:
                 raise RegionError(_TAKEN)
-            if self._inner.fresh:
-                return self._inner.fetch()
-            slots.begin_use(self._index)
-            flat = self._inner.fetch().clone()
-            slots.end_use(self._index)
+            flat: torch.Tensor = self._inner.fetch()
+            if not self._inner.fresh:
+                slots.begin_use(self._index)
+                flat = flat.clone()
+                slots.end_use(self._index)
             return flat
 
     def settle(self) -> None:
@@ -131,7 +134,9 @@ class StoredInSlot:
         self._let_go()
 
     def prefetch(self) -> None:
-        """Nothing to do."""
+        """Start to copy back what backward needs next."""
+        if self._packed is None:
+            self._inner.prefetch()
 
     def drop(self) -> None:
         """Give the slot back."""
@@ -148,12 +153,12 @@ class StoredInSlot:
     @property
     def local(self) -> torch.Tensor | None:
         """The slot, if it is on the device."""
-        return self._inner.local
+        return self._inner.local  # type: ignore[no-any-return]
 
     @property
     def host_bytes(self) -> int:
         """The bytes of the slot, if it is in host memory on behalf of a device."""
-        return self._inner.host_bytes
+        return self._inner.host_bytes  # type: ignore[no-any-return]
 
 
 _TAKEN = Problem(
@@ -166,7 +171,7 @@ _TAKEN = Problem(
 # -- The store
 
 
-class ContiguousBuffer:
+class ContiguousBuffer(InputStore):
     """One buffer of ``num_checkpoints`` equal slots, allocated for the first input with its size, dtype and device.
 
     ``on_host``: the buffer is in host memory, pinned if the device has streams. The buffer is reallocated if an input
@@ -180,17 +185,13 @@ class ContiguousBuffer:
         self.num_checkpoints = num_checkpoints
         self.on_host = on_host
         self._under_hooks = OnHost() if on_host else OnDevice()
-        self._copies = CopiesByDevice()
+        self._transfers = TransfersByDevice()
         self._slots: Slots | None = None
         self._tickets = itertools.count()
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _empty_buffer, (self.num_checkpoints, self.on_host)
-
-    def accepts(self, tensor: torch.Tensor) -> bool:
-        """Return True: any tensor is accepted."""
-        return True
 
     def put(self, flat: torch.Tensor, name: Callable[[], str]) -> StoredTensor:
         """Copy ``flat`` into a free slot.
@@ -201,7 +202,7 @@ class ContiguousBuffer:
         if active_hooks() is not None:
             return self._under_hooks.put(flat, name)
         with self._lock:
-            return StoredInSlot(self._slots_for(flat, name), next(self._tickets), flat)
+            return StoredInSlot(self._slots_for(flat, name), next(self._tickets), flat, name)
 
     def describe(self) -> str:
         """Say where inputs are kept."""
@@ -223,8 +224,8 @@ class ContiguousBuffer:
                 raise RegionError(_misfit(slots, flat, name()))
             slots = self._slots = None
         if slots is None:
-            copies = self._copies.of(flat.device) if self.on_host else None
-            slots = self._slots = Slots(self.num_checkpoints, flat, copies)
+            transfers = self._transfers.of(flat.device) if self.on_host else None
+            slots = self._slots = Slots(self.num_checkpoints, flat, transfers)
         if not slots.free:
             raise RegionError(_none_free(self.num_checkpoints, name()))
         return slots

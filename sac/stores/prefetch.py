@@ -1,12 +1,13 @@
-"""Gathers of scattered inputs, started before backward asks for them."""
+"""The order in which backward comes to region calls, and gathers of scattered inputs started ahead of it."""
 
 from __future__ import annotations
 
 import contextlib
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
@@ -28,6 +29,9 @@ from sac.torch_private import NO_TASK, current_graph_task_id, gather_into, when_
 #
 # A call holds the nodes that made its inputs, which the region's own graph references anyway. A gather that was started
 # but not fetched when that backward ends is released.
+#
+# Copies of values in host memory (`HostCopy`) are brought back in the same order. They need not be the same on every
+# rank; a limit in bytes says how far ahead (Note [Transfers] in sac/stores/transfers.py).
 
 _MARK = "sac.stores.prefetch"
 _FAR = 64  # nodes searched for marks; a region's input is mostly the result of another region, or a few ops away
@@ -71,25 +75,37 @@ class Gatherable(Protocol):
         """Release a gather that was not fetched."""
 
 
-class GatherNode:
-    """One region call and the calls before it; see Note [Prefetched gathers]."""
+class CallNode:
+    """One region call and the calls before it; see Note [Prefetched gathers].
 
-    __slots__ = ("__weakref__", "_before", "_shares")
+    ``copies``: the values in host memory that its backward reads, in the order of the forward.
+    """
+
+    __slots__ = ("__weakref__", "_before", "_shares", "copies")
 
     def __init__(self) -> None:
+        self.copies: list[weakref.ref[Any]] = []
         self._shares: list[weakref.ref[Gatherable]] = []
-        self._before: list[tuple[Any, list[weakref.ref[GatherNode]]]] = []  # node of an input, calls found from it
+        self._before: list[tuple[Any, list[weakref.ref[CallNode]]]] = []  # node of an input, calls found from it
 
-    def add(self, share: Gatherable, tensor: torch.Tensor) -> None:
+    def add_share(self, share: Gatherable, tensor: torch.Tensor) -> None:
         """Add the share of one input; ``tensor`` is that input."""
         self._shares.append(weakref.ref(share))
+        self.follow(tensor)
+
+    def add_copy(self, copy: Any) -> None:
+        """Add a value in host memory."""
+        self.copies.append(weakref.ref(copy))
+
+    def follow(self, tensor: torch.Tensor) -> None:
+        """Search for the calls before this one from ``tensor``, one of its inputs."""
         node = tensor.grad_fn
-        if node is not None:
+        if node is not None and all(node is not known for known, _ in self._before):
             self._before.append((node, _marks_from(node)))
 
     def mark(self, results: Iterable[Any]) -> None:
         """Mark ``results``, the leaves of the region's result, so that later calls find this one from them."""
-        for result in results if self._shares else ():
+        for result in results if self._shares or self.copies else ():
             node: Any = result.grad_fn if isinstance(result, torch.Tensor) else None
             if node is not None:
                 node.metadata[_MARK] = weakref.ref(self)
@@ -98,22 +114,25 @@ class GatherNode:
         """Release the nodes: this call's shares will not be fetched again."""
         self._before = []
 
-    def start_before(self, count: int) -> None:
-        """Start the gathers of up to ``count`` calls that backward reaches next."""
-        task = current_graph_task_id()
-        if task == NO_TASK or will_execute_node is None:
+    def upcoming(self) -> Iterator[CallNode]:
+        """Yield the calls that the running backward reaches next, nearest first; none outside of a backward."""
+        if current_graph_task_id() == NO_TASK or will_execute_node is None:
             return
-        waiting: deque[GatherNode] = deque([self])
+        waiting: deque[CallNode] = deque([self])
         seen = {id(self)}
-        while waiting and count > 0:
+        while waiting:
             for call in waiting.popleft()._needed_before():
-                if id(call) not in seen and count > 0:
+                if id(call) not in seen:
                     seen.add(id(call))
                     waiting.append(call)
-                    count -= 1
-                    call._start(task)
+                    yield call
 
-    def _needed_before(self) -> list[GatherNode]:
+    def start_before(self, count: int) -> None:
+        """Start the gathers of up to ``count`` calls that backward reaches next."""
+        for call in islice(self.upcoming(), count):
+            call._start(current_graph_task_id())
+
+    def _needed_before(self) -> list[CallNode]:
         assert will_execute_node is not None
         needed = (reference() for node, found in self._before if will_execute_node(node) for reference in found)
         return [call for call in needed if call is not None]
@@ -132,9 +151,9 @@ def _let_go(reference: weakref.ref[Gatherable], task: int) -> None:
         share.let_go()
 
 
-def _marks_from(node: Any) -> list[weakref.ref[GatherNode]]:
+def _marks_from(node: Any) -> list[weakref.ref[CallNode]]:
     """Return the marks nearest to ``node`` in its graph."""
-    found: list[weakref.ref[GatherNode]] = []
+    found: list[weakref.ref[CallNode]] = []
     seen, waiting = {node}, deque([node])
     while waiting:
         node = waiting.popleft()

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from sac.errors import ConfigError, Problem, RegionError
 from sac.outer_hooks import PackHooks
 from sac.policy.syntax import shown
-from sac.stores.prefetch import Gather, GatherNode
+from sac.stores.prefetch import CallNode, Gather
 from sac.stores.store import ArgumentInfo, InputStore, OnDevice, StoredTensor, is_dtensor
 from sac.torch_private import NO_TASK, current_graph_task_id, named_process_group
 
@@ -235,7 +235,7 @@ class FirstCalls:
 Verify = bool | VerifiedOnce
 
 
-class Scattered:
+class Scattered(InputStore):
     """Keeps this rank's share of each tensor, and gathers the shares of the group in recomputation.
 
     ``inner`` keeps the share. ``verify``: whether tensors are compared over the group first, or the places that need no
@@ -313,7 +313,7 @@ def _unpickled(reference: str | None, inner: InputStore, verify: Verify, prefetc
     return Scattered(named_group(reference), inner, verify=verify, prefetch=prefetch)
 
 
-class StoredShare:
+class StoredShare(StoredTensor):
     """This rank's share of a flat tensor; see Note [Shares]."""
 
     __slots__ = (
@@ -327,7 +327,6 @@ class StoredShare:
         "_prefetch",
         "fetched_in",
     )
-    fresh = True
 
     def __init__(self, scattered: Scattered, inner: StoredTensor, elements: int, argument: ArgumentInfo) -> None:
         self._group = scattered.group
@@ -336,11 +335,11 @@ class StoredShare:
         self._gather: Gather | None = None
         self._packed = False
         self._prefetch = scattered.prefetch
-        self._call: GatherNode | None = None
+        self._call: CallNode | None = None
         self.fetched_in = NO_TASK
         if self._prefetch:
             self._call = argument.call
-            self._call.add(self, argument.tensor)
+            self._call.add_share(self, argument.tensor)
 
     def fetch(self) -> torch.Tensor:
         """Return the whole flat tensor, from a gather started earlier or a new one."""
@@ -377,7 +376,9 @@ class StoredShare:
             self._inner.pack_with_outer_hooks(hooks)
 
     def prefetch(self) -> None:
-        """Start the gathers of the regions that backward reaches next."""
+        """Start the gathers of the regions that backward reaches next, and the copies of their shares."""
+        if self._inner is not None and not self._packed:
+            self._inner.prefetch()
         if self._call is not None:
             self._call.start_before(self._prefetch)
 

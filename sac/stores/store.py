@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import sys
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from sac.errors import Problem, RegionError
 from sac.outer_hooks import OuterPacked, PackHooks, fetch, pack_with_outer_hooks
-from sac.stores.prefetch import GatherNode
+from sac.stores.prefetch import CallNode
 from sac.tensors import shares_storage, version_of
 from sac.torch_private import neg_view, set_version_counters, storage_use_count
 
@@ -282,38 +283,42 @@ def _set_version(tensor: torch.Tensor, version: int) -> None:
 # and gathers the 4 shares, and `Layout.restore` returns the transposed tensor.
 
 
-class StoredTensor(Protocol):
+class StoredTensor(ABC):
     """One flat tensor between forward and backward.
 
     ``fresh``: whether each ``fetch`` returns new memory, which may be written to.
     """
 
-    @property
-    def fresh(self) -> bool:
-        """See above."""
+    __slots__ = ()
+    fresh = True
 
+    @abstractmethod
     def fetch(self) -> torch.Tensor:
         """Return the flat tensor on the device it came from."""
 
-    def settle(self) -> None:
-        """The source of the copy is about to be written to or freed: make sure that the copy is done by then."""
-
+    @abstractmethod
     def pack_with_outer_hooks(self, hooks: PackHooks) -> None:
         """Hand the held data to the saved-tensor hooks around the region."""
 
-    def prefetch(self) -> None:
-        """Start to fetch the inputs of regions that backward needs next, if that saves time."""
-
+    @abstractmethod
     def drop(self) -> None:
         """Release the data: it will not be fetched. May be called more than once."""
+
+    def settle(self) -> None:  # noqa: B027 (most stores copy at once)
+        """The source of the copy is about to be written to or freed: make sure that the copy is done by then."""
+
+    def prefetch(self) -> None:  # noqa: B027 (most stores have nothing to start)
+        """Start to fetch what backward needs next, if that saves time."""
 
     @property
     def local(self) -> torch.Tensor | None:
         """The flat data held on the device, if any; valid before ``pack_with_outer_hooks``."""
+        return None
 
     @property
     def host_bytes(self) -> int:
         """The bytes held in host memory on behalf of a device; valid before ``pack_with_outer_hooks``."""
+        return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,7 +331,7 @@ class ArgumentInfo:
 
     tensor: torch.Tensor
     layout: Layout
-    call: GatherNode
+    call: CallNode
     position: tuple[str, int]
     name: Callable[[], str]
 
@@ -335,25 +340,24 @@ class ArgumentInfo:
         return self.name()
 
 
-class InputStore(Protocol):
+class InputStore(ABC):
     """A way to keep flat tensors."""
 
     def accepts(self, tensor: torch.Tensor) -> bool:
         """Return whether this store can keep the input; if not, the region holds the caller's data."""
+        return True
 
-    def put(self, flat: torch.Tensor, name: ArgumentInfo, /) -> StoredTensor:
-        """Copy ``flat`` into the store; ``name`` is called for the argument's name, and not held."""
+    @abstractmethod
+    def put(self, flat: torch.Tensor, name: Any, /) -> StoredTensor:
+        """Copy ``flat`` into the store; ``name``, an ``ArgumentInfo``, is not held, and called in errors only."""
 
+    @abstractmethod
     def describe(self) -> str:
         """Say where inputs are kept, for reports: ``in host memory``."""
 
 
-class OnDevice:
+class OnDevice(InputStore):
     """Keeps a copy on the tensor's device."""
-
-    def accepts(self, tensor: torch.Tensor) -> bool:
-        """Return True: any tensor is accepted."""
-        return True
 
     def put(self, flat: torch.Tensor, name: Callable[[], str]) -> StoredTensor:
         """Copy ``flat``."""
@@ -364,7 +368,7 @@ class OnDevice:
         return "on the device"
 
 
-class StoredOnDevice:
+class StoredOnDevice(StoredTensor):
     """A flat tensor on the device it came from."""
 
     __slots__ = ("_kept",)
@@ -378,16 +382,10 @@ class StoredOnDevice:
         assert self._kept is not None, "fetched after it was dropped"
         return fetch(self._kept)
 
-    def settle(self) -> None:
-        """Nothing to do: the stream runs the copy before any later work."""
-
     def pack_with_outer_hooks(self, hooks: PackHooks) -> None:
         """Hand the copy to the hooks."""
         if isinstance(self._kept, torch.Tensor):
             self._kept = pack_with_outer_hooks(self._kept, hooks)
-
-    def prefetch(self) -> None:
-        """Nothing to do: the copy is on the device."""
 
     def drop(self) -> None:
         """Release the copy."""
@@ -397,11 +395,6 @@ class StoredOnDevice:
     def local(self) -> torch.Tensor | None:
         """The copy."""
         return self._kept if isinstance(self._kept, torch.Tensor) else None
-
-    @property
-    def host_bytes(self) -> int:
-        """0: nothing is on the host."""
-        return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -441,7 +434,7 @@ class StoredInput:
         self,
         tensor: torch.Tensor,
         store: InputStore,
-        call: GatherNode,
+        call: CallNode,
         position: tuple[str, int],
         name: Callable[[], str],
     ) -> None:

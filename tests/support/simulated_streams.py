@@ -2,15 +2,20 @@
 
 While a `Simulation` is active, tensors that ops make lie "on the device" and the ops that use them run on the current
 simulated stream; pinned tensors lie on the host. Each stream, and the host, has a vector clock: what it knows to be
-over on the others. An access that does not know of an earlier one to the same storage (one of them a write) is a race.
-Memory that dies goes back to the stream it was made on: its uses on other streams must be known there by then, or the
-allocator told of them (`record_stream`).
+over on the others. An access that does not know of an earlier one to the same bytes (one of them a write) is a race.
+So one run speaks for all interleavings that the waits allow. Memory that dies goes back to the stream it was made on:
+its uses on other streams must be known there by then, or the allocator told of them (`record_stream`).
+
+Copies on side streams are late: the target is poisoned, and filled when a compute stream or the host waits for the
+copy. Who reads too early, or overwrites the source too early, gets wrong bytes. For schedules there is a clock: copies
+take bytes / `bytes_per_second`, `work` takes the seconds that it is given, and waits stall.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,30 +27,41 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from sac.stores import contiguous as slots
-from sac.stores import host as host_copies
+from sac.stores import transfers
+from sac.torch_private import UnseenByModes
 
 HOST = "host"
+POISON = 0xA5
 LOOKS_ONLY = (torch.ops.aten.new_empty, torch.ops.aten.empty_like)  # at the shape: they do not read the data
 Clock = dict[str, int]
 
 
 @dataclass
+class Range:
+    """Some bytes of a storage: who wrote them last and when, and the last uses."""
+
+    written: tuple[str, int] | None = None
+    used: Clock = field(default_factory=dict)
+
+
+@dataclass
 class Memory:
-    """One storage: who made it, and who last used it, and when."""
+    """One storage: who made it, and the uses of its bytes, by first and last byte."""
 
     reference: StorageWeakRef
     home: str
-    written: tuple[str, int]
-    used: Clock
+    size: int
+    ranges: dict[tuple[int, int], Range]
     told: set[str] = field(default_factory=set)  # streams that record_stream named
 
 
 class Event:
-    """What a stream knew when it recorded this."""
+    """What a stream knew when it recorded this, and its time."""
 
-    def __init__(self, simulation: Simulation, knows: Clock) -> None:
+    def __init__(self, simulation: Simulation, knows: Clock, seconds: float) -> None:
         self.simulation = simulation
         self.knows = knows
+        self.seconds = seconds
 
     def synchronize(self) -> None:
         self.simulation.learn(HOST, self.knows)
@@ -60,14 +76,16 @@ class Stream:
 
     def record_event(self) -> Event:
         self.simulation.log.append(f"{self.name} records")
-        return Event(self.simulation, dict(self.simulation.clocks[self.name]))
+        return Event(self.simulation, dict(self.simulation.clocks[self.name]), self.simulation.seconds[self.name])
 
     def wait_event(self, event: Event) -> None:
         self.simulation.log.append(f"{self.name} waits")
+        self.simulation.stall(self.name, event.seconds)
         self.simulation.learn(self.name, event.knows)
 
     def wait_stream(self, other: Stream) -> None:
         self.simulation.log.append(f"{self.name} waits for {other.name}")
+        self.simulation.stall(self.name, self.simulation.seconds[other.name])
         self.simulation.learn(self.name, self.simulation.clocks[other.name])
 
 
@@ -77,19 +95,27 @@ class Simulation(TorchDispatchMode):
     It stands in for torch's device module too: `Stream`, `stream` and `current_stream` are those of `torch.cuda`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, bytes_per_second: float = float("inf")) -> None:
         super().__init__()
         self.clocks: dict[str, Clock] = {HOST: {HOST: 1}}
         self.memory: dict[int, Memory] = {}
         self.races: list[str] = []
         self.log: list[str] = []
         self.made = 0
+        self.late: dict[str, deque[tuple[int, Callable[[], None]]]] = {}  # per side stream: time, what to do
+        self.bytes_per_second = bytes_per_second
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.stalls: defaultdict[str, float] = defaultdict(float)
+        self.device_bytes = self.peak_bytes = 0
+        self.pinned_bytes: list[int] = []
+        self.is_capturing = False
         self.current = self.stream_named("main")
 
     # What sac asks of a device module
 
     def Stream(self, device: Any = None) -> Stream:
         self.made += 1
+        self.late[f"side {self.made}"] = deque()
         return self.stream_named(f"side {self.made}")
 
     @contextlib.contextmanager
@@ -103,18 +129,41 @@ class Simulation(TorchDispatchMode):
     def current_stream(self, device: Any = None) -> Stream:
         return self.current
 
+    def is_current_stream_capturing(self) -> bool:
+        return self.is_capturing
+
     # The simulation
 
     def stream_named(self, name: str) -> Stream:
         self.clocks.setdefault(name, {name: 1})
         return Stream(self, name)
 
+    def work(self, seconds: float) -> None:
+        """Let the current stream be busy."""
+        self.seconds[self.current.name] += seconds
+
+    def stall(self, name: str, until: float) -> None:
+        self.stalls[name] += max(0.0, until - self.seconds[name])
+        self.seconds[name] = max(self.seconds[name], until)
+
     def learn(self, name: str, knows: Clock) -> None:
         """From now on `name` comes after all that `knows` tells."""
         self.free_dead()
         clock = self.clocks[name]
+        knows = dict(knows)
+        if name in self.late:  # it will wait when it gets there
+            self.late[name].append((clock[name], lambda: self.catch_up(knows)))
+        else:
+            self.catch_up(knows)
         for other, time in knows.items():
             clock[other] = max(clock.get(other, 0), time)
+
+    def catch_up(self, knows: Clock) -> None:
+        """Do what side streams have put off, up to these times."""
+        for other in self.late.keys() & knows.keys():
+            waiting = self.late[other]
+            while waiting and waiting[0][0] <= knows[other]:
+                waiting.popleft()[1]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -123,16 +172,27 @@ class Simulation(TorchDispatchMode):
         if is_pinned:
             kwargs["pin_memory"] = False
         given = {key_of(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
-        result = func(*args, **kwargs)
+        is_async = (func is torch.ops.aten.copy_.default and len(args) > 2) or kwargs.get("non_blocking")
+        is_late = is_async and self.current.name in self.late and func is torch.ops.aten.copy_.default
+        result = args[0] if is_late else func(*args, **kwargs)
         returned = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
         made = [x for x in returned if key_of(x) not in given and key_of(x) not in self.memory]
-        if (func is torch.ops.aten.copy_.default and len(args) > 2) or kwargs.get("non_blocking"):
+        if is_async:
             self.log.append(f"{self.current.name} copies")
         who = self.enqueue(args, kwargs, func)
+        if is_late:
+            self.seconds[who] += args[0].nbytes / self.bytes_per_second
+            self.late[who].append((self.clocks[who][who], late_copy(args[0], args[1])))
         maker = HOST if is_pinned else who
         for x in made:
-            time = self.clocks[maker][maker]
-            self.memory[key_of(x)] = Memory(StorageWeakRef(x.untyped_storage()), maker, (maker, time), {maker: time})
+            time, size = self.clocks[maker][maker], x.untyped_storage().nbytes()
+            whole = {(0, size): Range((maker, time), {maker: time})}
+            self.memory[key_of(x)] = Memory(StorageWeakRef(x.untyped_storage()), maker, size, whole)
+            if is_pinned:
+                self.pinned_bytes.append(size)
+            else:
+                self.device_bytes += size
+                self.peak_bytes = max(self.peak_bytes, self.device_bytes)
         return result
 
     def enqueue(self, args: Any, kwargs: Any, func: Any) -> str:
@@ -140,40 +200,50 @@ class Simulation(TorchDispatchMode):
         arguments = [*zip(func._schema.arguments, args, strict=False)]
         arguments += [(one, kwargs[one.name]) for one in func._schema.arguments if one.name in kwargs]
         uses = [
-            (self.memory.get(key_of(x)), one.alias_info is not None and one.alias_info.is_write)
+            (self.memory.get(key_of(x)), x, one.alias_info is not None and one.alias_info.is_write)
             for one, value in arguments
             for x in tree_leaves(value)
             if isinstance(x, Tensor)
         ]  # what was made before the simulation began lies on the device, and is not watched
-        on_host = bool(uses) and all(memory is not None and memory.home == HOST for memory, _ in uses)
+        on_host = bool(uses) and all(memory is not None and memory.home == HOST for memory, _, _ in uses)
         who = HOST if on_host else self.current.name
         if who != HOST:
             self.learn(who, self.clocks[HOST])  # a stream begins nothing before the host has asked for it
         clock = self.clocks[who]
         clock[who] += 1
         if not func.is_view and func.overloadpacket not in LOOKS_ONLY:
-            for memory, writes in uses:
+            for memory, x, writes in uses:
                 if memory is not None:
-                    self.use(memory, who, writes, str(func))
+                    self.use(memory, bytes_in(x), who, writes, str(func))
         return who
 
-    def use(self, memory: Memory, who: str, writes: bool, op: str) -> None:
+    def use(self, memory: Memory, place: tuple[int, int], who: str, writes: bool, op: str) -> None:
+        first, last = place
         clock = self.clocks[who]
-        before = memory.used.items() if writes else [memory.written]
-        for other, time in before:
-            if clock.get(other, 0) < time:
-                self.races.append(f"{op} on {who} does not come after {other} {time}")
-        memory.used[who] = clock[who]
-        if writes:
-            memory.written = (who, clock[who])
+        for (begin, end), known in [*memory.ranges.items()]:
+            if begin >= last or first >= end:
+                continue
+            before = known.used.items() if writes else [known.written] if known.written else []
+            for other, time in before:
+                if clock.get(other, 0) < time:
+                    self.races.append(f"{op} on {who} does not come after {other} {time}")
+            if writes and first <= begin and end <= last:
+                del memory.ranges[begin, end]
+        if first < last:
+            known = memory.ranges.setdefault(place, Range())
+            known.used[who] = clock[who]
+            if writes:
+                known.written = (who, clock[who])
 
     def free_dead(self) -> None:
         """Take note of storages that have died: the stream they were made on may use their memory from here on."""
-        for key in [key for key, memory in self.memory.items() if memory.reference.expired()]:
+        for key in [key for key, memory in [*self.memory.items()] if memory.reference.expired()]:
             memory = self.memory.pop(key)
             if memory.home == HOST:
                 continue  # torch's own allocator of pinned memory sees to that
-            for who, time in memory.used.items():
+            self.device_bytes -= memory.size
+            uses = [use for known in memory.ranges.values() for use in known.used.items()]
+            for who, time in uses:
                 if who not in memory.told and self.clocks[memory.home].get(who, 0) < time:
                     self.races.append(f"memory of {memory.home} is freed while {who} uses it")
 
@@ -186,10 +256,44 @@ def key_of(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def bytes_in(tensor: Tensor) -> tuple[int, int]:
+    """The first byte of a tensor in its storage, and the byte after its last."""
+    if not tensor.numel():
+        return 0, 0
+    size, first = tensor.element_size(), tensor.storage_offset()
+    extent = 1 + sum((length - 1) * step for length, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return first * size, (first + extent) * size
+
+
+def late_copy(target: Tensor, source: Tensor) -> Callable[[], None]:
+    """Poison the target; return what copies, if both are still alive then, and keeps neither alive."""
+    ends = [(StorageWeakRef(x.untyped_storage()), x.dtype, *place_of(x)) for x in (target, source)]
+    guard = UnseenByModes()
+    torch.empty(0, dtype=torch.uint8).set_(target.untyped_storage())[slice(*bytes_in(target))].fill_(POISON)
+    del guard
+
+    def copy() -> None:
+        guard = UnseenByModes()
+        storages = [torch.UntypedStorage._new_with_weak_ptr(reference.cdata) for reference, *_ in ends]
+        if None not in storages:
+            one, other = (
+                torch.empty(0, dtype=dtype).set_(storage, *place)
+                for storage, (_, dtype, *place) in zip(storages, ends, strict=True)
+            )
+            one.copy_(other)
+        del guard
+
+    return copy
+
+
+def place_of(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.storage_offset(), tensor.shape, tensor.stride()
+
+
 def take_cpu_for_a_device(patch: pytest.MonkeyPatch, streams: Simulation | None) -> None:
     """Let sac believe that tensors on the CPU lie on a device, with these streams or with none."""
-    patch.setattr(host_copies, "has_own_memory", lambda device: True)
-    for module in (host_copies, slots):
+    patch.setattr(transfers, "has_own_memory", lambda device: True)
+    for module in (transfers, slots):
         patch.setattr(module, "streams_of", lambda device: streams)
 
 

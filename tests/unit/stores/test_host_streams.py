@@ -13,14 +13,15 @@ from torch import Tensor, nn
 import sac
 from sac.errors import RegionError
 from sac.full import FullConfig
-from sac.stores import host as host_copies
+from sac.stores import transfers
 from sac.stores.contiguous import ContiguousBuffer, Slots
 from sac.stores.host import OnHost, StoredOnHost
+from sac.stores.transfers import HostCopy, Transfers
 from sac.tensors import detached
 from tests.support.cases import CASES, WIDTH, Run, hidden, layer, loss_of, written_after, written_inside
 from tests.support.pairs import in_pairs
 from tests.support.ranks import run_ranks
-from tests.support.simulated_streams import Simulation, simulated_streams, take_cpu_for_a_device
+from tests.support.simulated_streams import Event, Simulation, simulated_streams, take_cpu_for_a_device
 from tests.support.stored_regions import MODES, as_region, differences, does_not_fit, plainly
 from tests.support.training import new_tensors_in
 
@@ -56,7 +57,8 @@ def test_writes_to_the_input(monkeypatch, mode, store, program):
         torch.manual_seed(3)
         assert differences(plain, program(as_region(store, MODES[mode]))) == []
     assert simulation.races == []
-    assert simulation.log.count("side 1 copies") == (2 if "host" in store else 0)
+    copies = [line for line in simulation.log if line.endswith("copies")]
+    assert copies == (["side 1 copies", "side 2 copies"] if "host" in store else [])
 
 
 @pytest.mark.parametrize("store", STORES)
@@ -101,6 +103,12 @@ def unordered(*args: Any) -> None:
     """A wait that is not made."""
 
 
+def taken_at_once(transfers: Transfers, copy: HostCopy) -> Tensor:
+    transfers._bring_up([copy], 0)
+    found, copy.target = copy.target, None
+    return found
+
+
 WAITS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "the copy waits for what made the input": (
         lambda patch: patch.setattr("tests.support.simulated_streams.Stream.wait_stream", unordered),
@@ -111,8 +119,8 @@ WAITS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
         "aten.fill_.Scalar on main does not come after side 1",
     ),
     "recomputation waits for the copy back": (
-        lambda patch: patch.setattr(host_copies._Queued, "order", unordered),
-        "aten.sin.default on main does not come after side 1",
+        lambda patch: patch.setattr(Transfers, "take", taken_at_once),
+        "aten.sin.default on main does not come after side 4",
     ),
 }
 
@@ -125,7 +133,7 @@ def test_without_a_wait_there_is_a_race(monkeypatch, wait):
         assert simulation.races == []
         take_out(monkeypatch)
         written_after(as_region("host", False))
-    assert any(found.startswith(race.replace("side 1", "side 2")) for found in simulation.races), simulation.races
+    assert any(found.startswith(race.replace("side 1", "side 3")) for found in simulation.races), simulation.races
 
 
 def test_write_inside_waits_for_the_copy(monkeypatch):
@@ -135,7 +143,7 @@ def test_write_inside_waits_for_the_copy(monkeypatch):
         assert order == ["side 1 waits for main", "side 1 copies", "side 1 records", "main waits"]
         monkeypatch.setattr(StoredOnHost, "settle", unordered)
         written_inside(as_region("host", False))
-    assert any(found.startswith("aten.mul_.Tensor on main does not come after side 2") for found in simulation.races)
+    assert any(found.startswith("aten.mul_.Tensor on main does not come after side 3") for found in simulation.races)
 
 
 def test_source_lives_until_the_copy_is_ordered(simulation: Simulation):
@@ -165,10 +173,20 @@ def test_source_that_dies_before_is_found(monkeypatch):
     with simulated_streams(monkeypatch) as simulation:
         x = torch.randn(4)
         placed = OnHost().put(x, lambda: "x")
-        placed._source = None
+        placed._copy.source = None
         del x
         simulation.free_dead()
     assert simulation.races == ["memory of main is freed while side 1 uses it"]
+
+
+def test_inputs_come_back_before_backward_asks_for_them(simulation: Simulation):
+    run, models, h = as_region("host", False), [layer() for _ in range(4)], hidden(4, WIDTH)[1]
+    for model in models:
+        h = run(model, h)
+    forward = len(simulation.log)
+    h.sum().backward()
+    log = [line for line in simulation.log[forward:] if line in ("side 2 copies", "main waits")]
+    assert log == ["side 2 copies", "main waits", *["side 2 copies"] * 3, *["main waits"] * 3]
 
 
 # Other streams than the one of the forward
@@ -221,7 +239,7 @@ def test_slot_goes_from_stream_to_stream(monkeypatch):
     assert any(found.startswith("aten.copy_.default on other does not come after main") for found in simulation.races)
 
 
-def test_slots_on_the_host_are_ordered_by_their_one_stream(simulation: Simulation):
+def test_slots_on_the_host_are_ordered_by_the_last_copy_of_each(simulation: Simulation):
     buffer = ContiguousBuffer(1, on_host=True)
     for name in ("main", "other", "main"):
         with simulation.stream(simulation.stream_named(name)):
@@ -230,8 +248,7 @@ def test_slots_on_the_host_are_ordered_by_their_one_stream(simulation: Simulatio
             placed.fetch().mul_(2)
             placed.drop()
     assert simulation.races == []
-    assert {line.split(" waits")[0] for line in simulation.log if line.startswith("side")} >= {"side 1"}
-    assert simulation.made == 1
+    assert simulation.made == 2
 
 
 # In flight
@@ -278,10 +295,10 @@ def test_hooks_read_a_copy_that_is_whole(monkeypatch, store):
             out = as_region(store, False)(model, h)
         out.sum().backward()
         assert simulation.races == []
-        monkeypatch.setattr(host_copies._Queued, "finish", unordered)
+        monkeypatch.setattr(Event, "synchronize", unordered)
         with torch.autograd.graph.saved_tensors_hooks(read_at_once, lambda packed: packed[0]):
             as_region(store, False)(model, h)
-    assert any("on host does not come after side 2" in found for found in simulation.races), simulation.races
+    assert any("on host does not come after side" in found for found in simulation.races), simulation.races
 
 
 def written_unseen(h: Tensor) -> Tensor:
@@ -318,7 +335,7 @@ def test_write_that_nobody_saw_coming_does_not_hurt_a_copy_that_is_done():
     ("device", "module"), [("cpu", None), ("meta", None), ("cuda", torch.cuda), ("xpu", torch.xpu), ("mps", None)]
 )
 def test_devices_with_streams(device, module):
-    assert host_copies.streams_of(torch.device(device)) is module
+    assert transfers.streams_of(torch.device(device)) is module
 
 
 def test_device_without_streams(monkeypatch):
@@ -330,12 +347,12 @@ def test_device_without_streams(monkeypatch):
         assert differences(plain, written_inside(as_region(store, False))) == []
 
 
-def test_side_stream_is_one_per_store_and_device(simulation: Simulation):
+def test_side_streams_are_two_per_store_and_device(simulation: Simulation):
     run: Run = as_region("host", False)
     model = nn.Linear(WIDTH, WIDTH)
     for _ in range(3):
         run(model, hidden(4, WIDTH)[1]).sum().backward()
-    assert simulation.made == 1
+    assert simulation.made == 2  # one down, one up
 
 
 def test_simulation_sees_detached_views(simulation: Simulation):

@@ -1,0 +1,517 @@
+"""Copies between a device and host memory: streams, pinned memory, and when the device's memory is freed."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+
+from sac.stores.prefetch import CallNode
+from sac.torch_private import NO_TASK, UnseenByModes, current_graph_task_id, when_backward_ends
+
+# Note [Transfers]
+#
+# Each device has one stream for copies to host memory (*down*) and one for copies back (*up*), so that both directions
+# of the link are busy at once. `Transfers.put` copies storages down into pinned buffers of a pool; a `HostCopy` is one
+# of them. Streams run independently of each other, so every access waits for the one before it:
+#
+#   the copy down    waits for the stream that `put` was called on, which made the source; and for the last copy that
+#                    used this buffer, which may have been one up
+#   the copy up      waits for the copy down, and for the stream that its target was allocated on
+#   a reader         waits for the copy up, on its own stream
+#   freeing memory   The stream on which the memory was allocated waits for the copy that uses it, and for other streams
+#                    that have read it. Then the reference is released: what that stream runs next comes after the
+#                    copy.
+#
+# Neither `record_stream` nor `event.query` is used: with them, the memory in use would depend on when copies end. Here
+# it depends on the order of calls and on sizes only, so peaks repeat, and are the same on every rank.
+#
+# Limits. Sources stay on the device until more than `in_flight` bytes are on their way down; then the oldest are freed.
+# So the values of the last regions, to which backward comes first, are still there, and nothing is copied up for them.
+# What backward needs next (Note [Prefetched gathers]) is brought up while less than `ahead` bytes have been brought up
+# ahead or are still on their way down.
+#
+# The end. The graph holds the copies. When it drops one, the buffer goes back to the pool with the event of the last
+# copy that used it. That can happen in a garbage collection, in any thread: so nothing is locked then.
+#
+# tests/unit/stores/test_transfers.py runs random programs on simulated streams: no access is unordered, and all bytes
+# are right. It also leaves out each wait, to show that it is needed.
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class TransferLimits:
+    """Limits in bytes. ``smallest``: of storages that rules offload. ``host``: of pinned memory; None: no limit."""
+
+    smallest: int = MIB
+    in_flight: int = 320 * MIB
+    ahead: int = 320 * MIB
+    host: int | None = None
+
+
+LIMITS = TransferLimits()
+_CALLS_AHEAD = 16  # among which copies to bring up are looked for
+
+# -- Devices
+
+
+def has_own_memory(device: torch.device) -> bool:
+    """Return whether ``device`` has memory other than host memory."""
+    return device.type not in ("cpu", "meta")
+
+
+def streams_of(device: torch.device) -> Any:
+    """Return torch's module for the streams of ``device``, such as ``torch.cuda``; None if it has none, as on MPS."""
+    module = getattr(torch, device.type, None) if has_own_memory(device) else None
+    return module if all(hasattr(module, name) for name in ("Stream", "stream", "current_stream")) else None
+
+
+class _OneStream:
+    """Stands for the streams of a device without streams: everything happens at once."""
+
+    def Stream(self, device: torch.device) -> _OneStream:  # noqa: N802 (as torch.cuda has it)
+        return self
+
+    def current_stream(self, device: torch.device) -> _OneStream:
+        return self
+
+    def stream(self, stream: _OneStream) -> contextlib.nullcontext[None]:
+        return contextlib.nullcontext()
+
+    def wait(self, other: Any = None) -> None:
+        """Nothing to wait for."""
+
+    wait_stream = wait_event = synchronize = wait
+
+    def record_event(self) -> _OneStream:
+        return self
+
+
+# -- Host memory
+
+
+class HostBuffer:
+    """Flat host memory; ``used`` is the event after the last copy that used it."""
+
+    __slots__ = ("memory", "used")
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+        self.used: Any = None
+
+
+class HostPool:
+    """Host buffers in size classes, cut from slabs.
+
+    torch rounds pinned memory up to a power of two, so slabs have such sizes. There are eight classes between powers of
+    two: at most an eighth of a buffer is wasted. ``make`` allocates bytes. ``limit``: of all slabs; None: no limit.
+    """
+
+    def __init__(self, make: Callable[[int], torch.Tensor], limit: int | None = None, *, slab: int = 64 * MIB) -> None:
+        self.limit = limit
+        self.slab_bytes = 0
+        self._make = make
+        self._slab = slab
+        self._returned: deque[HostBuffer] = deque()
+        self._free: dict[int, deque[HostBuffer]] = {}
+        self._rest: list[torch.Tensor] = []  # what is left of each slab
+        self._used = 0  # buffers that were taken and not returned
+
+    @staticmethod
+    def size_class(size: int) -> int:
+        """Return ``size`` rounded up to its class, a multiple of 64 bytes."""
+        step = max(64, 1 << max(0, size.bit_length() - 4))
+        return -(-size // step) * step
+
+    def take(self, size: int) -> HostBuffer | None:
+        """Return a buffer of at least ``size`` bytes, None if the limit does not allow for it."""
+        self._sort_returned()
+        size = self.size_class(size)
+        found = self._of_class(size) or self._cut(size) or self._new(size)
+        if found is None and not self._used:  # all slabs are free, and cut into other sizes: cut new ones
+            self._free, self._rest, self.slab_bytes = {}, [], 0
+            found = self._new(size)
+        self._used += found is not None
+        return found
+
+    def give(self, buffer: HostBuffer) -> None:
+        """Take ``buffer`` back; its next user waits for ``buffer.used``. May be called from any thread."""
+        self._returned.append(buffer)
+
+    def is_idle(self) -> bool:
+        """Return whether all buffers have been returned."""
+        self._sort_returned()
+        return not self._used
+
+    def _sort_returned(self) -> None:
+        while self._returned:
+            buffer = self._returned.popleft()
+            self._used -= 1
+            self._free.setdefault(buffer.memory.numel(), deque()).append(buffer)
+
+    def _of_class(self, size: int) -> HostBuffer | None:
+        waiting = self._free.get(size)
+        return waiting.popleft() if waiting else None
+
+    def _cut(self, size: int) -> HostBuffer | None:
+        fitting = [(rest.numel(), number) for number, rest in enumerate(self._rest) if rest.numel() >= size]
+        if not fitting:
+            return None
+        number = min(fitting)[1]
+        rest = self._rest[number]
+        self._rest[number] = rest[size:]
+        return HostBuffer(rest[:size])
+
+    def _new(self, size: int) -> HostBuffer | None:
+        for slab in (max(self._slab, _power_of_two(size)), _power_of_two(size)):  # a small limit allows small slabs
+            if self.limit is None or self.slab_bytes + slab <= self.limit:
+                self._rest.append(self._make(slab))
+                self.slab_bytes += slab
+                return self._cut(size)
+        return None
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << (size - 1).bit_length()
+
+
+# -- Copies
+
+
+class HostCopy:
+    """The bytes of one storage in host memory, from when its copy down starts; see Note [Transfers].
+
+    ``source``: those on the device, as long as they stay there. ``call``: the region call that reads them in backward.
+    ``task``: the backward that asked for them last.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "buffer",
+        "call",
+        "down",
+        "home",
+        "is_pooled",
+        "readers",
+        "size",
+        "source",
+        "target",
+        "target_home",
+        "task",
+        "transfers",
+        "up",
+    )
+
+    def __init__(self, transfers: Transfers, source: torch.Tensor, buffer: HostBuffer, *, is_pooled: bool) -> None:
+        self.transfers = transfers
+        self.source: torch.Tensor | None = source
+        self.size = source.numel()
+        self.buffer = buffer
+        self.is_pooled = is_pooled
+        self.call: CallNode | None = None
+        self.home: Any = None  # the stream that owns the memory of the source
+        self.down: Any = None  # the events after the copies
+        self.up: Any = None
+        self.target: torch.Tensor | None = None
+        self.target_home: Any = None
+        self.readers: list[Any] = []  # other streams that have read the source or the target
+        self.task = NO_TASK - 1
+
+    def look(self) -> torch.Tensor:
+        """Return the bytes on the device, which others read too; they stay there until the running backward ends."""
+        return self.transfers.look(self)
+
+    def take(self) -> torch.Tensor:
+        """Return the bytes in new memory on the device, which is the caller's to write to."""
+        return self.transfers.take(self)
+
+    def settle(self) -> None:
+        """The source is about to be written to or freed: its stream and the current one wait for the copy down."""
+        self.transfers.settle(self)
+
+    def finish(self) -> torch.Tensor:
+        """Block the host until the copy down is done; return the bytes in host memory."""
+        self.down.synchronize()
+        return self.buffer.memory[: self.size]
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # while the interpreter shuts down, names may be gone
+            self.transfers.retire(self)
+
+
+class Transfers:
+    """The copies between one device and host memory; see Note [Transfers].
+
+    ``module`` is torch's module for the device's type (``torch.cuda``), None for a device without streams: its copies
+    are synchronous. All bytes are flat uint8 tensors.
+    """
+
+    def __init__(self, device: torch.device, module: Any, limits: TransferLimits = LIMITS) -> None:
+        self.limits = limits
+        self._device = device
+        self._is_async = module is not None
+        self._module = module if module is not None else _OneStream()
+        self._down, self._up = self._module.Stream(device), self._module.Stream(device)
+        self.pool = HostPool(self.host_memory, limits.host)
+        self._lock = threading.RLock()
+        self._flying: deque[weakref.ref[HostCopy]] = deque()  # sources on the device, the oldest first
+        self._early: list[weakref.ref[HostCopy]] = []  # brought up ahead, and not asked for yet
+
+    def host_memory(self, size: int) -> torch.Tensor:
+        """Return uninitialised host memory of ``size`` bytes, of the kind that is fast to copy."""
+        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self._is_async)
+
+    def put(self, sources: Sequence[torch.Tensor], call: CallNode | None = None) -> list[HostCopy | None]:
+        """Start to copy ``sources``, which nobody else holds, down; free the oldest sources over the limit.
+
+        ``call`` is the region call that reads them in backward. None stands for a source for which the host has no
+        room.
+        """
+        with self._lock:
+            taken = [(source, self.pool.take(source.numel())) for source in sources]
+            copies = [
+                HostCopy(self, source, buffer, is_pooled=True) if buffer is not None else None
+                for source, buffer in taken
+            ]
+            del taken
+            made = [copy for copy in copies if copy is not None]
+            self._start_down(made)
+            for copy in made:
+                copy.call = call
+                if call is not None:
+                    call.add_copy(copy)
+                self._flying.append(weakref.ref(copy))
+            while self._flying and self._in_flight() > self.limits.in_flight:
+                oldest = self._flying.popleft()()
+                if oldest is not None:
+                    self._free_source(oldest)
+            return copies
+
+    def put_one(self, source: torch.Tensor, buffer: HostBuffer | None = None) -> HostCopy | None:
+        """Start to copy ``source``, which others hold too, into ``buffer`` or one of the pool; see ``settle``.
+
+        None: the host has no room.
+        """
+        with self._lock:
+            is_pooled = buffer is None
+            buffer = buffer if buffer is not None else self.pool.take(source.numel())
+            if buffer is None:
+                return None
+            copy = HostCopy(self, source, buffer, is_pooled=is_pooled)
+            self._start_down([copy])
+            return copy
+
+    def _start_down(self, copies: Sequence[HostCopy]) -> None:
+        if not copies:
+            return
+        home = self.current()
+        self._down.wait_stream(home)
+        for used in _distinct(copy.buffer.used for copy in copies):
+            self._down.wait_event(used)
+        with self._module.stream(self._down):
+            for copy in copies:
+                assert copy.source is not None
+                copy.buffer.memory[: copy.size].copy_(copy.source, non_blocking=self._is_async)
+            event = self._down.record_event()
+        for copy in copies:
+            copy.home, copy.down, copy.buffer.used = home, event, event
+
+    def settle(self, copy: HostCopy) -> None:
+        """See ``HostCopy.settle``."""
+        current = self.current()
+        if copy.source is not None:
+            if current != copy.home:
+                current.wait_event(copy.down)
+            self._free_source(copy)
+
+    def look(self, copy: HostCopy) -> torch.Tensor:
+        """See ``HostCopy.look``."""
+        with self._lock:
+            task, current = current_graph_task_id(), self.current()
+            found, home = copy.source, copy.home
+            if found is None:
+                if copy.target is None:
+                    self._bring_up(self._siblings(copy), task)
+                found, home = copy.target, copy.target_home
+                current.wait_event(copy.up)
+            assert found is not None
+            if current != home and all(current != reader for reader in copy.readers):
+                copy.readers.append(current)
+            if copy.task != task and task != NO_TASK and copy.call is not None:
+                copy.task = task
+                self.look_ahead(copy.call)
+            if task == NO_TASK or when_backward_ends is None:  # no end at which the target could be freed
+                self._free_target(copy)
+            return found
+
+    def take(self, copy: HostCopy) -> torch.Tensor:
+        """See ``HostCopy.take``."""
+        with self._lock:
+            task, current = current_graph_task_id(), self.current()
+            if copy.target is not None and current != copy.target_home:
+                self._free_target(copy)  # the caller's memory has to belong to its stream
+            if copy.target is None:
+                self._bring_up([copy], task)
+            current.wait_event(copy.up)
+            found, copy.target, copy.task = copy.target, None, task
+            assert found is not None
+            return found
+
+    def upload(self, host: torch.Tensor) -> torch.Tensor:
+        """Return a copy on the device of a flat tensor in host memory."""
+        with self._lock:
+            current = self.current()
+            target = torch.empty(host.numel(), dtype=host.dtype, device=self._device)
+            self._up.wait_stream(current)
+            with self._module.stream(self._up):
+                target.copy_(host, non_blocking=self._is_async)
+                event = self._up.record_event()
+            current.wait_event(event)
+            return target
+
+    def look_ahead(self, call: CallNode) -> None:
+        """Bring up what backward reads after ``call``, within the limit."""
+        task = current_graph_task_id()
+        if task == NO_TASK or when_backward_ends is None:
+            return
+        with self._lock:
+            self._early = [one for one in self._early if _waits(one(), task)]
+            room = self.limits.ahead - self._in_flight() - sum(_size(one()) for one in self._early)
+            for upcoming in islice(call.upcoming(), _CALLS_AHEAD):
+                batch = []
+                for reference in reversed(upcoming.copies):
+                    copy = reference()
+                    if copy is None or copy.source is not None or copy.target is not None or copy.task == task:
+                        continue
+                    if copy.transfers is not self:
+                        continue
+                    room -= copy.size
+                    if room < 0:
+                        break
+                    batch.append(copy)
+                self._bring_up(batch, task)
+                self._early += map(weakref.ref, batch)
+                if room < 0:
+                    return
+
+    def retire(self, copy: HostCopy) -> None:
+        """Free everything that ``copy``, which is dying, still holds; takes no lock, see Note [Transfers]."""
+        if copy.down is not None:
+            self._free_source(copy)
+            self._free_target(copy)
+        if copy.is_pooled:
+            self.pool.give(copy.buffer)
+
+    def _siblings(self, copy: HostCopy) -> list[HostCopy]:
+        """Return ``copy`` and those others of its region call that have to come up too."""
+        others = copy.call.copies if copy.call is not None else ()
+        alive = (reference() for reference in others)
+        more = (one for one in alive if one is not None and one is not copy and one.transfers is self)
+        return [copy, *(one for one in more if one.source is None and one.target is None)]
+
+    def _bring_up(self, copies: Sequence[HostCopy], task: int) -> None:
+        if not copies:
+            return
+        home = self.current()
+        targets = [torch.empty(copy.size, dtype=torch.uint8, device=self._device) for copy in copies]
+        self._up.wait_stream(home)
+        for used in _distinct(copy.buffer.used for copy in copies):
+            self._up.wait_event(used)
+        with self._module.stream(self._up):
+            for copy, target in zip(copies, targets, strict=True):
+                target.copy_(copy.buffer.memory[: copy.size], non_blocking=self._is_async)
+            event = self._up.record_event()
+        for copy, target in zip(copies, targets, strict=True):
+            copy.target, copy.target_home, copy.up, copy.buffer.used = target, home, event, event
+        if task != NO_TASK and when_backward_ends is not None:
+            register = when_backward_ends
+            register(partial(_free_targets, [weakref.ref(copy) for copy in copies]))
+
+    def _free_source(self, copy: HostCopy) -> None:
+        if copy.source is not None:
+            _wait_for_all(copy.home, copy.down, copy.readers)
+            copy.source = None
+
+    def _free_target(self, copy: HostCopy) -> None:
+        if copy.target is not None:
+            _wait_for_all(copy.target_home, copy.up, copy.readers)
+            copy.target = None
+
+    def _in_flight(self) -> int:
+        return sum(_size(one()) for one in self._flying)
+
+    def current(self) -> Any:
+        """Return the device's current stream."""
+        return self._module.current_stream(self._device)
+
+    def is_idle(self) -> bool:
+        """Return whether nothing is held: on the device, on its way, or of the pool."""
+        return not self._in_flight() and self.pool.is_idle()
+
+
+def _size(copy: HostCopy | None) -> int:
+    """Return the bytes that ``copy`` holds on the device."""
+    return copy.size if copy is not None and not (copy.source is None and copy.target is None) else 0
+
+
+def _waits(copy: HostCopy | None, task: int) -> bool:
+    """Return whether ``copy`` was brought up and has not been asked for in this backward."""
+    return copy is not None and copy.target is not None and copy.task != task
+
+
+def _wait_for_all(home: Any, event: Any, readers: list[Any]) -> None:
+    """Let the stream ``home``, whose memory is about to be freed, wait for a copy and for other streams' reads."""
+    home.wait_event(event)
+    for reader in readers:
+        if reader != home:
+            home.wait_stream(reader)
+
+
+def _free_targets(copies: Iterable[weakref.ref[HostCopy]]) -> None:
+    """A backward has ended: another one would bring them up again."""
+    for reference in copies:
+        copy = reference()
+        if copy is not None:
+            copy.transfers._free_target(copy)
+
+
+def _distinct(events: Iterable[Any]) -> list[Any]:
+    return [*{id(event): event for event in events if event is not None}.values()]
+
+
+def bytes_of(storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:
+    """Return a flat tensor of the bytes of ``storage``, made unseen by any mode."""
+    guard = UnseenByModes() if UnseenByModes is not None else None
+    try:
+        return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+    finally:
+        del guard
+
+
+class TransfersByDevice:
+    """The transfers of each device, made for its first tensor. A copy, or what is unpickled, starts anew."""
+
+    def __init__(self, limits: TransferLimits | None = None) -> None:
+        self.limits = limits
+        self._of: dict[torch.device, Transfers | None] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TransfersByDevice, (self.limits,)  # streams and memory belong to this process
+
+    def of(self, device: torch.device) -> Transfers | None:
+        """Return the transfers between ``device`` and the host; None if ``device`` uses host memory."""
+        if device not in self._of:
+            made = None
+            if has_own_memory(device):
+                made = Transfers(device, streams_of(device), self.limits or LIMITS)
+            self._of.setdefault(device, made)
+        return self._of[device]

@@ -1,0 +1,207 @@
+"""Transfers on simulated streams: no access is unordered, all bytes are right, and limits in bytes are kept."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sac.stores import transfers as module
+from sac.stores.prefetch import CallNode
+from sac.stores.transfers import HostPool, TransferLimits, Transfers
+from tests.support.simulated_streams import Simulation, Stream, simulated_streams
+from tests.support.transfer_programs import Program
+
+LIMITS = [
+    TransferLimits(in_flight=in_flight, ahead=ahead, host=host)
+    for in_flight, ahead, host in itertools.product((0, 6000, 20000), (0, 9000, 1 << 20), (1 << 14, None))
+]
+
+
+def faults(seeds: range, limits: TransferLimits) -> list[str]:
+    found: list[str] = []
+    for seed in seeds:
+        with pytest.MonkeyPatch.context() as patch, simulated_streams(patch) as simulation:
+            program = Program(simulation, seed, limits)
+            found += program.wrong
+        found += simulation.races
+    return found
+
+
+@pytest.mark.parametrize("limits", LIMITS, ids=str)
+def test_random_programs(limits):
+    assert faults(range(4), limits) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("limits", LIMITS, ids=str)
+def test_many_random_programs(limits):
+    assert faults(range(100, 200), limits) == []
+
+
+# Each wait is needed
+
+SOURCE = Path(module.__file__).read_text().splitlines()
+WAITS = {
+    number: line.strip() for number, line in enumerate(SOURCE, 1) if ".wait_event(" in line or ".wait_stream(" in line
+}
+NOT_IN_PROGRAMS = ("current.wait_event(copy.down)", "current.wait_event(event)")  # of inputs: test_host_streams.py
+
+
+def leave_out(patch: pytest.MonkeyPatch, line: int) -> None:
+    """Leave out what one line of the module waits for."""
+    for name in ("wait_event", "wait_stream"):
+        plain = getattr(Stream, name)
+
+        def wait(self: Stream, other: Any, plain: Any = plain) -> None:
+            frame = sys._getframe(1)
+            if frame.f_code.co_filename != module.__file__ or frame.f_lineno != line:
+                plain(self, other)
+
+        patch.setattr(Stream, name, wait)
+
+
+@pytest.mark.parametrize("line", [line for line, text in WAITS.items() if text not in NOT_IN_PROGRAMS], ids=WAITS.get)
+def test_each_wait_is_needed(monkeypatch, line):
+    leave_out(monkeypatch, line)
+    for limits in (LIMITS[0], LIMITS[9], LIMITS[17]):
+        if faults(range(12), limits):
+            return
+    pytest.fail(f"nothing shows that {WAITS[line]} is needed")
+
+
+# Limits
+
+
+@pytest.fixture
+def simulation(monkeypatch: pytest.MonkeyPatch):
+    with simulated_streams(monkeypatch) as one:
+        yield one
+    assert one.races == []
+
+
+class Read(torch.autograd.Function):
+    """A region whose backward takes a second and reads its copies."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, copies: list[Any], simulation: Simulation) -> torch.Tensor:
+        ctx.copies, ctx.simulation = copies, simulation
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        for copy in ctx.copies:
+            copy.look().add(1)
+        ctx.copies = []
+        ctx.simulation.work(2.0)
+        return grad * 1, None, None
+
+
+def chain(simulation: Simulation, transfers: Transfers, regions: int, size: int) -> torch.Tensor:
+    """A forward of regions that take a second each, and of which each has one storage on the host."""
+    x = torch.ones(1, requires_grad=True)
+    for _ in range(regions):
+        call = CallNode()
+        call.follow(x)
+        source = torch.zeros(size, dtype=torch.uint8)
+        simulation.work(1.0)
+        copies = transfers.put([source], call)
+        del source
+        x = Read.apply(x, copies, simulation)
+        del copies
+        call.mark([x])
+    return x
+
+
+def test_memory_is_bounded_by_what_is_in_flight(simulation: Simulation):
+    transfers = Transfers(torch.device("cpu"), simulation, TransferLimits(in_flight=3000, ahead=0))
+    before = simulation.device_bytes
+    out = chain(simulation, transfers, 8, 1000)
+    simulation.free_dead()
+    assert 3000 <= simulation.device_bytes - before < 3200
+    assert simulation.peak_bytes - before < 4200
+    out.backward()
+    del out
+    simulation.free_dead()
+    assert transfers.is_idle()
+
+
+def test_the_last_regions_are_spared_and_the_others_brought_up_in_time(simulation: Simulation):
+    simulation.bytes_per_second = 1000.0  # a copy takes a second, as long as a region's forward
+    transfers = Transfers(torch.device("cpu"), simulation, TransferLimits(in_flight=2000, ahead=2000))
+    out = chain(simulation, transfers, 8, 1000)
+    assert simulation.stalls["main"] == 0.0
+    out.backward()
+    copies = [line for line in simulation.log if line.endswith("copies")]
+    assert copies.count("side 1 copies") == 8
+    assert copies.count("side 2 copies") == 6
+    assert simulation.stalls["main"] <= 1.0  # at the turn, for the copy down of the last region
+    assert simulation.peak_bytes < 5300
+
+
+def test_a_slow_link_stalls_for_what_it_cannot_hide(simulation: Simulation):
+    simulation.bytes_per_second = 500.0
+    transfers = Transfers(torch.device("cpu"), simulation, TransferLimits(in_flight=1000, ahead=1000))
+    out = chain(simulation, transfers, 8, 1000)
+    assert 6.0 <= simulation.stalls["main"] <= 8.0  # each of the copies takes a second longer than a region
+    del out
+
+
+def test_without_room_ahead_nothing_is_brought_up_early(simulation: Simulation):
+    transfers = Transfers(torch.device("cpu"), simulation, TransferLimits(in_flight=0, ahead=0))
+    chain(simulation, transfers, 3, 1000).backward()
+    log = [line for line in simulation.log if line in ("side 2 copies", "main waits")]
+    turns = log[log.index("side 2 copies") :]
+    assert [line for line, _ in itertools.groupby(turns)] == ["side 2 copies", "main waits"] * 3
+
+
+# Host memory
+
+
+def plain_pool(limit: int | None = None, slab: int = 1 << 16) -> HostPool:
+    return HostPool(lambda size: torch.empty(size, dtype=torch.uint8), limit, slab=slab)
+
+
+@pytest.mark.parametrize("size", [1, 63, 64, 100, 1000, 4097, (1 << 20) + 1, 9_999_999])
+def test_size_classes_waste_an_eighth_at_most(size):
+    found = HostPool.size_class(size)
+    assert size <= found <= max(64, size * 9 // 8 + 64)
+    assert found % 64 == 0
+
+
+def test_buffers_are_used_again():
+    pool = plain_pool()
+    for _ in range(100):
+        taken = [pool.take(size) for size in (1000, 5000, 1000)]
+        assert len({buffer.memory.data_ptr() for buffer in taken}) == 3
+        for buffer in taken:
+            pool.give(buffer)
+    assert pool.slab_bytes == 1 << 16
+    assert pool.is_idle()
+
+
+def test_slabs_are_powers_of_two_within_the_limit():
+    sizes = []
+    pool = HostPool(lambda size: sizes.append(size) or torch.empty(size, dtype=torch.uint8), 1 << 18, slab=1 << 16)
+    held = [pool.take(40_000) for _ in range(6)]
+    assert sizes == [1 << 16] * 4
+    assert [one is None for one in held] == [False] * 4 + [True] * 2
+
+
+def test_free_slabs_are_cut_anew_when_sizes_change():
+    pool = plain_pool(limit=1 << 16)
+    pool.give(pool.take(60_000))
+    assert pool.take(30_000) is not None
+    assert pool.slab_bytes <= 1 << 16
+
+
+def test_host_memory_is_that_of_what_is_offloaded():
+    """With slabs that are filled, the pool takes at most 1.15 times the bytes."""
+    pool = plain_pool(slab=1 << 24)
+    sizes = [1 << 20, 3 << 20, 7 << 19, (1 << 22) + 4096] * 40
+    assert all(pool.take(size) is not None for size in sizes)
+    assert pool.slab_bytes <= 1.15 * sum(sizes) + (1 << 24)
