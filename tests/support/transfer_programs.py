@@ -80,6 +80,7 @@ class Program:
             while chains:
                 out, stream = chains.pop()
                 if self.random.random() < 0.15:
+                    del out
                     continue  # a graph that dies without backward
                 if self.random.random() < 0.2:
                     third.wait_stream(stream)
