@@ -64,6 +64,11 @@ def batch_of(step: int, rows: int = 4, length: int = 64) -> Tensor:
     return torch.stack([text[start : start + length] for start in starts.tolist()])
 
 
+def small(layers: int = 2, batch: int = 4, seq: int = 64) -> tuple[Transformer, tuple[Tensor]]:
+    """Return a model and its inputs, for `sac compare --model sac.examples.training_loop:small`."""
+    return Transformer(layers=layers), (batch_of(0, batch, seq),)
+
+
 def main(argv: Sequence[str] | None = None) -> list[float]:
     """Train, and return the losses of the steps that this run has made."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

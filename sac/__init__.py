@@ -5,6 +5,8 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from sac import compat as compat
+    from sac import full as full
     from sac.blocks.applying import apply
     from sac.blocks.checkpoint_context import context_fn
     from sac.blocks.install import remove
@@ -37,15 +39,17 @@ __all__ = [
 ]  # fmt: skip
 
 
-def __getattr__(name: str) -> Any:
-    """Return a public function, or a module of sac, that has not been used before."""
-    if name in _HOMES:
-        found = getattr(import_module(_HOMES[name]), name)
-        globals()[name] = found  # later uses do not come here
-        return found
-    if not name.startswith("_") and find_spec(f"sac.{name}") is not None:
-        return import_module(f"sac.{name}")
-    raise AttributeError(f"module 'sac' has no attribute {name!r}")
+if not TYPE_CHECKING:  # else every name, however misspelled, would be one of sac
+
+    def __getattr__(name: str) -> Any:
+        """Return a public function, or a module of sac, that has not been used before."""
+        if name in _HOMES:
+            found = getattr(import_module(_HOMES[name]), name)
+            globals()[name] = found  # later uses do not come here
+            return found
+        if not name.startswith("_") and find_spec(f"sac.{name}") is not None:
+            return import_module(f"sac.{name}")
+        raise AttributeError(f"module 'sac' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

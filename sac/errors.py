@@ -69,8 +69,9 @@ class SacWarning(UserWarning):
 
 def nearest(word: str, legal: Iterable[str]) -> str:
     """Return the legal word closest in spelling to ``word``, or ``""`` when none is close."""
-    found = get_close_matches(word.lower(), {name.lower(): name for name in legal}, n=1, cutoff=0.6)
-    return next((name for name in legal if found and name.lower() == found[0]), "")
+    close = get_close_matches(word.lower(), {name.lower(): name for name in legal}, n=3, cutoff=0.6)
+    close.sort(key=lambda name: sorted(name) != sorted(word.lower()))  # letters in another order come first
+    return next((name for name in legal if close and name.lower() == close[0]), "")
 
 
 def listing(words: Sequence[str], limit: int = 40) -> str:

@@ -63,7 +63,7 @@ def _contents(caption: str, lines: list[str]) -> str:
 def examples() -> Iterator[str]:
     """Yield the page of the examples: the code of each."""
     yield "# Examples"
-    for path in sorted((ROOT / "examples").glob("**/*.py")):
+    for path in sorted((ROOT / "examples").glob("[!_]*.py")):
         name = path.relative_to(ROOT).as_posix()
         yield f"## {name.removeprefix('examples/')}"
         yield f"```{{literalinclude}} /{name}\n:language: python\n```"

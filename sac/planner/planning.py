@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from sac.errors import PlanError, Problem, SacError
+from sac.extras import import_solver
 from sac.planner.devices import Device
 from sac.planner.fakes import Inputs, is_on_meta, off_meta
 from sac.planner.gpu_ops import lowered_to, not_lowered
@@ -165,9 +166,11 @@ def plan(
     choices, and ``save(path)`` writes it with its figures in comments.
 
     Raises ``PlanError`` for a budget below the least peak, an unknown loss or device, inputs that are neither a tuple
-    nor a dict, or a forward that needs data; ``ModelError`` for a model that sac is already on or that has no blocks.
+    nor a dict, or a forward that needs data; ``ModelError`` for a model that sac is already on or that has no blocks;
+    ``ConfigError`` if SciPy is not installed.
     """
     refuse_unfit(model)
+    import_solver()
     if not isinstance(inputs, (tuple, list, Mapping)):
         found = f"a {type(inputs).__name__} is not what a model is called with"
         raise PlanError(Problem("inputs", found, "a tuple or a dict of arguments", fix="write (x,) for one argument"))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from sac.config import parse_config, usable_policy
 from sac.errors import ConfigError, Problem, SacError, nearest
-from sac.extras import import_extra
+from sac.extras import import_extra, import_solver
 from sac.recompute.op_trace import check_trace_target
 from sac.tools.comparison import NONE, Training, check_device
 from sac.tools.models import Scale, check_spec
@@ -50,7 +50,7 @@ def check_compare(arguments: argparse.Namespace) -> None:
 
 def check_plan(arguments: argparse.Namespace, request: PlanRequest) -> None:
     """Raise ``ConfigError`` with all problems in the arguments of `sac plan`."""
-    checks: list[Check] = [lambda: check_wish(request, calibrates=arguments.calibrate)]
+    checks: list[Check] = [lambda: check_wish(request, calibrates=arguments.calibrate), import_solver]
     if arguments.out:
         checks.append(lambda: check_writable(arguments.out))
     elif arguments.calibrate:

@@ -51,10 +51,12 @@ def _quiet_libraries() -> Iterator[None]:
     or ``python -W``.
     """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    with warnings.catch_warnings():
+        if not sys.warnoptions:
+            warnings.simplefilter("ignore")  # torch warns that there is no NumPy, which the commands do without
+        import torch  # noqa: F401  # its import sets the level of its logger
     levels = {"": logging.ERROR, "sac": logging.WARNING}
     if "TORCH_LOGS" not in os.environ:
-        import torch  # noqa: F401  # its import sets the level of its logger
-
         levels["torch"] = logging.ERROR
     before = {name: logging.getLogger(name).level for name in levels}
     with warnings.catch_warnings():

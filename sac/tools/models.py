@@ -7,8 +7,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
-from importlib import import_module
-from os.path import expanduser
+from importlib import import_module, resources
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
@@ -340,7 +339,7 @@ def load_model(
     form, _, rest = spec.partition(":")
     if form == "hf" and rest:
         return build_from_config(
-            expanduser(rest), scale, text_path=text_path, seed=seed, build=build or build_with_data
+            config_path(rest), scale, text_path=text_path, seed=seed, build=build or build_with_data
         )
     if form and rest and "/" not in spec:
         return _build_by_function(spec, form, rest, scale)
@@ -351,11 +350,31 @@ def check_spec(spec: str, scale: Scale, *, text_path: str | None = None) -> None
     """Raise ``ConfigError`` if ``spec`` names no model that can be built at this scale; nothing is built."""
     form, _, rest = spec.partition(":")
     if form == "hf" and rest:
-        check_batches(*class_and_config(expanduser(rest), scale), scale, text_path=text_path)
+        check_batches(*class_and_config(config_path(rest), scale), scale, text_path=text_path)
     elif form and rest and "/" not in spec:
         inspect.signature(_function(spec, form, rest))
     else:
         raise _no_spec(spec)
+
+
+def config_path(text: str) -> str:
+    """Return the path of a config file; ``text`` is a path, or the name of a shipped file."""
+    path = Path(text).expanduser()
+    if text.endswith(".json") or len(path.parts) > 1 or path.exists():
+        return str(path)
+    shipped = {one.stem: str(one) for one in _shipped_configs()}
+    if text.lower() in shipped:
+        return shipped[text.lower()]
+    found, fix = f'no shipped config is called "{text}"', "to name a file, give a path that ends in .json"
+    raise ConfigError(Problem(_TOP, found, listing(list(shipped)), nearest(text.lower(), shipped), fix))
+
+
+def _shipped_configs() -> list[Path]:
+    try:
+        folder = Path(str(resources.files("sac.examples")))
+    except ModuleNotFoundError:  # a checkout that is run in place
+        folder = Path(__file__).resolve().parents[2] / "examples"
+    return sorted(folder.glob("*.json"))
 
 
 def _no_spec(spec: str) -> ConfigError:

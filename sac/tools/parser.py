@@ -11,7 +11,10 @@ from typing import NoReturn
 
 from sac.errors import Problem, nearest
 
-FORMS = "hf:CONFIG.json (a Hugging Face config file), package.module:function (returns a model and its inputs)"
+FORMS = (
+    "hf:CONFIG.json (a Hugging Face config file), hf:NAME (a shipped one), "
+    "package.module:function (returns a model and its inputs)"
+)
 _ENGINES = ("auto", "replay", "rerun")
 
 DONE, REFUSED, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130

@@ -8,11 +8,14 @@ import torch
 from torch import nn
 
 from sac.errors import ConfigError
-from sac.tools.models import Scale, load_model, scale_config
+from sac.tools.models import Scale, config_path, load_model, scale_config
 
 LLAMA = Path(__file__).parents[2] / "examples" / "llama-3.2-1b.json"
 TEXT = LLAMA.parent / "text.txt"
-FORMS = "hf:CONFIG.json (a Hugging Face config file), package.module:function (returns a model and its inputs)"
+FORMS = (
+    "hf:CONFIG.json (a Hugging Face config file), hf:NAME (a shipped one), "
+    "package.module:function (returns a model and its inputs)"
+)
 
 
 def tiny_llama(**changes: object) -> dict[str, object]:
@@ -52,6 +55,17 @@ def refusal(spec: str, scale: Scale | None = None, **options: object) -> str:
 
 
 # What is built
+
+
+def test_shipped_configs_have_names():
+    assert Path(config_path("Llama-3.2-1B")) == LLAMA
+    assert config_path("some/config.json") == "some/config.json"
+    assert refusal("hf:smollm") == (
+        '--model: no shipped config is called "smollm"\n'
+        "    did you mean: smollm2-135m\n"
+        "    legal: llama-3.2-1b, smollm2-135m, t5-small\n"
+        "    fix: to name a file, give a path that ends in .json"
+    )
 
 
 def test_llama_file_is_the_published_1b_model():

@@ -46,6 +46,10 @@ def test_unknown_flags_are_reported_all_at_once_and_before_what_is_missing(capsy
     )
 
 
+def test_letters_in_another_order_are_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "there is no --modle\n    did you mean: --model\n" in refusal(capsys, "compare", "--modle", "x")
+
+
 def test_a_missing_flag(capsys: pytest.CaptureFixture[str]) -> None:
     assert refusal(capsys, "trace") == (
         "sac trace: the following arguments are required: --model\n    fix: `sac trace --help` lists the arguments\n"

@@ -1,5 +1,6 @@
 """What pip installs: the wheel has the policies and the type marker, and works where it is put; so does the library."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from sac.errors import SacError
 from sac.native.build import find_compiler
@@ -27,7 +29,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = tmp_path_factory.mktemp("source")  # a copy, since a build leaves folders in its source
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
-    for name in ("sac", "policies"):
+    for name in ("sac", "policies", "examples"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "_sac_native*"))
     return source
 
@@ -63,12 +65,33 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
+@pytest.fixture(scope="module")
+def empty(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment with sac and what it requires in the versions of the constraints, and nothing else."""
+    if torch.version.cuda or torch.version.hip:
+        pytest.skip("pip would install the GPU build of torch once more, several GB")
+    folder = tmp_path_factory.mktemp("empty")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    pip = (sys.executable, "-m", "pip", "--python", folder / "bin" / "python")
+    run = subprocess.run(
+        [*pip, "install", "--no-compile", "--quiet", "-c", ROOT / "constraints.txt", wheel],
+        capture_output=True,
+        text=True,
+    )
+    if run.returncode and "No matching distribution found for torch" in run.stderr:
+        pytest.skip(f"pip finds no torch here: {run.stderr.splitlines()[-1]}")
+    assert run.returncode == 0, run.stderr
+    return folder
+
+
 def test_wheel_holds_every_module_policy_and_the_type_marker(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "sac").rglob("*.py")}
     policies = {f"sac/policies/{path.name}" for path in (ROOT / "policies").glob("*.yaml")}
+    examples = {f"sac/examples/{path.name}" for path in (ROOT / "examples").iterdir() if path.is_file()}
+    assert {"sac/examples/llama-3.2-1b.json", "sac/examples/text.txt", "sac/examples/__init__.py"} <= examples
     assert policies
-    assert modules | policies | {"sac/py.typed", "sac/policies/__init__.py"} <= names
+    assert modules | policies | examples | {"sac/py.typed", "sac/policies/__init__.py"} <= names
     assert not [name for name in names if name.startswith(("tests/", "scripts/", "examples/"))]
     assert [name for name in names if name.endswith("LICENSE")]
 
@@ -141,6 +164,82 @@ def test_the_library_is_not_built_where_torch_is_not(source, tmp_path):
         "SAC_BUILD_NATIVE=1 compiles for the torch of this environment, and torch is not here: "
         "install it, then pip wheel --no-build-isolation ."
     )
+
+
+# In an empty environment: no NumPy, no transformers
+
+
+def test_compare_of_a_shipped_example_in_an_empty_environment(empty, tmp_path):
+    model = ["--model", "sac.examples.training_loop:small", "--layers", "2"]
+    told = _run_in(empty, tmp_path, "compare", *model, "--steps", "2", "--modes", "none,full,selective,gpt2", "--json")
+    rows = {row["mode"]: row for row in json.loads(told.stdout)["modes"]}
+    assert all("error" not in row and row["max_gradient_difference"] == 0 for row in rows.values())
+    assert rows["full"]["kept_bytes"] < rows["gpt2"]["kept_bytes"] < rows["none"]["kept_bytes"]
+    assert "UserWarning" not in told.stderr
+
+
+def test_what_an_empty_environment_lacks_is_said_before_a_model_is_built(empty, tmp_path):
+    model = ["--model", "sac.examples.training_loop:small"]
+    for command, package, extra in (
+        (["plan", *model, "--budget", "50%"], "numpy", "tools"),
+        (["compare", "--model", "hf:llama-3.2-1b"], "transformers", "hf"),
+    ):
+        told = _run_in(empty, tmp_path, *command, expected=1)
+        assert f"python: the package '{package}' is not installed\n    fix: pip install 'sac[{extra}]'" in told.stderr
+        assert (told.stdout, "copying" in told.stderr) == ("", False)
+
+
+def test_the_library_is_built_from_the_wheel(empty, tmp_path):
+    built = decision().file
+    if built is None:
+        pytest.skip("the C++ library is not built here: the compiler would run for half a minute")
+    compiler = str(compiler_that_runs(tmp_path, f"cp {built} $out"))
+    where = {"SAC_CACHE_DIR": str(tmp_path), "CXX": compiler}
+    _run_in(empty, tmp_path, "build", **where)
+    assert str(tmp_path) in _run_in(empty, tmp_path, "build", "--check", **where).stdout
+
+
+@pytest.mark.parametrize("version", ["3.10", "3.11", "3.12", "3.13", "3.14"])
+def test_what_needs_no_torch_runs_on_every_python(version, tmp_path):
+    """All code compiles there; policies and the command line, which do not import torch, work."""
+    python = f"python{version}"
+    environment = {**os.environ, "PYENV_VERSION": version, "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        subprocess.run([python, "-c", ""], check=True, capture_output=True, env=environment)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip(f"there is no {python} here")
+    (tmp_path / "yaml").symlink_to(Path(yaml.__file__).parent)  # without its compiled part
+    program = (
+        "import pathlib, sys, sac\n"
+        "from sac.tools.cli import main\n"
+        "for file in pathlib.Path(sac.__file__).parent.rglob('*.py'): compile(file.read_text('utf-8'), file, 'exec')\n"
+        "for path in pathlib.Path('policies').glob('*.yaml'):\n"
+        "    pathlib.Path(sys.argv[1]).write_text(sac.load_policy(path.stem).to_yaml())\n"
+        "    assert sac.load_policy(sys.argv[1]).rules == sac.load_policy(path.stem).rules\n"
+        "print(sys.version.split('.')[:2], 'torch' in sys.modules)\n"
+        "main(['--help'])"
+    )
+    run = subprocess.run(
+        [python, "-W", "error", "-c", program, str(tmp_path / "written.yaml")],
+        env={**environment, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"},
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.startswith(f"{version.split('.')} False\nusage: sac")
+
+
+def _run_in(
+    environment: Path, folder: Path, *arguments: str, expected: int = 0, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run the command ``sac`` of an environment."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "SAC_"))}
+    run = subprocess.run(
+        [environment / "bin" / "sac", *arguments], capture_output=True, text=True, cwd=folder, env={**kept, **variables}
+    )
+    assert run.returncode == expected, run.stderr
+    return run
 
 
 def _run_there(installed: Path, *arguments: str, **variables: str) -> str:
