@@ -129,6 +129,10 @@ next_node_number: Callable[[], int] = getattr(torch.autograd, "_get_sequence_nr"
 # modules without it. 1.8 to 2.13.
 MODULE_CALL: CodeType | None = getattr(getattr(nn.Module, "_call_impl", None), "__code__", None)
 
+# The attribute whose callable a module calls in place of its hooks and its forward; `nn.Module.compile` sets it.
+# Without it, each of the layers that are alike runs in a plan's steps. 2.3 to 2.13.
+MODULE_STAND_IN: str | None = "_compiled_call_impl" if hasattr(nn.Module, "_compiled_call_impl") else None
+
 # Whether the running backward will execute a node. Prefetch of gathers needs it; without it none is started ahead. 2.0
 # to 2.13.
 will_execute_node: Any = getattr(torch._C, "_will_engine_execute_node", None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from functools import partial
 from typing import Any
 
@@ -166,6 +166,11 @@ class Ledger(BareMode):
         self._storages[key] = weakref.ref(storage, self._freed(key)), size
         self.live += size
         self.peak = max(self.peak, self.live)
+
+    def size_of(self, tensors: Iterable[Tensor | None]) -> int:
+        """Return the bytes that count for the storages of ``tensors``."""
+        parts = [part for tensor in tensors if tensor is not None for part in tensor_parts(tensor)]
+        return sum(self._storages[key][1] for key in {part.untyped_storage()._cdata for part in parts})
 
     def _size(self, storage: torch.UntypedStorage) -> int:
         return -(-storage.nbytes() // self.block_bytes) * self.block_bytes

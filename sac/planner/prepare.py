@@ -13,6 +13,7 @@ from sac.blocks.find import drop_frozen, find_blocks
 from sac.blocks.install import ours_on
 from sac.blocks.kv_cache import turn_off_cache
 from sac.errors import ModelError, PlanError, Problem
+from sac.planner.alike import ChainWatch
 from sac.planner.budget import optimizer_bytes
 from sac.planner.choices import NONE, Choice
 from sac.planner.cost import Calibration, entry_times
@@ -26,7 +27,7 @@ from sac.planner.search import Planner, Progress, quiet
 from sac.planner.sharding import QuickChunks, shard_again
 from sac.planner.tracing import CannotProfile, profile_regions
 from sac.region.settings import RERUN
-from sac.torch_private import tree_leaves
+from sac.torch_private import MODULE_STAND_IN, tree_leaves
 
 
 def prepare(
@@ -76,7 +77,8 @@ def prepare(
         raise ModelError(Problem(type(model).__name__, "every block of this model is frozen: there is nothing to plan"))
     told(1, 4, "profiling the blocks")
     order: list[str] = []
-    with quiet(), ledger():
+    watch = ChainWatch(copied, blocks)
+    with quiet(), ledger(), watch.watching():
         try:
             profiles = profile_regions(blocks, lambda: call(copied, given), order)
         except CannotProfile as error:
@@ -114,6 +116,7 @@ def prepare(
         accumulates,
         told,
         workspace=workspace,
+        alike=watch.alike if MODULE_STAND_IN is not None else None,
     )
     planner.measure()
     return planner

@@ -17,6 +17,7 @@ from sac.blocks.install import regions_of, remove, take_off
 from sac.blocks.paths import parts_of
 from sac.errors import ModelError, SacWarning
 from sac.ops.registry import find_op
+from sac.planner.alike import AlikeLayers, expanded
 from sac.planner.choices import Choice, policy_for
 from sac.planner.devices import Device
 from sac.planner.fakes import Inputs
@@ -78,6 +79,7 @@ class Planner:
     accumulates: bool = False
     progress: Progress = lambda done, total, label: None
     workspace: KernelWorkspace | None = None
+    alike: AlikeLayers | None = None  # None: run all layers
     records: dict[tuple[int, ...], StepRecord] = field(default_factory=dict)
 
     @property
@@ -95,7 +97,7 @@ class Planner:
         if choice in self.records:
             return self.records[choice]
         with self._applied(choice):
-            record = self._step(self.ledger())
+            record = self._shortened(choice) or self._step(self.ledger())
         self.records[choice] = record
         self.step.learn(record, choice)
         return record
@@ -127,7 +129,7 @@ class Planner:
     def _modules(self) -> list[tuple[str, nn.Module]]:
         return [(block.path, block.module) for block in self.blocks]
 
-    def _step(self, ledger: Ledger) -> StepRecord:
+    def _step(self, ledger: Ledger, at_end: Callable[[], None] = lambda: None) -> StepRecord:
         return run_step(
             self.model,
             self.inputs,
@@ -136,7 +138,33 @@ class Planner:
             self.loss_fn,
             warm_up=self._warms_up,
             accumulates=self.accumulates,
+            at_end=at_end,
         )
+
+    def _shortened(self, choice: tuple[int, ...]) -> StepRecord | None:
+        """Run a step without layers that others stand for; None if there are none, or others do not stand for them."""
+        if self.alike is None or self.repeats:
+            return None
+        paths = self.step.paths
+        gaps = self.alike.gaps(paths, self.groups, choice)
+        left_out = [path for gap in gaps for path in paths[gap.start : gap.start + gap.count]]
+        if not left_out:
+            return None
+        ledger = self.ledger()
+        modules = {block.path: block.module for block in self.blocks}
+        gradients: dict[str, int] = {}
+
+        def at_end() -> None:
+            gradients.update(
+                (path, 0 if self.accumulates else ledger.size_of(one.grad for one in modules[path].parameters()))
+                for path in modules
+            )
+
+        with self.alike.leaving_out(left_out):
+            record = expanded(self._step(ledger, at_end), gaps, paths, gradients.__getitem__)
+        if record is None:
+            self.alike = None
+        return record
 
     @property
     def _warms_up(self) -> bool:

@@ -147,8 +147,9 @@ def run_step(
     *,
     warm_up: bool = False,
     accumulates: bool = False,
+    at_end: Callable[[], None] = lambda: None,
 ) -> StepRecord:
-    """Run one step and return its memory record; gradients are dropped at the end.
+    """Run one step and return its memory record; gradients are dropped at the end, after ``at_end`` is called.
 
     ``regions`` are the modules at whose borders the step is divided into phases. The model may be fake
     (Note [Fake tensors]). ``warm_up``: run another step first, because regions that save everything are recorded in
@@ -192,6 +193,7 @@ def run_step(
             marks.cut(BETWEEN, 0)
             ledger.reached(BETWEEN)
             del loss
+            at_end()
             if not accumulates:
                 model.zero_grad(set_to_none=True)
         model.zero_grad(set_to_none=True)
