@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from sac.blocks.applying import apply
 from sac.errors import PlanError, Problem, SacWarning, listing
 from sac.ops.facts import traits_of
 from sac.ops.flops import flops_of
@@ -27,6 +28,7 @@ from sac.planner.cost import (
     MATMUL,
     MEMORY,
     Calibration,
+    Overhead,
     call_key,
     computing_s,
     is_causal,
@@ -229,6 +231,64 @@ def median_seconds(run: Callable[[], Any], device: torch.device) -> float:
         torch.cuda.synchronize()
     milliseconds: list[float] = [before.elapsed_time(after) for before, after in pairwise(marks)]
     return median(milliseconds) / 1e3
+
+
+# -- The overhead of checkpointing, on chains of tiny ops
+
+_LENGTHS = 32, 256  # ops
+_ROUNDS = 20
+_ALTERNATE = {"schema": "sac/v1", "name": "overhead", "rules": [{"id": "half", "ops": "*", "do": "alternate"}]}
+_WAYS: Mapping[str, Any] = {
+    "none": "none",
+    "rerun": {"mode": "full", "blocks": ["*"]},
+    "replay": {"mode": "selective", "policy": _ALTERNATE, "blocks": ["*"], "engine": "replay"},
+}
+
+
+class _Chain(nn.Module):
+    """A chain of tiny ops, half of which are views: about the mix of a transformer block."""
+
+    def __init__(self, ops: int) -> None:
+        super().__init__()
+        self.ops, self.scale = ops, nn.Parameter(torch.ones(8, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.ops // 4):
+            x = (torch.tanh(x) * self.scale).transpose(0, 1).transpose(0, 1)
+        return x
+
+
+def time_overhead(device: torch.device) -> Overhead:
+    """Return what checkpointing takes of this machine's host: steps of short and long chains, with it and without.
+
+    Raises ``PlanError`` if the planner has no figures for the device.
+    """
+    launch_s = device_at_hand(device).launch_s
+    x = torch.ones(8, 32, device=device, requires_grad=True)
+    chains = {}
+    for length in _LENGTHS:
+        for name, value in _WAYS.items():
+            chains[name, length] = apply(nn.Sequential(_Chain(length), _Chain(length)).to(device), value)
+    samples: dict[tuple[str, int], list[float]] = {key: [] for key in chains}
+    for _ in range(_ROUNDS):
+        for key, chain in chains.items():
+            started = time.process_time()
+            chain(x).sum().backward()
+            samples[key].append((time.process_time() - started) / 2)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+    # Other processes make some rounds slower, and the first calls of a region learn.
+    seconds = {key: sorted(found)[_ROUNDS // 4] for key, found in samples.items()}
+    short, long = _LENGTHS
+
+    def line(way: str) -> tuple[float, float]:
+        added = [seconds[way, length] - seconds["none", length] for length in _LENGTHS]
+        slope = max(0.0, (added[1] - added[0]) / (long - short))
+        return slope, max(0.0, added[0] - slope * short)
+
+    (rerun, rerun_call), (replay, replay_call) = line("rerun"), line("replay")
+    # Half of the ops are launched; replay runs half of these.
+    return Overhead(max(0.0, replay - launch_s / 4), max(0.0, rerun - launch_s / 2), replay_call, rerun_call)
 
 
 def _device_of(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:

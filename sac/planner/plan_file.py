@@ -8,10 +8,10 @@ from typing import Any
 from sac.errors import PlanError, Problem
 from sac.planner.budget import read_budget
 from sac.planner.choices import NONE, Choice, policy_for
-from sac.planner.devices import Device
 from sac.planner.layers import BudgetTooSmallError
 from sac.planner.memory import Moment
 from sac.planner.peak import PeakBreakdown
+from sac.planner.pricing import Pricing
 from sac.planner.profile import RegionProfile
 from sac.planner.search import Planner, Point
 from sac.policy.model import Policy
@@ -31,10 +31,9 @@ class Plan:
     most: int
     profiles: tuple[RegionProfile, ...]
     choices: tuple[tuple[Choice, ...], ...]
-    device: Device
+    pricing: Pricing
     static: int
     extra: int
-    engine: str = "auto"
     groups: tuple[int, ...] = ()  # region group of each position
     paths: tuple[str, ...] = ()  # path of the region at each position
     times: tuple[tuple[float, ...], ...] = ()  # seconds of each entry of each profile
@@ -67,7 +66,7 @@ def make_plan(
         notes.append(f"what the kernels of {calls} allocate is estimated from above; --exact runs them")
     point = planner.point("plan", chosen)
     made_for = (
-        f"{title or type(planner.model).__name__}, {planner.device.name}: peak {point.peak} bytes of {allowed}"
+        f"{title or type(planner.model).__name__}, {planner.pricing.device.name}: peak {point.peak} bytes of {allowed}"
         + (f", with {planner.step.extra} bytes of optimizer state" if planner.step.extra else "")
     )
     policy = policy_for(
@@ -75,7 +74,7 @@ def make_plan(
     )
     return Plan(
         policy, point, allowed, min(least.peak, point.peak), most.peak, planner.profiles, planner.choices,
-        planner.device, planner.step.static, planner.step.extra, planner.engine, planner.groups, planner.step.paths,
+        planner.pricing, planner.step.static, planner.step.extra, planner.groups, planner.step.paths,
         planner.times, notes=tuple(notes),
     )  # fmt: skip
 

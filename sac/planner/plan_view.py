@@ -18,14 +18,16 @@ _NUMBERS = ("peak", "kept", "recomputed", "time", "of forward")
 _MEANING = (
     "peak: of one step, forward and backward, with parameters and gradients; kept: left by the blocks' forward for "
     "backward;",
-    "recomputed, time: run again in one backward, and how long that is predicted to take, next to the blocks' forward",
+    "recomputed, time: run again in one backward, and how long that and the recording of ops is predicted to take, "
+    "next to the blocks' forward",
 )
 
 
 def heading_of(made: Plan) -> tuple[str, ...]:
     """Return the lines above the table of a plan: device and engine, budget and peaks."""
+    device = made.pricing.device
     return (
-        f"for {made.device.name} ({made.device.title}), engine {made.engine}, torch {torch.__version__}",
+        f"for {device.name} ({device.title}), engine {made.pricing.engine}, torch {torch.__version__}",
         f"budget {bytes_text(made.budget)}; least peak {bytes_text(made.least)}, without checkpointing "
         f"{bytes_text(made.most)}; of it {bytes_text(made.static)} parameters, buffers and inputs"
         + (f", {bytes_text(made.extra)} state of the optimizer" if made.extra else ""),

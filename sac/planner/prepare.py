@@ -16,17 +16,17 @@ from sac.errors import ModelError, PlanError, Problem
 from sac.planner.alike import ChainWatch
 from sac.planner.budget import optimizer_bytes
 from sac.planner.choices import NONE, Choice
-from sac.planner.cost import Calibration, entry_times
+from sac.planner.cost import OVERHEAD, Calibration, entry_times
 from sac.planner.devices import Device, device_at_hand, device_named
 from sac.planner.fakes import Inputs, call, fake_copy, fake_inputs, fake_mode, mode_of, real_copy
 from sac.planner.live_bytes import KernelWorkspace, ledgers_of
 from sac.planner.memory import StepModel
-from sac.planner.pareto import Engine, SaveOption, pareto, recomputed
+from sac.planner.pareto import pareto
+from sac.planner.pricing import Pricing
 from sac.planner.profile import RegionProfile
 from sac.planner.search import Planner, Progress, quiet
 from sac.planner.sharding import QuickChunks, shard_again
 from sac.planner.tracing import CannotProfile, profile_regions
-from sac.region.settings import RERUN
 from sac.torch_private import MODULE_STAND_IN, tree_leaves
 
 
@@ -91,8 +91,9 @@ def prepare(
     told(2, 4, "choosing what to keep")
     of_path = {path: group for group, profile in enumerate(profiles) for path in profile.paths}
     times = tuple(entry_times(profile, figures, calibration) for profile in profiles)
-    run_by = pricing_engine(engine)
-    choices = tuple(_choices(profile, of_group, run_by) for profile, of_group in zip(profiles, times, strict=True))
+    overhead = calibration.overhead if calibration is not None and calibration.overhead is not None else OVERHEAD
+    pricing = Pricing(engine, figures, overhead)
+    choices = tuple(_choices(pricing, *of_group) for of_group in zip(profiles, times, strict=True))
     step = StepModel(
         groups=tuple(of_path[path] for path in order),
         bytes=[[choice.bytes for choice in of_group] for of_group in choices],
@@ -105,8 +106,7 @@ def prepare(
         copied,
         given,
         tuple(block for block in blocks if block.path in of_path),
-        figures,
-        engine,
+        pricing,
         loss_fn,
         profiles,
         times,
@@ -122,22 +122,11 @@ def prepare(
     return planner
 
 
-def pricing_engine(engine: str) -> Engine:
-    """Return the engine whose recomputation is priced: ``auto`` runs replay."""
-    return "rerun" if engine == RERUN else "replay"
-
-
-def choice_of(profile: RegionProfile, keep: SaveOption, label: str, run_by: Engine) -> Choice:
-    """Return the choice of saving the entries of ``keep`` in the regions of a group."""
-    flops = sum(profile.entries[number].flops for number in recomputed(profile, keep.saved, run_by).entries)
-    return Choice(label, keep, keep.bytes, keep.seconds, flops)
-
-
-def _choices(profile: RegionProfile, times: Sequence[float], run_by: Engine) -> tuple[Choice, ...]:
+def _choices(pricing: Pricing, profile: RegionProfile, times: Sequence[float]) -> tuple[Choice, ...]:
     """Return the choices of a region group: its save options, smallest first, then no checkpointing."""
     found = [
-        choice_of(profile, keep, f"{len(keep.saved)} ops" if keep.saved else "full", run_by)
-        for keep in pareto(profile, times, run_by)
+        pricing.choice(profile, times, keep.saved, f"{len(keep.saved)} ops" if keep.saved else "full")
+        for keep in pareto(profile, times, pricing.run_by)
     ]
     return (*found, Choice(NONE, None, max((one.bytes for one in found), default=0)))
 

@@ -19,12 +19,12 @@ from sac.errors import ModelError, SacWarning
 from sac.ops.registry import find_op
 from sac.planner.alike import AlikeLayers, expanded
 from sac.planner.choices import Choice, policy_for
-from sac.planner.devices import Device
 from sac.planner.fakes import Inputs
 from sac.planner.layers import BudgetTooSmallError, assign, assign_alike
 from sac.planner.live_bytes import KernelWorkspace, Ledger
 from sac.planner.memory import StepModel
 from sac.planner.peak import IN_FLIGHT, OPTIMIZER, AliveRow, PeakBreakdown, explain, with_more
+from sac.planner.pricing import Pricing
 from sac.planner.profile import RegionProfile
 from sac.planner.step import StepRecord, run_step
 from sac.planner.step_log import StepLog, inputs_among
@@ -68,8 +68,7 @@ class Planner:
     model: nn.Module  # the copy
     inputs: Inputs
     blocks: tuple[Block, ...]
-    device: Device
-    engine: str
+    pricing: Pricing
     loss_fn: Callable[[Any], Tensor] | None
     profiles: tuple[RegionProfile, ...]
     times: tuple[tuple[float, ...], ...]  # seconds of each entry of each profile
@@ -180,7 +179,7 @@ class Planner:
             if self.choices[group][one].keep is None
         }
         with quiet():
-            apply(self.model, {"mode": "selective", "policy": policy, "engine": self.engine, "verify": NEVER})
+            apply(self.model, {"mode": "selective", "policy": policy, "engine": self.pricing.engine, "verify": NEVER})
             try:
                 for block in self.blocks:
                     if block.path in plain:  # its first call would be observed; later ones run as without sac

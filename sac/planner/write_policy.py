@@ -20,7 +20,6 @@ from sac.planner.choices import NONE, Choice, layers_of
 from sac.planner.layers import BudgetTooSmallError
 from sac.planner.pareto import priced, recomputed
 from sac.planner.plan_file import Plan
-from sac.planner.prepare import choice_of, pricing_engine
 from sac.planner.profile import RegionProfile
 from sac.planner.search import Planner, Point
 from sac.policy.model import Rule, dump_policy
@@ -89,11 +88,9 @@ def forward_seconds(made: Plan) -> float:
 
 def _usual(planner: Planner, label: str) -> Point:
     """Run a step in which all regions save the ops of ``label``, and return its cost."""
-    run_by = pricing_engine(planner.engine)
     choices, sizes = [], []
     for profile, times, known in zip(planner.profiles, planner.times, planner.choices, strict=True):
-        keep = priced(profile, times, frozenset(_saved(profile, label)), run_by)
-        choices.append((*known, choice_of(profile, keep, label, run_by)))
+        choices.append((*known, planner.pricing.choice(profile, times, frozenset(_saved(profile, label)), label)))
         sizes.append([choice.bytes for choice in choices[-1]])
     step = copy.deepcopy(planner.step)  # measurements made here must not affect the plan
     step.bytes = sizes
@@ -154,8 +151,8 @@ def _header(made: Plan, about: Mapping[str, str]) -> Iterator[str]:
     yield f"Planned by sac {version('sac')} with torch {torch.__version__}."
     for name, value in about.items():
         yield f"{name}: {value}"
-    yield f"device: {made.device.name} ({made.device.title})"
-    yield f"engine: {made.engine}"
+    yield f"device: {made.pricing.device.name} ({made.pricing.device.title})"
+    yield f"engine: {made.pricing.engine}"
     yield f"budget: {made.budget} bytes ({bytes_text(made.budget)})"
     yield f"peak: {point.peak} bytes ({bytes_text(point.peak)}), {how}"
     static = f"of it parameters, buffers and inputs: {bytes_text(made.static)}"
@@ -198,12 +195,12 @@ def _of_rule(made: Plan, rule: Rule) -> str:
     profile, choice = made.profiles[group], made.choices[group][one]
     if choice.keep is None:
         return "no checkpointing in these layers: autograd keeps what it keeps, and nothing runs again"
-    run_by = pricing_engine(made.engine)
+    run_by = made.pricing.run_by
     mine = {number for number in choice.keep.saved if _names(rule, profile, number)}
     held = {profile.roots[value]: profile.bytes[value] for value in recomputed(profile, choice.keep.saved, run_by).held
             if profile.maker[value] in mine}  # fmt: skip
     less = priced(profile, made.times[group], choice.keep.saved - mine, run_by)
-    spared = seconds_text(less.seconds - choice.seconds)
+    spared = seconds_text(less.seconds - choice.keep.seconds)
     return f"{bytes_text(sum(held.values()))} per layer; without it {spared} more run again"
 
 

@@ -149,7 +149,7 @@ def _mark(axes: Any, point: Point, marker: str, colour: str, *, size: int) -> No
 
 def _describe_plan(axes: Any, made: Plan, title: str) -> None:
     axes.set_xlabel("peak of one step (MiB)")
-    axes.set_ylabel(f"predicted recomputation per step on {made.device.name} (ms)")
+    axes.set_ylabel(f"predicted recomputation per step on {made.pricing.device.name} (ms)")
     axes.set_ylim(bottom=0)
     axes.set_title(f"Recomputation over peak memory\n{title}", loc="left", fontsize=12)
     axes.grid(color="#E5E5E5", linewidth=0.8)

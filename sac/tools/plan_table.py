@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from sac.blocks.find import find_blocks
 from sac.errors import PlanError, Problem, SacError
 from sac.planner.budget import LEGAL_BUDGET, optimizer_bytes, read_budget
-from sac.planner.calibrate import calibrate
+from sac.planner.calibrate import calibrate, time_overhead
 from sac.planner.cost import Calibration, load_calibration, unpriced_ops
 from sac.planner.devices import Device, device_at_hand, device_named
 from sac.planner.fakes import Build, call, fake_build, fake_inputs, fake_mode
@@ -76,8 +76,8 @@ class Planned:
             "model": self.model,
             "inputs": self.inputs,
             "made_by": self.made_by,
-            "device": made.device.name,
-            "engine": made.engine,
+            "device": made.pricing.device.name,
+            "engine": made.pricing.engine,
             "torch": torch.__version__,
             "budget_bytes": made.budget,
             "least_peak_bytes": made.least,
@@ -167,7 +167,7 @@ def _made(
 
 
 def calibrate_model(built: BuiltModel, device: str) -> Calibration:
-    """Time the first block of the model on a device of this machine, in one forward of the whole model."""
+    """Time the first block of the model on a device of this machine, in one forward, and the overhead of its host."""
     _figures(device)
     _check_timed(device)
     model = built.model.to(device)
@@ -184,7 +184,8 @@ def calibrate_model(built: BuiltModel, device: str) -> Calibration:
     if not seen:
         raise PlanError(Problem(block.path, "the model's forward does not call it", fix="calibrate on another model"))
     args, kwargs = seen[0]
-    return calibrate(block.module, args, kwargs)
+    found = calibrate(block.module, args, kwargs)
+    return replace(found, overhead=time_overhead(torch.device(device)))
 
 
 def check_wish(request: PlanRequest, *, calibrates: bool = False) -> None:

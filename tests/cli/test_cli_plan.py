@@ -191,6 +191,7 @@ def test_a_block_is_timed_and_the_times_are_used(capsys: pytest.CaptureFixture[s
     assert last == f"calibration: {path}; plan with it: sac plan … --calibration {path}"
     assert calibration.device == "cpu"
     assert any(key.startswith("aten.gelu.default") for key in calibration.ops)
+    assert calibration.overhead is not None
     found = planned(capsys, "stack", "--seq", "128", "--budget", "50%", "--calibration", path)
     forward = found["forward_s"]
     assert isinstance(forward, float)

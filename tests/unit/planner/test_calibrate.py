@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from sac.blocks.find import Block
 from sac.errors import PlanError, SacWarning
-from sac.planner.calibrate import calibrate, fit_efficiencies, median_seconds
+from sac.planner.calibrate import calibrate, fit_efficiencies, median_seconds, time_overhead
 from sac.planner.cost import PRIORS, call_key, op_class, roofline, seconds, unpriced_ops
 from sac.planner.devices import DEVICES, device_at_hand
 from sac.planner.profile import Entry
@@ -298,3 +298,11 @@ def test_each_op_of_a_profile_is_found_among_what_was_measured():
     assert {call_key(one) for one in priced} == measured.ops.keys()
     assert [seconds(one, DEVICES["cpu"], measured) for one in priced] == [measured.ops[call_key(one)] for one in priced]
     assert unpriced_ops(profile) == ()
+
+
+def test_the_overhead_of_this_host_is_measured_and_leaves_no_trace():
+    before = torch.random.get_rng_state()
+    found = time_overhead(torch.device("cpu"))
+    assert found.record_s + found.replayed_call_s > 0
+    assert found.rerun_s + found.rerun_call_s > 0
+    assert torch.equal(torch.random.get_rng_state(), before)

@@ -2,12 +2,13 @@
 
 import json
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
 
 from sac.errors import PlanError, SacWarning
-from sac.planner.cost import Calibration, call_key, load_calibration, save_calibration
+from sac.planner.cost import OVERHEAD, Calibration, call_key, load_calibration, save_calibration
 from sac.planner.profile import Entry
 
 MEASURED = Calibration(
@@ -30,10 +31,18 @@ def test_a_calibration_comes_back_as_it_was(tmp_path):
         assert load_calibration(str(tmp_path / "h100.json")) == MEASURED
 
 
+def test_overheads_come_back_and_are_not_required(tmp_path):
+    measured = replace(MEASURED, overhead=OVERHEAD)
+    save_calibration(measured, tmp_path / "h100.json")
+    assert load_calibration(tmp_path / "h100.json") == measured
+    (tmp_path / "old.json").write_text(json.dumps(RAW))
+    assert load_calibration(tmp_path / "old.json").overhead is None
+
+
 def test_the_file_is_json_with_a_schema(tmp_path):
     save_calibration(MEASURED, tmp_path / "h100.json")
     raw = json.loads((tmp_path / "h100.json").read_text())
-    assert [*raw] == ["schema", "device", "torch", "efficiencies", "ops"]
+    assert [*raw] == ["schema", "device", "torch", "efficiencies", "ops", "overhead"]
     assert raw["schema"] == "sac/calibration/v1"
 
 
@@ -98,6 +107,7 @@ def test_all_that_is_wrong_is_told_at_once(tmp_path):
         "device": 7,
         "efficiencies": {"matmull": 0.5, "memory": 0, "attention": True, "collective": float("nan")},
         "ops": {"aten.mm.default": "fast", "aten.bmm.default": -1e-6},
+        "overhead": {"record_s": 0, "rerun_s": -1, "rerun": 1},
     }
     classes = "    legal: matmul, attention, cudnn attention, memory, collective"
     number = "    legal: a number above 0"
@@ -119,10 +129,19 @@ def test_all_that_is_wrong_is_told_at_once(tmp_path):
         number,
         'FILE: "ops" has -1e-06 for "aten.bmm.default"',
         number,
+        'FILE: "overhead" lacks replayed_call_s, rerun_call_s',
+        "    legal: record_s, rerun_s, replayed_call_s, rerun_call_s",
+        'FILE: "overhead" has -1 for "rerun_s"',
+        "    legal: a number of 0 or more",
+        'FILE: "overhead" has "rerun"',
+        "    did you mean: rerun_s",
+        "    legal: record_s, rerun_s, replayed_call_s, rerun_call_s",
     ]
 
 
-@pytest.mark.parametrize(("name", "unit"), [("efficiencies", "class of op"), ("ops", "call")])
+@pytest.mark.parametrize(
+    ("name", "unit"), [("efficiencies", "class of op"), ("ops", "call"), ("overhead", "part of it")]
+)
 def test_a_part_that_is_no_mapping(tmp_path, name, unit):
     assert told(tmp_path / "file", {**RAW, name: [1]}) == (
         f'FILE: "{name}" is [1]\n    legal: a mapping with a number per {unit}'

@@ -340,7 +340,7 @@ class Stack(nn.Module):
 def test_a_plan_made_in_the_child_comes_back_whole():
     model, inputs = Stack().bfloat16(), (torch.zeros(2, 128, 64, dtype=torch.bfloat16),)
     made = lowered(lambda _: make_plan(prepare(model, inputs, device="h100"), "50%"), H100)
-    assert made.device == H100
+    assert made.pricing.device == H100
     assert made.least <= made.point.peak <= made.budget < made.most
     [profile] = made.profiles
     ops = [entry.op for entry in profile.entries]
