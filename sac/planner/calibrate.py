@@ -19,8 +19,6 @@ from torch.func import functional_call
 from sac.blocks.applying import apply
 from sac.errors import PlanError, Problem, SacWarning, listing
 from sac.ops.facts import traits_of
-from sac.ops.flops import flops_of
-from sac.ops.names import op_name
 from sac.planner.cost import (
     ATTENTIONS,
     COLLECTIVE,
@@ -31,15 +29,13 @@ from sac.planner.cost import (
     Overhead,
     call_key,
     computing_s,
-    is_causal,
-    moved_bytes,
+    entry_of_call,
     moving_s,
     op_class,
 )
 from sac.planner.devices import Device, device_at_hand
 from sac.planner.profile import Entry
 from sac.recompute.module_tracker import BareMode
-from sac.tensors import tensors_of
 from sac.torch_private import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 _REPEATS = 5
@@ -143,7 +139,7 @@ class _Recorder(BareMode):
             return func(*args, **kwargs)
         leaves = tuple(map(_as_leaf, flat))  # before the op writes to them
         out = func(*args, **kwargs)
-        entry = _entry(func, args, kwargs, out)
+        entry = entry_of_call(func, args, kwargs, out)
         if op_class(entry) not in (FREE, COLLECTIVE):
             called_with = tuple(leaf if isinstance(leaf, _Blank) else repr(leaf) for leaf in leaves)
             self.calls.setdefault((func, str(structure), called_with), _Call(func, leaves, structure, entry))
@@ -158,26 +154,6 @@ def _record(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     with torch.enable_grad(), recorder:
         functional_call(block, buffers, copied_args, copied_kwargs)
     return [*recorder.calls.values()]
-
-
-def _entry(op: Any, args: Any, kwargs: Any, out: Any) -> Entry:
-    traits = traits_of(op)
-    made = tensors_of(out)
-    return Entry(
-        number=0,
-        module="",
-        op=op_name(op),
-        call=0,
-        reads=(),
-        makes=(),
-        is_collective=traits.is_collective,
-        is_view=traits.is_view,
-        is_causal=is_causal(op, args, kwargs),
-        flops=flops_of(op, args, kwargs, out),
-        moved_bytes=moved_bytes(args, kwargs, out),
-        shape=tuple(made[0].shape) if made else (),
-        dtype=str(made[0].dtype).removeprefix("torch.") if made else "",
-    )
 
 
 def _is_plain(leaf: Any) -> bool:

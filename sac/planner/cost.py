@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 from sac.errors import PlanError, Problem, SacWarning, nearest
-from sac.ops.facts import INFRASTRUCTURE
+from sac.ops.facts import INFRASTRUCTURE, traits_of
+from sac.ops.flops import flops_of
+from sac.ops.names import op_name
 from sac.ops.registry import NamePattern
 from sac.ops.save_sets import BACKWARD_MARKS, SAVE_SETS
 from sac.planner.devices import Device
@@ -105,6 +107,27 @@ def moved_bytes(args: Any, kwargs: Any, out: Any) -> int:
 def _bytes_read(tensor: Tensor) -> int:
     """Return the bytes that an op reads of a tensor: an expanded tensor has fewer than its elements suggest."""
     return min(tensor.numel() * tensor.element_size(), storage_bytes(tensor))
+
+
+def entry_of_call(op: Any, args: Any, kwargs: Any, out: Any) -> Entry:
+    """Return an entry with all that the price of a call depends on."""
+    traits = traits_of(op)
+    made = tensors_of(out)
+    return Entry(
+        number=0,
+        module="",
+        op=op_name(op),
+        call=0,
+        reads=(),
+        makes=(),
+        is_collective=traits.is_collective,
+        is_view=traits.is_view,
+        is_causal=is_causal(op, args, kwargs),
+        flops=flops_of(op, args, kwargs, out),
+        moved_bytes=moved_bytes(args, kwargs, out),
+        shape=tuple(made[0].shape) if made else (),
+        dtype=str(made[0].dtype).removeprefix("torch.") if made else "",
+    )
 
 
 # -- The time of the host that checkpointing takes

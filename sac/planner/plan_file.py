@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from sac.planner.search import Planner, Point
 from sac.policy.model import Policy
 from sac.policy.read import bytes_text
 
+NEEDS_NONE = "no checkpointing is needed"
 _ROUNDS = 12
 
 
@@ -40,6 +42,7 @@ class Plan:
     baselines: tuple[Point, ...] = ()
     curve: tuple[Point, ...] = ()
     notes: tuple[str, ...] = ()
+    step_s: float | None = None  # if asked for: the predicted seconds of a whole step
     explained: tuple[PeakBreakdown, ...] = ()  # if asked for: the peak of the plan, and of the choice with the least
 
 
@@ -60,7 +63,7 @@ def make_plan(
     if allowed < most.peak or planner.step.peak_of(planner.run(chosen)) > allowed:
         chosen = _fitting(planner, allowed, least, same_layers=same_layers)
     else:
-        notes.append("no checkpointing is needed")
+        notes.append(NEEDS_NONE)
     if planner.workspace is not None and (count := len(planner.workspace.estimated)):
         calls = f"{count} call{'s' if count > 1 else ''} of large ops"
         notes.append(f"what the kernels of {calls} allocate is estimated from above; --exact runs them")
@@ -122,7 +125,18 @@ def _steps(planner: Planner, *, same_layers: bool) -> list[Point]:
     return [planner.point("least", choice) for choice in alike]
 
 
-def _too_small(planner: Planner, budget: int, least: Point) -> PlanError:
+class TooSmallError(PlanError):
+    """The budget is below the least peak, ``least`` bytes."""
+
+    def __init__(self, problems: Problem | Iterable[Problem], least: int = 0) -> None:
+        super().__init__(problems)
+        self.least = least
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.problems, self.least)
+
+
+def _too_small(planner: Planner, budget: int, least: Point) -> TooSmallError:
     """Return the error for a budget that is too small: the least budget that fits, and what determines it."""
     _, constraint = planner.step.peak(least.choice)
     moment = planner.step.moments[constraint]
@@ -133,7 +147,7 @@ def _too_small(planner: Planner, budget: int, least: Point) -> PlanError:
         f"{bytes_text(static)} are parameters, buffers, inputs and optimizer state; the peak is {where}"
         f", where checkpointing holds {bytes_text(least.kept)}"
     )
-    return PlanError(Problem("budget", f"{found}: {why}", f"{least.peak} bytes or more", fix=_FIXES))
+    return TooSmallError(Problem("budget", f"{found}: {why}", f"{least.peak} bytes or more", fix=_FIXES), least.peak)
 
 
 _FIXES = "give more, or shrink the batch, the sequence, or what checkpointing cannot: shard parameters, chunk the loss"

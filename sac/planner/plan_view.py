@@ -8,6 +8,7 @@ import torch
 
 from sac.planner.plan_file import Plan
 from sac.planner.search import Point
+from sac.planner.sizes import PlannedSizes, notes_of_sizes, table_of_sizes
 from sac.planner.write_policy import forward_seconds, write_policy
 from sac.policy.model import PlanFigures, Policy
 from sac.policy.read import bytes_text
@@ -50,6 +51,26 @@ def policy_with_figures(made: Plan) -> Policy:
     bars = tuple((point.label, float(point.peak), bytes_text(point.peak)) for point in _points(made))
     figures = PlanFigures(heading_of(made), table_of(made), bars, notes_of(made), write_policy(made))
     return replace(made.policy, figures=figures)
+
+
+def policy_of_sizes(found: PlannedSizes) -> Policy:
+    """Return the policy of the best size, which can show the plans for all tried sizes."""
+    made = found.best_plan
+    bars = tuple((f"{found.name} {row.size}", float(row.peak), bytes_text(row.peak)) for row in found.rows)
+    figures = PlanFigures(
+        heading_of_sizes(found), table_of_sizes(found), bars, notes_of_sizes(found), write_policy(made), found.best.size
+    )
+    return replace(made.policy, figures=figures)
+
+
+def heading_of_sizes(found: PlannedSizes) -> tuple[str, ...]:
+    """Return the lines above the table of sizes."""
+    made = found.best_plan
+    device = made.pricing.device
+    return (
+        f"for {device.name} ({device.title}), engine {made.pricing.engine}, torch {torch.__version__}",
+        f"budget {bytes_text(made.budget)}; best {found.name}: {found.best.size}",
+    )
 
 
 def _points(made: Plan) -> tuple[Point, ...]:

@@ -7,7 +7,7 @@ import multiprocessing
 import pickle
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
@@ -21,9 +21,11 @@ from sac.planner.devices import Device
 from sac.planner.fakes import Inputs, is_on_meta, off_meta
 from sac.planner.gpu_ops import lowered_to, not_lowered
 from sac.planner.plan_file import Plan, make_plan
-from sac.planner.plan_view import policy_with_figures
+from sac.planner.plan_view import policy_of_sizes, policy_with_figures
 from sac.planner.prepare import figures_of, prepare, refuse_unfit
 from sac.planner.search import Progress
+from sac.planner.sizes import plan_sizes
+from sac.planner.step_time import plain_step_seconds
 from sac.planner.write_policy import plain_baselines
 from sac.policy.model import Policy
 
@@ -132,7 +134,7 @@ def _no_child(found: str) -> PlanError:
 
 def plan(
     model: nn.Module,
-    inputs: Inputs,
+    inputs: Inputs | Callable[[int], Inputs],
     budget: Any,
     *,
     loss_fn: Callable[[Any], Tensor] | None = None,
@@ -144,10 +146,11 @@ def plan(
     accumulates: bool = False,
     in_flight: int = 1,
     exact: bool = False,
+    sizes: Sequence[int] | None = None,
 ) -> Policy:
     """Return the policy that fits one training step of ``model`` into ``budget`` with the least recomputation time.
 
-    ``inputs``: the arguments of the model, as a tuple or a dict.
+    ``inputs``: the arguments of the model, as a tuple or a dict; with ``sizes``, a function from a size to these.
     ``budget``: the peak of allocated bytes over forward and backward of one step, including parameters, gradients, and
     the state of ``optimizer`` (a name or an optimizer) if one is given. It is an int (bytes), a text such as
     ``"40GiB"``, or a share of the way from the least peak to the peak without checkpointing, such as ``"50%"``.
@@ -162,40 +165,65 @@ def plan(
     ``in_flight``: the number of micro-batches whose activations a pipeline stage holds at once.
     ``exact``: for a CPU, run each large op once to measure what its kernel allocates. Otherwise this is estimated from
     above, by running the op at a smaller size.
+    ``sizes``: batch sizes, or lengths of sequences, to choose among, such as ``range(1, 65)``. Some of them are tried:
+    powers of two, then sizes around the best and up to the largest that fits. The policy is that of the size with the
+    most predicted tokens (else rows) per second, ``policy.figures.size``; its ``table()`` has a row per tried size.
     The model and torch's random state are not changed. The policy's ``table()`` shows the plan next to the usual
     choices, and ``save(path)`` writes it with its figures in comments.
 
     Raises ``PlanError`` for a budget below the least peak, an unknown loss or device, inputs that are neither a tuple
-    nor a dict, or a forward that needs data; ``ModelError`` for a model that sac is already on or that has no blocks;
-    ``ConfigError`` if SciPy is not installed.
+    nor a dict, sizes that do not ascend, or a forward that needs data; ``ModelError`` for a model that sac is already
+    on or that has no blocks; ``ConfigError`` if SciPy is not installed.
     """
     refuse_unfit(model)
     import_solver()
+    gpus = {parameter.device for parameter in model.parameters() if real and parameter.device.type == "cuda"}
+
+    def plan_of(inputs: Any, progress: Progress | None = None) -> Plan:
+        given, placed = _given(inputs), model
+        if is_on_meta(placed):
+            placed, given = off_meta(placed, given, device, real=real)
+
+        def make(progress: Progress) -> Plan:
+            planner = prepare(
+                placed,
+                given,
+                loss_fn=loss_fn,
+                device=device,
+                engine=engine,
+                optimizer=optimizer,
+                real=real,
+                parallelize=parallelize,
+                accumulates=accumulates,
+                in_flight=in_flight,
+                exact=exact,
+                progress=progress,
+            )
+            made = make_plan(planner, budget)
+            if sizes is not None:
+                return replace(made, step_s=plain_step_seconds(planner) + made.point.seconds)
+            return replace(made, baselines=plain_baselines(planner))
+
+        with torch.random.fork_rng(devices=gpus, device_type="cuda"):  # without data, nothing is drawn on a GPU
+            return planned(placed, device, make, progress, real=real)
+
+    if sizes is None:
+        return policy_with_figures(plan_of(inputs))
+    if not callable(inputs):
+        found = f"with sizes, a {type(inputs).__name__} is not a function of a size"
+        raise PlanError(Problem("inputs", found, "a function that returns a tuple or a dict of arguments"))
+    make_inputs: Callable[[int], Inputs] = inputs
+
+    def of_size(size: int, progress: Progress) -> tuple[Plan, Any]:
+        inputs = make_inputs(size)
+        return plan_of(inputs, progress), inputs
+
+    return policy_of_sizes(plan_sizes("size", sizes, of_size, budget, lambda done, total, label: None))
+
+
+def _given(inputs: Any) -> Inputs:
+    """Return the arguments of the model; raises ``PlanError`` if they are neither a tuple nor a dict."""
     if not isinstance(inputs, (tuple, list, Mapping)):
         found = f"a {type(inputs).__name__} is not what a model is called with"
         raise PlanError(Problem("inputs", found, "a tuple or a dict of arguments", fix="write (x,) for one argument"))
-    given: Inputs = dict(inputs) if isinstance(inputs, Mapping) else tuple(inputs)  # pytrees look into dicts only
-    if is_on_meta(model):
-        model, given = off_meta(model, given, device, real=real)
-
-    def make(progress: Progress) -> Plan:
-        planner = prepare(
-            model,
-            given,
-            loss_fn=loss_fn,
-            device=device,
-            engine=engine,
-            optimizer=optimizer,
-            real=real,
-            parallelize=parallelize,
-            accumulates=accumulates,
-            in_flight=in_flight,
-            exact=exact,
-            progress=progress,
-        )
-        made = make_plan(planner, budget)
-        return replace(made, baselines=plain_baselines(planner))
-
-    gpus = {parameter.device for parameter in model.parameters() if real and parameter.device.type == "cuda"}
-    with torch.random.fork_rng(devices=gpus, device_type="cuda"):  # without data, nothing is drawn on a GPU
-        return policy_with_figures(planned(model, device, make, real=real))
+    return dict(inputs) if isinstance(inputs, Mapping) else tuple(inputs)  # pytrees look into dicts only

@@ -92,7 +92,7 @@ def prepare(
     of_path = {path: group for group, profile in enumerate(profiles) for path in profile.paths}
     times = tuple(entry_times(profile, figures, calibration) for profile in profiles)
     overhead = calibration.overhead if calibration is not None and calibration.overhead is not None else OVERHEAD
-    pricing = Pricing(engine, figures, overhead)
+    pricing = Pricing(engine, figures, overhead, calibration)
     choices = tuple(_choices(pricing, *of_group) for of_group in zip(profiles, times, strict=True))
     step = StepModel(
         groups=tuple(of_path[path] for path in order),

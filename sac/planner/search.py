@@ -124,6 +124,11 @@ class Planner:
             ),
         )
 
+    def step_without_checkpointing(self, ledger: Ledger) -> None:
+        """Run a step without checkpointing under ``ledger``."""
+        with self._applied(self.without_checkpointing):
+            self._step(ledger)
+
     @property
     def _modules(self) -> list[tuple[str, nn.Module]]:
         return [(block.path, block.module) for block in self.blocks]

@@ -242,7 +242,8 @@ class PlanFigures:
     """What a plan costs next to the usual choices, as it is shown.
 
     ``heading``: lines on the budget and the peaks; ``bars``: label, peak in bytes and a text for each choice;
-    ``notes``: lines after the table; ``yaml``: the policy as YAML with the figures in comments.
+    ``notes``: lines after the table; ``yaml``: the policy as YAML with the figures in comments; ``size``: the batch or
+    length that was chosen, if several were tried.
     """
 
     heading: tuple[str, ...]
@@ -250,6 +251,7 @@ class PlanFigures:
     bars: tuple[tuple[str, float, str], ...]
     notes: tuple[str, ...]
     yaml: str
+    size: int | None = None
 
 
 def _is_meant(blocks: tuple[PathPattern, ...], layers: Layers | None, path: str, layer: int, stack_size: int) -> bool:

@@ -15,7 +15,7 @@ from sac.extras import import_extra, import_solver
 from sac.recompute.op_trace import check_trace_target
 from sac.tools.comparison import NONE, Training, check_device
 from sac.tools.models import Scale, check_spec
-from sac.tools.plan_table import PlanRequest, check_wish
+from sac.tools.plan_table import PlanRequest, Sizes, check_wish
 
 Check = Callable[[], object]
 
@@ -23,6 +23,25 @@ Check = Callable[[], object]
 def scale_of(arguments: argparse.Namespace) -> Scale:
     """Return the sizes that the arguments ask for."""
     return Scale(arguments.layers, arguments.seq, arguments.batch, arguments.vocab, arguments.dtype)
+
+
+def sizes_of(arguments: argparse.Namespace) -> Sizes | None:
+    """Return the range of sizes that `sac plan` chooses among, if one is given, and replace it by its lower end.
+
+    Raises ``ConfigError`` if there are two, or if a picture is asked for.
+    """
+    ranges = [Sizes(name, *value) for name in ("batch", "seq") if isinstance(value := getattr(arguments, name), tuple)]
+    problems = []
+    if len(ranges) > 1:
+        problems.append(Problem("--seq", "it is a range, and so is --batch", fix="fix one of them"))
+    if ranges and arguments.picture:
+        found = "it shows the plans for one size, and a range is given"
+        problems.append(Problem("--picture", found, fix=f"plan with the best --{ranges[0].name}"))
+    if problems:
+        raise ConfigError(problems)
+    for one in ranges:
+        setattr(arguments, one.name, one.low)
+    return ranges[0] if ranges else None
 
 
 def training_of(arguments: argparse.Namespace) -> Training:

@@ -20,6 +20,7 @@ from sac.tools.parser import DONE, INTERRUPTED, REFUSED, Command, parse
 if TYPE_CHECKING:  # these import torch, which help does not need
     from sac.planner.fakes import Build
     from sac.tools.models import BuiltModel
+    from sac.tools.plan_table import PlanRequest
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -134,15 +135,18 @@ def _compare(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from sac.tools.arguments import check_plan
+    from sac.tools.arguments import check_plan, sizes_of
     from sac.tools.pictures import save_peak_picture, save_plan_picture
     from sac.tools.plan_table import PlanRequest, plan_model, print_plan, save_policy
     from sac.tools.render import progress_bar
 
+    arguments.sizes = sizes_of(arguments)
     request = PlanRequest(**{field.name: getattr(arguments, field.name) for field in fields(PlanRequest)})
     check_plan(arguments, request)
     if arguments.calibrate:
         return _calibrate(arguments)
+    if request.sizes is not None:
+        return _plan_sizes(arguments, request)
     with progress_bar() as progress:
         planned = plan_model(lambda build: _build(arguments, build), request, arguments.typed, progress)
     text = planned.policy_text()
@@ -162,6 +166,31 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.explain:
         print(f"picture: {save_peak_picture(planned.plan.explained, title, arguments.explain)}", file=sys.stderr)
     return 0
+
+
+def _plan_sizes(arguments: argparse.Namespace, request: PlanRequest) -> int:
+    from sac.tools.plan_table import plan_model_sizes, print_sizes, save_policy
+    from sac.tools.render import progress_bar
+
+    assert request.sizes is not None
+    name = request.sizes.name
+
+    def load(size: int, build: Build | None) -> BuiltModel:
+        setattr(arguments, name, size)
+        return _build(arguments, build)
+
+    with progress_bar() as progress:
+        found = plan_model_sizes(load, request, arguments.typed, progress)
+    setattr(arguments, name, found.found.best.size)
+    text = found.best.policy_text()
+    if arguments.out:
+        save_policy(text, arguments.out)
+    if arguments.json:
+        _print_json(found.to_dict())
+        return DONE
+    print_sizes(found)
+    print(f"policy: {arguments.out}; try it: {_comparison(arguments)}" if arguments.out else f"\n{text.rstrip()}")
+    return DONE
 
 
 def _calibrate(arguments: argparse.Namespace) -> int:

@@ -88,6 +88,16 @@ def _engine(text: str) -> str:
     return text
 
 
+def _size(text: str) -> int | tuple[int, int]:
+    """Return a size, or the ends of a range of sizes."""
+    if ".." not in text:
+        return int(text)
+    low, _, high = text.partition("..")
+    if not (low.isdecimal() and high.isdecimal() and 1 <= int(low) < int(high)):
+        raise argparse.ArgumentTypeError(f"'{text}' is not a range of sizes; legal: A..B, such as 1..64")
+    return int(low), int(high)
+
+
 def _parsers(
     commands: Mapping[str, Command], version: type[argparse.Action]
 ) -> tuple[CommandParser, dict[str, CommandParser]]:
@@ -111,7 +121,7 @@ def _parsers(
     _add_model_options(compare)
     _add_training_options(compare)
     plan = found.add_parser("plan", help="compute a policy that fits a memory budget with the least recomputation")
-    _add_model_options(plan, "cpu, cuda, or whose figures price the ops: h100, h200, a100, b200, mi300x")
+    _add_model_options(plan, "cpu, cuda, or whose figures price the ops: h100, h200, a100, b200, mi300x", ranges=True)
     _add_plan_options(plan)
     native = found.add_parser("build", help="compile the optional C++ library for the installed torch and Python")
     how = native.add_mutually_exclusive_group()
@@ -130,11 +140,13 @@ def _parsers(
     return parser, of_command
 
 
-def _add_model_options(parser: argparse.ArgumentParser, devices: str = "cpu or cuda") -> None:
+def _add_model_options(parser: argparse.ArgumentParser, devices: str = "cpu or cuda", *, ranges: bool = False) -> None:
     parser.add_argument("--model", required=True, metavar="SPEC", help=FORMS)
     parser.add_argument("--layers", type=int, metavar="N", help="layers per stack (default: as the config says)")
-    parser.add_argument("--seq", type=int, default=128, metavar="N", help="tokens per row (default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=1, metavar="N", help="rows (default: %(default)s)")
+    size, metavar, more = (_size, "N|A..B", "; A..B: the best of these") if ranges else (int, "N", "")
+    for name, default, meaning in (("--seq", 128, "tokens per row"), ("--batch", 1, "rows")):
+        told = f"{meaning} (default: %(default)s){more}"
+        parser.add_argument(name, type=size, default=default, metavar=metavar, help=told)
     parser.add_argument("--vocab", type=int, metavar="N", help="tokens in the vocabulary (default: as the config says)")
     parser.add_argument("--dtype", default="float32", help="float32, bfloat16, … (default: %(default)s)")
     parser.add_argument(

@@ -21,11 +21,13 @@ from sac.planner.cost import Calibration, load_calibration, unpriced_ops
 from sac.planner.devices import Device, device_at_hand, device_named
 from sac.planner.fakes import Build, call, fake_build, fake_inputs, fake_mode
 from sac.planner.plan_file import Plan, explained, make_plan
-from sac.planner.plan_view import heading_of, notes_of, table_of
+from sac.planner.plan_view import heading_of, heading_of_sizes, notes_of, table_of
 from sac.planner.planning import needs_lowering, planned
 from sac.planner.prepare import prepare
 from sac.planner.search import Point, Progress
 from sac.planner.sharding import fake_ranks, fsdp_over
+from sac.planner.sizes import PlannedSizes, notes_of_sizes, plan_sizes, refuse_share, table_of_sizes
+from sac.planner.step_time import plain_step_seconds
 from sac.planner.write_policy import forward_seconds, with_alternatives, write_policy
 from sac.policy.read import bytes_text
 from sac.tables import screen_width, wrapped_text
@@ -34,6 +36,15 @@ from sac.tools.models import BuiltModel, Inputs
 from sac.tools.peak_table import print_explained
 
 MARGIN = "10%"  # of a device's memory: the context, the allocator's fragments, libraries
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The sizes to choose among: those of ``name`` (batch, seq) from ``low`` to ``high``."""
+
+    name: str
+    low: int
+    high: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +64,7 @@ class PlanRequest:
     in_flight: int = 1
     explain: str | None = None  # None: do not; otherwise where to save a picture, or empty
     exact: bool = False
+    sizes: Sizes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +135,53 @@ def plan_model(
     return Planned(made, built.name, shapes, made_by)
 
 
+@dataclass(frozen=True, slots=True)
+class SizesPlanned:
+    """The plans for several sizes, and the best of them with its model, inputs and command."""
+
+    found: PlannedSizes
+    best: Planned
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all figures of the best plan, and a row per size, as JSON holds them."""
+        rows = [
+            {
+                self.found.name: row.size,
+                "peak_bytes": row.peak,
+                "fits": row.plan is not None,
+                "step_s": row.plan.step_s if row.plan is not None else None,
+                "recompute_s": row.plan.point.seconds if row.plan is not None else None,
+                f"{self.found.best.unit}_per_s": row.per_second,
+                "best": row is self.found.best,
+            }
+            for row in self.found.rows
+        ]
+        return {**self.best.to_dict(), "sizes": rows}
+
+
+def plan_model_sizes(
+    load: Callable[[int, Build | None], BuiltModel], request: PlanRequest, made_by: str, progress: Progress
+) -> SizesPlanned:
+    """Return the plans for some of the sizes of a request; ``load`` also gets the size. Raises as ``plan_model``."""
+    sizes = request.sizes
+    assert sizes is not None
+    of_size: dict[int, Planned] = {}
+
+    def plan_of(size: int, progress: Progress) -> tuple[Plan, Any]:
+        built: list[BuiltModel] = []
+
+        def loaded(build: Build | None) -> BuiltModel:
+            built.append(load(size, build))
+            return built[0]
+
+        of_size[size] = plan_model(loaded, request, made_by, progress)
+        return of_size[size].plan, built[0].inputs_of_step(0)
+
+    budget = _budget(request, _figures(request.device))
+    found = plan_sizes(sizes.name, range(sizes.low, sizes.high + 1), plan_of, budget, progress)
+    return SizesPlanned(found, of_size[found.best.size])
+
+
 def _made(
     model: nn.Module,
     inputs: Inputs,
@@ -156,6 +215,8 @@ def _made(
             progress=progress,
         )
         made = make_plan(planner, budget, title=title, same_layers=request.same_layers)
+        if request.sizes is not None:
+            return replace(made, step_s=plain_step_seconds(planner) + made.point.seconds)
         if request.explain is not None:
             made = explained(planner, made)
         made = with_alternatives(planner, made, same_layers=request.same_layers)
@@ -200,6 +261,7 @@ def check_wish(request: PlanRequest, *, calibrates: bool = False) -> None:
         checks.append(lambda: _check_budget(request))
         checks.append(lambda: optimizer_bytes(request.optimizer, ()))
         checks.append(lambda: _check_counts(request))
+        checks.append(lambda: _check_sizes(request))
         if request.calibration is not None:
             path = request.calibration
             checks.append(lambda: _check_calibration(path))
@@ -225,6 +287,19 @@ def _check_calibration(path: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the warning about another torch version: planning gives it, once
         load_calibration(path)
+
+
+def _check_sizes(request: PlanRequest) -> None:
+    if request.sizes is None:
+        return
+    problems = []
+    if request.explain is not None:
+        found = "it explains the peak of one plan, and each size has its own"
+        problems.append(Problem("--explain", found, fix=f"plan with the best --{request.sizes.name}"))
+    if request.budget is not None:
+        refuse_share(request.budget)
+    if problems:
+        raise PlanError(problems)
 
 
 def _check_counts(request: PlanRequest) -> None:
@@ -300,6 +375,15 @@ def print_plan(found: Planned) -> None:
             made.explained,
             f"Whatever these blocks save, the peak is at least {bytes_text(least.peak_bytes)}. What lowers it:",
         )
+
+
+def print_sizes(found: SizesPlanned) -> None:
+    """Print the plans for the tried sizes."""
+    width = screen_width()
+    print(f"{found.best.model}, best: {found.best.inputs}")
+    print(wrapped_text(heading_of_sizes(found.found), width))
+    print(table_of_sizes(found.found).text(width))
+    print(wrapped_text(notes_of_sizes(found.found), width))
 
 
 def _point_dict(point: Point, made: Plan) -> dict[str, Any]:
