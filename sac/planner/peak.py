@@ -105,16 +105,46 @@ class AliveRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Curve:
-    """Live bytes per category over the step: ``bytes[i]`` has one number per category of ``categories``, at ``x[i]``.
+class CurvePoint:
+    """One moment of a step, and what is alive then: by index in ``Curve.rows``, the bytes and the number of tensors.
 
     ``x`` is 0 to 1 in the forward and 1 to 2 in the backward, by the number of events.
     """
 
-    categories: tuple[str, ...]
-    x: tuple[float, ...]
-    bytes: tuple[tuple[int, ...], ...]
-    peak_x: float
+    x: float
+    moment: str
+    alive: Mapping[int, tuple[int, int]]
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of everything that is alive."""
+        return sum(size for size, _ in self.alive.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """What is alive over the step. ``rows`` have the largest bytes and the largest number of tensors of any point.
+
+    ``before``: indices of the rows that are there before the step.
+    """
+
+    rows: tuple[AliveRow, ...]
+    points: tuple[CurvePoint, ...]
+    before: frozenset[int] = frozenset()
+
+    @property
+    def peak(self) -> CurvePoint:
+        """The point with the most bytes, the first of several."""
+        return max(self.points, key=lambda point: point.bytes)
+
+    def by_category(self) -> dict[str, list[int]]:
+        """Return for each category, in the order of ``CATEGORIES``, its bytes at each point."""
+        used = {row.category for row in self.rows}
+        found = {name: [0] * len(self.points) for name in CATEGORIES if name in used}
+        for place, point in enumerate(self.points):
+            for index, (size, _) in point.alive.items():
+                found[self.rows[index].category][place] += size
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,18 +209,14 @@ def with_more(found: PeakBreakdown, rows: Sequence[AliveRow], *, are_before: boo
         peak_bytes=found.peak_bytes + count,
         before_bytes=found.before_bytes + (count if are_before else 0),
         rows=_sorted((*found.rows, *more)),
-        curve=_raised(found.curve, more),
+        curve=_raised(found.curve, more, are_before=are_before),
     )
 
 
-def _raised(curve: Curve, more: Sequence[AliveRow]) -> Curve:
-    names = tuple(name for name in CATEGORIES if name in curve.categories or any(row.category == name for row in more))
-    added = {name: sum(row.bytes for row in more if row.category == name) for name in names}
-    levels = []
-    for level in curve.bytes:
-        known = dict(zip(curve.categories, level, strict=True))
-        levels.append(tuple(known.get(name, 0) + added[name] for name in names))
-    return replace(curve, categories=names, bytes=tuple(levels))
+def _raised(curve: Curve, more: Sequence[AliveRow], *, are_before: bool) -> Curve:
+    added = {len(curve.rows) + number: (row.bytes, row.count) for number, row in enumerate(more)}
+    points = tuple(replace(point, alive={**point.alive, **added}) for point in curve.points)
+    return Curve((*curve.rows, *more), points, curve.before | added.keys() if are_before else curve.before)
 
 
 def _sorted(rows: Sequence[AliveRow]) -> tuple[AliveRow, ...]:
@@ -224,27 +250,27 @@ def explain(log: StepLog, model: nn.Module, blocks: Sequence[Block], label: str)
         rows.append(AliveRow(key.category, where, key.op, key.kept_by, len(members), count, key.is_choice))
     found = _sorted([row for row in rows if row.bytes])
     assert sum(row.bytes for row in found) == peak, "what is alive sums to the peak"
-    return PeakBreakdown(label, sorting.moment(), peak, before, found, _curve(log, sorting, stop))
+    return PeakBreakdown(label, sorting.moment(at), peak, before, found, _curve(log, sorting))
+
+
+def _levels(log: StepLog) -> Iterator[tuple[int, int, Ran | None]]:
+    """Yield for each event the level that it reaches, the number of events before, and the op that is running then."""
+    sizes: dict[int, int] = {}
+    levels = [0]
+    live = 0
+    for index, event in enumerate(log.events):
+        if isinstance(event, Ran):
+            yield levels[event.begin] + log.workspace_bytes(event.key), event.begin, event
+        else:
+            live += event.bytes - sizes.get(event.storage, 0)
+            sizes[event.storage] = event.bytes
+            yield live, index + 1, None
+        levels.append(live)
 
 
 def _peak_of(log: StepLog) -> tuple[int, int, Ran | None]:
     """Return the highest level, the number of events before it, and the op that was running, if there was one."""
-    sizes: dict[int, int] = {}
-    levels = [0]
-    live = peak = stop = 0
-    running: Ran | None = None
-    for index, event in enumerate(log.events):
-        if isinstance(event, Ran):
-            level = levels[event.begin] + log.workspace_bytes(event.key)
-            if level > peak:
-                peak, stop, running = level, event.begin, event
-        else:
-            live += event.bytes - sizes.get(event.storage, 0)
-            sizes[event.storage] = event.bytes
-            if live > peak:
-                peak, stop, running = live, index + 1, None
-        levels.append(live)
-    return peak, stop, running
+    return max(_levels(log), key=lambda one: one[0], default=(0, 0, None))
 
 
 def _alive_at(log: StepLog, stop: int) -> list[tuple[Made, int]]:
@@ -288,13 +314,13 @@ class _Sorting:
         self._regions = {region.path: _decisions(region.group.op_trace) for region in regions}
         self._resized = {e.storage for e in log.events if isinstance(e, Resized) and not e.is_freed}
 
-    def key_of(self, made: Made) -> tuple[_Key, str]:
-        """Return the row of a storage, and the path of its block."""
+    def key_of(self, made: Made, *, at_peak: bool = True) -> tuple[_Key, str]:
+        """Return the row of a storage, and the path of its block; not ``at_peak``: the same row over the whole step."""
         origin = made.origin
         category = self.category_of(made)
         module, op, kept_by, choice = origin.module, origin.op, "", False
         if category == ACTIVATIONS:
-            kept_by, choice = self._kept_by(origin, made.storage)
+            kept_by, choice = self._kept_by(origin, made.storage, at_peak=at_peak)
         elif category == GRADIENTS:
             module, op = self._log.gradients.get(made.storage, module), ""
         elif origin.part == STATIC:
@@ -327,11 +353,11 @@ class _Sorting:
     def _is_head(self, origin: Origin) -> bool:
         return bool(self._log.calls) and not origin.block and origin.blocks_before == self._log.calls
 
-    def _kept_by(self, origin: Origin, storage: int) -> tuple[str, bool]:
+    def _kept_by(self, origin: Origin, storage: int, *, at_peak: bool) -> tuple[str, bool]:
         """Return what keeps an activation of a block, and whether a policy decides on it."""
         if storage in self._log.block_inputs:  # every policy needs it
             return BLOCK_INPUT, False
-        if self._at.part == FORWARD and self._at.block == origin.block != "":
+        if at_peak and self._at.part == FORWARD and self._at.block == origin.block != "":
             return RUNNING, False
         region = self._region_of(origin.module) if origin.block else None
         if region is None:
@@ -339,7 +365,7 @@ class _Sorting:
         inside = origin.module[len(region) :].lstrip(".")
         row = _decision_on(self._regions[region], inside, origin)
         if row is None or row.decision != "save":
-            return HELD, False
+            return HELD if at_peak else RUNNING, False
         return row.reason, row.reason != "must-save"
 
     def _region_of(self, path: str) -> str | None:
@@ -354,9 +380,8 @@ class _Sorting:
         label = group_label(ordered).rpartition(" (x")[0] or ordered[0] if ordered else ""
         return ".".join(part for part in (label, inside) if part) or "(model)"
 
-    def moment(self) -> str:
-        """Return when the peak is, as text."""
-        origin = self._at
+    def moment(self, origin: Origin) -> str:
+        """Return as text when something with this origin is made."""
         where = origin.module or "the model"
         part = {FORWARD: "forward", RECOMPUTED: "backward, while it is recomputed,", IN_BACKWARD: "backward"}
         if origin.part == STATIC:
@@ -397,46 +422,83 @@ def short_op(op: str) -> str:
 _BINS = 400  # per pass
 
 
-def _curve(log: StepLog, sorting: _Sorting, stop: int) -> Curve:
-    """Return the live bytes per category over the step: of the events in each bin, the highest level."""
+def _curve(log: StepLog, sorting: _Sorting) -> Curve:
+    """Return what is alive over the step: of the events in each bin, at the highest level."""
     begin = next((index for index, event in enumerate(log.events) if _starts_step(event)), 0)
     forward = max(1, log.backward_begins - begin)
     backward = max(1, log.ends - log.backward_begins)
-
-    def x_of(index: int) -> float:
+    best: dict[int, tuple[int, float, int, Ran | None]] = {}  # level, x, events before, running op; of each bin
+    for index, (level, stop, op) in enumerate(_levels(log)):
         done = index - log.backward_begins
-        return (index - begin) / forward if done < 0 else 1 + done / backward
+        x = (index - begin) / forward if done < 0 else 1 + done / backward
+        at = int(x * _BINS)
+        if begin <= index < log.ends and (at not in best or level > best[at][0]):
+            best[at] = level, x, stop, op
+    alive = _AliveRows(log, sorting)
+    levels = {stop: alive.after(stop) for stop in sorted({stop for _, _, stop, _ in best.values()})}
+    points = []
+    for _, x, stop, op in (best[at] for at in sorted(best)):
+        running = alive.running(op) if op is not None else {}
+        moment = sorting.moment(op.origin if op is not None else _made_last(log, stop))
+        points.append(CurvePoint(x, moment, {**levels[stop], **running}))
+    return alive.curve(points)
 
-    sizes: dict[int, tuple[int, int]] = {}  # place of the category, bytes
-    live = [0] * len(CATEGORIES)
-    levels: list[tuple[int, ...]] = []  # before each event
-    best: dict[int, tuple[float, tuple[int, ...]]] = {}
-    for index, event in enumerate(log.events[: log.ends]):
-        levels.append(tuple(live))
-        if isinstance(event, Ran):
-            level = [*levels[event.begin]]
-            level[_WORKSPACE] += log.workspace_bytes(event.key)
-        else:
+
+class _AliveRows:
+    """The rows of a curve: replays a log, and sorts what is alive into rows that stay the same over the step."""
+
+    def __init__(self, log: StepLog, sorting: _Sorting) -> None:
+        self._log = log
+        self._sorting = sorting
+        self._done = 0
+        self._numbers: dict[tuple[_Key, bool], int] = {}  # of rows, by key and whether they are there before the step
+        self._blocks: list[set[str]] = []
+        self._storages: dict[int, tuple[int, int]] = {}  # row and bytes
+        self._alive: dict[int, tuple[int, int]] = {}  # bytes and tensors of a row
+
+    def after(self, stop: int) -> dict[int, tuple[int, int]]:
+        """Return bytes and number of tensors of each row after ``stop`` events, which only grow from call to call."""
+        for event in self._log.events[self._done : stop]:
             if isinstance(event, Made):
-                sizes[event.storage] = CATEGORIES.index(sorting.category_of(event)), 0
-            place, size = sizes[event.storage]
-            sizes[event.storage] = place, event.bytes
-            live[place] += event.bytes - size
-            level = live
-        at = int(x_of(index) * _BINS)
-        if index >= begin and (at not in best or sum(level) > sum(best[at][1])):
-            best[at] = x_of(index), tuple(level)
-    points = [best[at] for at in sorted(best)]
-    places = [place for place in range(len(CATEGORIES)) if any(level[place] for _, level in points)]
-    return Curve(
-        tuple(CATEGORIES[place] for place in places),
-        tuple(x for x, _ in points),
-        tuple(tuple(level[place] for place in places) for _, level in points),
-        x_of(stop),
-    )
+                self._storages[event.storage] = self._row_of(event), 0
+                self._add(event.storage, event.bytes, 1)
+            elif isinstance(event, Resized):
+                self._add(event.storage, event.bytes, -1 if event.is_freed else 0)
+        self._done = stop
+        return {row: found for row, found in self._alive.items() if found[0]}
 
+    def running(self, op: Ran) -> dict[int, tuple[int, int]]:
+        """Return bytes and number of tensors of the running op's row."""
+        row = self._row_of(Made(-1, 0, op.origin), WORKSPACE)
+        size = self._log.workspace_bytes(op.key)
+        return {row: (size, 1)} if size else {}
 
-_WORKSPACE = CATEGORIES.index(WORKSPACE)
+    def curve(self, points: Sequence[CurvePoint]) -> Curve:
+        """Return the curve with these points."""
+        most = [(0, 0)] * len(self._numbers)
+        for point in points:
+            for row, (size, count) in point.alive.items():
+                most[row] = max(most[row][0], size), max(most[row][1], count)
+        rows = tuple(
+            AliveRow(key.category, self._sorting.named(key.inside, blocks), key.op, key.kept_by, count, size)
+            for (key, _), blocks, (size, count) in zip(self._numbers, self._blocks, most, strict=True)
+        )
+        return Curve(rows, tuple(points), frozenset(row for (_, before), row in self._numbers.items() if before))
+
+    def _row_of(self, made: Made, category: str = "") -> int:
+        key, block = self._sorting.key_of(made, at_peak=False)
+        key = replace(key, category=category or key.category, is_choice=False)
+        number = self._numbers.setdefault((key, made.origin.part == STATIC), len(self._numbers))
+        if number == len(self._blocks):
+            self._blocks.append(set())
+        self._blocks[number].add(block)
+        return number
+
+    def _add(self, storage: int, size: int, more: int) -> None:
+        row, before = self._storages[storage]
+        live, count = self._alive.get(row, (0, 0))
+        self._storages[storage] = row, size
+        self._alive[row] = live + size - before, count + more
 
 
 def _starts_step(event: Event) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from sac.blocks.applying import apply
+from sac.blocks.install import regions_of
 from sac.blocks.stacks import find_stacks
 from sac.charts import curves
 from sac.errors import ConfigError, Problem, SacError, nearest
@@ -26,8 +27,10 @@ from sac.ops.flops import added_formulas
 from sac.planner.live_bytes import KernelWorkspace, ledgers_of
 from sac.planner.peak import OPTIMIZER, UNSEEN, AliveRow, PeakBreakdown, with_more
 from sac.planner.search import explained_step
+from sac.policy.model import Policy
 from sac.policy.read import bytes_text
-from sac.reporting import report
+from sac.recompute.op_trace import OpTraceRow
+from sac.reporting import Report, decisions_of, report
 from sac.tables import Table, flops_text, parameters_text, percent_text, screen_width, time_text, wrapped_text
 from sac.tools.models import BuiltModel, Inputs
 from sac.torch_private import tree_map_only
@@ -49,7 +52,9 @@ class ModeResult:
     step_ms: tuple[float, ...] = ()  # without the first step, which warms up
     losses: tuple[float, ...] = ()  # one per step
     max_gradient_difference: float | None = None  # from `none`, after the first step's backward, over all parameters
-    report: Mapping[str, Any] | None = None  # what sac itself reports as kept
+    report: Report | None = None  # what sac itself reports as kept
+    policy: Policy | None = None  # whose rules decided; None without regions
+    decisions: tuple[OpTraceRow, ...] = ()  # on each op of each region group
     explained: PeakBreakdown | None = None  # if asked for: what is alive at the peak, with what was there before
     not_explained: str = ""  # why it could not be found out
 
@@ -93,7 +98,7 @@ class ModeResult:
             "step_ms": list(self.step_ms),
             "losses": list(self.losses),
             "max_gradient_difference": self.max_gradient_difference,
-            "report": self.report,
+            "report": None if self.report is None else self.report.to_dict(),
             "explained": None if self.explained is None else self.explained.to_dict(),
             "not_explained": self.not_explained,
         }
@@ -369,7 +374,8 @@ class ModeRun:
         state_bytes = sum(state.untyped_storage().nbytes() for state in states)
         ledger = ledgers_of(KernelWorkspace(is_exact=True) if self._training.device == "cpu" else None)()
         try:
-            found = explained_step(model, inputs, ledger, loss_of, self.mode, accumulates=True)
+            loss = self._training.loss_fn or loss_of
+            found = explained_step(model, inputs, ledger, loss, self.mode, accumulates=True)
         except (SacError, torch.OutOfMemoryError) as error:  # the row itself is measured
             self._not_explained = str(error)
             return
@@ -382,6 +388,7 @@ class ModeRun:
         """Return the finished row."""
         if self.error or self._memory is None:
             return ModeResult(self.mode, error=self.error)
+        region = next((one.region for one in regions_of(self._live_model)), None)
         return ModeResult(
             mode=self.mode,
             memory=self._memory,
@@ -392,7 +399,9 @@ class ModeRun:
             step_ms=tuple(self._step_ms),
             losses=tuple(self._losses),
             max_gradient_difference=self._max_difference,
-            report=None if self.mode == NONE else report(self._live_model).to_dict(),
+            report=None if self.mode == NONE else report(self._live_model),
+            policy=None if region is None else region.group.table.policy,
+            decisions=decisions_of(self._live_model),
             explained=self._explained,
             not_explained=self._not_explained,
         )

@@ -96,11 +96,12 @@ def save_peak_picture(found: Sequence[PeakBreakdown], title: str, path: str | Pa
 
 
 def _stack(axes: Any, found: PeakBreakdown) -> None:
-    curve = found.curve
-    layers = [[level[place] / MIB for level in curve.bytes] for place in range(len(curve.categories))]
-    colours = [_COLOUR_OF[name] for name in curve.categories]
-    axes.stackplot(curve.x, layers, labels=curve.categories, colors=colours, step="post", linewidth=0)
-    axes.plot([curve.peak_x], [found.peak_bytes / MIB], marker="v", markersize=8, color=COLOURS[0], clip_on=False)
+    levels = found.curve.by_category()
+    layers = [[size / MIB for size in sizes] for sizes in levels.values()]
+    colours = [_COLOUR_OF[name] for name in levels]
+    x = [point.x for point in found.curve.points]
+    axes.stackplot(x, layers, labels=[*levels], colors=colours, step="post", linewidth=0)
+    axes.plot([found.curve.peak.x], [found.peak_bytes / MIB], marker="v", markersize=8, color=COLOURS[0], clip_on=False)
     axes.axvline(1, color="#BBBBBB", linewidth=1)
     axes.set_xlim(0, 2)
     axes.set_ylim(bottom=0)

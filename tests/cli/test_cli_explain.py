@@ -15,7 +15,7 @@ from sac.tools.peak_table import print_explained
 
 MIB = 2**20
 MODEL = ["--model", "tests.unit.planner.plan_models:stack"]
-CURVE = Curve((PARAMETERS,), (0.0,), ((0,),), 0.0)
+CURVE = Curve((), ())
 
 
 def breakdown(label: str, *rows: AliveRow) -> PeakBreakdown:

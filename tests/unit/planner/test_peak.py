@@ -26,6 +26,7 @@ from sac.planner.peak import (
     UNSEEN,
     AliveRow,
     Curve,
+    CurvePoint,
     PeakBreakdown,
     with_more,
 )
@@ -56,7 +57,11 @@ def broken_down(planner: Planner, choice: tuple[int, ...]) -> PeakBreakdown:
     planner.run(choice)
     assert found.peak_bytes == planner.point("it", choice).peak
     assert sum(row.bytes for row in found.rows) == sum(found.by_category().values()) == found.peak_bytes
-    assert max(map(sum, found.curve.bytes)) == found.peak_bytes
+    peak = found.curve.peak
+    assert (peak.bytes, peak.moment) == (found.peak_bytes, found.moment)
+    at_peak = {name: sizes[found.curve.points.index(peak)] for name, sizes in found.curve.by_category().items()}
+    assert {name: size for name, size in at_peak.items() if size} == found.by_category()
+    assert found.before_bytes == sum(peak.alive.get(row, (0, 0))[0] for row in found.curve.before)
     return found
 
 
@@ -154,7 +159,7 @@ def test_a_peak_of_logits_is_known_by_hand() -> None:
     assert in_head["(model)", "aten._log_softmax_backward_data.default"] == logits
     assert found.moment == "in the backward of the model (_log_softmax_backward_data)"
     assert found.remedies()[0] == f"{HEAD}, 1.5 MiB: {REMEDIES[HEAD]}"
-    assert found.curve.peak_x > 1
+    assert found.curve.peak.x > 1
 
 
 def test_activations_say_what_keeps_them_and_whether_that_is_a_choice() -> None:
@@ -202,10 +207,12 @@ def test_the_plan_is_explained_with_the_least_peak() -> None:
 
 
 def test_more_rows_raise_peak_and_curve() -> None:
-    curve = Curve((PARAMETERS,), (0.0, 1.0), ((5,), (7,)), 1.0)
-    before = PeakBreakdown("x", "then", 7, 5, (AliveRow(PARAMETERS, "w", "", "", 1, 7),), curve)
+    weight = AliveRow(PARAMETERS, "w", "", "", 1, 7)
+    curve = Curve((weight,), (CurvePoint(0.0, "first", {0: (5, 1)}), CurvePoint(1.0, "then", {0: (7, 1)})))
+    before = PeakBreakdown("x", "then", 7, 5, (weight,), curve)
     after = with_more(before, [AliveRow(OPTIMIZER, "(model)", "", "", 1, 10), AliveRow(IN_FLIGHT, "", "", "", 0, 0)])
     assert (after.peak_bytes, after.before_bytes) == (17, 15)
     assert [row.category for row in after.rows] == [OPTIMIZER, PARAMETERS]
-    assert after.curve == Curve((PARAMETERS, OPTIMIZER), (0.0, 1.0), ((5, 10), (7, 10)), 1.0)
+    assert after.curve.by_category() == {PARAMETERS: [5, 7], OPTIMIZER: [10, 10]}
+    assert (after.curve.peak.moment, after.curve.before) == ("then", {1})
     assert with_more(before, after.rows[:1], are_before=False).before_bytes == 5
