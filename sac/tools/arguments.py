@@ -114,6 +114,13 @@ def check_picture(path: str) -> None:
             f"the picture cannot be saved: Format {ending!r} is not supported (supported formats: {', '.join(formats)})"
         )
         raise ConfigError(Problem(path, found, nearest=nearest(ending, formats)))
+    check_creatable(path)
+
+
+def check_creatable(path: str) -> None:
+    """Raise ``ConfigError`` if a file cannot be written at ``path``, whose folder is created on saving."""
+    if Path(path).is_dir():
+        raise ConfigError(Problem(path, "the file cannot be written: Is a directory"))
     folder = next((one for one in Path(path).absolute().parents if one.exists()), None)
     if folder is not None and not folder.is_dir():
         raise ConfigError(Problem(path, "the file cannot be written: Not a directory"))
@@ -140,7 +147,10 @@ def _check_model(arguments: argparse.Namespace) -> None:
 
 def _of_output(arguments: argparse.Namespace) -> list[Check]:
     pictures = filter(None, (getattr(arguments, name, None) for name in ("picture", "explain")))
-    return [partial(check_picture, picture) for picture in pictures]
+    checks: list[Check] = [partial(check_picture, picture) for picture in pictures]
+    if getattr(arguments, "html", None):
+        checks.append(partial(check_creatable, arguments.html))
+    return checks
 
 
 def _value_check(mode: str) -> Check:
