@@ -3,7 +3,7 @@
 // The tables are in the page; this script only draws, hides and sorts.
 
 const SVG = "http://www.w3.org/2000/svg";
-const HEIGHT = 250;
+const HEIGHT = 300;
 const MOST_ROWS = 12;  // of the list of what is alive
 const STEP_OF_KEY = { ArrowLeft: -1, ArrowRight: 1, ArrowDown: -1, ArrowUp: 1, PageDown: -25, PageUp: 25, Home: -1e9, End: 1e9 };
 

@@ -30,11 +30,11 @@ def in_two_parts(name: str, value: list[str], folder: Path) -> list[float]:
     """Return the losses of four steps, with an interruption after two."""
     run = example(name)
     folder.mkdir()
-    if name == "training_loop":
+    if name in ("training_loop", "diffusion_transformer"):
         state = ["--state", str(folder / "state.pt")]
         return [*run([*value, *state, "--steps", "2"]), *run([*value, *state, "--steps", "4"])]
     out = ["--out", str(folder)]
-    if name == "hf_trainer":
+    if name in ("hf_trainer", "trl_sft"):
         run([*value, *out, "--steps", "2", "--save-steps", "2"])
         return run([*value, *out, "--steps", "4", "--resume"])
     return [*run([*value, *out, "--steps", "2"]), *run([*value, *out, "--steps", "4", "--resume"])]
@@ -51,8 +51,16 @@ def without_checkpointing(name: str) -> list[float]:
 
 @pytest.mark.parametrize("value", VALUES)
 @pytest.mark.parametrize(
-    ("name", "package"), [("training_loop", "torch"), ("hf_trainer", "transformers"), ("lightning_fit", "lightning")]
+    ("name", "package"),
+    [
+        ("training_loop", "torch"),
+        ("hf_trainer", "transformers"),
+        ("lightning_fit", "lightning"),
+        ("trl_sft", "trl"),
+        ("diffusion_transformer", "diffusers"),
+    ],
 )
+@pytest.mark.usefixtures("few_choices", "few_steps")
 def test_losses_are_those_without_checkpointing(name: str, package: str, value: str, tmp_path: Path) -> None:
     pytest.importorskip(package, reason=f"the example needs {package}")
     assert in_two_parts(name, VALUES[value], tmp_path / value) == without_checkpointing(name)
