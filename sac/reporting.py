@@ -15,7 +15,7 @@ from sac.blocks.paths import group_label as group_label
 from sac.charts import bars
 from sac.errors import ConfigError, Problem
 from sac.native.load import status
-from sac.planner.what_if import Alternative, alternatives, figures_at_hand
+from sac.planner.what_if import STAND_IN, Alternative, alternatives, figures_at_hand
 from sac.policy.read import bytes_text
 from sac.recompute.op_trace import NO_RULE, OpTraceRow, compiled_calls
 from sac.recompute.regions import Region, RegionGroup
@@ -99,7 +99,12 @@ def _alternatives(model: nn.Module) -> tuple[Alternative, ...]:
 
 
 def _otherwise(found: Sequence[Alternative]) -> list[str]:
-    return ["decided otherwise, predicted per step:", *(f"  {one}" for one in found)] if found else []
+    if not found:
+        return []
+    how = "predicted per step"
+    if found[0].seconds is None:
+        how = f"per step, most time first on an {STAND_IN.title} (of this device, times are not known)"
+    return [f"decided otherwise, {how}:", *(f"  {one}" for one in found)]
 
 
 def _decision_table(rows: Sequence[OpTraceRow]) -> Table:

@@ -36,6 +36,7 @@ from sac.planner.cost import (
 from sac.planner.devices import Device, device_at_hand
 from sac.planner.profile import Entry
 from sac.recompute.module_tracker import BareMode
+from sac.region.rng import random_state_kept
 from sac.torch_private import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 _REPEATS = 5
@@ -53,7 +54,7 @@ def calibrate(block: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, A
     """
     device = _device_of(block, args, kwargs or {})
     figures = device_at_hand(device)
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with random_state_kept(block.parameters()):
         measured = _time_all(_record(block, args, kwargs or {}), device)
     if not measured:
         raise PlanError(Problem(type(block).__name__, "its forward ran no op on plain tensors that can be timed"))

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from sac.errors import PlanError, Problem, SacError
+from sac.errors import PlanError, Problem, SacError, listing
 from sac.extras import import_solver
 from sac.planner.devices import Device
 from sac.planner.fakes import Inputs, is_on_meta, off_meta
@@ -28,6 +28,7 @@ from sac.planner.sizes import plan_sizes
 from sac.planner.step_time import plain_step_seconds
 from sac.planner.write_policy import plain_baselines
 from sac.policy.model import Policy
+from sac.region.rng import random_state_kept
 
 # -- Planning for an absent device, in a separate process
 
@@ -132,6 +133,15 @@ def _no_child(found: str) -> PlanError:
 # -- ``sac.plan``
 
 
+def _refuse_other_devices(model: nn.Module) -> None:
+    """Raise ``PlanError`` for a model on a device whose ops are not known."""
+    types = {parameter.device.type for parameter in model.parameters()}
+    if unknown := types - {"cpu", "cuda", "meta"}:
+        found = f"its parameters are on {listing(sorted(unknown))}, whose ops and memory the planner does not know"
+        fix = 'to plan for a GPU, keep the model on the CPU or on the meta device and name the GPU: device="h100"'
+        raise PlanError(Problem(type(model).__name__, found, "cpu, cuda, meta", fix=fix))
+
+
 def plan(
     model: nn.Module,
     inputs: Inputs | Callable[[int], Inputs],
@@ -176,8 +186,8 @@ def plan(
     on or that has no blocks; ``ConfigError`` if SciPy is not installed.
     """
     refuse_unfit(model)
+    _refuse_other_devices(model)
     import_solver()
-    gpus = {parameter.device for parameter in model.parameters() if real and parameter.device.type == "cuda"}
 
     def plan_of(inputs: Any, progress: Progress | None = None) -> Plan:
         given, placed = _given(inputs), model
@@ -204,7 +214,7 @@ def plan(
                 return replace(made, step_s=plain_step_seconds(planner) + made.point.seconds)
             return replace(made, baselines=plain_baselines(planner))
 
-        with torch.random.fork_rng(devices=gpus, device_type="cuda"):  # without data, nothing is drawn on a GPU
+        with random_state_kept(model.parameters() if real else ()):  # without data, nothing is drawn on a GPU
             return planned(placed, device, make, progress, real=real)
 
     if sizes is None:

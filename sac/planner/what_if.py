@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
+from sac.errors import PlanError
 from sac.planner.cost import FREE, PRIORS, op_class, roofline
-from sac.planner.devices import Device, device_at_hand
+from sac.planner.devices import DEVICES, Device, device_at_hand
 from sac.planner.profile import Entry
 from sac.policy.read import bytes_text
 from sac.recompute.op_trace import OpTraceRow
@@ -24,8 +25,8 @@ class Alternative:
     """The other decision for one op of a region group, and its effect on one step, over all regions of the group.
 
     ``decision`` is the other one. ``seconds`` is the least time that backward gains (``save``) or loses
-    (``recompute``), as the device's figures predict it; ``flops`` those of the op, and ``bytes`` the most that it would
-    hold or free.
+    (``recompute``), as the device's figures predict it, or None if the planner has none; ``flops`` those of the op, and
+    ``bytes`` the most that it would hold or free.
     """
 
     region: str
@@ -33,7 +34,7 @@ class Alternative:
     op: str
     call: int
     decision: str
-    seconds: float
+    seconds: float | None
     flops: int
     bytes: int
 
@@ -41,31 +42,45 @@ class Alternative:
         op = self.op.removesuffix(".default")
         where = f"{self.module} {op}" if self.module else op
         number = f", call {self.call}" if self.call else ""
-        cost = f"{seconds_text(self.seconds)} ({flops_text(self.flops)})" if self.flops else seconds_text(self.seconds)
+        cost = flops_text(self.flops) if self.flops else "its time"
+        if self.seconds is not None:
+            cost = f"{seconds_text(self.seconds)} ({cost})" if self.flops else seconds_text(self.seconds)
         if self.decision == "save":
             return f"saving {where}{number} in {self.region} would spare {cost} for {bytes_text(self.bytes)}"
         return f"recomputing {where}{number} in {self.region} would free {bytes_text(self.bytes)} for {cost}"
 
 
 def alternatives(
-    groups: Iterable[tuple[RegionGroup, str, int]], device: Device, limit: int = SHOWN
+    groups: Iterable[tuple[RegionGroup, str, int]], device: Device | None, limit: int = SHOWN
 ) -> tuple[Alternative, ...]:
     """Return the ``limit`` alternatives that change the most time; ``groups``: each with its label and region count.
 
-    Only ops that the user can decide on are considered: no routing ops, no views, and of recomputed ops only those that
-    run again in backward.
+    ``device`` is None if the planner has no figures for it: then they are those that would change the most time on
+    ``STAND_IN``, without times. Only ops that the user can decide on are considered: no routing ops, no views, and of
+    recomputed ops only those that run again in backward.
     """
-    found = [one for group, label, count in groups for one in _of_group(group, label, count, device)]
-    return tuple(sorted(found, key=lambda one: (-one.seconds, one.region, one.module, one.op, one.call))[:limit])
+    priced = [
+        (seconds, one)
+        for group, label, count in groups
+        for seconds, one in _of_group(group, label, count, device or STAND_IN)
+    ]
+    priced.sort(key=lambda found: (-found[0], found[1].region, found[1].module, found[1].op, found[1].call))
+    return tuple(one if device is None else replace(one, seconds=seconds) for seconds, one in priced[:limit])
 
 
-def figures_at_hand(model: nn.Module) -> Device:
-    """Return the figures of the device that holds the parameters of ``model``."""
+STAND_IN = DEVICES["a100"]
+
+
+def figures_at_hand(model: nn.Module) -> Device | None:
+    """Return the figures of the device that holds the parameters of ``model``, or None if the planner has none."""
     found = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    return device_at_hand(found if found.type == "cuda" else torch.device("cpu"))
+    try:
+        return device_at_hand(found)
+    except PlanError:
+        return None
 
 
-def _of_group(group: RegionGroup, label: str, count: int, device: Device) -> Iterator[Alternative]:
+def _of_group(group: RegionGroup, label: str, count: int, device: Device) -> Iterator[tuple[float, Alternative]]:
     if group.calls is not None:
         again, freed = group.calls
     else:  # Python runs again, up to the last tensor that backward misses
@@ -83,7 +98,8 @@ def _of_group(group: RegionGroup, label: str, count: int, device: Device) -> Ite
         if op_class(entry) == FREE:
             continue
         seconds = roofline(entry, device, PRIORS) * count
-        yield Alternative(label, row.module, row.op, row.call, other, seconds, row.flops * count, row.bytes * count)
+        flops, size = row.flops * count, row.bytes * count
+        yield seconds, Alternative(label, row.module, row.op, row.call, other, None, flops, size)
 
 
 def _is_open(row: OpTraceRow) -> bool:

@@ -6,7 +6,8 @@ import ctypes
 import random
 import struct
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -213,6 +214,16 @@ class RngSnapshot:
 def generators_now(settings: Settings) -> list[torch.Generator]:
     """Return the generators that ops may draw from on the CPU and on the current device, and those of ``settings``."""
     return [torch.default_generator, *_accelerator_generators(()), *settings.generators]
+
+
+@contextmanager
+def random_state_kept(tensors: Iterable[torch.Tensor] = ()) -> Iterator[None]:
+    """Restore the default generators of the CPU, of the current device and of those of ``tensors`` at the end."""
+    states = states_of([torch.default_generator, *_accelerator_generators(tensors)])
+    try:
+        yield
+    finally:
+        put_back(states)
 
 
 def default_generator(device: torch.device) -> torch.Generator | None:

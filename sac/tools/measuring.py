@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from sac.blocks.applying import apply
@@ -15,6 +15,7 @@ from sac.blocks.install import regions_of
 from sac.config import parse_config
 from sac.errors import ConfigError, ModelError, Problem
 from sac.policy.model import Policy
+from sac.region.rng import random_state_kept
 from sac.reporting import Trace, trace_of
 from sac.tools.arguments import check_creatable
 from sac.tools.comparison import NONE, Comparison, Training, forward_backward, inputs_on
@@ -41,7 +42,7 @@ def trace(
     """
     given, device = _checked(model, inputs)
     parse_config(policy)
-    with _random_state_kept(model):
+    with random_state_kept(model.parameters()):
         return trace_here(deepcopy(model), inputs_on(device, given), policy, type(model).__name__, loss_fn)
 
 
@@ -84,8 +85,11 @@ def compare(
         check_creatable(os.path.expanduser(html))
     given, device = _checked(model, inputs)
     values = dict(modes) if isinstance(modes, Mapping) else {label_of(value): value for value in modes}
-    training = Training(steps, optimizer, lr, seed, device, loss_fn)
-    with _random_state_kept(model):
+    try:
+        training = Training(steps, optimizer, lr, seed, device, loss_fn)
+    except ConfigError as error:
+        raise ConfigError([replace(one, where=one.where.removeprefix("--")) for one in error.problems]) from None
+    with random_state_kept(model.parameters()):
         built = BuiltModel(deepcopy(model).train(), lambda step: given, type(model).__name__)
         found = compare_copies(lambda: built, values, training, explains=html is not None, progress=progress)
     if html is not None:
@@ -114,8 +118,3 @@ def _checked(model: nn.Module, inputs: Any) -> tuple[Inputs, str]:
         found = f"its parameters are on {', '.join(sorted(devices))}"
         raise ModelError(Problem(type(model).__name__, found, "one device that holds data"))
     return dict(inputs) if isinstance(inputs, Mapping) else tuple(inputs), next(iter(devices), "cpu")
-
-
-def _random_state_kept(model: nn.Module) -> Any:
-    gpus = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
-    return torch.random.fork_rng(devices=gpus, device_type="cuda")

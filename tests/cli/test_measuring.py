@@ -151,3 +151,12 @@ def test_names_are_found_when_they_are_used() -> None:
     assert sac.full.FullConfig is not None
     with pytest.raises(AttributeError, match="module 'sac' has no attribute 'aply'"):
         sac.aply  # noqa: B018
+
+
+def test_arguments_are_named_as_in_python() -> None:
+    with pytest.raises(ConfigError) as caught:
+        sac.compare(built(llama_stack), tokens(), steps=1, optimizer="adam")
+    assert str(caught.value) == (
+        "steps: 1 steps cannot be timed: the first one warms up\n    legal: 2, 3, 4, …\n"
+        "optimizer: unknown optimizer 'adam'\n    did you mean: adamw\n    legal: sgd, adamw"
+    )

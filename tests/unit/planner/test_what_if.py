@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from torch import Tensor, nn
 
 import sac
+from sac.planner.devices import Device, device_named
 from sac.planner.what_if import Alternative, alternatives, figures_at_hand
 from sac.reporting import decisions_of, group_label, regions_by_group
 from sac.tools.comparison import count_flops
@@ -67,11 +69,25 @@ def test_the_three_that_change_most_come_first() -> None:
     assert [one.seconds for one in found] == sorted((one.seconds for one in found), reverse=True)
 
 
+def test_a_gpu_without_figures_has_no_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(device: object) -> Device:
+        return device_named("NVIDIA GeForce RTX 4090")
+
+    model, _ = measured("full")
+    known = sac.report(model).alternatives
+    monkeypatch.setattr("sac.planner.what_if.device_at_hand", unknown)
+    found = sac.report(model)
+    assert [one.seconds for one in found.alternatives] == [None] * len(known)
+    assert "decided otherwise, per step, most time first on an NVIDIA A100 SXM, 80 GB (of this device" in str(found)
+
+
 def test_as_a_sentence() -> None:
     one = Alternative("layers.0-31 (x32)", "mlp.up", "aten.mm.default", 1, "save", 0.012, 2 * 10**12, 11 * 2**30)
     assert str(one) == "saving mlp.up aten.mm, call 1 in layers.0-31 (x32) would spare 12 ms (2.0 TFLOP) for 11.0 GiB"
     other = Alternative("(model)", "", "aten.gelu.default", 0, "recompute", 0.012, 0, 2**30)
     assert str(other) == "recomputing aten.gelu in (model) would free 1.0 GiB for 12 ms"
+    assert str(replace(one, seconds=None)).endswith("would spare 2.0 TFLOP for 11.0 GiB")
+    assert str(replace(other, seconds=None)).endswith("would free 1.0 GiB for its time")
 
 
 def routed(block: FunctionBlock, x: Tensor) -> Tensor:

@@ -1,0 +1,50 @@
+"""Other accelerators (MPS, XPU, NPUs), by a simulated one: the same gradients, or an error that says why not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sac.errors import SacError
+from sac.native.build import find_compiler
+from tests.docs.pages import ROOT
+from tests.stacks.other_accelerator import VALUES
+from tests.support.accelerator import compile_accelerator
+
+pytestmark = pytest.mark.slow
+
+SAID = """\
+decided otherwise, per step, most time first on an NVIDIA A100 SXM, 80 GB (of this device, times are not known):
+  saving aten.native_dropout in blocks.0-2 (x3) would spare its time for 2.3 KiB
+  saving down aten.addmm in blocks.0-2 (x3) would spare 15.4 kFLOP for 960 B
+  recomputing up aten.addmm in blocks.0-2 (x3) would free 1.9 KiB for 15.4 kFLOP
+device: 'sim:0' cannot be measured
+    legal: cpu, cuda
+Model: its parameters are on sim, whose ops and memory the planner does not know
+    legal: cpu, cuda, meta
+    fix: to plan for a GPU, keep the model on the CPU or on the meta device and name the GPU: device="h100"\
+"""
+
+
+def test_an_accelerator_that_is_neither_the_cpu_nor_cuda(tmp_path: Path) -> None:
+    try:
+        compiler = find_compiler()
+    except SacError as missing:
+        pytest.skip(str(missing))
+    library = compile_accelerator(tmp_path, compiler)
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.stacks.other_accelerator", str(library)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert run.returncode == 0, run.stderr
+    lines = run.stdout.splitlines()
+    assert [line for line in lines if "equal" in line] == [
+        *(f"{name}{dtype}: equal" for dtype in ("", " in bfloat16") for name in VALUES),
+        "named streams: equal",
+    ]
+    assert "\n".join(line for line in lines if "equal" not in line) == SAID
