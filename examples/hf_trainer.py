@@ -3,6 +3,7 @@
     python examples/hf_trainer.py --checkpointing selective --out out/trainer
     python examples/hf_trainer.py --checkpointing selective --out out/trainer --resume     # from its last checkpoint
     python examples/hf_trainer.py --budget 50% --out out/trainer
+    torchrun --nproc-per-node 2 examples/hf_trainer.py --fsdp --out out/trainer     # FSDP2 on two GPUs
 
 What the regions keep is among the Trainer's own figures, as sac/kept_bytes and so on.
 """
@@ -36,6 +37,9 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--save-steps", type=int, default=10)
     parser.add_argument("--out", required=True, help="the folder of the Trainer's checkpoints")
+    parser.add_argument(
+        "--fsdp", action="store_true", help="shard the model by FSDP2 (a budget is for the whole model)"
+    )
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --out")
     arguments = parser.parse_args(argv)
 
@@ -51,9 +55,11 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
         value = sac.plan(model, batch, arguments.budget, optimizer="adamw")
     sac.apply(model, value)
 
+    fsdp = {"version": 2, "transformer_layer_cls_to_wrap": "LlamaDecoderLayer", "state_dict_type": "SHARDED_STATE_DICT"}
     options = TrainingArguments(
         output_dir=arguments.out, max_steps=arguments.steps, save_steps=arguments.save_steps, logging_steps=1,
         per_device_train_batch_size=4, learning_rate=1e-3, lr_scheduler_type="constant", report_to=[],
+        fsdp=arguments.fsdp or None, fsdp_config=fsdp if arguments.fsdp else None,
         disable_tqdm=True, use_cpu=not torch.cuda.is_available(), dataloader_pin_memory=False,
     )  # activation_checkpointing (formerly gradient_checkpointing) stays False  # fmt: skip
     trainer = Trainer(model, options, train_dataset=data)

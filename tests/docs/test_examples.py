@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import functools
 import runpy
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.docs.example_ranks import hf_trainer_fsdp2, losses_of
+from tests.docs.example_ranks import in_two_parts as ranks_in_two_parts
 from tests.docs.pages import ROOT
+from tests.support.ranks import run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -64,6 +69,62 @@ def without_checkpointing(name: str) -> list[float]:
 def test_losses_are_those_without_checkpointing(name: str, package: str, value: str, tmp_path: Path) -> None:
     pytest.importorskip(package, reason=f"the example needs {package}")
     assert in_two_parts(name, VALUES[value], tmp_path / value) == without_checkpointing(name)
+
+
+@pytest.fixture(scope="module")
+def ranks_without_checkpointing(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[list[float]]]:
+    """The losses of each rank of an example of several processes, without checkpointing."""
+    return functools.cache(lambda name: on_ranks(name, ["--checkpointing", "none"], tmp_path_factory.mktemp(name)))
+
+
+def on_ranks(name: str, value: list[str], folder: Path) -> list[list[float]]:
+    """Return the losses of four steps on each rank, with an interruption after two."""
+    if name == "hf_trainer":
+        given = [*value, "--out", str(folder)]
+        found = run_ranks(
+            2, hf_trainer_fsdp2, [*given, "--steps", "2", "--save-steps", "2"], [*given, "--steps", "4", "--resume"]
+        )
+        assert (folder / "checkpoint-2" / "pytorch_model_fsdp_0").is_dir(), "the model was sharded"
+    else:
+        given = [*value, "--state", str(folder / "state")]
+        found = run_ranks(4, ranks_in_two_parts, name, [*given, "--steps", "2"], [*given, "--steps", "4"])
+        assert found[0] == found[1] != found[2] == found[3], "each row of ranks reads its own part of the batch"
+    assert all(len(losses) == 4 for losses in found)
+    return found
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_the_trainer_with_fsdp2_on_two_ranks(
+    value: str, tmp_path: Path, ranks_without_checkpointing: Callable[[str], list[list[float]]]
+) -> None:
+    pytest.importorskip("transformers", reason="the example needs transformers")
+    assert on_ranks("hf_trainer", VALUES[value], tmp_path) == ranks_without_checkpointing("hf_trainer")
+
+
+@pytest.mark.parametrize("value", ["full", "selective"])
+def test_fsdp2_and_tensor_parallelism_on_four_ranks(
+    value: str, tmp_path: Path, ranks_without_checkpointing: Callable[[str], list[list[float]]]
+) -> None:
+    name = "fsdp2_tensor_parallel"
+    assert on_ranks(name, VALUES[value], tmp_path) == ranks_without_checkpointing(name)
+
+
+def test_a_plan_for_one_rank_of_four_and_a_start_by_torchrun(
+    tmp_path: Path, ranks_without_checkpointing: Callable[[str], list[list[float]]]
+) -> None:
+    name, policy, state = "fsdp2_tensor_parallel", tmp_path / "planned.yaml", ["--state", str(tmp_path / "state")]
+    file, value = str(ROOT / "examples" / f"{name}.py"), ["--checkpointing", str(policy)]
+    run = functools.partial(subprocess.run, check=True, timeout=300, capture_output=True, text=True, cwd=ROOT)
+    run([sys.executable, file, *value, "--budget", "30%"])
+    assert "plan:" in policy.read_text()
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    out = run([*start, file, *value, *state, "--steps", "2"]).stdout
+    losses = ranks_without_checkpointing(name)
+    assert [line for line in out.splitlines() if line.startswith("step ")] == [
+        f"step {step}: loss {losses[0][step]:.4f}" for step in range(2)
+    ]
+    rest = run_ranks(4, losses_of, name, [*value, *state, "--steps", "4"])
+    assert rest == [of_rank[2:] for of_rank in losses]
 
 
 def test_every_example_has_a_test() -> None:
