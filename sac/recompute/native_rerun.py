@@ -12,7 +12,7 @@ from sac.recompute.module_tracker import RegionMode
 from sac.recompute.native_recorder import tell
 from sac.recompute.rerun import ForwardMode, RecomputeMode, RerunRecorder
 from sac.recompute.value_ids import ValueIds
-from sac.region.frame import Progress
+from sac.region.frame import Handle, Progress
 from sac.torch_private import OpOverload
 
 # Note [Native value ids]
@@ -43,6 +43,8 @@ class NativeValueIds(ValueIds):
             self.producers,
             self.parameter_only.table,
             self._weak.references,
+            self._inputs,
+            self._elsewhere,
         )
 
     def signature(self, key: int, args: tuple[Any, ...], kwargs: Any) -> tuple[int, bool, int]:
@@ -56,6 +58,12 @@ class NativeRerunRecorder(RerunRecorder):
     def __init__(self, library: Any, *args: Any, **more: Any) -> None:
         self.library = library
         super().__init__(*args, **more, new_value_ids=partial(NativeValueIds, library))
+
+    def pack(self, tensor: Tensor, handle: Handle) -> None:
+        """See ``RerunRecorder``."""
+        state = self.state
+        if not (state.paused or _native(state.value_ids).pack(tensor, handle)):
+            state.pack(tensor, handle)
 
     def forward_mode(self) -> AbstractContextManager[Any]:
         """Return the mode that decides."""
@@ -97,7 +105,9 @@ def _modes(library: Any) -> _Modes:
             super().__enter__()
             state = self.state
             runs = self.op_trace is None  # the library shows no op to Python
-            _native(state.value_ids).enter(self, state.value_ids, state, runs, self.table.native(library))
+            table = self.table
+            saves = bool(table.rules), state.keeps_layouts, state.keeps_persistent, table.saves_everything
+            _native(state.value_ids).enter(self, state.value_ids, state, runs, table.native(library), *saves)
             return self
 
         def __exit__(self, *error: Any) -> None:
@@ -120,6 +130,11 @@ def _modes(library: Any) -> _Modes:
             super().__enter__()
             _native(self.value_ids).enter(self, self.value_ids, None, True, self.table.native(library))
             return self
+
+        def verify(self, index: int, tensor: Tensor) -> None:
+            packed = self.state.packed
+            if index < len(packed) and not _native(self.value_ids).is_as_packed(packed[index], tensor):
+                super().verify(index, tensor)
 
         def __exit__(self, *error: Any) -> None:
             _native(self.value_ids).leave()

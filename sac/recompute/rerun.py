@@ -169,7 +169,6 @@ class RerunState:
         self.occurrences: defaultdict[int, int] = defaultdict(
             int
         )  # signature -> number of calls with it that may be saved
-        self.packs = 0
         # Per tensor that autograd saved: value id (None: not compared), whether it is external, its producer, and its
         # offset in elements (-1: not compared).
         self.packed: list[tuple[int | None, bool, CallSite | None, int]] = []
@@ -193,6 +192,11 @@ class RerunState:
         self.held_addresses: frozenset[int] = frozenset()
         self._packed_since_op: list[Handle] = []
         self._is_packed_outside = False
+
+    @property
+    def packs(self) -> int:
+        """How many tensors autograd has saved."""
+        return len(self.packed)
 
     # Forward
 
@@ -229,7 +233,6 @@ class RerunState:
 
     def pack(self, tensor: torch.Tensor, handle: Handle) -> None:
         """Keep ``tensor``, which autograd saves, if it is or views a saved output, a parameter or an input."""
-        self.packs += 1
         handle.storage = address = storage_address(tensor)
         cls = type(tensor)
         if cls is not torch.Tensor and cls is not torch.nn.Parameter:
@@ -248,9 +251,13 @@ class RerunState:
             handle.is_external = value_ids.source(tensor) != "op"
             return
         self._packed_since_op.append(handle)
-        if address in self.by_storage and self._look_at_version(tensor, address):
+        self.keep_saved(tensor, handle, value_ids.is_persistent_id(value_id))
+
+    def keep_saved(self, tensor: torch.Tensor, handle: Handle, is_persistent: bool) -> None:
+        """Keep a plain tensor if it is in a saved output, a parameter or an input."""
+        if handle.storage in self.by_storage and self._look_at_version(tensor, handle.storage):
             handle.keep(tensor)
-        elif self.keeps_persistent and value_ids.is_persistent_id(value_id):
+        elif self.keeps_persistent and is_persistent:
             handle.keep(tensor)
             handle.is_external = True
 

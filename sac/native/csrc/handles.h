@@ -35,6 +35,8 @@ struct Handle {
   char is_external;
 };
 
+inline PyTypeObject* HandleType = nullptr;
+
 inline PyObject* handles_new(PyTypeObject* type, PyObject*, PyObject*) {
   auto* self = reinterpret_cast<Handles*>(type->tp_alloc(type, 0));
   if (self != nullptr) self->list = new std::vector<Handle*>();

@@ -193,6 +193,8 @@ PyType_Spec mode_spec = {"_sac_native.Mode", sizeof(Mode), 0,
 PyMethodDef ids_methods[] = {
     {"enter", as_method(ids_enter), METH_FASTCALL, nullptr},
     {"leave", as_method(ids_leave), METH_NOARGS, nullptr},
+    {"pack", as_method(ids_pack), METH_FASTCALL, nullptr},
+    {"is_as_packed", as_method(ids_is_as_packed), METH_FASTCALL, nullptr},
     {"take", as_method(ids_take), METH_NOARGS, nullptr},
     {"forget", as_method(ids_forget), METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
@@ -344,6 +346,7 @@ PyMODINIT_FUNC PyInit__sac_native() {
   for (const auto& [name, spec] : types) {
     PyObject* type = PyType_FromSpec(spec);
     if (type == nullptr || PyModule_AddObject(made, name, type) < 0) return nullptr;
+    if (spec == &sac::handle_spec) sac::HandleType = reinterpret_cast<PyTypeObject*>(type);
   }
   return made;
 }

@@ -5,6 +5,7 @@
 // for both, so that a call has one signature whichever of the two runs it.
 #pragma once
 
+#include "handles.h"
 #include "record.h"
 
 namespace sac {
@@ -20,6 +21,8 @@ struct Ids {
   PyObject* producers;            // value id -> call site
   PyObject* parameter_bytes;      // value id -> what `ParameterOnlyIds.of` returns for it
   PyObject* references;           // weak references to storages
+  PyObject* inputs;               // value ids
+  PyObject* elsewhere;            // value ids of inputs that the region does not hold as they are
   int64_t recorded;               // ops run here
   // Of the op that Python is about to run.
   char has_signature;
@@ -33,6 +36,10 @@ struct Ids {
   PyObject* state;     // of a forward: the `RerunState`; nullptr in a recomputation
   PyObject* saved;     // of a forward: its `by_storage`
   PyObject* packed;    // of a forward: what autograd has saved since the last op
+  PyObject* packs;     // of a forward: all that autograd has saved, as `RerunState.packed` describes it
+  char has_rules;      // of a forward: whether inputs and parameters are compared, too
+  char keeps_layouts;
+  char keeps_persistent;
   PyObject* hits;      // of a forward: by rule
   char runs;           // ordinary ops run here; otherwise they are only signed
   Sites* sites;
@@ -110,6 +117,8 @@ struct Names {
   PyObject* done = PyUnicode_InternFromString("done");
   PyObject* after_op = PyUnicode_InternFromString("after_op");
   PyObject* of = PyUnicode_InternFromString("of");
+  PyObject* note_reads = PyUnicode_InternFromString("note_reads");
+  PyObject* keep_saved = PyUnicode_InternFromString("keep_saved");
 };
 
 inline const Names& names() {
@@ -218,27 +227,29 @@ inline bool see(Ids& ids, const Op& op, const Stack& stack, size_t base) {
   return true;
 }
 
-// Whether an op reads what the region saves: Python notes that.
-inline bool reads_saved(Ids& ids, const Op& op, const Stack& stack, size_t base) {
-  if (PyDict_GET_SIZE(ids.saved) == 0) return false;
-  const auto is_saved = [&](const IValue& value) {
-    if (!value.isTensor() || !value.toTensor().defined()) return false;
-    const StorageImpl* storage = storage_of(value.toTensor().unsafeGetTensorImpl());
-    if (storage == nullptr) return true;
-    Owned address(checked(PyLong_FromVoidPtr(const_cast<StorageImpl*>(storage))));
-    return found_in(ids.saved, address.get()) != nullptr;
+// Let Python note that an op reads what the region saves.
+inline void note_reads(Ids& ids, const Op& op, const Stack& stack, size_t base) {
+  if (PyDict_GET_SIZE(ids.saved) == 0) return;
+  const auto note = [&](const IValue& value) {
+    if (!value.isTensor() || !value.toTensor().defined()) return;
+    const Tensor& tensor = value.toTensor();
+    if (StorageImpl* storage = storage_of(tensor.unsafeGetTensorImpl())) {
+      Owned address(checked(PyLong_FromVoidPtr(storage)));
+      if (found_in(ids.saved, address.get()) == nullptr) return;
+    }
+    Owned wrapped(checked(THPVariable_Wrap(tensor)));
+    Owned args(checked(PyTuple_Pack(1, wrapped.get())));
+    Owned done(checked(PyObject_CallMethodOneArg(ids.state, names().note_reads, args.get())));
   };
   for (size_t i = 0; i < op.arguments.size(); i++) {
     const IValue& argument = stack[base + i];
     if (op.arguments[i] == Kind::PLAIN || argument.isNone()) continue;
     if (argument.isTensor()) {
-      if (is_saved(argument)) return true;
+      note(argument);
     } else {
-      for (const IValue& one : argument.toListRef())
-        if (is_saved(one)) return true;
+      for (const IValue& one : argument.toListRef()) note(one);
     }
   }
-  return false;
 }
 
 inline void name_result(Ids& ids, const Tensor& tensor, PyObject* id, const Signature& signature) {
@@ -333,7 +344,7 @@ inline bool rerun(Ids& ids, const OperatorHandle& op, Stack* stack) {
       if (!signature.is_known) return false;
       const bool is_ordinary = site != nullptr && ids.runs && site->verdict == Verdict::RECOMPUTE && !site->draws;
       bool is_pythons = !is_ordinary;
-      if (!is_pythons && ids.state != nullptr) is_pythons = reads_saved(ids, *known, *stack, base);
+      if (!is_pythons && ids.state != nullptr) note_reads(ids, *known, *stack, base);
       if (!is_pythons && ids.state == nullptr) {
         Owned progress(checked(PyObject_GetAttr(ids.mode, names().progress)));
         is_pythons = is_set(progress.get(), names().done);
@@ -373,17 +384,85 @@ inline c10::intrusive_ptr<TensorImpl> rerun_detach(Ids& ids, const TensorImpl* t
   return tensor->shallow_copy_and_detach(c10::VariableVersion(0), true);
 }
 
+// -- What autograd saves
+
+// The address of a tensor's storage and its value id; none if Python has to find them.
+inline std::pair<Owned, Owned> place_of(Ids& ids, PyObject* object) {
+  auto* type = reinterpret_cast<PyObject*>(Py_TYPE(object));
+  if (type != THPVariableClass && type != ParameterClass) return {};
+  const Tensor& tensor = THPVariable_Unpack(object);
+  if (!is_simple(tensor)) return {};
+  Owned address(checked(PyLong_FromVoidPtr(storage_of(tensor.unsafeGetTensorImpl()))));
+  PyObject* found = found_in(ids.by_storage, address.get());
+  if (found == nullptr) return {};
+  if (type == ParameterClass && !(holds(ids.parameter_addresses, address.get()) && holds(ids.parameters, found)))
+    return {};
+  Owned id(Py_NewRef(found));
+  return {std::move(address), std::move(id)};
+}
+
+// Do what `RerunState.pack` does for a plain tensor; return False if Python has to do it.
+inline PyObject* ids_pack(Ids* self, PyObject* const* args, Py_ssize_t) {
+  HANDLE_TH_ERRORS
+  PyObject* object = args[0];
+  if (self->state == nullptr || self->packs == nullptr || !PyObject_TypeCheck(args[1], HandleType)) Py_RETURN_FALSE;
+  auto* handle = reinterpret_cast<Handle*>(args[1]);
+  auto [address, id] = place_of(*self, object);
+  if (id.get() == nullptr) Py_RETURN_FALSE;
+  const Tensor& tensor = THPVariable_Unpack(object);
+  const bool is_persistent = holds(self->parameters, id.get()) ||
+                             (holds(self->inputs, id.get()) && !holds(self->elsewhere, id.get()));
+  const bool is_external = holds(self->external, id.get());
+  PyObject* maker = found_in(self->producers, id.get());
+  const bool has_place = maker != nullptr && !is_external && self->keeps_layouts;
+  Owned description(checked(Py_BuildValue("(OOOL)", self->has_rules || !is_persistent ? id.get() : Py_None,
+                                          is_external ? Py_True : Py_False, maker != nullptr ? maker : Py_None,
+                                          has_place ? static_cast<long long>(tensor.storage_offset()) : -1ll)));
+  handle->storage = PyLong_AsUnsignedLongLong(address.get());
+  if (PyList_Append(self->packs, description.get()) < 0 || PyList_Append(self->packed, args[1]) < 0) return nullptr;
+  if (found_in(self->saved, address.get()) != nullptr) {
+    Owned is_persistents(Py_NewRef(is_persistent ? Py_True : Py_False));
+    Owned done(checked(PyObject_CallMethodObjArgs(self->state, names().keep_saved, object, args[1],
+                                                  is_persistents.get(), nullptr)));
+  } else if (is_persistent && self->keeps_persistent) {
+    PyObject* kept = tensor.is_leaf() ? Py_NewRef(object) : checked(without_graph(tensor));
+    handle->is_kept = handle->is_external = 1;
+    handle->version = tensor.is_inference() ? 0 : tensor._version();
+    Py_XSETREF(handle->watched, Py_NewRef(kept));
+    Py_XSETREF(handle->value, kept);
+  }
+  Py_RETURN_TRUE;
+  END_HANDLE_TH_ERRORS
+}
+
+// Whether a recomputation saves what the forward has described so: value id, whether it is external, maker, offset.
+// False if Python has to find that out.
+inline PyObject* ids_is_as_packed(Ids* self, PyObject* const* args, Py_ssize_t) {
+  HANDLE_TH_ERRORS
+  PyObject* description = args[0];
+  if (PyTuple_GET_ITEM(description, 0) == Py_None) Py_RETURN_TRUE;
+  auto [address, id] = place_of(*self, args[1]);
+  if (id.get() == nullptr || PyObject_RichCompareBool(PyTuple_GET_ITEM(description, 0), id.get(), Py_EQ) != 1)
+    Py_RETURN_FALSE;
+  const long long offset = PyLong_AsLongLong(PyTuple_GET_ITEM(description, 3));
+  const bool is_there = PyTuple_GET_ITEM(description, 2) == Py_None || offset < 0 ||
+                        offset == THPVariable_Unpack(args[1]).storage_offset();
+  return PyBool_FromLong(is_there);
+  END_HANDLE_TH_ERRORS
+}
+
 // -- The type, for Python
 
 inline PyObject** ids_fields(Ids* self) { return &self->by_storage; }
 
-constexpr int IDS_FIELDS = 8;
+constexpr int IDS_FIELDS = 10;
 
 inline PyObject* ids_new(PyTypeObject* type, PyObject* args, PyObject*) {
   PyObject* given[IDS_FIELDS];
-  if (!PyArg_ParseTuple(args, "O!O!O!O!O!O!O!O!", &PyDict_Type, &given[0], &PyDict_Type, &given[1], &PySet_Type,
+  if (!PyArg_ParseTuple(args, "O!O!O!O!O!O!O!O!O!O!", &PyDict_Type, &given[0], &PyDict_Type, &given[1], &PySet_Type,
                         &given[2], &PySet_Type, &given[3], &PySet_Type, &given[4], &PyDict_Type, &given[5],
-                        &PyDict_Type, &given[6], &PyList_Type, &given[7]))
+                        &PyDict_Type, &given[6], &PyList_Type, &given[7], &PySet_Type, &given[8],
+                        &PySet_Type, &given[9]))
     return nullptr;
   auto* self = reinterpret_cast<Ids*>(type->tp_alloc(type, 0));
   for (int i = 0; self != nullptr && i < IDS_FIELDS; i++) ids_fields(self)[i] = Py_NewRef(given[i]);
@@ -409,7 +488,8 @@ inline void ids_dealloc(Ids* self) {
   Py_DECREF(type);
 }
 
-// The mode is on the stack now. Arguments: mode, value ids, state or None, whether ordinary ops run here, sites.
+// The mode is on the stack now. Arguments: mode, value ids, state or None, whether ordinary ops run here, sites; of a
+// forward also whether there are rules, `keeps_layouts`, `keeps_persistent`, and whether everything is saved.
 inline PyObject* ids_enter(Ids* self, PyObject* const* args, Py_ssize_t) {
   self->mode = args[0];
   self->owner = args[1];
@@ -418,15 +498,21 @@ inline PyObject* ids_enter(Ids* self, PyObject* const* args, Py_ssize_t) {
   self->sites = reinterpret_cast<Sites*>(args[4]);
   self->path = nullptr;
   self->path_sites = nullptr;
-  self->saved = self->packed = self->hits = nullptr;
+  self->saved = self->packed = self->packs = self->hits = nullptr;
   if (self->state != nullptr) {
-    const std::pair<const char*, PyObject**> held[] = {
-        {"by_storage", &self->saved}, {"_packed_since_op", &self->packed}, {"hits", &self->hits}};
+    const std::pair<const char*, PyObject**> held[] = {{"by_storage", &self->saved},
+                                                       {"_packed_since_op", &self->packed},
+                                                       {"packed", &self->packs},
+                                                       {"hits", &self->hits}};
     for (const auto& [name, field] : held) {
       *field = PyObject_GetAttrString(self->state, name);
       if (*field == nullptr) return nullptr;
       Py_DECREF(*field);  // the state holds it
     }
+    self->has_rules = args[5] == Py_True;
+    self->keeps_layouts = args[6] == Py_True;
+    self->keeps_persistent = args[7] == Py_True;
+    if (args[8] == Py_True) self->packs = nullptr;
   }
   self->outer = rerunning;
   rerunning = self;
@@ -440,7 +526,7 @@ inline PyObject* ids_leave(Ids* self, PyObject*) {
       break;
     }
   self->outer = nullptr;
-  self->mode = self->owner = self->state = self->saved = self->packed = self->hits = nullptr;
+  self->mode = self->owner = self->state = self->saved = self->packed = self->packs = self->hits = nullptr;
   self->sites = nullptr;
   self->has_signature = 0;
   Py_RETURN_NONE;
