@@ -17,6 +17,7 @@ from sac.errors import SacWarning
 from sac.recompute import native_watch
 from tests.promises.test_exact_when_programs_change import assert_same, train, usual
 from tests.support.native_engine import needs_library, with_library
+from tests.support.outside import NOISE, noise_of
 
 pytestmark = needs_library
 
@@ -24,8 +25,6 @@ FIX = (
     "none is needed: the activations of this call are kept until its backward instead of being recomputed, and later "
     "calls of the region keep a copy of what they write to"
 )
-OUTSIDE = torch.Generator()
-
 # These are functions because sac knows of some ops by their names in the code of a region's classes.
 
 
@@ -34,7 +33,7 @@ def nothing(layer: nn.Module, h: Tensor) -> Tensor:
 
 
 def add_noise(layer: nn.Module, h: Tensor) -> Tensor:
-    return h + torch.randn(h.shape, generator=OUTSIDE)
+    return h + noise_of(h)
 
 
 def keep_largest(layer: nn.Module, h: Tensor) -> Tensor:
@@ -79,14 +78,14 @@ each = pytest.mark.parametrize("does", FOUND, ids=lambda does: does.__name__)
 
 
 def late(does: Any) -> Callable[[], Late]:
-    OUTSIDE.manual_seed(3)
+    NOISE.manual_seed(3)
     return lambda: Late(does)
 
 
 @each
 def test_gradients_are_right_in_the_first_such_call_and_later(does: Any) -> None:
     def run() -> Late:
-        OUTSIDE.manual_seed(3)
+        NOISE.manual_seed(3)
         return Late(does)
 
     with with_library():
@@ -147,7 +146,7 @@ def test_regions_inside_of_a_watched_one_are_watched_too() -> None:
             return super().forward(sac.checkpoint(self.inner, x))
 
     def run() -> Outer:
-        OUTSIDE.manual_seed(3)
+        NOISE.manual_seed(3)
         return Outer()
 
     with with_library():
