@@ -730,8 +730,8 @@ MUTATIONS = (
         1,
         _CPP_RERUN,
         "rerun lets go of a saved result that an op reads",
-        "is_pythons = reads_saved(ids, *known, *stack, base);",
-        "is_pythons = false;",
+        "if (!is_pythons && ids.state != nullptr) note_reads(ids, *known, *stack, base);",
+        ";",
     ),
     Mutation(
         "native-no-early-stop",
