@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from sac.planner.pareto import SaveOption
 from sac.planner.profile import RegionProfile
-from sac.policy.model import Calls, Decision, Layers, PlannedRegion, PlanSection, Policy, Rule
+from sac.planner.rules import PlannedLayer, layers_of, rules_of
+from sac.policy.model import Calls, Decision, PlannedRegion, PlanSection, Policy, Rule
 from sac.policy.patterns import PathPattern
 
 NONE = "none"  # no checkpointing: autograd keeps its saved tensors
@@ -28,6 +29,24 @@ class Choice:
     flops: int = 0
 
 
+def policy_to_try(
+    profiles: Sequence[RegionProfile],
+    choices: Sequence[Sequence[Choice]],
+    groups: Sequence[int],
+    paths: Sequence[str],
+    chosen: Sequence[int],
+) -> Policy:
+    """Return a policy that decides as that of ``policy_for`` and is made sooner: its rules are not for people."""
+    rules: list[Rule] = []
+    for group, profile in enumerate(profiles):
+        used: dict[int, list[int]] = {}
+        for layer, one in _layers_of_group(profile, group, groups, paths, chosen):
+            used.setdefault(one, []).append(layer)
+        for one, layers in used.items():
+            rules += _rules_to_try(profile, choices[group][one], layers, f"{group}-{one}")
+    return Policy("tried", tuple(rules))
+
+
 def policy_for(
     profiles: Sequence[RegionProfile],
     choices: Sequence[Sequence[Choice]],
@@ -38,72 +57,54 @@ def policy_for(
     *,
     made_for: str = "",
 ) -> Policy:
-    """Return the policy that applies the chosen option to the region at each position."""
-    stacks = {profile.stack for profile in profiles}
-    rules: list[Rule] = []
+    """Return the policy that applies the chosen option to the region at each position.
+
+    Its rules are few: see Note [The rules of a plan].
+    """
+    stacks: dict[PathPattern, list[PlannedLayer]] = {}
+    sizes: dict[PathPattern, int] = {}
     for group, profile in enumerate(profiles):
-        stack = (stack_pattern(profile),) if len(stacks) > 1 else ()
-        layer = dict(zip(profile.paths, profile.layers, strict=True))
-        used: dict[int, list[int]] = {}
-        for path, of, one in zip(paths, groups, chosen, strict=True):
-            if of == group:
-                used.setdefault(one, []).append(layer[path])
-        for number, (one, layers) in enumerate(sorted(used.items(), key=lambda pair: min(pair[1]))):
-            word = letters(group) if len(profiles) > 1 else ""
-            rules += rules_for(profile, choices[group][one], layers, f"{word}{number + 1}", stack)
+        of_stack = stacks.setdefault(stack_pattern(profile), [])
+        sizes[stack_pattern(profile)] = profile.stack_size
+        of_stack += [
+            PlannedLayer(layer, profile, choices[group][one].keep)
+            for layer, one in _layers_of_group(profile, group, groups, paths, chosen)
+        ]
+    rules: list[Rule] = []
+    for number, (pattern, layers) in enumerate(stacks.items()):
+        several = len(stacks) > 1
+        prefix = f"{letters(number)}-" if several else ""
+        rules += rules_of(layers, sizes[pattern], (pattern,) if several else (), prefix)
     regions = tuple(
         PlannedRegion((stack_pattern(profile),), layers_of(profile.layers), profile.signature) for profile in profiles
     )
     return Policy(name, tuple(rules), plan=PlanSection(made_for, regions) if made_for else None)
 
 
-def layers_of(numbers: Iterable[int]) -> Layers:
-    """Return layer numbers as ``Layers`` with ranges."""
-    ranges: list[tuple[int, int]] = []
-    for number in sorted(numbers):
-        if ranges and ranges[-1][1] == number - 1:
-            ranges[-1] = ranges[-1][0], number
-        else:
-            ranges.append((number, number))
-    return Layers(ranges=tuple(ranges))
+def _layers_of_group(
+    profile: RegionProfile, group: int, groups: Sequence[int], paths: Sequence[str], chosen: Sequence[int]
+) -> list[tuple[int, int]]:
+    """Return the layers of a group, each once and with its choice, in the order of the positions."""
+    layer = dict(zip(profile.paths, profile.layers, strict=True))
+    pairs = ((layer[path], one) for path, of, one in zip(paths, groups, chosen, strict=True) if of == group)
+    return [*dict.fromkeys(pairs)]
 
 
-def rules_for(
-    profile: RegionProfile, choice: Choice, chosen: Sequence[int], name: str, stack: tuple[PathPattern, ...]
-) -> list[Rule]:
-    """Return the rules that apply ``choice`` to the layers ``chosen`` of a group; ``stack`` matches their stack."""
-    layers = None if len({*chosen}) == profile.stack_size else layers_of(chosen)
+def _rules_to_try(profile: RegionProfile, choice: Choice, layers: Sequence[int], name: str) -> Iterator[Rule]:
+    where: Any = {"layers": layers_of(layers), "blocks": (stack_pattern(profile),)}
     if choice.keep is None:
-        whole = PathPattern.parse("")
-        return [Rule(f"{name}-none", Decision.SAVE.value, module=whole, layers=layers, blocks=stack)]
+        yield Rule(name, Decision.SAVE.value, module=PathPattern.parse(""), **where)
+        return
     calls: dict[tuple[str, str], list[int]] = {}
     for number in sorted(choice.keep.saved):
         entry = profile.entries[number]
         calls.setdefault((entry.op, entry.module), []).append(entry.call)
-    count = Counter((entry.op, entry.module) for entry in profile.entries)
-    grouped: dict[tuple[str, tuple[int, ...] | None], list[str]] = {}
-    for (op, module), which in calls.items():
-        key = op, None if len(which) == count[op, module] else tuple(which)
-        grouped.setdefault(key, []).append(module)
-    rules = []
-    taken: Counter[str] = Counter()
-    for (op, calls_of), modules in grouped.items():
-        word = op.split(".")[1] if op.count(".") > 1 else op
-        word = word.split("::")[-1].strip("_")
-        taken[word] += 1
-        again = f"-{taken[word]}" if taken[word] > 1 else ""
-        rules.append(
-            Rule(
-                f"{name}-{word}{again}",
-                Decision.SAVE.value,
-                ops=(op,),
-                module=PathPattern.any_of(modules),
-                layers=layers,
-                blocks=stack,
-                call=Calls(index=frozenset(calls_of)) if calls_of is not None else None,
-            )
-        )
-    return rules
+    modules: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+    for (op, module), of in calls.items():
+        modules.setdefault((op, tuple(of)), []).append(module)
+    for number, ((op, numbers), at) in enumerate(modules.items()):
+        call = Calls(index=frozenset(numbers))
+        yield Rule(f"{name}-{number}", Decision.SAVE.value, (op,), PathPattern.any_of(at), call=call, **where)
 
 
 def stack_pattern(profile: RegionProfile) -> PathPattern:

@@ -18,7 +18,7 @@ from sac.blocks.paths import parts_of
 from sac.errors import ModelError, SacWarning
 from sac.ops.registry import find_op
 from sac.planner.alike import AlikeLayers, expanded
-from sac.planner.choices import Choice, policy_for
+from sac.planner.choices import Choice, policy_to_try
 from sac.planner.fakes import Inputs
 from sac.planner.layers import BudgetTooSmallError, assign, assign_alike
 from sac.planner.live_bytes import KernelWorkspace, Ledger
@@ -177,7 +177,7 @@ class Planner:
     @contextmanager
     def _applied(self, choice: tuple[int, ...], *, lists_ops: bool = False) -> Iterator[None]:
         """Apply the policy of a choice to the copy. ``lists_ops``: whether its regions list their ops."""
-        policy = policy_for(self.profiles, self.choices, self.groups, self.step.paths, choice, "planned")
+        policy = policy_to_try(self.profiles, self.choices, self.groups, self.step.paths, choice)
         plain = {
             path
             for path, group, one in zip(self.step.paths, self.groups, choice, strict=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from types import MappingProxyType
@@ -16,11 +16,12 @@ import yaml
 
 from sac.ops.names import resolve_ops
 from sac.ops.registry import find_op
-from sac.planner.choices import NONE, Choice, layers_of
+from sac.planner.choices import NONE, Choice
 from sac.planner.layers import BudgetTooSmallError
-from sac.planner.pareto import priced, recomputed
+from sac.planner.pareto import SaveOption, priced, recomputed
 from sac.planner.plan_file import Plan
 from sac.planner.profile import RegionProfile
+from sac.planner.rules import layers_of, matches_entry
 from sac.planner.search import Planner, Point
 from sac.policy.model import Rule, dump_policy
 from sac.policy.read import bytes_text
@@ -191,30 +192,25 @@ def _what(choice: Choice) -> str:
 
 
 def _of_rule(made: Plan, rule: Rule) -> str:
-    group, one = _meant(made, rule)
-    profile, choice = made.profiles[group], made.choices[group][one]
-    if choice.keep is None:
+    if rule.matches_module:
         return "no checkpointing in these layers: autograd keeps what it keeps, and nothing runs again"
+    profile, times, keep = _meant(made, rule)
     run_by = made.pricing.run_by
-    mine = {number for number in choice.keep.saved if _names(rule, profile, number)}
-    held = {profile.roots[value]: profile.bytes[value] for value in recomputed(profile, choice.keep.saved, run_by).held
+    mine = {number for number in keep.saved if matches_entry(rule, profile.entries[number])}
+    held = {profile.roots[value]: profile.bytes[value] for value in recomputed(profile, keep.saved, run_by).held
             if profile.maker[value] in mine}  # fmt: skip
-    less = priced(profile, made.times[group], choice.keep.saved - mine, run_by)
-    spared = seconds_text(less.seconds - choice.keep.seconds)
+    less = priced(profile, times, keep.saved - mine, run_by)
+    spared = seconds_text(less.seconds - keep.seconds)
     return f"{bytes_text(sum(held.values()))} per layer; without it {spared} more run again"
 
 
-def _meant(made: Plan, rule: Rule) -> tuple[int, int]:
-    """Return the group that a rule matches, and the choice for its first such region."""
+def _meant(made: Plan, rule: Rule) -> tuple[RegionProfile, Sequence[float], SaveOption]:
+    """Return the profile, the times and the save option of the first region in which a rule saves something."""
     for path, group, one in zip(made.paths, made.groups, made.point.choice, strict=True):
-        profile = made.profiles[group]
+        profile, keep = made.profiles[group], made.choices[group][one].keep
         layer = profile.layers[profile.paths.index(path)]
-        if rule.matches_region(path, layer, profile.stack_size):
-            return group, one
-    raise AssertionError(f"rule {rule.id} speaks of no region of the plan")
-
-
-def _names(rule: Rule, profile: RegionProfile, number: int) -> bool:
-    entry = profile.entries[number]
-    at_module = rule.module is None or rule.module.matches(entry.module)
-    return entry.op in rule.ops and at_module and (rule.call is None or rule.call.matches(entry.call))
+        if keep is None or not rule.matches_region(path, layer, profile.stack_size):
+            continue
+        if any(matches_entry(rule, profile.entries[number]) for number in keep.saved):
+            return profile, made.times[group], keep
+    raise AssertionError(f"rule {rule.id} saves nothing in any region of the plan")

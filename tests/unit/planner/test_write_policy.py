@@ -18,6 +18,7 @@ from sac.planner.choices import policy_for
 from sac.planner.fakes import fake_build, fake_copy, fake_inputs, fake_mode
 from sac.planner.plan_file import Plan, make_plan
 from sac.planner.prepare import prepare
+from sac.planner.rules import matches_entry
 from sac.planner.search import Planner
 from sac.planner.write_policy import (
     ATTENTION_MATMULS,
@@ -108,7 +109,7 @@ def test_the_whole_text_of_a_small_plan(made: Plan) -> None:
 def test_the_comment_of_a_rule_tells_the_bytes_and_the_time_that_it_spares(small: Planner, made: Plan) -> None:
     lines = write_policy(made).splitlines()
     for rule in made.policy.rules:
-        [place] = [number for number, line in enumerate(lines) if line.endswith(f"id: {rule.id}")]
+        [place] = [number for number, line in enumerate(lines) if line.lstrip("- {").split(",")[0] == f"id: {rule.id}"]
         comment = lines[place - 1]
         if rule.matches_module:
             continue
@@ -123,11 +124,7 @@ def test_the_comment_of_a_rule_tells_the_bytes_and_the_time_that_it_spares(small
 def held(small: Planner, rule: Rule) -> int:
     """The bytes of what a rule saves in a block, by shape: no two rules of these models share a storage."""
     profile = small.profiles[0]
-    found = [
-        entry
-        for entry in profile.entries
-        if entry.op in rule.ops and rule.module is not None and rule.module.matches(entry.module) and entry.savable
-    ]
+    found = [entry for entry in profile.entries if entry.savable and matches_entry(rule, entry)]
     return sum(profile.bytes[value] for entry in found for value in entry.makes)
 
 

@@ -1,0 +1,246 @@
+"""The rules of a plan: few, with ranges of layers, save-sets and paths, that decide op by op as its choices do."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import pairwise
+
+from sac.ops.names import resolve_ops
+from sac.ops.registry import find_op
+from sac.ops.save_sets import SAVE_SETS
+from sac.planner.pareto import SaveOption
+from sac.planner.profile import Entry, RegionProfile
+from sac.policy.model import Calls, Decision, Layers, Rule
+from sac.policy.patterns import PathPattern
+
+# Note [The rules of a plan]
+#
+# What a plan saves in the layers of a stack is a set of pairs of a layer and a call (op, module, number of the call). A
+# rule on layers, ops, modules and calls matches a product of such sets. Each call gets a rule that matches it in all
+# layers that save it. The rule may also match it where that changes nothing: in layers without this call, and in layers
+# without checkpointing. It may match nothing that the plan recomputes. Within these limits the rules are found one by
+# one: the next rule is the one that matches the most calls without a rule. A rule names a save-set before an op, and an
+# op before one of its overloads; it names modules only if the same op is recomputed in others, and layers only if the
+# plan recomputes it in others. Rules on the same modules and layers become one rule with several ops.
+
+_SETS = tuple(name for name, one in SAVE_SETS.items() if not any(entry.condition for entry in one.entries))
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedLayer:
+    """A layer of a stack: its profile, and the option that it saves; None if it runs without checkpointing."""
+
+    number: int
+    profile: RegionProfile
+    keep: SaveOption | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Site:
+    """A call of an op in a module, with the layers that save it and those that recompute it."""
+
+    op: str
+    module: str
+    call: int
+    saved: frozenset[int]
+    recomputed: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Product:
+    """A rule to be: ``names`` are its ops, ``modules`` and ``calls`` None for all. ``sites``: what it is there for."""
+
+    names: tuple[str, ...]
+    modules: tuple[str, ...] | None
+    calls: frozenset[int] | None
+    layers: frozenset[int]
+    sites: frozenset[_Site]
+
+
+def rules_of(
+    layers: Sequence[PlannedLayer], stack_size: int, blocks: tuple[PathPattern, ...], prefix: str
+) -> list[Rule]:
+    """Return the rules for the planned layers of one stack; see Note [The rules of a plan].
+
+    ``blocks`` matches the regions of the stack, if there are others. ``prefix`` begins the names of the rules.
+    """
+    plain = frozenset(layer.number for layer in layers if layer.keep is None)
+    everywhere = frozenset(layer.number for layer in layers)
+    found: list[Rule] = []
+    taken: Counter[str] = Counter()
+
+    def add(word: str, chosen: frozenset[int], barred: Collection[int], **matchers: object) -> None:
+        taken[word] += 1
+        name = prefix + (word if taken[word] == 1 else f"{word}-{taken[word]}")
+        ranges = _filled(chosen, everywhere - chosen - frozenset(barred))
+        limit = None if len(ranges) == stack_size else layers_of(ranges)
+        found.append(Rule(name, Decision.SAVE.value, layers=limit, blocks=blocks, **matchers))  # type: ignore[arg-type]
+
+    if plain:
+        add("none", plain, everywhere - plain, module=PathPattern.parse(""))
+    sites = _sites(layer for layer in layers if layer.keep is not None)
+    for product in _products(sites):
+        barred = frozenset[int]().union(*(site.recomputed for site in sites if _matches(product, site)))
+        add(
+            _word(product.names),
+            product.layers,
+            barred,
+            ops=product.names,
+            module=None if product.modules is None else PathPattern.parse(_pattern(product.modules)),
+            call=None if product.calls is None else Calls(index=product.calls),
+        )
+    return found
+
+
+def matches_entry(rule: Rule, entry: Entry) -> bool:
+    """Return whether a rule on ops matches this entry of a region that it is for."""
+    at_module = rule.module is None or rule.module.matches(entry.module)
+    return at_module and (rule.call is None or rule.call.matches(entry.call)) and _is_named(rule.ops, entry.op)
+
+
+@cache
+def _is_named(names: tuple[str, ...], op: str) -> bool:
+    found = find_op(op)
+    return op in names if found is None else resolve_ops(names).matches(found)
+
+
+def _sites(layers: Iterable[PlannedLayer]) -> tuple[_Site, ...]:
+    saved: dict[tuple[str, str, int], set[int]] = {}
+    recomputed: dict[tuple[str, str, int], set[int]] = {}
+    for layer in layers:
+        assert layer.keep is not None
+        for entry in layer.profile.candidates:
+            into = saved if entry.number in layer.keep.saved else recomputed
+            into.setdefault((entry.op, entry.module, entry.call), set()).add(layer.number)
+    return tuple(
+        _Site(*key, frozenset(saved.get(key, ())), frozenset(recomputed.get(key, ())))
+        for key in dict.fromkeys((*saved, *recomputed))
+    )
+
+
+def _products(sites: Sequence[_Site]) -> list[_Product]:
+    """Return products that together match each site in all layers that save it, and in none that recomputes it.
+
+    They are in the order in which a block runs the first of their ops.
+    """
+    open_sites = {site: None for site in sites if site.saved}
+    named = {name: [site for site in sites if _is_named((name,), site.op)] for name in _specs(open_sites)}
+    offers = [
+        offer
+        for chosen in dict.fromkeys(site.saved for site in open_sites)
+        for name, of_name in named.items()
+        for offer in _offers(name, chosen, of_name)
+    ]
+    found: list[_Product] = []
+    while open_sites:
+        best = max(
+            offers,
+            key=lambda one: (sum(site in open_sites for site in one.sites), one.modules is None, one.calls is None),
+        )
+        found.append(_narrowed(best, open_sites))
+        for site in best.sites:
+            open_sites.pop(site, None)
+    order = {site: number for number, site in enumerate(sites)}
+    return sorted(_joined(found, sites), key=lambda one: min(order[site] for site in one.sites))
+
+
+def _specs(sites: Iterable[_Site]) -> list[str]:
+    """Return the names that a rule may have for ops: save-sets, then ops, then overloads."""
+    ops = dict.fromkeys(site.op for site in sites)
+    sets = [name for name in _SETS if any(_is_named((name,), op) for op in ops)]
+    packets = dict.fromkeys(op.rpartition(".")[0] for op in ops if op.count(".") > 1 and find_op(op) is not None)
+    return [*sets, *packets, *ops]
+
+
+def _offers(name: str, chosen: frozenset[int], sites: Sequence[_Site]) -> Iterator[_Product]:
+    """Yield the products of the layers ``chosen`` and the ops of ``name``, which those of ``sites`` are.
+
+    One is on all calls of some modules, others on the same calls of other modules.
+    """
+    of_module: dict[str, list[_Site]] = {}
+    for site in sites:
+        of_module.setdefault(site.module, []).append(site)
+
+    def fits(site: _Site) -> bool:
+        return not site.recomputed & chosen and site.saved <= chosen
+
+    whole = [module for module, of in of_module.items() if all(not site.recomputed & chosen for site in of)]
+    covered = frozenset(site for module in whole for site in of_module[module] if site.saved and fits(site))
+    if covered:
+        yield _Product((name,), None if len(whole) == len(of_module) else tuple(whole), None, chosen, covered)
+    alike: dict[frozenset[int], list[str]] = {}
+    for module, of in of_module.items():
+        calls = frozenset(site.call for site in of if site.saved and fits(site))
+        if module not in whole and calls and not any(site.call in calls and not fits(site) for site in of):
+            alike.setdefault(calls, []).append(module)
+    for calls, modules in alike.items():
+        covered = frozenset(site for module in modules for site in of_module[module] if site.call in calls)
+        yield _Product((name,), tuple(modules), calls, chosen, covered)
+
+
+def _narrowed(product: _Product, open_sites: Collection[_Site]) -> _Product:
+    """Return the product on those modules only that have a site without a rule, unless it is on all modules."""
+    if product.modules is None:
+        return product
+    needed = {site.module for site in product.sites if site in open_sites}
+    return replace(product, modules=tuple(module for module in product.modules if module in needed))
+
+
+def _joined(products: Sequence[_Product], sites: Sequence[_Site]) -> list[_Product]:
+    """Return the products with those of the same modules, calls and layers as one."""
+    found: dict[object, _Product] = {}
+    for one in products:
+        modules = frozenset(site.module for site in sites if _matches(one, site))
+        key = modules, one.calls, one.layers
+        first = found.get(key)
+        if first is not None:
+            either = first.modules if one.modules is None else one.modules
+            one = _Product((*first.names, *one.names), either, one.calls, one.layers, first.sites | one.sites)
+        found[key] = one
+    return [*found.values()]
+
+
+def _matches(product: _Product, site: _Site) -> bool:
+    at_module = product.modules is None or site.module in product.modules
+    return at_module and (product.calls is None or site.call in product.calls) and _is_named(product.names, site.op)
+
+
+def _filled(chosen: frozenset[int], free: frozenset[int]) -> frozenset[int]:
+    """Return the chosen layers, with the gaps between them, and the ends, that consist of ``free`` layers only."""
+    order = sorted(chosen)
+    edges = [(min({*free, order[0]}) - 1, order[0]), *pairwise(order), (order[-1], max({*free, order[-1]}) + 1)]
+    gaps = (frozenset(range(low + 1, high)) for low, high in edges)
+    return chosen.union(*(gap for gap in gaps if gap <= free))
+
+
+def layers_of(numbers: Iterable[int]) -> Layers:
+    """Return layer numbers as ``Layers`` with ranges."""
+    ranges: list[tuple[int, int]] = []
+    for number in sorted(numbers):
+        if ranges and ranges[-1][1] == number - 1:
+            ranges[-1] = ranges[-1][0], number
+        else:
+            ranges.append((number, number))
+    return Layers(ranges=tuple(ranges))
+
+
+def _word(names: Sequence[str]) -> str:
+    """Return the name of a rule on these ops."""
+    first = names[0].split(".")
+    return (first[1] if len(first) > 1 else first[0]).split("::")[-1].strip("_")
+
+
+def _pattern(modules: Iterable[str]) -> str:
+    """Return one pattern for the modules, with those of one parent as ``parent.{a,b}``."""
+    of_parent: dict[str, list[str]] = {}
+    for module in modules:
+        parent, dot, name = module.rpartition(".")
+        of_parent.setdefault(parent + dot, []).append(name)
+    return _any_of([parent + _any_of(names) for parent, names in of_parent.items()])
+
+
+def _any_of(texts: Sequence[str]) -> str:
+    return texts[0] if len(texts) == 1 else "{" + ",".join(texts) + "}"
