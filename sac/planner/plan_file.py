@@ -84,6 +84,7 @@ def make_plan(
 
 def explained(planner: Planner, made: Plan) -> Plan:
     """Return the plan with what is alive at its peak, and at the least peak that was found if that is lower."""
+    planner = planner.knowing(made.choices)
     planner.progress(0, 3, "the least peak")
     planner.run(planner.least().choice)
     least = min(planner.records, key=lambda choice: planner.point("least", choice).peak)

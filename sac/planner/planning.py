@@ -24,6 +24,7 @@ from sac.planner.plan_file import Plan, make_plan
 from sac.planner.plan_view import policy_of_sizes, policy_with_figures
 from sac.planner.prepare import figures_of, prepare, refuse_unfit
 from sac.planner.search import Progress
+from sac.planner.simplify import read_share, simplified
 from sac.planner.sizes import plan_sizes
 from sac.planner.step_time import plain_step_seconds
 from sac.planner.write_policy import plain_baselines
@@ -157,6 +158,7 @@ def plan(
     in_flight: int = 1,
     exact: bool = False,
     sizes: Sequence[int] | None = None,
+    simplify: str | None = None,
 ) -> Policy:
     """Return the policy that fits one training step of ``model`` into ``budget`` with the least recomputation time.
 
@@ -178,6 +180,7 @@ def plan(
     ``sizes``: batch sizes, or lengths of sequences, to choose among, such as ``range(1, 65)``. Some of them are tried:
     powers of two, then sizes around the best and up to the largest that fits. The policy is that of the size with the
     most predicted tokens (else rows) per second, ``policy.figures.size``; its ``table()`` has a row per tried size.
+    ``simplify``: the share of a step's predicted time, such as ``"1%"``, that may be traded for fewer rules.
     The model and torch's random state are not changed. The policy's ``table()`` shows the plan next to the usual
     choices, and ``save(path)`` writes it with its figures in comments.
 
@@ -188,6 +191,7 @@ def plan(
     refuse_unfit(model)
     _refuse_other_devices(model)
     import_solver()
+    share = None if simplify is None else read_share(simplify)
 
     def plan_of(inputs: Any, progress: Progress | None = None) -> Plan:
         given, placed = _given(inputs), model
@@ -210,6 +214,8 @@ def plan(
                 progress=progress,
             )
             made = make_plan(planner, budget)
+            if share is not None:
+                made = simplified(planner, made, share)
             if sizes is not None:
                 return replace(made, step_s=plain_step_seconds(planner) + made.point.seconds)
             return replace(made, baselines=plain_baselines(planner))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from sac.blocks.paths import parts_of
 from sac.errors import ModelError, SacWarning
 from sac.ops.registry import find_op
 from sac.planner.alike import AlikeLayers, expanded
-from sac.planner.choices import Choice, policy_to_try
+from sac.planner.choices import Choice, policy_for, policy_to_try
 from sac.planner.fakes import Inputs
 from sac.planner.layers import BudgetTooSmallError, assign, assign_alike
 from sac.planner.live_bytes import KernelWorkspace, Ledger
@@ -124,6 +125,12 @@ class Planner:
             ),
         )
 
+    def knowing(self, choices: tuple[tuple[Choice, ...], ...]) -> Planner:
+        """Return a planner with further choices per group, after those of this one; it teaches this one nothing."""
+        step = copy.deepcopy(self.step)
+        step.bytes = [[one.bytes for one in of_group] for of_group in choices]
+        return replace(self, choices=choices, step=step, records={**self.records})
+
     def step_without_checkpointing(self, ledger: Ledger) -> None:
         """Run a step without checkpointing under ``ledger``."""
         with self._applied(self.without_checkpointing):
@@ -176,8 +183,9 @@ class Planner:
 
     @contextmanager
     def _applied(self, choice: tuple[int, ...], *, lists_ops: bool = False) -> Iterator[None]:
-        """Apply the policy of a choice to the copy. ``lists_ops``: whether its regions list their ops."""
-        policy = policy_to_try(self.profiles, self.choices, self.groups, self.step.paths, choice)
+        """Apply the policy of a choice to the copy. ``lists_ops``: whether its regions list ops and rules."""
+        known = self.profiles, self.choices, self.groups, self.step.paths, choice
+        policy = policy_for(*known, "planned") if lists_ops else policy_to_try(*known)
         plain = {
             path
             for path, group, one in zip(self.step.paths, self.groups, choice, strict=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -89,13 +88,11 @@ def forward_seconds(made: Plan) -> float:
 
 def _usual(planner: Planner, label: str) -> Point:
     """Run a step in which all regions save the ops of ``label``, and return its cost."""
-    choices, sizes = [], []
-    for profile, times, known in zip(planner.profiles, planner.times, planner.choices, strict=True):
-        choices.append((*known, planner.pricing.choice(profile, times, frozenset(_saved(profile, label)), label)))
-        sizes.append([choice.bytes for choice in choices[-1]])
-    step = copy.deepcopy(planner.step)  # measurements made here must not affect the plan
-    step.bytes = sizes
-    beside = replace(planner, choices=tuple(choices), step=step, records={})
+    choices = tuple(
+        (*known, planner.pricing.choice(profile, times, frozenset(_saved(profile, label)), label))
+        for profile, times, known in zip(planner.profiles, planner.times, planner.choices, strict=True)
+    )
+    beside = planner.knowing(choices)
     last = beside.everywhere(lambda group: len(beside.choices[group]) - 1)
     beside.run(last)
     return beside.point(label, last)

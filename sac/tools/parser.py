@@ -184,6 +184,7 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
         "--engine", type=_engine, default="auto", metavar="NAME", help=f"{', '.join(_ENGINES)} (default: %(default)s)"
     )
     parser.add_argument("--same-layers", action="store_true", help="use the same rules on all layers of a region group")
+    parser.add_argument("--simplify", metavar="SHARE", help='of a step\'s time to trade for fewer rules, such as "1%%"')
     parser.add_argument("--real", action="store_true", help="run on tensors with data (default: on shapes alone)")
     parser.add_argument(
         "--exact", action="store_true", help="for a CPU: run large ops too, to measure what their kernels allocate"

@@ -26,6 +26,7 @@ from sac.planner.planning import needs_lowering, planned
 from sac.planner.prepare import prepare
 from sac.planner.search import Point, Progress
 from sac.planner.sharding import fake_ranks, fsdp_over
+from sac.planner.simplify import read_share, simplified
 from sac.planner.sizes import PlannedSizes, notes_of_sizes, plan_sizes, refuse_share, table_of_sizes
 from sac.planner.step_time import plain_step_seconds
 from sac.planner.write_policy import forward_seconds, with_alternatives, write_policy
@@ -65,6 +66,7 @@ class PlanRequest:
     explain: str | None = None  # None: do not; otherwise where to save a picture, or empty
     exact: bool = False
     sizes: Sizes | None = None
+    simplify: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +217,8 @@ def _made(
             progress=progress,
         )
         made = make_plan(planner, budget, title=title, same_layers=request.same_layers)
+        if request.simplify is not None:
+            made = simplified(planner, made, read_share(request.simplify))
         if request.sizes is not None:
             return replace(made, step_s=plain_step_seconds(planner) + made.point.seconds)
         if request.explain is not None:
@@ -262,6 +266,9 @@ def check_wish(request: PlanRequest, *, calibrates: bool = False) -> None:
         checks.append(lambda: optimizer_bytes(request.optimizer, ()))
         checks.append(lambda: _check_counts(request))
         checks.append(lambda: _check_sizes(request))
+        if request.simplify is not None:
+            share = request.simplify
+            checks.append(lambda: read_share(share))
         if request.calibration is not None:
             path = request.calibration
             checks.append(lambda: _check_calibration(path))
