@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sac import compat as compat
     from sac import full as full
-    from sac.blocks.applying import apply
     from sac.blocks.checkpoint_context import context_fn
     from sac.blocks.install import remove
     from sac.blocks.watching import watch
     from sac.checkpointing import checkpoint
     from sac.errors import SacError
+    from sac.fitting.applying import apply
     from sac.planner.planning import plan
     from sac.policy.load import load_policy
     from sac.reporting import report
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # Each name is imported when it is first used, so that `sac --help` does not import torch, and training not the tools.
 _HOMES = {
     "SacError": "sac.errors",
-    "apply": "sac.blocks.applying",
+    "apply": "sac.fitting.applying",
     "checkpoint": "sac.checkpointing",
     "compare": "sac.tools.measuring",
     "context_fn": "sac.blocks.checkpoint_context",

@@ -18,6 +18,7 @@ from sac.config_keys import (
     FULL_CONFIG_KEYS,
     OWN_KEYS,
     StateProvider,
+    StepBudget,
     read_keys,
     stores_in,
     word_of,
@@ -28,7 +29,7 @@ from sac.policy.model import Chunks, Decision, Layers, Policy
 from sac.policy.patterns import PathPattern
 from sac.policy.syntax import shown
 from sac.recompute.table import ResolvedPolicy, resolve_policy
-from sac.region.settings import PLAIN, Settings
+from sac.region.settings import PLAIN, RERUN, Settings
 from sac.stores.contiguous import ContiguousBuffer
 from sac.stores.host import OnHost
 from sac.stores.scatter import FirstCalls, Scattered, VerifiedOnce, group_problem
@@ -229,8 +230,8 @@ WORDS = "none, full, selective, a shipped policy's name, a path to a YAML file, 
 class Config:
     """A parsed config value.
 
-    In mode selective, ``policy`` None means the policy of the model's family. ``full`` and ``options`` hold the
-    settings that regions run with.
+    In mode selective, ``policy`` None means the policy of the model's family, or with a ``budget`` any that fits.
+    ``full`` and ``options`` hold the settings that regions run with.
     """
 
     mode: str = DEFAULTS["mode"]
@@ -242,6 +243,10 @@ class Config:
     scope: str | tuple[str, ...] = DEFAULTS["scope"]
     granularity: str = DEFAULTS["granularity"]
     strict: bool = DEFAULTS["strict"]
+    budget: StepBudget | None = DEFAULTS["budget"]
+    optimizer: str | None = DEFAULTS["optimizer"]
+    replan: str = DEFAULTS["replan"]
+    plan_cache: str | os.PathLike[str] | bool | None = DEFAULTS["plan_cache"]
     full: FullConfig = DEFAULT_CONFIG
     options: CallOptions = DEFAULT_OPTIONS
 
@@ -332,6 +337,13 @@ def _misplaced(given: Mapping[str, Any], mode: str) -> Iterator[Problem]:
     if mode != "none" and isinstance(given.get("layers"), Chunks) and given.get("granularity") == "submodule":
         found = "a chunk of layers is one region, and granularity submodule makes several of each layer"
         yield Problem(f"{WHERE}.layers", found, fix="leave one of the two out")
+    if mode == "selective" and given.get("budget") is None:
+        for name in ("optimizer", "replan", "plan_cache"):
+            if given.get(name) not in (None, "never"):
+                yield Problem(f"{WHERE}.{name}", "it says how a budget is met, and there is none", fix="give a budget")
+    elif mode == "selective" and given.get("engine") == RERUN:
+        found = "a budget is planned for the replay engine"
+        yield Problem(f"{WHERE}.engine", found, fix="leave the engine out; or plan with `sac plan --engine rerun`")
 
 
 def _unknown_key(key: Any) -> Problem:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from sac.errors import ConfigError, Problem, SacError, listing, nearest
 from sac.policy.load import load_policy
 from sac.policy.model import Chunks, Layers
 from sac.policy.patterns import PathPattern
-from sac.policy.read import read_layer_spec, read_patterns
+from sac.policy.read import LEGAL_BYTES, parse_bytes, read_layer_spec, read_patterns
 from sac.policy.syntax import Findings, node_from_value, shown
 
 # -- A key, and how its value is read
@@ -181,6 +182,10 @@ def _joined_otherwise(value: Any) -> str:
     return "+".join(word_of(part) for part in parts)
 
 
+def _check_optimizer(value: Any) -> Finding | None:
+    return None if value is None else _check_word(value, tuple(STATES), "not the name of an optimizer")
+
+
 def _check_count(value: Any) -> Finding | None:
     return None if value is None else _check_whole(value, 1, "not a number of checkpoints")
 
@@ -251,11 +256,79 @@ def read_scope(value: Any, place: str) -> str | tuple[str, ...]:
     return word_of(value) if isinstance(value, str) else tuple(map(word_of, words))
 
 
+# -- Budgets
+
+USABLE = 0.9  # of a device's memory, unless it is said: the driver, libraries and fragmentation need the rest
+STATES = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}
+"""The states that an optimizer holds for each trained parameter, by its name; each has the parameter's size."""
+
+LEGAL_BUDGET = f'{LEGAL_BYTES}, a share of the range such as "50%", auto, or {{device: 90%}}'
+
+
+@dataclass(frozen=True, slots=True)
+class StepBudget:
+    """The most memory of a step: bytes, a share of the range, or a share of the device's memory; one of them is given.
+
+    The range goes from the least peak to the peak without checkpointing. Shares are from 0 to 1.
+    """
+
+    bytes: int | None = None
+    share: float | None = None
+    of_device: float | None = None
+    written: str = ""
+
+    def __str__(self) -> str:
+        return self.written
+
+
+def _share_in(text: str) -> float:
+    """Return a percentage as a number from 0 to 1; raises ``ValueError`` with the reason."""
+    try:
+        share = float(text.strip().removesuffix("%")) / 100
+    except ValueError:
+        raise ValueError("a share is a number with %") from None
+    if not (text.strip().endswith("%") and 0 <= share <= 1):
+        raise ValueError("a share is 0% to 100%")
+    return share
+
+
+def _read_budget(value: Any, place: str) -> StepBudget | None:
+    if value is None or isinstance(value, StepBudget):
+        return value
+    written = f"{{device: {value['device']}}}" if _is_of_device(value) else str(value)
+    try:
+        if _is_of_device(value):
+            return StepBudget(of_device=_share_in(str(value["device"])), written=written)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return StepBudget(value, written=written)
+        if word_of(value) == "auto":
+            return StepBudget(of_device=USABLE, written="auto")
+        if isinstance(value, str) and value.strip().endswith("%"):
+            return StepBudget(share=_share_in(value), written=written)
+        if isinstance(value, str) and (count := parse_bytes(value.strip())):
+            return StepBudget(count, written=written)
+    except ValueError as error:
+        raise ConfigError(Problem(place, f"{shown(repr(value))} is not a budget: {error}", LEGAL_BUDGET)) from None
+    near = nearest(word_of(value), ("auto",)) if isinstance(value, str) else ""
+    raise ConfigError(Problem(place, _shown(value, "not a budget"), LEGAL_BUDGET, near))
+
+
+def _is_of_device(value: Any) -> bool:
+    return isinstance(value, Mapping) and value.keys() == {"device"}
+
+
+def _check_plan_cache(value: Any) -> Finding | None:
+    if value is None or value is False or (isinstance(value, (str, os.PathLike)) and str(value)):
+        return None
+    return _shown(value, "not a directory"), "a path, or false", "", ""
+
+
 # -- The table, in the order of the docs and of messages
 
 _MODES = ("none", "full", "selective")
 _ENGINES = ("auto", "rerun", "replay")
 _TIMES = ("first", "always", "never")
+_REPLANS = ("never", "longer")
 _SCOPES = ("all", "language", "vision", "audio", "multimodal")
 _GRANULARITIES = ("block", "submodule")
 _CHECKS = ("default", "none")
@@ -265,6 +338,10 @@ _STORES = ("whole", "scattered", "host", "contiguous")
 
 def _always(value: Any) -> bool:
     return True
+
+
+def _is_given(value: Any) -> bool:
+    return value is not None
 
 
 def _is_chunks(layers: Any) -> bool:
@@ -364,6 +441,42 @@ _OWN = (
         "`true`: a rule that matches nothing in the first step raises an error; `false`: it warns, and results that it "
         "matches later are saved",
         default=False,
+    ),
+    Key(
+        "budget",
+        None,
+        _read_budget,
+        "for `selective`: the most memory of a step; the first step is observed, and the fastest policy that fits is "
+        "used from the second; see [a budget in the config](budget.md)",
+        "`60GiB`, `50%` of the range, `auto`, `{device: 90%}`",
+        refused_by=Refusal(
+            "full", "mode full leaves nothing to choose", "write `mode: selective`, or leave the budget out", _is_given
+        ),
+    ),
+    Key(
+        "optimizer",
+        None,
+        _checked(_check_optimizer, _word_in),
+        "with `budget`: the optimizer whose state is reserved for until it is there; default: two states per trained "
+        "parameter",
+        _in_code(tuple(STATES)),
+        tuple(STATES),
+    ),
+    _word_key(
+        "replan",
+        _REPLANS,
+        "not a time to plan again at",
+        "with `budget`: whether a step on larger inputs than planned for is observed, and planned for, too; without it "
+        "it runs under full recomputation",
+        default="never",
+    ),
+    Key(
+        "plan_cache",
+        None,
+        _checked(_check_plan_cache),
+        "with `budget`: the directory of the files that hold plans, one per model, inputs, torch, device and budget; "
+        "default: in the [cache directory](environment.md)",
+        "a path, `false` for none",
     ),
 )
 

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from sac.errors import Problem, SacError
 
 _MARK_PREFIX = "sac.mark:"
-_START, _END = "<start>", "<end>"
+_START, _END, _HERE = "<start>", "<end>", "<here>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +83,36 @@ def measure_memory(fn: Callable[[], object], device: str | torch.device = "cpu")
         return timeline
     peak_bytes = torch.cuda.max_memory_allocated(device) - start_bytes
     return MemoryTimeline(timeline.times_ms, timeline.live_bytes, peak_bytes, timeline.end_bytes, timeline.marks)
+
+
+class StepMemory:
+    """Records the allocations on the CPU from its creation until ``stop``, with marks in between.
+
+    Both have to be called outside of a backward: a profiler belongs to the state of its thread.
+    """
+
+    def __init__(self) -> None:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+        self._profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        self._profiler.__enter__()
+        mark(_START)
+
+    def mark(self) -> None:
+        """Mark the present instant."""
+        mark(_HERE)
+
+    def stop(self) -> list[tuple[int, int]]:
+        """Return, for each mark, the peak since the one before it and the live bytes, both above the start."""
+        mark(_END)
+        self._profiler.__exit__(None, None, None)
+        found, peak, live = [], 0, 0
+        for event in _events(self._profiler, torch.device("cpu")):
+            live += event.delta_bytes
+            peak = max(peak, live)
+            if event.mark == _HERE:
+                found.append((peak, live))
+                peak = live
+        return found
 
 
 def _reset_allocator(device: torch.device) -> int:

@@ -99,6 +99,10 @@ HOOKS_OF_ALL_MODULES: dict[str, dict[int, Any]] = {
     name: getattr(nn.modules.module, f"_global{name}", {}) for name in (*HOOKS, *HOOK_FLAGS)
 }
 
+# Whether a profiler records on this thread: then a budget on a CPU observes nothing, since there can be one at most.
+# Without the name, it fails with torch's own error. 1.8 to 2.13.
+profiler_is_on: Callable[[], bool] = getattr(_autograd, "_profiler_enabled", lambda: False)
+
 # -- The running backward
 
 NO_TASK = -1

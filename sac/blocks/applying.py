@@ -1,4 +1,4 @@
-"""`sac.apply` and `sac.remove`."""
+"""Make the blocks of a model regions: `sac.apply` without a budget, and regions on chosen modules."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from sac.blocks.find import (
 from sac.blocks.install import (
     Applied,
     InstalledForward,
+    RegionForward,
     UnmatchedRules,
     idle_problems,
     install,
@@ -55,24 +56,9 @@ def apply(
     *,
     tp_group: Any = None,
     get_rng_state_tracker: Callable[[], Any] | None = None,
+    forward: type[RegionForward] = RegionForward,
 ) -> nn.Module:
-    """Apply activation checkpointing to ``model`` in place and return the model.
-
-    ``value`` is the value under ``activation_checkpointing:`` in a training config; ``sac.config.parse_config``
-    documents its forms. Gradients stay bit-identical. Parameter names, ``state_dict``, classes, ``deepcopy`` and pickle
-    are unaffected. The model's own checkpointing cannot be turned on afterwards; see Note [Both on] in
-    ``sac.blocks.other_checkpointing``.
-    ``tp_group`` and ``get_rng_state_tracker`` are those of ``sac.checkpoint``. The group is used only if the config
-    scatters inputs, so it can be passed with every config.
-
-    Under ``torch.compile``, regions are part of the graph. Features that a graph cannot contain (inputs kept elsewhere,
-    trackers, generators, state providers, ``use_reentrant``) run in eager inside the compiled model, with a graph
-    break.
-
-    Raises ``ConfigError`` or ``PolicyError`` for an invalid value, and ``ModelError`` for a model that cannot be
-    checkpointed (no blocks found, sac or the model's own checkpointing is already on, or chunks of layers in a model
-    that calls its layers one by one). The model is then unchanged.
-    """
+    """Apply activation checkpointing without a budget, with a ``forward`` on each block; see ``sac.apply``."""
     if not isinstance(model, nn.Module):
         raise ConfigError(Problem("sac.apply", f"model is a {type(model).__name__}", expected="a torch.nn.Module"))
     config = parse_config(value)
@@ -106,7 +92,7 @@ def apply(
     for note in notes:  # before any change: a warning filter may turn a warning into an error
         warnings.warn(note, SacWarning, stacklevel=2)
     applied.restores = turn_off_cache(model)
-    install(pairs, applied)
+    install(pairs, applied, forward)
     install_chunks(chains, resolved.table(()), applied)
     if log is not None:
         log.regions += [installed.region for installed in regions_of(model)]

@@ -8,13 +8,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from sac.blocks.find import Block
-from sac.blocks.kv_cache import Restore
 from sac.blocks.other_checkpointing import disable_guards, refuse_callers, refuse_flags
 from sac.blocks.paths import parts_of
 from sac.blocks.report_log import ReportLog
@@ -119,18 +118,26 @@ def _problem(rule: Rule) -> Problem:
 # -- Instance-level forwards: installing and removing regions
 
 
+class Undoable(Protocol):
+    """A change of the model that ``sac.remove`` undoes."""
+
+    def undo(self) -> None:
+        """Undo the change."""
+
+
 @dataclass(slots=True)
 class Applied:
     """The record of one ``sac.apply`` on one model, shared by its regions."""
 
     mode: str
-    restores: tuple[Restore, ...]
+    restores: tuple[Undoable, ...]
     unmatched: UnmatchedRules
     left_alone: tuple[str, ...] = ()  # paths of frozen blocks
     notes: tuple[str, ...] = ()
     settings: Settings = PLAIN
     family: tuple[str, ...] = ()  # names by which the model's family is known, for policies that would fit it
     log: ReportLog | None = None
+    fitting: Any = None  # the controller of a budget
 
 
 class InstalledForward(ABC):

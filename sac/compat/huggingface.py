@@ -26,11 +26,12 @@ from typing import Any
 from torch import nn
 from transformers import TrainerCallback
 
-from sac.blocks.applying import apply, refuse_existing_checkpointing
+from sac.blocks.applying import refuse_existing_checkpointing
 from sac.blocks.install import regions_of, remove
 from sac.blocks.other_checkpointing import Switch, disable_guards
 from sac.config import parse_config
 from sac.errors import ConfigError, ModelError, Problem
+from sac.fitting.applying import apply
 from sac.reporting import check_every, report
 
 __all__ = ["ReportCallback", "SacCallback", "take_over"]

@@ -23,9 +23,9 @@ except ImportError:  # the old name of the package
     from pytorch_lightning.callbacks import Callback  # type: ignore[assignment]
     from pytorch_lightning.utilities.model_helpers import is_overridden
 
-from sac.blocks.applying import apply
 from sac.blocks.install import regions_of
 from sac.config import parse_config
+from sac.fitting.applying import apply
 from sac.reporting import check_every, report
 
 __all__ = ["SacCallback"]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sac.config_keys import STATES
 from sac.errors import PlanError, Problem, listing, nearest
 from sac.planner.fakes import fake_mode
 from sac.policy.read import LEGAL_BYTES, parse_bytes
@@ -19,7 +20,6 @@ from sac.tensors import tensor_parts
 from sac.torch_private import DataDependentOutputException
 
 LEGAL_BUDGET = f'{LEGAL_BYTES}, or a share of the range such as "50%"'
-STATES = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
-from sac.recompute.schedule import Wanted, schedule_replay
+from sac.recompute.schedule import ReplaySchedule, Wanted, schedule_replay
 
 # Note [Profiles]
 #
@@ -98,8 +98,27 @@ class RegionProfile:
 
     def replayed(self, saved: Collection[int]) -> Recompute:
         """Return what the replay engine runs again and holds if exactly the entries ``saved`` are saved."""
+        schedule = self._schedule(self._kept(saved), self.needs)
+        held = sorted({*schedule.kept, *self.routed})
+        storages = {self.roots[value]: self.bytes[value] for value in held}
+        return Recompute(tuple(step.number for step in schedule.steps), tuple(held), sum(storages.values()))
+
+    def late_replay(self, saved: Collection[int]) -> tuple[int, tuple[int, ...]]:
+        """Return when the replay begins if exactly the entries ``saved`` are saved, and the values it starts from.
+
+        Backward, which reads the needs from the last to the first, begins it at a need that is in no saved storage:
+        that of the first result, or -1 if there is none.
+        """
+        kept = self._kept(saved)
+        roots = {self.roots[value] for value in kept}
+        missing = [need for need in self.needs if need.value in self.maker and self.roots[need.value] not in roots]
+        return max((need.time for need in missing), default=-1), tuple(self._schedule(kept, missing).kept)
+
+    def _kept(self, saved: Collection[int]) -> set[int]:
         chosen = {*saved, *(entry.number for entry in self.entries if entry.must_save)}
-        kept = {value for number in chosen for value in self.entries[number].makes}
+        return {value for number in chosen for value in self.entries[number].makes}
+
+    def _schedule(self, kept: Collection[int], needs: Sequence[Need]) -> ReplaySchedule:
         tape = SimpleNamespace(
             roots=self.roots,
             kept=kept,
@@ -111,8 +130,5 @@ class RegionProfile:
             output_counts={entry.number: len(entry.makes) for entry in self.entries if len(entry.makes) != 1},
             draws_after={entry.number: entry.after for entry in self.entries if entry.after},
         )
-        wanted = [Wanted(handle, need.value, need.time) for handle, need in enumerate(self.needs)]
-        schedule = schedule_replay(tape, wanted)  # type: ignore[arg-type]
-        held = sorted({*schedule.kept, *self.routed})
-        storages = {self.roots[value]: self.bytes[value] for value in held}
-        return Recompute(tuple(step.number for step in schedule.steps), tuple(held), sum(storages.values()))
+        wanted = [Wanted(handle, need.value, need.time) for handle, need in enumerate(needs)]
+        return schedule_replay(tape, wanted)  # type: ignore[arg-type]

@@ -7,18 +7,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sac.blocks.find import Block
 from sac.blocks.install import InstalledForward, set_forward, take_off, track_modules
 from sac.blocks.paths import parts_of
+from sac.errors import PlanError, Problem
 from sac.ops.names import op_name
 from sac.planner.cost import is_causal, moved_bytes
 from sac.planner.profile import Entry, Need, RegionProfile
 from sac.policy.model import Decision, Policy, Rule
 from sac.recompute.op_trace import OpTraceRecorder, signature
 from sac.recompute.recorder import ReplayRecorder, new_tensors
-from sac.recompute.regions import Region
+from sac.recompute.regions import Region, RegionGroup
 from sac.recompute.replay import ReplayFrame
 from sac.recompute.table import CallSite, DecisionTable, resolve_policy
 from sac.recompute.tape import Tape
@@ -67,7 +68,7 @@ def profile_regions(
         for block in blocks:
             for _, module in parts_of(block.module):
                 take_off(module)
-    return _merged([watcher for watcher in watchers if watcher.found is not None])
+    return merged([watcher.found for watcher in watchers if watcher.found is not None])
 
 
 class _Profiled(InstalledForward):
@@ -163,8 +164,8 @@ class _ProfilingRecorder(ReplayRecorder):
 
     op_trace: _ProfileTrace
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, *args: Any, verifies: bool = False) -> None:
+        super().__init__(*args, verifies=verifies)
         self._needs: dict[int, Need] = {}  # by handle
         self._found: tuple[Any, ...] = ()
 
@@ -187,13 +188,18 @@ class _ProfilingRecorder(ReplayRecorder):
         needs = tuple(dict.fromkeys(need for index, need in sorted(self._needs.items()) if index in alive))
         self._found = (
             [*tape.sites], [*tape.reads], [*tape.first_outputs], {**tape.output_counts}, {**tape.writes}, [*tape.roots],
-            {**self._rules}, {*tape.kept}, needs,
+            self._savable(), {*tape.kept}, needs,
         )  # fmt: skip
         super().end(kept, missing)
 
+    def _savable(self) -> set[int]:
+        """Return the values that the policy saves."""
+        return {*self._rules}
+
     def profile(self, block: Block) -> RegionProfile:
-        """Return the region's profile."""
+        """Return the region's profile, once."""
         plans, reads, firsts, counts, writes, roots, saved, kept, needs = self._found
+        self._found = ()
         sizes = self.op_trace.sizes
         value_bytes = [0] * len(roots)
         entries = []
@@ -238,13 +244,74 @@ class _ProfilingRecorder(ReplayRecorder):
         )
 
 
-def _merged(watchers: Sequence[_Profiled]) -> tuple[RegionProfile, ...]:
-    """Return one profile for all blocks of a stack that run the same ops on the same sizes."""
+class _ThriftyRecorder(_ProfilingRecorder):
+    """Notes what a policy would save, and saves nothing but the results of ops that must be saved."""
+
+    def __init__(self, *args: Any, verifies: bool) -> None:
+        super().__init__(*args, verifies=verifies)
+        self._would_save: set[int] = set()
+
+    def _save(self, site: CallSite, rule: Any, call: int, first: int, out: Any, reads: list[int]) -> bool:
+        is_saved = super()._save(site, rule, call, first, out, reads)
+        if not is_saved or site.must_save:
+            return is_saved
+        self._would_save |= {
+            value for value in range(first, len(self.tape.roots)) if self._rules.pop(value, None) is not None
+        }
+        return False
+
+    def _keep_routing(self, site: CallSite, value: int, tensor: Tensor) -> None:
+        if site.must_save:
+            super()._keep_routing(site, value, tensor)
+
+    def _savable(self) -> set[int]:
+        return super()._savable() | self._would_save
+
+
+class ProfiledRegion(Region):
+    """A region that is recomputed in full, and profiled in its first call: ``profile`` is what its policy may save."""
+
+    def __init__(self, block: Block, group: RegionGroup) -> None:
+        super().__init__(group, block.path)
+        self.profile: RegionProfile | None = None
+        self._block = block
+
+    def _replay_frame(
+        self,
+        function: Callable[..., Any],
+        owners: tuple[nn.Module, ...],
+        settings: Settings,
+        signature: Any,
+        inputs: RegionInputs,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[ReplayFrame, ReplayRecorder]:
+        rows = _ProfileTrace()
+        recorder = _ThriftyRecorder(
+            self.group.table, self.path, owners, settings, rows, verifies=settings.verify != NEVER
+        )
+        rows.tape = recorder.tape
+        recorder.begin(inputs, inputs.leaves_of(args, kwargs))
+        frame = ReplayFrame(function, self.path, recorder, owners, settings, give_up=self._refuse, given_up=str)
+        return frame, recorder
+
+    def _refuse(self, reason: str) -> None:
+        found = f"this block cannot be planned op by op: {reason}"
+        raise PlanError(Problem(self.path, found, fix="use mode: full, or a policy by hand"))
+
+    def _take_evidence(self, recorder: Any, frame: Any, signature: Any) -> None:
+        if not isinstance(recorder, _ThriftyRecorder):
+            self._refuse("it does not run under the replay engine")
+        if self.profile is None:
+            self.profile = recorder.profile(self._block)
+        self.stats.take(recorder.figures, frame.input_bytes)
+
+
+def merged(profiles: Sequence[RegionProfile]) -> tuple[RegionProfile, ...]:
+    """Return one profile for all regions of a stack that run the same ops on the same sizes."""
     groups: dict[Any, list[RegionProfile]] = {}
-    for watcher in watchers:
-        one = watcher.found
-        assert one is not None
-        parts = watcher.block.path.removeprefix(one.stack).lstrip(".").partition(".")[2]
+    for one in profiles:
+        parts = one.name.removeprefix(one.stack).lstrip(".").partition(".")[2]
         key = (one.stack, parts, one.entries, one.roots, one.bytes, one.needs, one.signature)
         groups.setdefault(key, []).append(one)
     return tuple(

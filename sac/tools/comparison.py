@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from sac.blocks.applying import apply
 from sac.blocks.install import regions_of
 from sac.blocks.stacks import find_stacks
 from sac.charts import curves
 from sac.errors import ConfigError, Problem, SacError, nearest
+from sac.fitting.applying import apply
 from sac.memory_timeline import MemoryTimeline, mark, measure_memory
 from sac.ops.flops import added_formulas
 from sac.planner.live_bytes import KernelWorkspace, ledgers_of

@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from sac.blocks.applying import apply
 from sac.blocks.install import regions_of
 from sac.config import parse_config
 from sac.errors import ConfigError, ModelError, Problem
+from sac.fitting.applying import apply
 from sac.policy.model import Policy
 from sac.region.rng import random_state_kept
 from sac.reporting import Trace, trace_of

@@ -26,6 +26,7 @@ LAYERS = (
     {"full"},
     {"blocks"},
     {"planner"},
+    {"fitting"},
     {"reporting"},
     {"compat"},
     {"tools"},

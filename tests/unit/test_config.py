@@ -21,7 +21,8 @@ from sac.policy.patterns import PathPattern
 from sac.region.settings import PLAIN
 
 KEYS = (
-    "mode, policy, engine, verify, blocks, layers, scope, granularity, strict, use_reentrant, "
+    "mode, policy, engine, verify, blocks, layers, scope, granularity, strict, "
+    "budget, optimizer, replan, plan_cache, use_reentrant, "
     "distribute_saved_activations, preserve_rng_state, early_stop, determinism_check, keep, store, num_checkpoints, "
     "verify_replicated, prefetch, release_input, state, generators, freeze_buffers"
 )

@@ -1,0 +1,378 @@
+"""What decides in which step regions are observed, when the plan is made, and which regions a step runs with."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from sac.blocks.applying import groups_of
+from sac.blocks.find import Block
+from sac.blocks.install import Applied, RegionForward, ours_on
+from sac.config import Config, usable_policy
+from sac.config_keys import STATES, StepBudget
+from sac.errors import ConfigError, ModelError, PlanError, Problem
+from sac.fitting import plan_files
+from sac.fitting.fit import Fitted, Fitting, figures_at
+from sac.fitting.meters import Meter, meter_of
+from sac.fitting.observing import Observation, Observed
+from sac.planner.profile import RegionProfile
+from sac.planner.tracing import ProfiledRegion, merged
+from sac.policy.model import Decision, Policy, Rule, dump_policy
+from sac.recompute.regions import Region, RegionGroup
+from sac.recompute.torch_checkpoint import run_in_eager
+from sac.tensors import storage_bytes, tensor_parts
+from sac.torch_private import NO_TASK, current_graph_task_id, tree_leaves
+
+# Note [A budget]
+#
+# A controller is shared by the regions of one `sac.apply` with a budget. In its first step, all regions are recomputed
+# in full, and record their tapes; the allocator is asked at their borders. When the second step begins, the plan is
+# made, and every region gets one that carries it out. Calls of earlier steps are not touched by that: each holds the
+# table and the settings that it began with until its graph is gone.
+#
+# A *pass* is a forward of the model and its backward. The first step is over when a pass begins after parameters have
+# changed, or gradients have gone. Until then, passes accumulate gradients: the second one is observed too, since there
+# memory is used that the first one did not need.
+#
+# What a later step begins with is asked when it begins, so the optimizer's state is counted when it is there. If no
+# parameter has changed by then (a scaled loss has overflowed), the state is reserved for.
+#
+# A pass on larger inputs than were observed runs under full recomputation. Nothing of this needs other ranks, except
+# the plan itself (`agreeing.py`).
+
+_EVERYTHING = Policy("everything", (Rule("everything", Decision.SAVE.value, ("*",)),))
+_UNSEEN_STATES = 2  # per trained parameter
+_OBSERVED_PASSES = 2
+_FULL, _PROFILED, _PLANNED = "full", "profiled", "planned"
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+def observing_policy(policy: Policy | None) -> Policy:
+    """Return the policy that saves nothing, on the blocks and layers that ``policy`` chooses."""
+    if policy is None:
+        return Policy("full, until the plan is made")
+    return replace(policy, rules=(), default=Decision.RECOMPUTE, plan=None)
+
+
+class FittedForward(RegionForward):
+    """Runs its module as the region that the controller has chosen for the pass."""
+
+    def __init__(self, block: Block, group: RegionGroup, applied: Applied) -> None:
+        super().__init__(block, group, applied)
+        self.block = block
+        self.full = self.region
+        self.planned: Region | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module as a region."""
+        if not torch.is_grad_enabled():
+            return self.original(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return run_in_eager(self._run, *args, **kwargs)
+        return self._run(*args, **kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        self.applied.fitting.begin((args, kwargs), self.block.path)
+        return super()._run(*args, **kwargs)
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        observation = self.applied.fitting.observation
+        if observation is None:
+            return super()._call(*args, **kwargs)
+        observation.enter(self.block.path, args, kwargs)
+        try:
+            output = super()._call(*args, **kwargs)
+        except BaseException:
+            observation.fail()
+            raise
+        observation.leave(output)
+        return output
+
+
+class _ForwardBegins:
+    """A forward pre-hook of the model."""
+
+    handle: Any
+
+    def __init__(self, controller: Controller) -> None:
+        self.controller = controller
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self.controller.begin((args, kwargs))
+
+    def undo(self) -> None:
+        """Take the hook off the model, and stop observing."""
+        self.controller.stop()
+        self.handle.remove()
+
+
+class Controller:
+    """See Note [A budget]. ``observation``: that of the pass that is running, if it is observed."""
+
+    def __init__(self, model: nn.Module, config: Config) -> None:
+        assert config.budget is not None
+        self.model = model
+        self.config = config
+        self.budget: StepBudget = config.budget
+        self.fitted: Fitted | None = None
+        self.told = ""
+        self.shapes: tuple[Shapes, ...] = ()  # of the inputs that the plan was made for
+        devices = {part.device for parameter in model.parameters() for part in tensor_parts(parameter)}
+        self.device = next(iter(devices)) if len(devices) == 1 else torch.device("meta")
+        if meter_of(self.device) is None:
+            places = ", ".join(sorted(map(str, devices))) or "no device"
+            found = f"a budget is that of one device, and its parameters are on {places}"
+            fix = "move the model to its device before sac.apply; or plan with `sac plan`"
+            raise ModelError(Problem(type(model).__name__, found, fix=fix))
+        self._forget()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if not name.startswith("_")} | {"observation": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Have observed nothing."""
+        meter = meter_of(self.device)
+        assert meter is not None
+        self.observation: Observation | None = None
+        self._meter: Meter = meter
+        self._observed: list[Observed] = []
+        self._profiles: list[RegionProfile] = []
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._hook: Any = None
+        self._versions: tuple[int, ...] = ()
+        self._first = ""  # the path of the region that begins a pass, if the model's own forward is not called
+        self._has_forward = False
+        self._used = _PLANNED if self.fitted is not None else _FULL
+
+    def attach(self, applied: Applied) -> None:
+        """Take charge of the regions of ``applied``."""
+        begins = _ForwardBegins(self)
+        # In front of the hook that gathers parameters.
+        begins.handle = self.model.register_forward_pre_hook(begins, with_kwargs=True, prepend=True)
+        applied.fitting = self
+        applied.restores = (*applied.restores, begins)
+        self._tell(f"budget {self.budget}: no step has been observed yet")
+
+    def stop(self) -> None:
+        """Observe nothing more."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+        if self.observation is not None:
+            self.observation.end()
+            self.observation = None
+
+    @property
+    def _forwards(self) -> list[FittedForward]:
+        found = (ours_on(module) for module in self.model.modules())
+        return [one for one in found if isinstance(one, FittedForward)]
+
+    # -- The begin of a pass
+
+    def begin(self, inputs: Any, path: str | None = None) -> None:
+        """A forward begins: of the model, or if that is not called itself of the region at ``path``."""
+        if path is None:
+            self._has_forward = True
+        elif self._has_forward or self._first not in ("", path):
+            return
+        else:
+            self._first = path
+        if self.observation is not None:
+            if self.observation.waits:  # several forwards, whose backward comes later
+                return
+            self._end_pass()
+        shapes = tuple(tuple(leaf.shape) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
+        if self.fitted is not None and self._is_known(shapes):
+            self._use(_PLANNED)
+        elif self._observed and self._step_is_over():
+            self._plan(inputs, shapes)
+        else:
+            self._use(_FULL)
+            if self.fitted is None or self.config.replan == "longer":
+                self._observe(inputs, shapes)
+
+    def _is_known(self, shapes: Shapes) -> bool:
+        """Return whether the plan was made for inputs that are at least as large in each dimension."""
+        return any(_is_within(shapes, known) for known in self.shapes)
+
+    def _use(self, which: str) -> None:
+        """Have the next calls run as regions that are recomputed in full, or as those of the plan."""
+        if which != self._used:
+            self._used = which
+            for one in self._forwards:
+                one.region = one.planned if which == _PLANNED and one.planned is not None else one.full
+
+    def _observe(self, inputs: Any, shapes: Shapes) -> None:
+        if len(self._observed) >= _OBSERVED_PASSES or not self._meter.is_free():
+            return
+        if any(type(parameter.data) is not Tensor for parameter in self.model.parameters()):
+            found = "its parameters are sharded or distributed over ranks, and a budget is that of one device"
+            raise PlanError(Problem(type(self.model).__name__, found, fix="plan with `sac plan --fsdp N`"))
+        if not self._observed:
+            self._put_profiled()
+            self._versions = self._versions_now()
+        if self._hook is None:
+            self._hook = register_optimizer_step_pre_hook(self._optimizer_steps)
+        self.observation = Observation(self._meter, self._live(inputs), self._gradients, shapes)
+
+    def _put_profiled(self) -> None:
+        self._used = _PROFILED
+        forwards = {one.block.path: one for one in self._forwards}
+        resolved = usable_policy(self.config.policy or _EVERYTHING)
+        for block, group in groups_of(resolved, [one.block for one in forwards.values()], "selective"):
+            forwards[block.path].region = ProfiledRegion(block, group)
+
+    def _optimizer_steps(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        mine = {id(parameter) for parameter in self.model.parameters()}
+        if not any(id(one) in mine for group in optimizer.param_groups for one in group["params"]):
+            return
+        self._optimizers.add(optimizer)
+        if self.observation is not None and not self.observation.waits and current_graph_task_id() == NO_TASK:
+            self._end_pass()
+
+    def _end_pass(self) -> None:
+        assert self.observation is not None
+        observation, self.observation = self.observation, None
+        found = observation.end()
+        if not observation.is_in_order:
+            self.stop()
+            raise PlanError(Problem("activation_checkpointing.budget", _NOT_IN_ORDER, fix=_NOT_IN_ORDER_FIX))
+        profiles = [one.region.profile for one in self._forwards if isinstance(one.region, ProfiledRegion)]
+        if found is not None:
+            self._observed.append(found)
+            self._profiles = self._profiles or [profile for profile in profiles if profile is not None]
+        self._use(_FULL)
+
+    def _step_is_over(self) -> bool:
+        """Return whether the pass that begins is not one more of the step that was observed."""
+        return self._versions_now() != self._versions or not self._gradients()
+
+    # -- What is there
+
+    def _trained(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    def _versions_now(self) -> tuple[int, ...]:
+        return tuple(part._version for parameter in self._trained() for part in tensor_parts(parameter.detach()))
+
+    def _gradients(self) -> int:
+        return self._bytes_of([parameter.grad for parameter in self._trained() if parameter.grad is not None])
+
+    def _bytes_of(self, tensors: Sequence[Tensor]) -> int:
+        block = self._meter.block_bytes
+        sizes = {
+            part.untyped_storage()._cdata: storage_bytes(part)
+            for tensor in tensors
+            for part in tensor_parts(tensor)
+            if part.device == self.device
+        }
+        return sum(-(-size // block) * block for size in sizes.values())
+
+    def _live(self, inputs: Any) -> int:
+        states = [state for optimizer in self._optimizers for state in optimizer.state.values()]
+        parameters = [*self.model.parameters()]
+        gradients = [one.grad for one in parameters if one.grad is not None]
+        known = [*parameters, *gradients, *self.model.buffers(), *tree_leaves((inputs, states))]
+        return self._meter.live([one for one in known if isinstance(one, Tensor)])
+
+    def _unseen_state(self) -> int:
+        """Return the bytes of optimizer state to reserve: none if a step of an optimizer has been seen."""
+        if self._versions_now() != self._versions:
+            return 0
+        states = _UNSEEN_STATES if self.config.optimizer is None else STATES[self.config.optimizer]
+        there = [
+            state for optimizer in self._optimizers for state in tree_leaves([*optimizer.state.values()])
+            if isinstance(state, Tensor)
+        ]  # fmt: skip
+        return max(0, states * self._bytes_of(self._trained()) - self._bytes_of(there))
+
+    # -- The plan
+
+    def _plan(self, inputs: Any, shapes: Shapes) -> None:
+        """Make the plan at the begin of a step, and have the regions carry it out."""
+        self.stop()
+        _say(f"sac: one step observed, planning {len(self._profiles)} regions for a budget of {self.budget} …")
+        live, gradients = self._live(inputs), self._gradients()
+        block = self._meter.block_bytes
+        profiles = [
+            replace(one, bytes=tuple(-(-size // block) * block for size in one.bytes)) for one in merged(self._profiles)
+        ]
+        fitting = Fitting(
+            profiles,
+            [one.rebased(live, gradients) for one in self._observed],
+            figures_at(self.device),
+            extra=self._unseen_state(),
+            is_free=self.config.policy is None,
+        )
+        if not fitting.has_freedom:
+            assert self.config.policy is not None
+            found = f"policy {self.config.policy.name} saves nothing in these blocks, so there is nothing to choose"
+            fix = "choose another policy, or leave it out to choose among all ops"
+            raise ConfigError(Problem("activation_checkpointing.policy", found, fix=fix))
+        directory = plan_files.directory_of(self.config.plan_cache)
+        key = self._key(profiles)
+        known = plan_files.read(directory, key)
+        fitted = fitting.within(self.budget, self._meter.memory_bytes, "fitted", known)
+        if fitted.saved != known:
+            plan_files.write(directory, key, fitted)
+        self.shapes = tuple(one.shapes for one in self._observed)
+        self._put_plan(fitted)
+        self._observed, self._profiles = [], []
+        _say(f"sac: {fitted}")
+        self._use(_PLANNED if self._is_known(shapes) else _FULL)
+
+    def _key(self, profiles: Sequence[RegionProfile]) -> str:
+        """Return what a plan depends on, besides what is there when a step begins."""
+        parameters = [(name, tuple(one.shape), str(one.dtype)) for name, one in self.model.named_parameters()]
+        policy = dump_policy(self.config.policy) if self.config.policy is not None else ""
+        shapes = [one.shapes for one in self._observed]
+        device = figures_at(self.device).name if self.device.type == "cpu" else torch.cuda.get_device_name(self.device)
+        return plan_files.key_of(parameters, profiles, shapes, device, str(self.budget), policy)
+
+    def _put_plan(self, fitted: Fitted) -> None:
+        forwards = {one.block.path: one for one in self._forwards}
+        resolved = usable_policy(fitted.policy)
+        for block, group in groups_of(resolved, [one.block for one in forwards.values()], "selective"):
+            forwards[block.path].planned = Region(group, block.path)
+        self.fitted, self._used = fitted, ""
+        self._tell(str(fitted))
+
+    def _tell(self, text: str) -> None:
+        """Show ``text`` in the report."""
+        for one in self._forwards[:1]:
+            others = tuple(note for note in one.applied.notes if note != self.told)
+            one.applied.notes = (*others, text)
+        self.told = text
+
+
+def _is_within(shapes: Shapes, known: Shapes) -> bool:
+    return len(shapes) == len(known) and all(
+        len(one) == len(other) and all(size <= most for size, most in zip(one, other, strict=True))
+        for one, other in zip(shapes, known, strict=True)
+    )
+
+
+def _say(text: str) -> None:
+    """Write a line on stderr, on the first rank."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank()):
+        print(text, file=sys.stderr, flush=True)
+
+
+_NOT_IN_ORDER = (
+    "the backward of a forward ran before that of a later forward, as in a pipeline schedule; a budget counts the "
+    "bytes of one forward and its backward, or of several in the opposite order"
+)
+_NOT_IN_ORDER_FIX = "plan with `sac plan --in-flight N`, and give its file as policy"

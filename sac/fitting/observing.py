@@ -1,0 +1,172 @@
+"""One observed step: its phases at the borders of regions, in forward and backward, with live bytes and peaks."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from sac.fitting.meters import Meter
+from sac.planner.step import BACKWARD, BETWEEN, FORWARD, StepPhase, StepRecord
+from sac.torch_private import NO_TASK, current_graph_task_id, tree_leaves, when_backward_ends
+
+# Note [An observed step]
+#
+# A step begins with the model's forward and ends with its backward. It is divided into the phases of `StepPhase`, by
+# marks at the borders of regions: in forward around each call, in backward by hooks on a region's result and on its
+# first input that has a graph. Several forwards whose backward is still to come belong to one step. Their backwards
+# have to run in the opposite order, as in one graph, since the peak of a step is computed so. That is checked.
+#
+# The hooks belong to the graph, and hold the token of the step: when the graph is freed without a backward, the token
+# goes, and with it the step.
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """A step that was observed. ``live`` and ``gradients``: bytes when it began; ``shapes``: of the model's inputs.
+
+    ``made``: for each phase, the bytes of gradients of parameters at its start.
+    """
+
+    record: StepRecord
+    live: int
+    gradients: int
+    made: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+    def rebased(self, live: int, gradients: int) -> StepRecord:
+        """Return the record of such a step that begins with these bytes, or one that needs more.
+
+        If gradients are there from the start only now, backward finds those that it would have made; see
+        Note [What is there] in planning.py.
+        """
+        others = max(0, (live - gradients) - (self.live - self.gradients))
+        more = max(0, gradients - self.gradients)
+        phases = []
+        in_backward = False
+        for phase, made in zip(self.record.phases, self.made, strict=True):
+            in_backward = in_backward or phase.part == BACKWARD
+            shift = others + (max(0, more - made) if in_backward else more)
+            phases.append(
+                replace(phase, before=phase.before + shift, peak=phase.peak + shift, after=phase.after + shift)
+            )
+        return replace(self.record, phases=tuple(phases), peak=max(phase.peak for phase in phases))
+
+
+class _Token:
+    """Held by the hooks of a step's graph."""
+
+
+@dataclass(slots=True)
+class _Cut:
+    """The phase that begins at a mark, and the bytes of gradients there."""
+
+    part: str
+    position: int
+    made: int
+
+
+class Observation:
+    """Observes a step that begins now; see Note [An observed step]."""
+
+    def __init__(
+        self, meter: Meter, live: int, gradients: Callable[[], int], shapes: tuple[tuple[int, ...], ...]
+    ) -> None:
+        self._meter = meter
+        self._gradients = gradients
+        self._live = live
+        self._shapes = shapes
+        self._started_with = gradients()
+        self._paths: list[str] = []
+        self._cuts = [_Cut(BETWEEN, 0, self._started_with)]
+        self._token: Any = None
+        self._waiting: list[int] = []  # positions whose backward has not begun
+        self._tasks: set[int] = set()  # backwards that are running
+        self._ended = False
+        self.is_in_order = True
+        meter.start(live)
+
+    @property
+    def waits(self) -> bool:
+        """Whether the graph of a forward is alive whose backward is still to come, or runs."""
+        return bool(self._tasks) or (bool(self._waiting) and self._token is not None and self._token() is not None)
+
+    def enter(self, path: str, args: Any, kwargs: Any) -> None:
+        """The forward of a region begins."""
+        position = len(self._paths)
+        self._paths.append(path)
+        token = self._token() if self._token is not None else None
+        if token is None:
+            token = _Token()
+            self._token = weakref.ref(token)
+        self._new = token  # until the hooks on the result hold it
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+                tensor.register_hook(partial(self._end_backward, token, position))
+                break
+        self._cut(FORWARD, position)
+
+    def leave(self, output: Any) -> None:
+        """The forward of the region that was entered last is over."""
+        position = len(self._paths) - 1
+        token, self._new = self._new, None
+        has_graph = False
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+                tensor.register_hook(partial(self._begin_backward, token, position))
+                has_graph = True
+        if has_graph:
+            self._waiting.append(position)
+        self._cut(BETWEEN, position + 1)
+
+    def fail(self) -> None:
+        """The forward of a region has raised: this step tells nothing."""
+        self._new = None
+        self.is_in_order = False
+
+    def _cut(self, part: str, position: int) -> None:
+        self._meter.mark()
+        self._cuts.append(_Cut(part, position, self._gradients()))
+
+    def _begin_backward(self, token: _Token, position: int, gradient: Tensor) -> None:
+        if position not in self._waiting:  # another result of the same region, or a second backward
+            return
+        if self._waiting[-1] != position:
+            self.is_in_order = False
+        self._waiting.remove(position)
+        task = current_graph_task_id()
+        if task != NO_TASK and task not in self._tasks and when_backward_ends is not None:
+            self._tasks.add(task)
+            when_backward_ends(partial(self._end_task, task))
+        self._cut(BACKWARD, position)
+
+    def _end_backward(self, token: _Token, position: int, gradient: Tensor) -> None:
+        if (self._cuts[-1].part, self._cuts[-1].position) == (BACKWARD, position):
+            self._cut(BETWEEN, position)
+
+    def _end_task(self, task: int) -> None:
+        self._tasks.discard(task)
+        if not self._waiting and not self._tasks and not self._ended:
+            self._ended = True
+            self._cut(BETWEEN, 0)
+
+    def end(self) -> Observed | None:
+        """Stop measuring; return what was observed, or None if no backward has run through all regions."""
+        self._meter.mark()
+        levels = self._meter.stop()
+        if not self._paths or self._waiting or not self._ended or len(levels) != len(self._cuts):
+            return None
+        phases, before = [], self._live
+        for cut, level in zip(self._cuts[:-1], levels[:-1], strict=True):  # the last phase is what came after backward
+            phases.append(StepPhase(cut.part, cut.position, before, level.peak, level.live))
+            before = level.live
+        kept = next(phase.before for phase in phases if phase.part == BACKWARD)
+        peak = max(phase.peak for phase in phases)
+        record = StepRecord(tuple(self._paths), tuple(phases), self._live, kept, peak)
+        return Observed(
+            record, self._live, self._started_with, tuple(cut.made for cut in self._cuts[:-1]), self._shapes
+        )

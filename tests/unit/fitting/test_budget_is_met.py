@@ -1,0 +1,287 @@
+"""With a budget in the config, the allocator's peak from the second step on is within it, and results are unchanged."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import sac
+from sac.errors import ConfigError, ModelError, PlanError
+from sac.policy.read import bytes_text
+from sac.torch_private import profiler_is_on
+from tests.unit.fitting.small_training import (
+    LAYERS,
+    X,
+    Y,
+    built,
+    controller_of,
+    ends,
+    share,
+    trained,
+    within,
+)
+
+
+@pytest.mark.parametrize("part", [0.4, 0.8])
+@pytest.mark.parametrize("passes", [1, 3])
+def test_peak_is_within_the_budget_and_uses_most_of_the_room(part: float, passes: int) -> None:
+    budget, low = share(part, passes), ends(passes)[0]
+    found = trained(within(budget), passes=passes)
+    assert max(found.peaks) <= budget
+    assert max(found.peaks) - low >= 0.8 * (budget - low)
+    assert found.is_equal(trained(None, passes=passes))
+
+
+def test_least_budget_is_that_of_full_recomputation() -> None:
+    found = trained(within(ends()[0]))
+    assert set(found.peaks) == {ends()[0]}
+
+
+def test_ample_budget_means_no_checkpointing() -> None:
+    found = trained(within("1GiB"), steps=4)
+    assert found.peaks[1:] == [ends()[1]] * 2  # in the second step, each block is recorded
+    assert "0% of the blocks' forward run again" in str(sac.report(found.model))
+
+
+def test_gradients_that_stay_are_counted() -> None:
+    low, high = (max(trained(mode, set_to_none=False).peaks) for mode in ("full", None))
+    budget = (low + high) // 2
+    found = trained(within(budget), set_to_none=False)
+    assert low + 0.7 * (budget - low) <= max(found.peaks) <= budget
+
+
+def test_state_of_the_optimizer_that_is_there_counts_once() -> None:
+    before = trained(None, steps=1)
+    budget = share(0.5)
+    found = trained(within(budget), resume=before)
+    assert share(0.4) <= max(found.peaks) <= budget
+    assert found.is_equal(trained(None, resume=before))
+
+
+@pytest.mark.parametrize(("optimizer", "states"), [(None, 2), ("adamw", 2), ("momentum", 1), ("sgd", 0)])
+def test_state_is_reserved_for_until_it_is_seen(optimizer: str | None, states: int) -> None:
+    class Skipping(torch.optim.AdamW):  # as a scaler does where a loss has overflowed
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            self.param_groups[0].setdefault("steps", 0)
+
+    found = trained(within("1GiB", optimizer=optimizer), steps=2, optimizer=Skipping)
+    fitted = controller_of(found.model).fitted
+    assert fitted is not None
+    state = states * sum(parameter.numel() * 4 for parameter in built().parameters())
+    unreserved = trained(within("1GiB", optimizer="sgd"), steps=2, optimizer=Skipping)
+    other = controller_of(unreserved.model).fitted
+    assert other is not None
+    assert fitted.most - other.most == state
+
+
+def test_share_of_the_range() -> None:
+    found = trained(within("50%"))
+    fitted = controller_of(found.model).fitted
+    assert fitted is not None
+    assert fitted.allowed == fitted.least + int(0.5 * (fitted.most - fitted.least))
+    assert fitted.least == ends()[0]
+    assert max(found.peaks) <= fitted.allowed
+
+
+def test_auto_and_shares_of_the_device() -> None:
+    for budget, part in (("auto", 0.9), ({"device": "50%"}, 0.5)):
+        controller = controller_of(trained(within(budget), steps=2).model)
+        assert controller.fitted is not None
+        assert controller.fitted.allowed == int(part * controller._meter.memory_bytes)
+
+
+def test_the_search_stays_within_the_rules_of_a_policy() -> None:
+    policy = {"schema": "sac/v1", "name": "mine", "rules": [{"id": "products", "ops": "matmul", "do": "save"}]}
+    found = trained(within("1GiB", policy=policy))
+    saved = {rule for kind in sac.report(found.model).kinds for use in kind.rules for rule in [use.rule]}
+    assert saved
+    assert all("mm" in rule for rule in saved)
+    assert found.is_equal(trained(None))
+
+
+def test_two_forwards_before_one_backward_are_one_step() -> None:
+    model = built()
+    sac.apply(model, within("1GiB"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    for _ in range(2):
+        (model(X).square().mean() + model(Y).square().mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    fitted = controller_of(model).fitted
+    assert fitted is not None
+    assert len(fitted.paths) == 2 * LAYERS
+
+
+def test_forward_without_backward_is_not_the_first_step() -> None:
+    model = built()
+    sac.apply(model, within("1GiB"))
+    model(X)
+    with torch.no_grad():
+        model(X)
+    found = trained(None, model=model)
+    assert controller_of(found.model).fitted is not None
+    assert found.is_equal(trained(None))
+
+
+def test_graph_of_the_first_step_keeps_its_decisions() -> None:
+    model = built()
+    sac.apply(model, within("1GiB"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    held = model(X).square().mean()
+    held.backward(retain_graph=True)
+    first = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    optimizer.zero_grad()
+    state = copy.deepcopy(model.state_dict())
+    optimizer.step()  # nothing has a gradient: the parameters stay
+    model(Y).square().mean().backward()
+    assert controller_of(model).fitted is not None
+    optimizer.zero_grad()
+    assert all(torch.equal(one, two) for one, two in zip(state.values(), model.state_dict().values(), strict=True))
+    held.backward()
+    again = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    assert all(torch.equal(one, two) for one, two in zip(first, again, strict=True))
+
+
+def test_larger_inputs_run_under_full_recomputation() -> None:
+    large = torch.cat([X, X]), torch.cat([Y, Y])
+    found = trained(within("1GiB"), steps=4, batch=lambda step: large if step == 2 else (X, Y))
+    plain = trained("full", steps=4, batch=lambda step: large if step == 2 else (X, Y))
+    none = trained(None, steps=4, batch=lambda step: large if step == 2 else (X, Y))
+    assert found.peaks[1] == plain.peaks[1] < none.peaks[1]
+    assert found.peaks[2] == none.peaks[2]
+    assert found.is_equal(none)
+
+
+def test_larger_inputs_are_planned_for_if_asked() -> None:
+    large = torch.cat([X, X]), torch.cat([Y, Y])
+    model = built()
+    sac.apply(model, within("1GiB", replan="longer"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    known = []
+    for x, _ in [(X, Y), (X, Y), large, (X, Y), large, large]:
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        known.append(controller_of(model).shapes)
+    assert known == [(), *[((tuple(X.shape),),)] * 3, *[((tuple(large[0].shape),),)] * 2]
+
+
+def test_copies_and_pickles_of_a_model_with_a_budget() -> None:
+    model = built()
+    sac.apply(model, within(share(0.5)))
+    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    found = trained(None, model=model)
+    copies += [copy.deepcopy(found.model), pickle.loads(pickle.dumps(found.model))]
+    for one in copies:
+        again = trained(None, model=one)
+        assert controller_of(one).model is one
+        assert controller_of(one).fitted is not None
+        assert max(again.peaks) <= share(0.5)
+
+
+def test_model_can_be_freed_of_its_budget_at_any_time() -> None:
+    model = built()
+    before = set(model.__dict__), dict(model._forward_pre_hooks)
+    sac.apply(model, within("1GiB"))
+    model(X)
+    sac.remove(model)
+    assert (set(model.__dict__), dict(model._forward_pre_hooks)) == before
+    assert not profiler_is_on()
+    assert trained(None, model=model).is_equal(trained(None))
+
+
+def test_report_and_progress_tell_of_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    model = built()
+    sac.apply(model, within("50%"))
+    assert "budget 50%: no step has been observed yet" in str(sac.report(model))
+    trained(None, model=model)
+    told = capsys.readouterr().err
+    line = r"planned for a budget of [\d.]+ MiB: predicted peak [\d.]+ MiB \(least [\d.]+ MiB, without checkpointing "
+    assert told.startswith(f"sac: one step observed, planning {LAYERS} regions for a budget of 50% …\nsac: planned")
+    assert re.search(line, told)
+    assert re.search(line, str(sac.report(model)).replace("\n", " "))
+    assert "no step has been observed" not in str(sac.report(model))
+
+
+def test_policies_can_be_planned_without_the_models_own_forward() -> None:
+    model = built()
+    sac.apply(model, within(share(0.5)))
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner.head(self.inner.body(self.inner.embedding(x)))
+
+    found = trained(None, model=Outer())
+    assert controller_of(model).fitted is not None
+    assert max(found.peaks) <= share(0.5)
+
+
+# -- Errors
+
+
+def test_budget_below_the_least_peak() -> None:
+    with pytest.raises(PlanError) as raised:
+        trained(within("1MiB"))
+    assert str(raised.value) == (
+        "activation_checkpointing.budget: 1MiB (1048576 bytes) is below the least peak of a step of this model on "
+        f"these inputs\n    legal: {ends()[0]} bytes ({bytes_text(ends()[0])}) or more\n"
+        "    fix: give more, or shrink the batch, the sequence, or what checkpointing cannot: shard "
+        "parameters, chunk the loss"
+    )
+
+
+def test_policy_without_freedom() -> None:
+    policy = {"schema": "sac/v1", "name": "mine", "rules": [{"id": "none", "ops": "convolution", "do": "save"}]}
+    with pytest.raises(ConfigError) as raised:
+        trained(within("1GiB", policy=policy))
+    assert str(raised.value) == (
+        "activation_checkpointing.policy: policy mine saves nothing in these blocks, so there is nothing to choose\n"
+        "    fix: choose another policy, or leave it out to choose among all ops"
+    )
+
+
+def test_policy_on_whole_modules() -> None:
+    policy = {"schema": "sac/v1", "name": "mine", "rules": [{"id": "mlp", "module": "mlp", "do": "save"}]}
+    with pytest.raises(ConfigError) as raised:
+        sac.apply(built(), within("1GiB", policy=policy))
+    assert str(raised.value) == (
+        "activation_checkpointing.policy: a rule that saves whole modules leaves no choice among their ops\n"
+        "    fix: add `ops` to the rule, or leave the budget out"
+    )
+
+
+def test_model_without_a_device() -> None:
+    with torch.device("meta"):
+        model = built()
+    with pytest.raises(ModelError) as raised:
+        sac.apply(model, within("1GiB"))
+    assert str(raised.value) == (
+        "Language: a budget is that of one device, and its parameters are on meta\n"
+        "    fix: move the model to its device before sac.apply; or plan with `sac plan`"
+    )
+
+
+def test_backward_of_an_earlier_forward_before_that_of_a_later_one() -> None:
+    model = built()
+    sac.apply(model, within("1GiB"))
+    losses = [model(X).square().mean(), model(Y).square().mean()]
+    for loss in losses:
+        loss.backward()
+    with pytest.raises(PlanError) as raised:
+        model(X)
+    assert str(raised.value) == (
+        "activation_checkpointing.budget: the backward of a forward ran before that of a later forward, as in a "
+        "pipeline schedule; a budget counts the bytes of one forward and its backward, or of several in the opposite "
+        "order\n    fix: plan with `sac plan --in-flight N`, and give its file as policy"
+    )
+    assert not profiler_is_on()
