@@ -3,12 +3,14 @@
 
     .venv/bin/python scripts/plan_accuracy.py                 all models, some minutes on two free cores
     .venv/bin/python scripts/plan_accuracy.py --model Llama T5  these
+    .venv/bin/python scripts/plan_accuracy.py --device cuda   on a GPU, where the workspace of kernels is not predicted
     .venv/bin/python scripts/plan_accuracy.py --write docs/planning-accuracy.md
 
 Predicted: by a step of the model on tensors without data. Measured: by the profiler's memory events in the second step
 of the same model with data, so that all first calls are over. Kept is what lives between forward and backward, peak the
 most that lives at a time; both without parameters, buffers and inputs, which no policy changes. The two planned
-policies are those that `sac.plan` makes for these shares of the range.
+policies are those that `sac.plan` makes for these shares of the range. The exit code is 1 if a figure is not exact on a
+CPU, or if on a GPU a step takes a twentieth more at its peak than was predicted.
 
 The second table is about the prediction before the check: the planner adds up what it has seen of each layer in steps
 with other choices, solves with that, and then runs a step with the solution. Here it is asked of random choices.
@@ -21,6 +23,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -64,6 +67,11 @@ class Row:
     def is_exact(self) -> bool:
         return self.predicted == self.measured
 
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is at most a twentieth above the predicted one."""
+        return self.measured.peak <= 1.05 * self.predicted.peak
+
     def cells(self) -> list[str]:
         found = [self.model, self.policy]
         for said, seen in ((self.predicted.kept, self.measured.kept), (self.predicted.peak, self.measured.peak)):
@@ -85,9 +93,10 @@ class Composed:
         return [self.model, str(len(self.differences)), str(exact), f"{low:,}", f"{high:,}", f"{self.range_bytes:,}"]
 
 
-def rows_of(name: str, layers: int, told: Callable[[str], None]) -> Iterator[Row | Composed]:
+def rows_of(name: str, layers: int, device: str, told: Callable[[str], None]) -> Iterator[Row | Composed]:
     """Yield a row for each policy on the model, and the composed predictions at the end."""
     model, inputs = model_named(name, layers)
+    model, inputs = model.to(device), {key: value.to(device) for key, value in inputs.items()}
     for policy, config in CONFIGS.items():
         told(f"{name}, {policy}")
         said = predicted(model, inputs, config, warm_up=policy == EVERYTHING)
@@ -137,6 +146,7 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], text_columns: 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="+", metavar="NAME", choices=[*MODELS], default=[*MODELS], help="only these")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where steps are run (cpu)")
     parser.add_argument("--layers", type=int, default=4, help="layers in each stack (4)")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     parser.add_argument("--write", metavar="PAGE", help="put the tables between the markers of this page")
@@ -144,7 +154,8 @@ def main() -> int:
     found: list[Row | Composed] = []
     with shown_progress(quiet=given.json) as progress:
         for done, name in enumerate(given.model):
-            found += rows_of(name, given.layers, lambda label, done=done: progress(done, len(given.model), label))
+            told = partial(progress, done, len(given.model))
+            found += rows_of(name, given.layers, given.device, told)
     rows = [row for row in found if isinstance(row, Row)]
     composed_rows = [row for row in found if isinstance(row, Composed)]
     if given.json:
@@ -154,7 +165,7 @@ def main() -> int:
         print_rows(COMPOSED_COLUMNS, [row.cells() for row in composed_rows], right=COMPOSED_COLUMNS[1:])
     if given.write:
         write_between(Path(given.write), "plan-accuracy", page(rows, composed_rows, environment("plan_accuracy.py")))
-    return 0 if all(row.is_exact for row in rows) else 1
+    return 0 if all(row.is_exact if given.device == "cpu" else row.fits for row in rows) else 1
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from sac.blocks.find import find_blocks
 from sac.blocks.kv_cache import turn_off_cache
 from sac.memory_timeline import mark, measure_memory
 from sac.planner.fakes import call, fake_copy, fake_inputs, fake_mode
-from sac.planner.live_bytes import KernelWorkspace, Ledger
+from sac.planner.live_bytes import KernelWorkspace, Ledger, ledgers_of
 from sac.planner.step import run_step, scalar_loss
 from tests.support.model_zoo import tiny
 
@@ -93,9 +93,9 @@ def predicted(
     if config is not None:
         sac.apply(copied, config)
     blocks = [(block.path, block.module) for block in find_blocks(copied)]
-    record = run_step(
-        copied, fake_inputs(inputs, mode), blocks, Ledger(workspace=KernelWorkspace()), loss_fn, warm_up=warm_up
-    )
+    on_cpu = _device_of(model).type == "cpu"
+    ledger = Ledger(workspace=KernelWorkspace()) if on_cpu else ledgers_of(None)()
+    record = run_step(copied, fake_inputs(inputs, mode), blocks, ledger, loss_fn, warm_up=warm_up)
     return Bytes(record.kept - record.static, record.peak - record.static)
 
 
@@ -115,5 +115,9 @@ def measured(model: nn.Module, inputs: Inputs, config: Any, loss_fn: Callable[[A
 
     step()
     copied.zero_grad(set_to_none=True)
-    timeline = measure_memory(step)
+    timeline = measure_memory(step, _device_of(model))
     return Bytes(timeline.at("forward is over"), timeline.peak_bytes)
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
