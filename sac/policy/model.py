@@ -333,7 +333,7 @@ class Policy:
         return self.table()
 
     def __repr__(self) -> str:
-        planned = ", planned" if self.plan is not None else ""
+        planned = ", planned" if self.plan is not None and self.name != "planned" else ""
         rules = count_text(len(self.rules), "rule")
         return f"<Policy {self.name}{planned}: {rules}, everything else: {self.default.value}; print() shows all>"
 
@@ -358,7 +358,7 @@ def limits_of(rule: Rule) -> list[str]:
     if rule.blocks:
         limits.append(f"blocks {' or '.join(pattern.text for pattern in rule.blocks)}")
     if rule.module is not None:
-        limits.append(f"module {rule.module.text}")
+        limits.append(f"module {rule.module.text or '(the block)'}")
     if rule.layers is not None:
         limits.append(f"layers {layers_text(rule.layers)}")
     if rule.call is not None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from math import isfinite
 from pathlib import Path
+from typing import Any
 
 from sac.config import parse_config, usable_policy
 from sac.errors import ConfigError, Problem, SacError, nearest
@@ -57,14 +58,14 @@ def modes_of(arguments: argparse.Namespace) -> list[str]:
 def check_trace(arguments: argparse.Namespace) -> None:
     """Raise ``ConfigError`` with all problems in the arguments of `sac trace`."""
     checks = [lambda: check_device(arguments.device), lambda: check_value(arguments.policy, "--policy")]
-    _refuse([*_of_model(arguments), *checks, *_of_output(arguments)])
+    refuse([*_of_model(arguments), *checks, *_of_output(arguments)])
 
 
 def check_compare(arguments: argparse.Namespace) -> None:
     """Raise ``ConfigError`` with all problems in the arguments of `sac compare`."""
     checks: list[Check] = [lambda: training_of(arguments), lambda: _check_rate(arguments.lr)]
-    checks += [_value_check(mode) for mode in modes_of(arguments) if mode != NONE]
-    _refuse([*_of_model(arguments), *checks, *_of_output(arguments)])
+    checks += [partial(check_value, mode, "--modes") for mode in modes_of(arguments) if mode != NONE]
+    refuse([*_of_model(arguments), *checks, *_of_output(arguments)])
 
 
 def check_plan(arguments: argparse.Namespace, request: PlanRequest) -> None:
@@ -74,10 +75,10 @@ def check_plan(arguments: argparse.Namespace, request: PlanRequest) -> None:
         checks.append(lambda: check_writable(arguments.out))
     elif arguments.calibrate:
         checks.append(_no_out)
-    _refuse([*_of_model(arguments), *checks, *_of_output(arguments)])
+    refuse([*_of_model(arguments), *checks, *_of_output(arguments)])
 
 
-def check_value(value: str, where: str) -> None:
+def check_value(value: Any, where: str) -> None:
     """Raise ``ConfigError`` if ``value`` is not a config value, or names a policy that cannot be used here."""
     try:
         config = parse_config(value)
@@ -153,10 +154,6 @@ def _of_output(arguments: argparse.Namespace) -> list[Check]:
     return checks
 
 
-def _value_check(mode: str) -> Check:
-    return lambda: check_value(mode, "--modes")
-
-
 def _check_rate(rate: float) -> None:
     if not (isfinite(rate) and rate >= 0):
         raise ConfigError(Problem("--lr", f"{rate} is not a learning rate", "a number of 0 or more"))
@@ -175,7 +172,7 @@ def _at(problem: Problem, where: str) -> Problem:
     return Problem(where, problem.found, problem.expected, problem.nearest, problem.fix)
 
 
-def _refuse(checks: Sequence[Check]) -> None:
+def refuse(checks: Sequence[Check]) -> None:
     """Run all checks; raise one ``ConfigError`` with all that they find, each problem once."""
     problems: dict[Problem, None] = {}
     for check in checks:

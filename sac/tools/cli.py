@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
-from sac.errors import SacError
+from sac.errors import SacError, SacWarning
 from sac.tools.parser import DONE, INTERRUPTED, REFUSED, Command, parse
 
 if TYPE_CHECKING:  # these import torch, which help does not need
@@ -64,6 +64,15 @@ def _quiet_libraries() -> Iterator[None]:
         if not sys.warnoptions:
             for category in (DeprecationWarning, PendingDeprecationWarning, FutureWarning):
                 warnings.simplefilter("ignore", category)
+        others = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+            if issubclass(category, SacWarning):  # about what the user wrote, not about a line of code
+                print(f"warning: {message}", file=sys.stderr)
+            else:
+                others(message, category, *place, **more)
+
+        warnings.showwarning = show
         try:
             for name, level in levels.items():
                 logging.getLogger(name).setLevel(level)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from sac.fitting.applying import apply
 from sac.policy.model import Policy
 from sac.region.rng import random_state_kept
 from sac.reporting import Trace, trace_of
-from sac.tools.arguments import check_creatable
+from sac.tools.arguments import check_creatable, check_value, refuse
 from sac.tools.comparison import NONE, Comparison, Training, forward_backward, inputs_on
 from sac.tools.comparison import compare as compare_copies
 from sac.tools.models import BuiltModel, Inputs
@@ -58,7 +59,7 @@ def trace_here(
 def compare(
     model: nn.Module,
     inputs: Any,
-    modes: Iterable[Any] | Mapping[str, Any] = MODES,
+    modes: str | Policy | Iterable[Any] | Mapping[str, Any] = MODES,
     *,
     steps: int = 5,
     optimizer: str = "sgd",
@@ -70,21 +71,23 @@ def compare(
 ) -> Comparison:
     """Train copies of ``model`` under each of ``modes`` and return their memory, recomputation, time and gradients.
 
-    ``modes``: config values (words, paths, mappings, policies), or a dict of them by the label of their row. ``none``
-    is always measured, first. Every copy starts from the weights of ``model``, sees the same ``inputs`` in all
-    ``steps``, and draws the same random numbers; the model and the random state stay as they are. There is a copy
-    of the weights per mode. ``inputs`` and ``loss_fn`` are as for ``sac.trace``; ``optimizer`` is ``sgd`` or ``adamw``.
+    ``modes``: config values (words, paths, mappings, policies), or a dict of them by the label of their row; or one
+    word or policy. ``none`` is always measured, first. Every copy starts from the weights of ``model``, sees the same
+    ``inputs`` in all ``steps``, and draws the same random numbers; the model and the random state stay as they are.
+    There is a copy of the weights per mode. ``inputs`` and ``loss_fn`` are as for ``sac.trace``; ``optimizer`` is
+    ``sgd`` or ``adamw``.
 
     ``html``: also write a page to this file, with memory over the step and what is alive at each moment of it, the
     decisions per op, and the bytes per rule; it takes one step more per mode.
 
-    A mode that sac refuses keeps its row, with the error. Raises ``ConfigError`` for arguments that cannot be used,
-    ``ModelError`` for a model that sac is already on.
+    A mode that sac refuses for this model keeps its row, with the error. Raises ``ConfigError`` for arguments that
+    cannot be used and for modes that do not exist, ``ModelError`` for a model that sac is already on.
     """
     if html is not None:
         check_creatable(os.path.expanduser(html))
     given, device = _checked(model, inputs)
-    values = dict(modes) if isinstance(modes, Mapping) else {label_of(value): value for value in modes}
+    values = _labelled([modes] if isinstance(modes, str | Policy) else modes)
+    refuse([partial(check_value, value, "modes") for value in values.values()])
     try:
         training = Training(steps, optimizer, lr, seed, device, loss_fn)
     except ConfigError as error:
@@ -94,6 +97,18 @@ def compare(
         found = compare_copies(lambda: built, values, training, explains=html is not None, progress=progress)
     if html is not None:
         save_page(found, html)
+    return found
+
+
+def _labelled(modes: Iterable[Any] | Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values by label; of values with the same label, such as two plans, the later ones are numbered."""
+    if isinstance(modes, Mapping):
+        return dict(modes)
+    found: dict[str, Any] = {}
+    for value in modes:
+        label = label_of(value)
+        same = [one for one in found if one == label or one.startswith(f"{label} (")]
+        found[f"{label} ({len(same) + 1})" if same else label] = value
     return found
 
 

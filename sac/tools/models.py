@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -362,23 +363,29 @@ def config_path(text: str) -> str:
     path = Path(text).expanduser()
     if text.endswith(".json") or len(path.parts) > 1 or path.exists():
         return str(path)
-    shipped = {one.stem: str(one) for one in _shipped_configs()}
+    shipped = _shipped_configs()
     if text.lower() in shipped:
         return shipped[text.lower()]
     found, fix = f'no shipped config is called "{text}"', "to name a file, give a path that ends in .json"
     raise ConfigError(Problem(_TOP, found, listing(list(shipped)), nearest(text.lower(), shipped), fix))
 
 
-def _shipped_configs() -> list[Path]:
+def _shipped_configs() -> dict[str, str]:
+    """Return the paths of the shipped config files by name."""
     try:
         folder = Path(str(resources.files("sac.examples")))
     except ModuleNotFoundError:  # a checkout that is run in place
         folder = Path(__file__).resolve().parents[2] / "examples"
-    return sorted(folder.glob("*.json"))
+    return {path.stem: str(path) for path in sorted(folder.glob("*.json"))}
 
 
 def _no_spec(spec: str) -> ConfigError:
-    hint = f"hf:{spec}" if spec.endswith(".json") else ""
+    hint = (
+        f"hf:{spec.lower()}" if spec.lower() in _shipped_configs() else f"hf:{spec}" if spec.endswith(".json") else ""
+    )
+    file, is_file, function = spec.partition(".py:")
+    if is_file:
+        hint = f"{file.replace(os.sep, '.').lstrip('.')}:{function}"
     return ConfigError(Problem("--model", f"'{spec}' is not a model spec", FORMS, hint))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
@@ -59,8 +60,12 @@ def parse(
     if not argv[0].startswith("-") and argv[0] not in of_command:
         found, legal = f'there is no command "{argv[0]}"', ", ".join(of_command)
         parser.refuse(Problem("sac", found, legal, nearest(argv[0], of_command), "`sac --help` says what each does"))
-    _refuse_unknown_flags(of_command.get(argv[0], parser), argv)
-    return parser.parse_args(argv)
+    chosen = of_command.get(argv[0], parser)
+    _refuse_unknown_flags(chosen, argv)
+    arguments, rest = parser.parse_known_args(argv)
+    if rest:
+        chosen.error(f"it takes no argument {shlex.join(rest)}")
+    return arguments
 
 
 def _refuse_unknown_flags(parser: CommandParser, argv: Sequence[str]) -> None:

@@ -198,6 +198,8 @@ def test_spec_of_no_known_form():
     assert refusal("llama.json") == (
         f"--model: 'llama.json' is not a model spec\n    did you mean: hf:llama.json\n    legal: {FORMS}"
     )
+    for spec, hint in (("examples/loop.py:small", "examples.loop:small"), ("T5-small", "hf:t5-small")):
+        assert refusal(spec).startswith(f"--model: '{spec}' is not a model spec\n    did you mean: {hint}\n")
     assert refusal("hf:") == f"--model: 'hf:' is not a model spec\n    legal: {FORMS}"
 
 

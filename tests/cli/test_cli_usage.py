@@ -139,6 +139,27 @@ def test_what_others_log_and_warn_of_is_held_back(
     assert logging.getLogger().level == level
 
 
+def test_warnings_of_sac_have_no_line_of_code(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def warns(arguments: object) -> int:
+        warnings.warn("no rule of it matches anything", SacWarning, stacklevel=1)
+        warnings.warn("of others", UserWarning, stacklevel=1)
+        return 0
+
+    monkeypatch.setitem(cli._COMMANDS, "check", warns)
+    with pytest.warns(UserWarning, match="of others") as others:
+        assert main(["check", "x"]) == 0
+    assert capsys.readouterr().err == "warning: no rule of it matches anything\n"
+    assert len(others) == 1
+
+
+def test_arguments_that_a_command_does_not_take(capsys: pytest.CaptureFixture[str]) -> None:
+    assert refusal(capsys, "check", "llama", "gpt2", "my policy") == (
+        "sac check: it takes no argument gpt2 'my policy'\n    fix: `sac check --help` lists the arguments\n"
+    )
+
+
 def test_an_interrupt_has_its_own_code(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(arguments: object) -> int:
         raise KeyboardInterrupt

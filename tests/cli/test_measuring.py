@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -78,6 +79,20 @@ def test_a_mode_that_is_refused_keeps_its_row() -> None:
 def test_labels_are_the_words_of_a_config() -> None:
     found = sac.compare(built(llama_stack), tokens(), ["full", sac.load_policy("general")], steps=2)
     assert [row.mode for row in found.rows] == ["none", "full", "general"]
+
+
+def test_one_word_is_one_mode_and_values_with_one_label_have_a_row_each() -> None:
+    assert [row.mode for row in sac.compare(built(llama_stack), tokens(), "full", steps=2).rows] == ["none", "full"]
+    plans = [replace(sac.load_policy(name), name="planned") for name in ("general", "llama")]
+    found = sac.compare(built(llama_stack), tokens(), plans, steps=2)
+    assert [row.mode for row in found.rows] == ["none", "planned", "planned (2)"]
+    assert len({row.kept_bytes for row in found.rows}) == 3
+
+
+def test_a_mode_that_does_not_exist_is_refused_before_anything_runs() -> None:
+    with pytest.raises(ConfigError) as error:
+        sac.compare(built(llama_stack), tokens(), ["full", "selectiv"])
+    assert str(error.value).startswith('modes: "selectiv" is not known\n    did you mean: selective\n')
 
 
 @pytest.mark.parametrize("run", [sac.trace, sac.compare])
