@@ -8,7 +8,7 @@ and the ranks to ``model_parallel_cuda_manual_seed``.
 
 Intentional differences: regions are non-reentrant, so recomputation stops early and ``torch.autograd.grad`` works; the
 caller's tensor is not touched unless ``release_input=True``; autocast is restored; arguments and results have any
-structure. FP8 state of TransformerEngine is not restored: FP8 around a region is an error.
+structure. FP8 state of TransformerEngine is restored, whatever ``fp8`` says.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ import torch.distributed as dist
 from sac.checkpointing import run_with
 from sac.compat.keywords import Keyword, options_of, raise_if
 from sac.compat.output_discarding import Discardable, discard, lent_inputs, run_discardable
-from sac.compat.transformer_engine import fp8_problem
 from sac.config import DEFAULT_CONFIG, CallOptions, settings_of
 from sac.errors import ConfigError, Problem, RegionError
 from sac.full import FullConfig, RngTracker, seed_model_parallel
 from sac.recompute.torch_checkpoint import run_in_eager
+from sac.region.fp8_state import check_fp8
 from sac.rng_tracker import DATA_PARALLEL, EXPERT_PARALLEL
 from sac.stores.scatter import group_problem, process_group
 from sac.torch_private import tree_leaves
@@ -205,13 +205,11 @@ class CheckpointWithoutOutput:
     """One region whose output is released once its consumers have run, and recomputed in backward.
 
     ``ckpt_manager``: discards the outputs of several regions together. ``retain_input_tensors`` is always treated as
-    true: an output in the memory of an input is never released.
+    true: an output in the memory of an input is never released. ``fp8`` is not needed: FP8 state is always restored.
 
     Intentional differences from Megatron: no storage is resized. The output's memory is freed with the caller's own
     references; consumers that do not lead to the hook tensor keep what they saved; a wrong hook tensor causes a
     warning, and gradients are right.
-
-    Raises ``ConfigError`` for ``fp8`` other than False and None.
     """
 
     def __init__(
@@ -220,12 +218,7 @@ class CheckpointWithoutOutput:
         ckpt_manager: CheckpointWithoutOutputManager | None = None,
         retain_input_tensors: bool = False,
     ) -> None:
-        del retain_input_tensors
-        if fp8 is not None and fp8 is not False:
-            found = f"{fp8!r} is not supported: FP8 state is not put back for recomputation"
-            raise ConfigError(
-                Problem(f"{_DISCARDING}.fp8", found, "false", fix="leave this region out of output discarding")
-            )
+        del fp8, retain_input_tensors
         self._manager = ckpt_manager
         self._discardable: Discardable | None = None
         self.has_run = False
@@ -234,7 +227,8 @@ class CheckpointWithoutOutput:
         """Run ``run_function(*args)`` as a region; return its result. In a compiled function, it runs in eager mode."""
         if torch.compiler.is_compiling():  # discarding walks an autograd graph, which a compiled one is not
             return run_in_eager(self.checkpoint, run_function, *args)
-        raise_if(fp8_problem(_DISCARDING) if torch.is_grad_enabled() else ())
+        if torch.is_grad_enabled():
+            check_fp8(_DISCARDING)
         settings = settings_of(DEFAULT_CONFIG, CallOptions(get_rng_state_tracker=get_cuda_rng_tracker), _DISCARDING)
         output, self._discardable = run_discardable(settings, run_function, args)
         self.has_run = True
@@ -324,7 +318,8 @@ def checkpoint(
     restored for recomputation. Without grad mode this is the plain call.
 
     Raises ``ConfigError`` if there is no group to scatter over, for ``release_input`` without scattering, and for FP8
-    around the call; ``RegionError`` in backward as ``sac.checkpoint`` does.
+    in a version of TransformerEngine whose state cannot be restored; ``RegionError`` in backward as ``sac.checkpoint``
+    does.
     """
     if distribute_saved_activations is None:
         distribute_saved_activations = False
@@ -334,7 +329,7 @@ def checkpoint(
         raise ConfigError(Problem(f"{_NAME}.distribute_saved_activations", found, "true, false", fix=fix))
     if not torch.is_grad_enabled():
         return function(*args)
-    raise_if(fp8_problem(_NAME))
+    check_fp8(_NAME)
     options = CallOptions(
         distribute_saved_activations=distribute_saved_activations,
         tp_group=tensor_model_parallel_group(_NAME) if distribute_saved_activations else None,

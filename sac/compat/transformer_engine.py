@@ -5,13 +5,12 @@
 Intentional differences: the caller's tensors are never touched (``release_input`` of ``sac.full.FullConfig`` frees
 their memory as TransformerEngine does); activations are also scattered in the non-reentrant mode, for functions without
 modules of TransformerEngine, and for any number of elements, strides and device. FP8 state (scales, histories of
-maxima) is not restored for recomputation: FP8 that is on around the call is an error, and FP8 that the function itself
-turns on advances its histories twice.
+maxima, the autocast with its recipe and group) is that of the forward in recomputation, in any order of backwards, and
+advances once. A function with modules that can run in FP8 is not reentrant, even with ``use_reentrant=True``.
 """
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -23,29 +22,8 @@ from torch.utils.checkpoint import noop_context_fn
 from sac.checkpointing import run_with
 from sac.compat.keywords import NO_DEBUG, Keyword, only, options_of, raise_if, same
 from sac.config import DEFAULT_CONFIG, CallOptions, settings_of
-from sac.errors import Problem
 from sac.full import RngTracker
-
-# -- Whether TransformerEngine runs in FP8 now
-
-# Where TransformerEngine keeps the state of its autocast: the newer and the older module (1.x to 2.x).
-_MODULES = ("transformer_engine.pytorch.quantization", "transformer_engine.pytorch.fp8")
-
-
-def fp8_problem(where: str) -> list[Problem]:
-    """Return a problem if TransformerEngine is loaded and has FP8 on: its state is not restored."""
-    for name in _MODULES:
-        state = getattr(sys.modules.get(name), "FP8GlobalStateManager", None)
-        if state is not None and state.is_fp8_enabled():
-            return [
-                Problem(
-                    where,
-                    "FP8 is on around the region, and its scales and histories are not put back for recomputation",
-                    fix="run this region without FP8, or call TransformerEngine's own checkpoint for it",
-                )
-            ]
-    return []
-
+from sac.region.fp8_state import check_fp8
 
 # -- TransformerEngine's ``checkpoint``, implemented with ``sac.checkpoint``
 
@@ -82,8 +60,8 @@ def checkpoint(
     form, ``checkpoint(function, distribute_saved_activations, get_rng_state_tracker, tp_group, *args)``, is accepted
     with a ``DeprecationWarning``. Without grad mode this is the plain call.
 
-    Raises ``ConfigError`` for a ``context_fn`` and for ``debug``, for FP8 around the call, and where ``sac.checkpoint``
-    does; ``RegionError`` in backward as ``sac.checkpoint`` does.
+    Raises ``ConfigError`` for a ``context_fn`` and for ``debug``, for FP8 in a version of TransformerEngine whose state
+    cannot be restored, and where ``sac.checkpoint`` does; ``RegionError`` in backward as ``sac.checkpoint`` does.
     """
     if len(args) > 3 and isinstance(args[0], bool) and callable(args[1]) and _may_be_group(args[2]):
         warnings.warn(
@@ -106,7 +84,8 @@ def checkpoint(
         "debug": debug,
     }
     options, problems = options_of(given, _KEYWORDS, _NAME)
-    raise_if([*problems, *fp8_problem(_NAME)])
+    raise_if(problems)
+    check_fp8(_NAME)
     if distribute_saved_activations is True and tp_group is None and dist.is_available() and dist.is_initialized():
         options["tp_group"] = dist.group.WORLD
     return run_with(settings_of(DEFAULT_CONFIG, CallOptions(**options), _NAME), function, args, kwargs)

@@ -30,6 +30,8 @@ from sac.recompute.whole_modules import ModuleRecorder, SavedModules, saved_modu
 from sac.region.compiled_graphs import count_compiled
 from sac.region.fingerprint import PLAIN, FunctionFingerprint, weak_identity
 from sac.region.forward_ad import OnTangents, dual_level_is_on, refuse_reentrant, refuse_transforms
+from sac.region.fp8_state import REASON as FP8_REASON
+from sac.region.fp8_state import for_fp8, keeps_fp8_state
 from sac.region.frame import Frame
 from sac.region.inputs import RegionInputs
 from sac.region.module_state import UnseenWriteError, has_uninitialized
@@ -109,6 +111,9 @@ class Region:
         if inputs.owners:
             owners += inputs.owners
             attributes = None
+        if keeps_fp8_state(owners):
+            self._give_up(settings.engine == REPLAY, FP8_REASON)
+            settings = for_fp8(settings, owners)
         signature = None
         if in_dual_level:
             inputs.signature = None

@@ -17,12 +17,14 @@ from torch import nn
 from torch.nn import functional
 
 from sac.config_keys import StateProvider
+from sac.region.fp8_state import fp8_state_of
 from sac.region.module_state import ModuleState, UnseenWriteError
 from sac.region.python_state import ReachableState, restored_value, stand_in
 from sac.region.rng import HostRandomState, RngSnapshot
 from sac.region.settings import Settings
 from sac.region.tables import AttributesHolder
 from sac.region.undo import UndoStack
+from sac.tensors import storage_address
 from sac.torch_private import (
     FUNCTIONS_ON,
     HAS_FUNCTION_MODES,
@@ -420,17 +422,18 @@ def provider_parts(providers: Iterable[StateProvider]) -> list[Part]:
 
 
 class AmbientState:
-    """State at the start of one region call: random states, Python state, buffers, flags and modes.
+    """State at the start of one region call: random states, Python state, buffers, FP8 state, flags and modes.
 
-    ``function``: the function that the region runs, in addition to its modules. ``held``: tensors that objects among
-    its arguments hold. ``attributes``: see ``ReachableState``. ``recorded``: whether a recorder sees the ops of the
-    forward. ``not_recomputed``: see ``ModuleState``. ``beside_torch``: torch's checkpoint restores torch's random
-    states.
+    ``where`` names the region in errors. ``function``: the function that the region runs, in addition to its modules.
+    ``held``: tensors that objects among its arguments hold. ``attributes``: see ``ReachableState``. ``recorded``:
+    whether a recorder sees the ops of the forward. ``not_recomputed``: see ``ModuleState``. ``beside_torch``: torch's
+    checkpoint restores torch's random states.
     """
 
     __slots__ = (
         "_recorded",
         "flags",
+        "fp8",
         "host_rng",
         "module_state",
         "provided",
@@ -448,6 +451,7 @@ class AmbientState:
         function: Any = None,
         held: Iterable[torch.Tensor] = (),
         *,
+        where: str = "region",
         attributes: AttributesHolder | None = None,
         recorded: bool = True,
         not_recomputed: frozenset[int] = frozenset(),
@@ -461,9 +465,13 @@ class AmbientState:
             self.rng = RngSnapshot(tensors, settings, reachable.generators)
         if settings.preserve_rng_state:
             self.host_rng = HostRandomState(reachable.others)
+        self.fp8 = fp8 = fp8_state_of(owners, where)
+        others: Iterable[torch.Tensor] = (*reachable.tensors.values(), *held)
+        if fp8 is not None and fp8.addresses:
+            others = [one for one in others if storage_address(one) not in fp8.addresses]
         self.module_state = ModuleState(
             owners,
-            (*reachable.tensors.values(), *held),
+            others,
             freeze_buffers=settings.freeze_buffers,
             recorded=recorded,
             not_recomputed=not_recomputed,
@@ -497,6 +505,8 @@ class AmbientState:
             self.provided.enter_on(stack)
         self.reachable.enter_on(stack)
         self.module_state.enter_on(stack)
+        if self.fp8 is not None:
+            self.fp8.enter_on(stack)
         self.flags.enter_on(stack)
         self.variables.enter_on(stack)
         self.thread.enter_on(stack)
@@ -512,4 +522,6 @@ class AmbientState:
         self.rng = self.host_rng = self.provided = None
         self.reachable.drop()
         self.module_state.drop()
+        if self.fp8 is not None:
+            self.fp8.drop()
         self.variables.drop()

@@ -414,6 +414,7 @@ class RegionCall(ABC):
             self.settings,
             function,
             held.values(),
+            where=self.path or "region",
             attributes=self.attributes,
             recorded=self._sees_ops,
             not_recomputed=not_recomputed,

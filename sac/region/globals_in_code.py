@@ -32,6 +32,7 @@ _BETWEEN = frozenset({"COPY", "DUP_TOP", "EXTENDED_ARG", "CACHE"})  # may stand 
 _INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
 MISSING = object()  # stands for a value that is not there
 _OURS_AND_TORCH = frozenset({"torch", "sac"})
+_RESTORED_ELSEWHERE = frozenset({"transformer_engine.pytorch.quantization", "transformer_engine.pytorch.fp8"})
 
 Globals = tuple["weakref.ref[Any]", tuple[str, ...]]  # a Python module, or a function (for its globals), and names
 
@@ -162,5 +163,6 @@ def is_library(module: Any) -> bool:
 
 
 def is_library_or_standard(module: Any) -> bool:
-    """Return whether ``module`` is the name of a module of torch, sac or the standard library."""
-    return is_library(module) or str(module).partition(".")[0] in sys.stdlib_module_names
+    """Return whether ``module`` names a module of torch, sac or the standard library, or one in Note [FP8 state]."""
+    name = str(module)
+    return is_library(name) or name.partition(".")[0] in sys.stdlib_module_names or name in _RESTORED_ELSEWHERE

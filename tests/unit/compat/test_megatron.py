@@ -166,7 +166,7 @@ def test_without_grad_mode_it_is_the_plain_call():
         assert torch.equal(megatron.checkpoint(torch.exp, True, torch.zeros(2)), torch.ones(2))
 
 
-def test_fp8_around_the_region_is_refused(monkeypatch):
+def test_fp8_in_an_unknown_version_of_transformer_engine_is_refused(monkeypatch):
     state = SimpleNamespace(is_fp8_enabled=lambda: True)
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.fp8", SimpleNamespace(FP8GlobalStateManager=state))
     for call in (lambda x: megatron.checkpoint(torch.exp, False, x), checkpoint_without_output):

@@ -198,19 +198,6 @@ def test_one_object_serves_step_after_step_and_without_grad_mode():
     assert torch.equal(*gradients)
 
 
-@pytest.mark.parametrize("value", [True, "hybrid", "e4m3"])
-def test_fp8_is_refused(value):
-    with pytest.raises(ConfigError) as error:
-        megatron.CheckpointWithoutOutput(fp8=value)
-    assert str(error.value) == (
-        f"megatron.CheckpointWithoutOutput.fp8: {value!r} is not supported: FP8 state is not put back for "
-        "recomputation\n"
-        "    legal: false\n"
-        "    fix: leave this region out of output discarding"
-    )
-    megatron.CheckpointWithoutOutput(fp8=None)
-
-
 # Managers
 
 

@@ -166,7 +166,8 @@ def test_the_check_of_recomputation_is_passed_on():
 
 
 @pytest.mark.parametrize("module", ["quantization", "fp8"])
-def test_fp8_around_the_region_is_refused(monkeypatch, module):
+def test_fp8_in_an_unknown_version_is_refused(monkeypatch, module):
+    """FP8 in a known one: tests/unit/region/test_fp8_state.py."""
     state = SimpleNamespace(is_fp8_enabled=lambda: True)
     fake = SimpleNamespace(FP8GlobalStateManager=state)
     monkeypatch.setitem(sys.modules, f"transformer_engine.pytorch.{module}", fake)
@@ -174,7 +175,7 @@ def test_fp8_around_the_region_is_refused(monkeypatch, module):
         te.checkpoint(torch.exp, torch.ones(2))
     assert str(error.value) == (
         "transformer_engine.checkpoint: FP8 is on around the region, and its scales and histories are not put back for "
-        "recomputation\n"
+        "recomputation: this version of TransformerEngine is not known (1.6 to 2.20 are)\n"
         "    fix: run this region without FP8, or call TransformerEngine's own checkpoint for it"
     )
     state.is_fp8_enabled = lambda: False
