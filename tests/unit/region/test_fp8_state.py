@@ -428,3 +428,14 @@ def test_a_version_whose_state_cannot_be_restored_is_refused(monkeypatch: pytest
     )
     monkeypatch.setattr(Unknown, "is_fp8_enabled", lambda: False)
     sac.checkpoint(nn.Linear(WIDTH, WIDTH), x).sum().backward()
+
+
+@pytest.mark.parametrize("way", ["compat reentrant", "full reentrant"])
+def test_they_are_never_reentrant(way: str) -> None:
+    """Nor are the library's own flags set: its modules take the same path in both passes."""
+    model, x = WAYS[way](built(stack())), torch.randn(4, WIDTH, requires_grad=True)
+    with autocast():
+        loss = model(x).sum()
+    (gradient,) = torch.autograd.grad(loss, x)
+    assert gradient.shape == x.shape
+    assert not FP8GlobalStateManager.quantization_state.fp8_tensors_recompute_buffer
