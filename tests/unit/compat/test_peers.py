@@ -13,7 +13,7 @@ from torch.utils.checkpoint import CheckpointError
 import sac
 from sac.compat import fsdp
 from sac.errors import ConfigError, RegionError
-from tests.support.runs import Noted
+from tests.support.runs import Noted, note_run, runs_of
 
 
 def test_errors_are_not_those_of_torch() -> None:
@@ -42,6 +42,26 @@ def test_the_wrapper_is_not_reentrant_by_default() -> None:
     layer, x = fsdp.checkpoint_wrapper(nn.Linear(2, 2)), torch.ones(2, requires_grad=True)
     (gradient,) = torch.autograd.grad(layer(x).sin().sum(), x)
     assert gradient.shape == x.shape
+
+
+class Counting(nn.Module):
+    """Counts its calls in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(2, 2), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        note_run(self)
+        return self.linear(x).sin().cos()
+
+
+def test_an_attribute_counts_calls_and_not_runs() -> None:
+    layer, x = fsdp.checkpoint_wrapper(Counting()), torch.ones(1, 2, requires_grad=True)
+    for call in (1, 2):
+        layer(x).sum().backward()
+        assert (layer.calls, runs_of(layer)) == (call, 2 * call)
 
 
 def layers() -> nn.Sequential:
