@@ -27,18 +27,22 @@ class Stopped(Exception):
 
 @dataclass
 class Value:
-    """One storage: its copy on the host, or itself if the host was full; and what it has to be."""
+    """One storage: its copy on the host, or itself if the host was full; and what it has to be.
+
+    An input is put by its caller, who writes to it when the region is over.
+    """
 
     copy: HostCopy | None
     held: Tensor | None
     expected: Tensor
+    is_input: bool = False
 
     def look(self, program: Program) -> Tensor:
         if self.copy is None:
             assert self.held is not None
             program.mine.append(self.held)  # who reads it on another stream has to see to its memory
             return self.held
-        return self.copy.look()
+        return self.copy.take() if self.is_input else self.copy.look()
 
 
 class Piece(torch.autograd.Function):
@@ -75,15 +79,15 @@ class Program:
         streams = [simulation.current, simulation.stream_named("other")]
         third = simulation.stream_named("third")
         for step in range(steps):
-            chains = [(self.chain(stream), stream) for stream in self.some(streams, 2)]
+            chains = [(self.chain(stream), stream, stream.record_event()) for stream in self.some(streams, 3)]
             self.random.shuffle(chains)
             while chains:
-                out, stream = chains.pop()
+                out, stream, after = chains.pop()
                 if self.random.random() < 0.15:
                     del out
                     continue  # a graph that dies without backward
-                if self.random.random() < 0.2:
-                    third.wait_stream(stream)
+                if self.random.random() < 0.3:
+                    third.wait_event(after)  # of what the stream has run since, it knows nothing
                     stream = third
                 with simulation.stream(stream):
                     self.backwards(out, step)
@@ -119,9 +123,23 @@ class Program:
             Value(copy, source if copy is None else None, one)
             for copy, source, one in zip(copies, sources, expected, strict=True)
         ]
+        if self.random.random() < 0.4:
+            values += self.input(call)
         out = Piece.apply(x, self, values, self.random.random() < 0.03)
         call.mark([out])
         return out
+
+    def input(self, call: CallNode) -> list[Value]:
+        self.mine.append(torch.randint(0, 255, (3000,), dtype=torch.uint8))
+        source = self.mine[-1] * 1
+        copy = self.transfers.put_one(source)
+        if copy is None:
+            return []
+        copy.call = call
+        call.add_copy(copy)
+        copy.settle()
+        source.zero_()
+        return [Value(copy, None, self.mine[-1], is_input=True)]
 
     def backwards(self, out: Tensor, step: int) -> None:
         rounds = self.random.choice((1, 1, 2))
@@ -136,5 +154,7 @@ class Program:
         found = value.look(self)
         if not torch.equal(found, value.expected):
             self.wrong.append("other bytes were read than were put")
+        if value.is_input:
+            found.zero_()
         del found
         torch.full((4096,), 99, dtype=torch.uint8)
