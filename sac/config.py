@@ -34,6 +34,7 @@ from sac.stores.contiguous import ContiguousBuffer
 from sac.stores.host import OnHost
 from sac.stores.scatter import FirstCalls, Scattered, VerifiedOnce, group_problem
 from sac.stores.store import InputStore, InputStoring, OnDevice
+from sac.stores.transfers import TransfersByDevice
 from sac.torch_private import HAS_STACKS
 
 # -- ``FullConfig``: options of the full-recompute path in addition to the arguments of ``sac.checkpoint``
@@ -86,6 +87,7 @@ class FullConfig:
     freeze_buffers: bool = DEFAULTS["freeze_buffers"]
     buffer: ContiguousBuffer | None = field(default=None, init=False, repr=False, compare=False)
     host: OnHost | None = field(default=None, init=False, repr=False, compare=False)
+    transfers: TransfersByDevice = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         given = {name: getattr(self, name) for name in FULL_CONFIG_KEYS}
@@ -95,10 +97,11 @@ class FullConfig:
             raise ConfigError(problems)
         for name, value in read.items():
             object.__setattr__(self, name, value)
+        object.__setattr__(self, "transfers", TransfersByDevice())
         if "contiguous" in self.stores and self.num_checkpoints is not None:
             object.__setattr__(self, "buffer", ContiguousBuffer(self.num_checkpoints, on_host="host" in self.stores))
         elif "host" in self.stores:
-            object.__setattr__(self, "host", OnHost())
+            object.__setattr__(self, "host", OnHost(self.transfers))
 
     @property
     def stores(self) -> tuple[str, ...]:
@@ -204,6 +207,7 @@ def settings_of(
         early_stop=options.early_stop,
         checks_metadata=read["determinism_check"] == "default",
         use_reentrant=options.use_reentrant,
+        transfers=config.transfers,
     )
 
 
@@ -390,15 +394,6 @@ def usable_policy(policy: Policy) -> ResolvedPolicy:
     """Return ``policy`` with its names resolved; raises ``PolicyError`` for unknown names and unsupported features."""
     problems = [
         Problem(
-            rule.where("do"),
-            f'rule "{rule.id}" offloads, and offloading is not built yet',
-            "save, recompute, alternate",
-        )
-        for rule in policy.rules
-        if rule.do == Decision.OFFLOAD.value
-    ]
-    problems += [
-        Problem(
             rule.where("module"),
             f'rule "{rule.id}" saves whole modules (`module` without `ops`), and torch {torch.__version__} does not '
             "let saved-tensor hooks and modes be taken off",
@@ -407,8 +402,6 @@ def usable_policy(policy: Policy) -> ResolvedPolicy:
         for rule in policy.rules
         if rule.matches_module and rule.do != Decision.RECOMPUTE.value and not HAS_STACKS
     ]
-    if policy.default is Decision.OFFLOAD:
-        problems.append(Problem(policy.where("default"), "offloading is not built yet", "save, recompute"))
     try:
         bound = resolve_policy(policy)
     except PolicyError as error:

@@ -69,7 +69,7 @@ class Trace:
         return "\n".join([*lines, wrapped_text(_otherwise(self.alternatives), screen_width())]).rstrip("\n")
 
     def __repr__(self) -> str:
-        saved = sum(row.decision == "save" for row in self.rows)
+        saved = sum(row.decision != "recompute" for row in self.rows)
         calls = count_text(len(self.rows), "call")
         return f"<Trace of {self.model} under {self.value}: {calls} of ops, {saved} saved; print() shows all>"
 
@@ -78,7 +78,7 @@ class Trace:
         for region, rows in self.regions().items():
             sums: dict[str, int] = {}
             for row in rows:
-                sums[row.reason] = sums.get(row.reason, 0) + (row.bytes if row.decision == "save" else 0)
+                sums[row.reason] = sums.get(row.reason, 0) + (row.bytes if row.decision != "recompute" else 0)
             chart = bars([(reason, size, bytes_text(size)) for reason, size in sums.items() if size])
             totals = "<br>".join(map(escape, _totals(rows)))
             parts.append(
@@ -168,6 +168,20 @@ class RuleUse:
 
 
 @dataclass(frozen=True, slots=True)
+class OffloadUse:
+    """What became of what one rule offloads, in bytes of whole storages, in the last call of one region.
+
+    ``host_bytes``: copied to host memory; ``spared_bytes``: of these, what backward found on the device, not freed yet,
+    as in the last regions. ``held_bytes``: what stayed on the device, by reason.
+    """
+
+    rule: str
+    host_bytes: int
+    spared_bytes: int
+    held_bytes: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
 class UnmatchedOp:
     """An op that no rule matches and that is recomputed: its calls, result bytes and FLOPs per region."""
 
@@ -181,13 +195,15 @@ class UnmatchedOp:
 class TracedReport:
     """The decisions passed to ``torch.compile`` when it last traced a region: calls of ops to save, and to recompute.
 
-    ``rules``: the calls that each rule matched. Among the results to save, the partitioner keeps a choice of what
+    ``rules``: the calls that each rule matched. ``offloads``: whether a rule offloads, which no compiled graph does:
+    it saves. Among the results to save, the partitioner keeps a choice of what
     autograd needs, so no bytes are known.
     """
 
     saved: int
     recomputed: int
     rules: dict[str, int]
+    offloads: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +217,8 @@ class KindReport:
     treat each of them as one op.
     ``input_host_bytes``: inputs kept in host memory for a device, in addition to ``input_bytes``.
     ``dead_bytes``: saved by decision, then freed at the end of forward because backward can never read them.
+    ``offloads``: what became of what rules offload; ``saved_bytes`` counts what stayed on the device, not what has
+    moved to the host.
     ``engine``: the engine of the last call, ``replay`` or ``rerun``; empty if none was needed. ``no_replay``: why
     regions of this group are no longer replayed.
     """
@@ -219,6 +237,12 @@ class KindReport:
     compiled_graphs: int = 0
     engine: str = ""
     no_replay: str = ""
+    offloads: tuple[OffloadUse, ...] = ()
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes of one region that wait in host memory between forward and backward, without inputs."""
+        return sum(one.host_bytes for one in self.offloads)
 
     @property
     def has_run(self) -> bool:
@@ -256,6 +280,11 @@ class Report:
         return sum(kind.kept_bytes * kind.count for kind in self.kinds)
 
     @property
+    def offloaded_bytes(self) -> int:
+        """Bytes that rules have all regions together move to host memory."""
+        return sum(kind.offloaded_bytes * kind.count for kind in self.kinds)
+
+    @property
     def input_host_bytes(self) -> int:
         """Bytes of inputs that all regions together hold in host memory for devices."""
         return sum(kind.input_host_bytes * kind.count for kind in self.kinds)
@@ -265,7 +294,8 @@ class Report:
         plain = asdict(self)
         for kind, told in zip(self.kinds, plain["kinds"], strict=True):
             told["kept_bytes"] = kind.kept_bytes
-        return {**plain, "kept_bytes": self.kept_bytes, "input_host_bytes": self.input_host_bytes}
+        totals = ("kept_bytes", "input_host_bytes", "offloaded_bytes")
+        return {**plain, **{name: getattr(self, name) for name in totals}}
 
     def __str__(self) -> str:
         count = sum(kind.count for kind in self.kinds)
@@ -307,6 +337,8 @@ class Report:
         totals = {"kept_bytes": self.kept_bytes, "input_bytes": self._input_bytes()}
         if self.input_host_bytes:
             totals["input_host_bytes"] = self.input_host_bytes
+        if self.offloaded_bytes:
+            totals["offloaded_bytes"] = self.offloaded_bytes
         return {f"{prefix}{name}": float(size) for name, size in (totals | rules).items()}
 
     def _input_bytes(self) -> int:
@@ -395,6 +427,10 @@ def _kind_report(group: RegionGroup, regions: Sequence[Region]) -> KindReport:
         compiled_graphs=stats.compiled_graphs,
         engine=stats.engine,
         no_replay=group.evidence.not_replayable,
+        offloads=tuple(
+            OffloadUse(group.table.rule_name(rule), one.moved, one.spared, dict(one.held))
+            for rule, one in sorted(stats.offloads.items())
+        ),
     )
 
 
@@ -403,7 +439,7 @@ def _traced(group: RegionGroup) -> TracedReport | None:
     if calls is None:
         return None
     hits = {one.rule.id: calls.hits[one.index] for one in group.table.rules if one.index in calls.hits}
-    return TracedReport(calls.saved, calls.recomputed, hits)
+    return TracedReport(calls.saved, calls.recomputed, hits, bool(group.table.offloads))
 
 
 def _rule_uses(group: RegionGroup, regions: Sequence[Region]) -> Iterable[RuleUse]:
@@ -411,8 +447,8 @@ def _rule_uses(group: RegionGroup, regions: Sequence[Region]) -> Iterable[RuleUs
     for resolved in group.table.rules:
         yield RuleUse(resolved.rule.id, stats.hits.get(resolved.index, 0), stats.by_rule.get(resolved.index, 0))
     if NO_RULE in stats.by_rule:
-        name = "default" if group.table.default.value == "save" else "must-save"
-        hits = sum(row.decision == "save" and not row.rule for row in group.op_trace)
+        name = "default" if group.table.default.keeps else "must-save"
+        hits = sum(row.decision != "recompute" and not row.rule for row in group.op_trace)
         yield RuleUse(name, hits, stats.by_rule[NO_RULE])
 
 
@@ -442,11 +478,21 @@ def _kind_lines(kind: KindReport, never: Sequence[str]) -> list[str]:
         )
         lines += [f"  rule {rule}: {count_text(hits, 'call')}" for rule, hits in told.rules.items()]
         lines.append("  the partitioner chooses what it keeps of these; their bytes are not counted here")
+        if told.offloads:
+            lines.append("  a compiled graph offloads nothing: what rules offload is saved on the device")
     return lines
+
+
+def _offload_text(one: OffloadUse) -> str:
+    spared = f", of which {bytes_text(one.spared_bytes)} were still on the device" if one.spared_bytes else ""
+    parts = [f"{bytes_text(one.host_bytes)} to host memory{spared}"] if one.host_bytes else []
+    parts += [f"{bytes_text(size)} held on the device: {reason}" for reason, size in one.held_bytes.items()]
+    return "; ".join(parts)
 
 
 def _eager_lines(kind: KindReport, never: Sequence[str]) -> Iterable[str]:
     on_host = f"; {bytes_text(kind.input_host_bytes)} of inputs in host memory" if kind.input_host_bytes else ""
+    on_host += f"; {bytes_text(kind.offloaded_bytes)} offloaded to host memory" if kind.offloaded_bytes else ""
     yield (
         f"{kind.regions}: keeps {bytes_text(kind.kept_bytes)} per region "
         f"({bytes_text(kind.saved_bytes)} saved, {bytes_text(kind.input_bytes)} of inputs{on_host})"
@@ -454,6 +500,8 @@ def _eager_lines(kind: KindReport, never: Sequence[str]) -> Iterable[str]:
     for use in kind.rules:
         if use.hits:
             yield f"  rule {use.rule}: {count_text(use.hits, 'call')}, {bytes_text(use.saved_bytes)} saved"
+    for one in kind.offloads:
+        yield f"  offloaded by {'' if one.rule == 'default' else 'rule '}{one.rule}: {_offload_text(one)}"
     idle = [use.rule for use in kind.rules if not use.hits and use.rule not in never]
     if idle and kind.has_run:
         yield f"  rules without a call here: {', '.join(idle)}"

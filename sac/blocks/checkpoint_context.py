@@ -10,9 +10,9 @@ from torch import nn
 
 from sac.blocks.install import track_modules
 from sac.config import usable_policy
-from sac.errors import ConfigError, ModelError, Problem
+from sac.errors import ConfigError, ModelError, PolicyError, Problem
 from sac.policy.load import PolicySource, load_policy
-from sac.policy.model import Rule
+from sac.policy.model import Decision, Policy, Rule
 from sac.recompute.table import NAMES, DecisionTable, ResolvedPolicy, layer_index
 from sac.recompute.torch_checkpoint import checkpoint_contexts
 
@@ -25,10 +25,12 @@ def context_fn(policy: PolicySource, module: nn.Module | None = None) -> Callabl
     sub-modules are then tracked while they run (``sac.remove`` removes the tracking). The position of the block in a
     model is unknown here, so rules with ``blocks`` are refused, and the ops that a plan was made for are not compared.
 
-    Raises ``PolicyError`` for an invalid policy, ``ConfigError`` if a rule needs ``module`` and it is missing, and
-    ``ModelError`` if ``module`` does not provide what a rule needs.
+    Raises ``PolicyError`` for an invalid policy or one that offloads, ``ConfigError`` if a rule needs ``module`` and it
+    is missing, and ``ModelError`` if ``module`` does not provide what a rule needs.
     """
     resolved = usable_policy(load_policy(policy))
+    if offloading := _offloading(resolved.policy):
+        raise PolicyError(offloading)
     needing = [one.rule for one in resolved.rules if one.rule.module is not None or one.rule.is_for_some_regions]
     if module is None:
         if needing:
@@ -40,6 +42,24 @@ def context_fn(policy: PolicySource, module: nn.Module | None = None) -> Callabl
     table = _table(resolved, module, needing)
     track_modules([module])
     return partial(checkpoint_contexts, table, "", module)
+
+
+def _offloading(policy: Policy) -> list[Problem]:
+    fix = "use sac.apply on the whole model, or save"
+    problems = [
+        Problem(
+            rule.where("do"),
+            f'rule "{rule.id}" offloads, and under torch.utils.checkpoint nothing waits on the host',
+            "save, recompute, alternate",
+            fix=fix,
+        )
+        for rule in policy.rules
+        if rule.do == Decision.OFFLOAD.value
+    ]
+    if policy.default is Decision.OFFLOAD:
+        found = "the default offloads, and under torch.utils.checkpoint nothing waits on the host"
+        problems.append(Problem(policy.where("default"), found, "save, recompute", fix=fix))
+    return problems
 
 
 def _table(resolved: ResolvedPolicy, module: nn.Module, needing: list[Rule]) -> DecisionTable:

@@ -227,7 +227,7 @@ def _group_lines(regions: Sequence[Region]) -> Iterator[str]:
     yield f"    {label}: {bytes_text(kept)}{each}, {bytes_text(stats.input_bytes)} of it inputs"
     modules: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for row in regions[-1].group.op_trace:
-        if row.decision == Decision.SAVE.value:
+        if Decision(row.decision).keeps:
             modules[row.rule][row.module or "(region)"] += row.bytes
     rules = {one.index: one.rule.id for one in table.rules}
     by_rule: Counter[str] = Counter()
@@ -235,7 +235,7 @@ def _group_lines(regions: Sequence[Region]) -> Iterator[str]:
         by_rule["none" if table.saves_everything else rules.get(index, "")] += count
     for rule, count in by_rule.most_common():
         if count:
-            unnamed = "default" if table.default is Decision.SAVE else "must-save"
+            unnamed = "default" if table.default.keeps else "must-save"
             name = "autograd" if table.saves_everything else f"rule {rule}" if rule else unnamed
             inside = [module for module, _ in modules[rule].most_common()]
             more = ", …" if len(inside) > _MODULES_SHOWN else ""
@@ -261,7 +261,7 @@ class _Estimate:
 def _mode_lines(regions: Sequence[Region], applied: Applied) -> Iterator[str]:
     kept = _kept(regions)
     total = sum(row.flops for region in regions for row in region.group.op_trace)
-    now = sum(row.flops for one in regions for row in one.group.op_trace if row.decision != Decision.SAVE.value)
+    now = sum(row.flops for one in regions for row in one.group.op_trace if not Decision(row.decision).keeps)
     share = now / total if total else 0.0
     used = regions[-1].group.table.policy.name
     family = policy_of_family(applied.family)
@@ -313,7 +313,7 @@ def _of_rows(table: DecisionTable, rows: Sequence[OpTraceRow]) -> tuple[int, int
     counter = _Counter()
     saved = flops = 0
     for row in rows:
-        if _decision(table, counter, row) is Decision.SAVE:
+        if _decision(table, counter, row).keeps:
             saved += row.bytes
         else:
             flops += row.flops

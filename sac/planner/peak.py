@@ -364,7 +364,7 @@ class _Sorting:
             return NO_CHECKPOINTING, True
         inside = origin.module[len(region) :].lstrip(".")
         row = _decision_on(self._regions[region], inside, origin)
-        if row is None or row.decision != "save":
+        if row is None or row.decision == "recompute":
             return HELD if at_peak else RUNNING, False
         return row.reason, row.reason != "must-save"
 

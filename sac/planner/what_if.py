@@ -91,7 +91,7 @@ def _of_group(group: RegionGroup, label: str, count: int, device: Device) -> Ite
             continue
         if row.decision == "recompute" and _call(row) not in again:
             continue
-        if row.decision == "save" and not row.rule:
+        if row.decision != "recompute" and not row.rule:
             continue  # by default: everything is
         other = "save" if row.decision == "recompute" else "recompute"
         entry = _entry(row)

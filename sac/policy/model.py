@@ -32,6 +32,11 @@ class Decision(str, Enum):
     RECOMPUTE = "recompute"
     OFFLOAD = "offload"
 
+    @property
+    def keeps(self) -> bool:
+        """Whether the output is there in backward without running the op again."""
+        return self is not Decision.RECOMPUTE
+
 
 ALTERNATE = "alternate"  # a rule's fourth `do`: save its 1st, 3rd, 5th … match in a region, recompute the others
 

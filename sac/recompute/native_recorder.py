@@ -256,7 +256,7 @@ class NativeReplayRecorder(ReplayRecorder):
         if site.has_decision:
             decision, _, _ = self.decide_on(site, (), {}, out, first, reads)
         if drawn_from is not None:
-            self.random_states.after(entry, runs_again=decision is not Decision.SAVE)
+            self.random_states.after(entry, runs_again=not decision.keeps)
         return (site, call) in self.evidence.calls_on_inputs
 
     def different(self, values: list[tuple[int, Any]]) -> list[tuple[int, Tensor]]:

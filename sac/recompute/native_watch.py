@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -14,6 +14,7 @@ from sac.recompute.table import DecisionTable
 from sac.region.frame import Handle, Handles, Progress
 from sac.region.inputs import RegionInputs
 from sac.region.module_state import KEPT_WHOLE, ModuleState, UnseenWriteError
+from sac.stores.offload import Offloading
 
 # Note [Watched calls]
 #
@@ -46,6 +47,7 @@ class NativeWatch:
 
     sees_ops = False
     not_recomputed: frozenset[int] = frozenset()
+    offloads: frozenset[int] = frozenset()
 
     def __init__(
         self, library: Any, table: DecisionTable, path: str, inputs: RegionInputs, *, watches_writes: bool
@@ -108,6 +110,9 @@ class NativeWatch:
 
     def check_recomputed(self) -> None:
         """Nothing to check."""
+
+    def offload(self, work: Offloading, kept: list[Handle], start: Callable[[], None]) -> None:
+        """Never called: it decides on nothing."""
 
     def drop(self) -> None:
         """Nothing: it holds nothing."""

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -18,7 +18,9 @@ from sac.errors import ConfigError, Problem, RegionError
 from sac.ops.flops import flops_of
 from sac.ops.names import op_name
 from sac.policy.model import Decision, PlannedRegion
+from sac.recompute.table import NO_RULE as NO_RULE
 from sac.recompute.table import CallSite, DecisionTable, ResolvedRule, first_tensor
+from sac.stores.offload import OffloadFigures
 from sac.tensors import storage_bytes, tensors_of
 from sac.torch_private import tree_leaves
 
@@ -33,9 +35,9 @@ class OpTraceRow:
     (0: none known).
 
     ``module`` is the module path relative to the region, and ``call`` counts the op's calls in that module from 0.
-    ``decision`` is ``save`` or ``recompute``. ``reason`` says what decided: a rule's id, ``must-save``, ``default``, or
-    why the op cannot be saved. ``region`` names the regions of the group (``model.layers.0-31 (x32)``), or one region
-    in the log; it is empty in the group's own record.
+    ``decision`` is ``save``, ``recompute`` or ``offload``. ``reason`` says what decided: a rule's id, ``must-save``,
+    ``default``, or why the op cannot be saved. ``region`` names the regions of the group (``model.layers.0-31 (x32)``),
+    or one region in the log; it is empty in the group's own record.
     """
 
     module: str
@@ -100,7 +102,7 @@ class OpTraceRecorder:
                 module=path,
                 op=f"module {type(module).__name__}",
                 call=number,
-                decision="save",
+                decision=rule.decision.value,
                 rule=rule.rule.id,
                 reason=f"rule {rule.rule.id}",
                 bytes=kept_bytes,
@@ -127,8 +129,6 @@ def _reason(site: CallSite, rule: ResolvedRule | None, decision: Decision) -> st
 
 # -- What the last call of one region kept, for the report
 
-NO_RULE = -1  # the key for what the must-save tier or the policy's default saved
-
 
 @dataclass(slots=True)
 class RegionStats:
@@ -137,6 +137,7 @@ class RegionStats:
     ``saved_bytes``: for backward, without the inputs. ``input_host_bytes``: of inputs kept in host memory for a device.
     ``dead_bytes``: decided to be saved, but freed because backward can never read it. ``by_rule`` and ``hits`` are
     keyed by the rule's index in the table. ``compiled_graphs``: those of ``torch.compile`` that the first call ran.
+    ``offloads``: what became of what rules offload, by rule; what has moved to the host is in no other figure.
     ``engine``: that of the last call, empty if it needed none. ``native_ops``: those that the C++ library recorded.
     """
 
@@ -150,11 +151,13 @@ class RegionStats:
     compiled_graphs: int = 0
     engine: str = ""
     native_ops: int = 0
+    offloads: Mapping[int, OffloadFigures] = field(default_factory=dict)
 
     def figures(self) -> tuple[object, ...]:
         """Return everything except the number of calls, for comparison."""
         kept = (self.saved_bytes, self.input_bytes, self.input_host_bytes, self.dead_bytes, self.compiled_graphs)
-        return (*kept, tuple(sorted(self.by_rule.items())), tuple(sorted(self.hits.items())))
+        offloads = [(rule, one.moved, one.spared, *one.held.items()) for rule, one in sorted(self.offloads.items())]
+        return (*kept, tuple(sorted(self.by_rule.items())), tuple(sorted(self.hits.items())), tuple(offloads))
 
     def take(self, kept: SavedFigures | None, input_bytes: tuple[int, int]) -> None:
         """Overwrite with what the call that has just run keeps; ``kept`` is None if no mode was needed."""
@@ -164,6 +167,9 @@ class RegionStats:
         self.dead_bytes = kept.dead_bytes if kept is not None else 0
         if kept is not None:
             self.by_rule, self.hits = kept.by_rule, kept.hits
+            if moved := {rule: one.moved for rule, one in self.offloads.items() if one.moved}:
+                self.by_rule = {rule: size - moved.get(rule, 0) for rule, size in self.by_rule.items()}
+                self.saved_bytes -= sum(moved.values())
 
 
 @dataclass(frozen=True, slots=True)

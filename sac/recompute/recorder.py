@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from contextlib import AbstractContextManager
 from threading import get_ident
 from typing import Any
@@ -39,6 +39,7 @@ from sac.region.inputs import RegionInputs
 from sac.region.module_state import ModuleState, other_bytes, small_bytes
 from sac.region.rng import RngSnapshot, States, state_of, states_of
 from sac.region.settings import AUTO, Settings
+from sac.stores.offload import Offloading
 from sac.tensors import (
     copy_of,
     describe,
@@ -459,7 +460,7 @@ class TapeRecorder:
         if site.may_save or site.conditional_rules:
             self.may_save = self.may_save or site.may_save
             decision, rule = decide(self, site, args, kwargs, out)
-            if decision is Decision.SAVE and site.must_save:
+            if decision.keeps and site.must_save:
                 for value in range(first, self.tape.value_count()):
                     self._keep_routing(site, value, tensors[value - first])
                 self._routing.append((site, range(first, self.tape.value_count())))
@@ -549,7 +550,7 @@ class TapeRecorder:
         if site.has_decision:
             decision, rule, call = self.decide_on(site, args, kwargs, out, first, reads)
         if site.draws:
-            self.random_states.after(entry, runs_again=decision is not Decision.SAVE)
+            self.random_states.after(entry, runs_again=not decision.keeps)
         if site.traits.is_factory and count:
             tape.factories[first] = entry
         elif site.op is _LIFT_FRESH and (constant := tape.known(out)) is not None:
@@ -572,7 +573,7 @@ class TapeRecorder:
         if site.may_save or site.conditional_rules:
             call = self.calls[site]
             decision, rule = decide(self, site, args, kwargs, out)
-            if decision is Decision.SAVE and not self._save(site, rule, call, first, out, reads):
+            if decision.keeps and not self._save(site, rule, call, first, out, reads):
                 decision = Decision.RECOMPUTE
             self.may_save = self.may_save or site.may_save
         if rule is not None:
@@ -802,6 +803,8 @@ class ReplayRecorder(TapeRecorder):
         self.layout = layout  # of an earlier call with the same input signature; after the forward: of this call
         self.modified_after_save: dict[int, int] = {}  # handle that the region wrote to after the save -> saved version
         self.may_fall_back = settings.engine == AUTO  # falls back where replay is worse than rerun; see Note [Auto]
+        self.offloads = table.offloads
+        self._rule_at: dict[int, int] = {}  # after the forward, if a rule offloads: address of a storage -> rule
         self.external_handles: set[int] = set()  # handles of external tensors, which are kept as they are
         self._maybe_external: list[tuple[weakref.ref[Handle], weakref.ref[Tensor], int]] = []
         self._owners = owners
@@ -966,6 +969,12 @@ class ReplayRecorder(TapeRecorder):
             )
             for site, values in self._routing
         ]
+        if self.offloads:
+            self._rule_at = {
+                storage_address(part): self._rules[value]
+                for value in tape.kept.keys() & self._rules.keys()
+                for part in tensor_parts(tape.kept[value])
+            }
         self._release(kept)
         tape.close()
 
@@ -985,6 +994,21 @@ class ReplayRecorder(TapeRecorder):
         kept: dict[int, Any] = self.tape.kept
         for value, tensor in kept.items():
             kept[value] = pack_with_outer_hooks(tensor, hooks)
+
+    def offload(self, work: Offloading, kept: list[Handle], start: Callable[[], None]) -> None:
+        """See ``Recorder.offload``. Results of routing ops stay: a fallback to Python holds them too."""
+        values: dict[int, Any] = self.tape.kept
+        routed = {value for _, routed in self._routing for value in routed}
+        mine = [value for value in values if value not in routed]
+        for handle in kept:
+            handle.look_at(work, self._rule_at.get(handle.storage))
+        for value in mine:
+            work.look_at(values[value], self._rules.get(value))
+        start()
+        for handle in kept:
+            handle.offload(work)
+        for value in mine:
+            values[value] = work.packed(values[value])
 
     def recompute_mode(self, inputs: list[tuple[int, Tensor]], progress: Progress) -> AbstractContextManager[Any]:
         """Return the context in which the region's Python runs again if the tape cannot be replayed."""

@@ -119,12 +119,16 @@ class Region:
             inputs.signature = None
         if function_key is not None and inputs.signature is not None:
             signature = (function_key, settings.freeze_buffers, settings.use_reentrant, inputs.signature)
-        if self.group.table.saves_everything and signature in self.evidence.needs_no_mode and active_hooks() is None:
+        table = self.group.table
+        is_plain = table.saves_everything and not table.offloads  # plain autograd does what the policy says
+        if is_plain and signature in self.evidence.needs_no_mode and active_hooks() is None:
             self.stats.calls += 1
             attributes = None
             return function(*args, **kwargs)
         if settings.input_storing is not None:
             inputs.store(settings.input_storing, args, kwargs, self.path)
+        if table.offloads:
+            inputs.follow(args, kwargs)
         frame, recorder = self._frame(function, owners, settings, signature, inputs, args, kwargs)
         frame.attributes, attributes = attributes, None
         try:
@@ -139,8 +143,9 @@ class Region:
             warnings.warn(str(frame.kept_whole), SacWarning, stacklevel=2)
         if isinstance(recorder, (RerunRecorder, ReplayRecorder)):
             check_planned_signature(self.group.planned, recorder.op_trace, self.path)  # before inputs are released
-        if settings.input_storing is not None:
+        if settings.input_storing is not None or table.offloads:
             inputs.finish(settings.input_storing, args, kwargs, output)
+        self.stats.offloads = frame.offloads
         if isinstance(recorder, (RerunRecorder, ReplayRecorder)):
             self._take_evidence(recorder, frame, signature)
         elif isinstance(recorder, ModuleRecorder):

@@ -362,6 +362,7 @@ class ReplayFrame(Frame):
         recorder.end(kept, missing)
         if recorder.tape.not_replayable:
             self._give_up(recorder.tape.not_replayable)
+        self._offload(kept)
         self._hold_inputs(kept, needed=needed)
         if self.hooks is not None:
             # With a recorder, later calls pass the hooks the same values again.

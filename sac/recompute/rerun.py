@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -42,6 +43,7 @@ from sac.region.frame import (
 from sac.region.inputs import RegionInputs
 from sac.region.module_state import ModuleState, UnseenWriteError
 from sac.region.rng import default_generator, state_of, states_of
+from sac.stores.offload import Offloading
 from sac.tensors import (
     describe,
     equal,
@@ -402,7 +404,7 @@ class RerunState:
         if self._is_packed_outside:
             return  # they were compared before the outer hooks packed them
         values = [value for value in self.saved if value.sums and not value.overwritten]
-        different = find_different([(value.sums, sums_of(value.outputs)) for value in values])
+        different = find_different([(value.sums, sums_of(map_tensors(value.outputs, fetch))) for value in values])
         for index in different:
             values[index].overwritten = True
 
@@ -415,6 +417,26 @@ class RerunState:
             value.outputs = map_tensors(value.outputs, lambda tensor: pack_with_outer_hooks(tensor, hooks))
         if self.modules is not None:
             self.modules.pack_with_outer_hooks(hooks)
+
+    def offload(self, work: Offloading, kept: list[Handle], start: Callable[[], None]) -> None:
+        """See ``Recorder.offload``."""
+        whole = self.table.whole_rule("") if self.table.saves_whole("") else None
+        of_no_op = whole.index if whole is not None else NO_RULE
+        for handle in kept:
+            handle.look_at(work, self.rule_of.get(handle.storage, of_no_op))
+        for value in self.saved:
+            rule = value.rule.index if value.rule is not None else NO_RULE
+            map_tensors(value.outputs, partial(work.look_at, rule=rule))
+        if self.modules is not None:
+            self.modules.look_at(work)
+        start()
+        for handle in kept:
+            handle.offload(work)
+        for value in self.saved:
+            value.outputs = map_tensors(value.outputs, work.packed)
+        if self.modules is not None:
+            self.modules.offload(work)
+        self.held_addresses = addresses_of(value for value in self.saved if not value.written)
 
     # Recomputation
 
@@ -708,7 +730,7 @@ class ForwardMode(RegionMode):
         occurrence = state.occurrences[signature]
         state.occurrences[signature] = occurrence + 1
         decision, rule = decide(state, site, args, kwargs, out)
-        saves = decision is Decision.SAVE
+        saves = decision.keeps
         if rule is not None:
             state.hits[rule.index] += 1
         moved = [(g, now) for g, state in before if not equal(now := state_of(g), state)] if saves else []
@@ -722,7 +744,7 @@ class ForwardMode(RegionMode):
         else:
             state.note_reads(args)
         if self.op_trace is not None:
-            decision = Decision.SAVE if saves else Decision.RECOMPUTE
+            decision = decision if saves else Decision.RECOMPUTE
             self.op_trace.add(site, rule, decision, args, kwargs, out, call=call)
         return out
 
@@ -970,6 +992,7 @@ class RerunRecorder:
             new_value_ids=new_value_ids,
         )
         self.not_recomputed = not_recomputed
+        self.offloads = table.offloads
         self.early_stop = early_stop
         self.op_trace = op_trace
         self.needs_mode = self.reads_values = False
@@ -1020,6 +1043,10 @@ class RerunRecorder:
     def pack_with_outer_hooks(self, hooks: PackHooks) -> None:
         """See ``RerunState.pack_with_outer_hooks``."""
         self.state.pack_with_outer_hooks(hooks)
+
+    def offload(self, work: Offloading, kept: list[Handle], start: Callable[[], None]) -> None:
+        """See ``RerunState.offload``."""
+        self.state.offload(work, kept, start)
 
     def recompute_mode(self, inputs: list[tuple[int, torch.Tensor]], progress: Progress) -> RecomputeMode:
         """Return the mode that serves."""

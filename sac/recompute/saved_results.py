@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import types
+import weakref
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,6 +24,7 @@ from sac.region.python_state import ReachableState
 from sac.region.rng import HostRandomState, RngSnapshot, generators_now, put_back, state_of, states_of
 from sac.region.settings import Settings
 from sac.region.writes import give_history
+from sac.stores.offload import Offloading
 from sac.tensors import (
     detached,
     equal,
@@ -103,6 +106,21 @@ class SavedLeaf:
         if isinstance(self.data, torch.Tensor) and not self.is_external:
             self._watch = version_watch(self.data) if self._watch is not None else None
             self.data = pack_with_outer_hooks(self.data, hooks)
+
+    def look_at(self, work: Offloading, rule: int) -> None:
+        """Show the data, which ``rule`` saved, to ``work``."""
+        if isinstance(self.data, torch.Tensor) and not self.is_external:
+            if self.was_changed:
+                work.exclude(self.data)
+            else:
+                work.look_at(self.data, rule)
+
+    def offload(self, work: Offloading) -> None:
+        """Hold instead of the data what ``work`` has made of it."""
+        if isinstance(self.data, torch.Tensor) and not self.is_external:
+            packed = work.packed(self.data)
+            if packed is not self.data:
+                self.data, self._watch = packed, None
 
     def drop(self) -> None:
         """Release the data."""
@@ -420,6 +438,29 @@ class ModuleStates:
         self._reachable.put_back()
         for provider, state in self._provided:
             provider.restore(state)
+
+
+# -- What autograd keeps inside of a module that is offloaded
+
+
+def handles_inside(handles: list[weakref.ref[Handle]], module: nn.Module, path: str) -> AbstractContextManager[Any]:
+    """Return the context in which autograd keeps handles, which are added to ``handles``, to be offloaded.
+
+    Hooks around the region decide themselves where tensors wait.
+    """
+    theirs = {address for tensor in (*module.parameters(), *module.buffers()) for address in storage_sizes(tensor)}
+
+    def pack(tensor: torch.Tensor) -> Handle:
+        handle = Handle(0, tensor)
+        handle.keep(tensor)
+        handle.is_external = isinstance(tensor, Parameter) or storage_address(tensor) in theirs
+        handles.append(weakref.ref(handle))
+        return handle
+
+    def unpack(handle: Handle) -> torch.Tensor:
+        return handle.kept_value(path)
+
+    return saved_tensors_hooks(pack, unpack) if active_hooks() is None else nullcontext()
 
 
 # -- Counting what autograd keeps while a module runs, without changing it

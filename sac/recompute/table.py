@@ -29,6 +29,8 @@ _VALUE_READERS = frozenset(
 
 Condition = Callable[[tuple[Any, ...], Mapping[str, Any], Any], bool]
 
+NO_RULE = -1  # stands for the rule of what the must-save tier or the policy's default saved
+
 
 @dataclass(frozen=True, slots=True)
 class ResolvedRule:
@@ -45,8 +47,13 @@ class ResolvedRule:
 
     @property
     def saves(self) -> bool:
-        """Whether a match is saved (for an alternating rule: may be saved)."""
-        return self.decision is Decision.SAVE
+        """Whether a match is saved (for an alternating rule: may be saved), on the device or the host."""
+        return self.decision.keeps
+
+    @property
+    def always_saves(self) -> bool:
+        """Whether every match is saved, on the device or the host."""
+        return self.saves and self.rule.do != ALTERNATE
 
     def names(self, op: Any) -> bool:
         """Return whether the rule names ``op`` itself or through a set, and not only by a glob."""
@@ -176,13 +183,13 @@ def decide(
             if conditional.alternates:
                 turn = counter.alternations[rule.index]
                 counter.alternations[rule.index] = turn + 1
-                decision = Decision.RECOMPUTE if turn % 2 else Decision.SAVE
+                decision = Decision.RECOMPUTE if turn % 2 else rule.decision
             break
     if decision is Decision.RECOMPUTE and site.must_save:
         condition = site.must_save_condition
         if condition is None or condition(args, kwargs, out):
             decision = Decision.SAVE
-    if decision is Decision.SAVE and site.savable_if is not None and not site.savable_if(args, kwargs, out):
+    if decision.keeps and site.savable_if is not None and not site.savable_if(args, kwargs, out):
         decision = Decision.RECOMPUTE
     return decision, rule
 
@@ -198,7 +205,8 @@ def run_op(site: CallSite, args: Any, kwargs: Any) -> Any:
 class DecisionTable:
     """The rules that apply to one layer of one stack, and the call sites derived from them; see ``add_site``.
 
-    ``must_save``: nondeterministic routing ops are kept even if no rule saves them (promise 10).
+    ``must_save``: nondeterministic routing ops are kept even if no rule saves them (promise 10). ``offloads``: the
+    indices of the rules of which saved values wait on the host (``NO_RULE``: the default).
     """
 
     def __init__(self, policy: Policy, rules: tuple[ResolvedRule, ...], *, must_save: bool = True) -> None:
@@ -207,10 +215,11 @@ class DecisionTable:
         self.default = policy.default
         self.must_save = must_save
         self._whole: dict[str, ResolvedRule | None] = {}
+        self.offloads = self._offloads()
         self.matches_modules = any(resolved.rule.matches_module and resolved.saves for resolved in rules)
         self.saves_everything = self._saves_everything()
         self.decides_on_ops = not self.saves_everything and (
-            self.default is Decision.SAVE or any(one.saves and not one.rule.matches_module for one in rules)
+            self.default.keeps or any(one.saves and not one.rule.matches_module for one in rules)
         )
         self._sites: dict[str, dict[int, CallSite]] = {}  # path -> id of an op (its hash is Python code) -> call site
         self._native: Any = None
@@ -238,22 +247,33 @@ class DecisionTable:
         site = self.sites_of("").get(id(op)) or self.add_site(op, "")
         return site.may_save, gathers(site)
 
+    def rule_name(self, index: int) -> str:
+        """Return the id of the rule with this index; ``default`` for ``NO_RULE``."""
+        return next((one.rule.id for one in self.rules if one.index == index), "default")
+
     def sites_of(self, path: str) -> dict[int, CallSite]:
         """Return the call sites so far, by id of the op, of the module at ``path`` of the region."""
         return self._sites.setdefault(path, {})
 
     def _saves_everything(self) -> bool:
-        """Return whether the policy leaves nothing to recompute, so that plain autograd implements it."""
+        """Return whether the policy leaves nothing to recompute.
+
+        Plain autograd implements that, unless something is offloaded.
+        """
         if self.saves_whole(""):
             return True
-        return all(resolved.rule.do == Decision.SAVE.value for resolved in self.rules) and (
-            self.default is Decision.SAVE or any(_matches_every_call(resolved.rule) for resolved in self.rules)
+        return all(resolved.always_saves for resolved in self.rules) and (
+            self.default.keeps or any(_matches_every_call(resolved.rule) for resolved in self.rules)
         )
+
+    def _offloads(self) -> frozenset[int]:
+        found = {resolved.index for resolved in self.rules if resolved.decision is Decision.OFFLOAD}
+        return frozenset(found | {NO_RULE} if self.default is Decision.OFFLOAD else found)
 
     def saves_whole(self, path: str) -> bool:
         """Return whether every call of the module at ``path`` is saved as a whole."""
         resolved = self.whole_rule(path)
-        return resolved is not None and resolved.rule.do == Decision.SAVE.value
+        return resolved is not None and resolved.always_saves
 
     def whole_rule(self, path: str) -> ResolvedRule | None:
         """Return the rule that decides on the module at ``path`` as a whole, if there is one."""
@@ -276,7 +296,8 @@ class DecisionTable:
         site.final_decision = self.default
         rules = self.rules
         if self.saves_whole(""):
-            site.final_rule, site.final_decision, rules = self.whole_rule(""), Decision.SAVE, ()
+            site.final_rule, rules = self.whole_rule(""), ()
+            site.final_decision = site.final_rule.decision if site.final_rule is not None else Decision.SAVE
         for resolved in rules:
             rule = resolved.rule
             if rule.matches_module:
@@ -298,9 +319,9 @@ class DecisionTable:
         site.must_save, condition_name = self._must_save(site)
         site.must_save_condition = CONDITIONS[condition_name] if condition_name else None
         site.may_save = (
-            site.final_decision is Decision.SAVE
+            site.final_decision.keeps
             or site.must_save
-            or any(conditional.decision is Decision.SAVE for conditional in conditional_rules)
+            or any(conditional.decision.keeps for conditional in conditional_rules)
         )
 
     def _must_save(self, site: CallSite) -> tuple[bool, str]:

@@ -414,7 +414,7 @@ class TracedPolicy:
             decision, rule = Decision.RECOMPUTE, site.final_rule
             if site.may_save or site.conditional_rules:
                 decision, rule = decide(record, site, args, kwargs, getattr(context, "op_output", None))
-        saves = decision is Decision.SAVE
+        saves = decision.keeps  # a compiled graph offloads nothing
         self._count(saves, rule)
         return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
 

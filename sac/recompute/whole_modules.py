@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -14,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from sac.errors import Problem, RegionError
 from sac.outer_hooks import OuterPacked, PackHooks, active_packs, without_hooks, without_mode
-from sac.policy.model import ALTERNATE
+from sac.policy.model import ALTERNATE, Decision
 from sac.recompute import module_tracker as scope
 from sac.recompute.module_tracker import TrackedForward
 from sac.recompute.saved_results import (
@@ -25,6 +26,7 @@ from sac.recompute.saved_results import (
     counted,
     generators_at,
     given_leaves,
+    handles_inside,
     versions_of,
 )
 from sac.recompute.table import DecisionTable, ResolvedRule, paths_up
@@ -32,6 +34,7 @@ from sac.region.frame import Handle, Handles, Progress
 from sac.region.inputs import RegionInputs
 from sac.region.module_state import ModuleState
 from sac.region.settings import Settings
+from sac.stores.offload import Offloading
 from sac.tensors import copy_of, detached, overwrite, plain_address, storage_sizes, version_of
 from sac.torch_private import tree_leaves
 
@@ -90,9 +93,12 @@ class ModuleEvidence:
 
 
 class SavedModuleCall:
-    """One call of a saved module: its rule, and what it left behind. ``flops``: only of a watched call."""
+    """One call of a saved module: its rule, and what it left behind. ``flops``: only of a watched call.
 
-    __slots__ = ("call_key", "flops", "inside", "packs_before", "result", "rule", "states")
+    ``handles``: if it is offloaded, those that autograd holds inside of it.
+    """
+
+    __slots__ = ("call_key", "flops", "handles", "inside", "packs_before", "result", "rule", "states")
 
     def __init__(self, call_key: Place, rule: ResolvedRule, packs_before: int) -> None:
         self.call_key = call_key
@@ -101,6 +107,7 @@ class SavedModuleCall:
         self.result: ModuleResult | None = None
         self.states: ModuleStates | None = None
         self.inside: dict[int, int] = {}
+        self.handles: list[weakref.ref[Handle]] = []
         self.flops = 0
 
     def result_sizes(self) -> dict[int, int]:
@@ -210,6 +217,26 @@ class SavedModules:
         for kept, _ in self.held():
             kept.pack_with_outer_hooks(hooks)
 
+    def look_at(self, work: Offloading) -> None:
+        """Show ``work`` what is held, and what autograd holds inside of modules that are offloaded."""
+        for kept, rule in self.held():
+            kept.look_at(work, rule.index)
+        for handle, index in self._inside():
+            handle.look_at(work, index)
+
+    def offload(self, work: Offloading) -> None:
+        """Hold what ``work`` has made of it."""
+        for kept, _ in self.held():
+            kept.offload(work)
+        for handle, _ in self._inside():
+            handle.offload(work)
+
+    def _inside(self) -> Iterator[tuple[Handle, int]]:
+        for call in self.calls.values():
+            for reference in call.handles:
+                if (handle := reference()) is not None:
+                    yield handle, call.rule.index
+
     def drop(self) -> None:
         """Release everything."""
         for call in self.calls.values():
@@ -299,7 +326,7 @@ class SavingPass:
         before = versions_of(given)
         passed = self.watcher.passed_generators() if self.watcher is not None else []
         states = ModuleStates((*forward.module.modules(),), [*self._generators, *passed], modules.settings)
-        with without_hooks(self._packs):
+        with without_hooks(self._packs), self._inside(call, forward.module):
             out = self._run(call, forward, args, kwargs)
         states.close()
         call.states = states
@@ -310,6 +337,11 @@ class SavingPass:
         with without_mode(self.watcher):  # copying a result is not an op of the region
             modules.add(call)
         return out
+
+    def _inside(self, call: SavedModuleCall, module: nn.Module) -> AbstractContextManager[Any]:
+        if call.rule.decision is not Decision.OFFLOAD:
+            return nullcontext()
+        return handles_inside(call.handles, module, self.modules.path)
 
     def _run(
         self, call: SavedModuleCall, forward: TrackedForward, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -419,6 +451,7 @@ class ModuleRecorder:
 
     def __init__(self, modules: SavedModules, not_recomputed: frozenset[int]) -> None:
         self.modules = modules
+        self.offloads = modules.table.offloads
         self.not_recomputed = not_recomputed
 
     def begin(self, inputs: RegionInputs) -> None:
@@ -444,6 +477,14 @@ class ModuleRecorder:
     def pack_with_outer_hooks(self, hooks: PackHooks) -> None:
         """See ``SavedModules.pack_with_outer_hooks``."""
         self.modules.pack_with_outer_hooks(hooks)
+
+    def offload(self, work: Offloading, kept: list[Handle], start: Callable[[], None]) -> None:
+        """See ``Recorder.offload``: no rule saves what ``kept`` holds."""
+        for handle in kept:
+            handle.look_at(work, None)
+        self.modules.look_at(work)
+        start()
+        self.modules.offload(work)
 
     def recompute_mode(self, inputs: list[tuple[int, torch.Tensor]], progress: Progress) -> AbstractContextManager[Any]:
         """Return the context in which saved modules are served."""

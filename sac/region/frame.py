@@ -6,7 +6,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -27,6 +27,7 @@ from sac.region.module_state import ModuleState, UnseenWriteError
 from sac.region.settings import PLAIN, Settings
 from sac.region.tables import AttributesHolder
 from sac.region.undo import UndoStack
+from sac.stores.offload import OffloadFigures, Offloading
 from sac.tensors import describe, detached, shares_storage, storage_bytes, version_of
 from sac.torch_private import NO_TASK, current_graph_task_id, graph_is_retained
 
@@ -89,6 +90,24 @@ class Handle:
         """Hand the held tensor to the saved-tensor hooks around the region."""
         if isinstance(self.value, torch.Tensor):
             self.value, self.watched = pack_with_outer_hooks(self.value, hooks), None
+
+    def look_at(self, work: Offloading, rule: int | None) -> None:
+        """Show the held tensor, which ``rule`` saved, to ``work``."""
+        value, watched = self.value, self.watched
+        if isinstance(value, torch.Tensor) and not self.is_external:
+            if watched is value:  # a leaf is held itself: who else holds the same tensor could not be counted
+                self.value = self.watched = value = detached(value)
+            if watched is not None and self.version != version_of(watched):
+                work.exclude(value)
+            else:
+                work.look_at(value, rule)
+
+    def offload(self, work: Offloading) -> None:
+        """Hold instead of the tensor what ``work`` has made of it."""
+        if isinstance(self.value, torch.Tensor) and not self.is_external:
+            packed = work.packed(self.value)
+            if packed is not self.value:
+                self.value, self.watched = packed, None
 
     def kept_value(self, path: str) -> torch.Tensor:
         """Return the held tensor; raise ``RegionError`` if it has been written to since, as autograd would."""
@@ -326,12 +345,14 @@ RETAIN = "pass retain_graph=True to the backward call before this one"
 class Recorder(Protocol):
     """Interface of a recomputation engine to a frame. Without a recorder, a frame recomputes everything.
 
-    ``sees_ops``: whether its modes see the ops of the region. ``not_recomputed``: ids of the modules that recomputation
+    ``sees_ops``: whether its modes see the ops of the region. ``offloads``: the rules of which saved values wait on the
+    host. ``not_recomputed``: ids of the modules that recomputation
     does not run; their writes to their buffers are not repeated.
     """
 
     sees_ops: bool
     not_recomputed: frozenset[int]
+    offloads: frozenset[int]
 
     def set_start(self, module_state: ModuleState, handles: Handles) -> None:
         """The forward begins with ``module_state``; ``handles`` will get those of what autograd saves."""
@@ -350,6 +371,9 @@ class Recorder(Protocol):
 
     def recompute_mode(self, inputs: list[tuple[int, torch.Tensor]], progress: Progress) -> AbstractContextManager[Any]:
         """Return the context in which the recomputation runs on ``inputs``, given as (position, tensor)."""
+
+    def offload(self, work: Offloading, kept: list[Handle], start: Callable[[], None]) -> None:
+        """Show ``work`` all that ``kept`` and this recorder hold, call ``start``, then hold what it made of that."""
 
     def check_recomputed(self) -> None:
         """Raise if recomputation did not use a value that it had to use."""
@@ -381,6 +405,7 @@ class RegionCall(ABC):
         self.owners = owners
         self.settings = settings
         self.input_bytes = (0, 0)  # on devices, and on the host on their behalf: held by this region or its handles
+        self.offloads: Mapping[int, OffloadFigures] = {}  # after the forward: by rule
         self.kept_whole: Problem | None = None  # after the forward: why its activations are kept after all
         self.attributes: AttributesHolder | None = None  # those of all owners, if they have been recorded for this call
         self.is_evidence = False  # whether ``moved_host_rng`` will be read
@@ -435,11 +460,20 @@ class RegionCall(ABC):
             self.moved_host_rng = self.ambient.host_rng.has_moved()
         self.ambient.close(self.path, needed=last_missing >= 0)
         idle = self.recorder is not None and self.recorder.close(kept, last_missing)
+        self._offload(kept)
         if idle and not (self.compares and self._sees_ops and self.settings.checks_metadata):
             self.recorder = None
         self._hold_inputs(kept, needed=last_missing >= 0)
         if self.hooks is not None and self.recorder is not None:
             self.recorder.pack_with_outer_hooks(self.hooks)
+
+    def _offload(self, kept: list[Handle]) -> None:
+        """Let what rules offload wait on the host; see Note [Offloaded values]."""
+        rules = self.recorder.offloads if self.recorder is not None else ()
+        if rules and self.recorder is not None and self.inputs.call is not None:
+            work = Offloading(self.settings.transfers, rules)
+            self.recorder.offload(work, kept, partial(work.start, self.inputs.call, has_hooks=self.hooks is not None))
+            self.offloads = work.figures
 
     def _hold_inputs(self, kept: list[Handle], *, needed: bool) -> None:
         """Hold the inputs until backward, or nothing if no recomputation will come: autograd holds ``kept``."""

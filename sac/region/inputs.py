@@ -245,10 +245,11 @@ class RegionInputs:
 
     ``signature``: the input signature (Note [Which function is it]), equal for equal uses; None where no other use can
     be known to be equal. ``owners``: modules among the arguments, and their submodules. A tensor that is passed more
-    than once is kept once, under its first position, and is one tensor again in recomputation.
+    than once is kept once, under its first position, and is one tensor again in recomputation. ``call``: this call in
+    the order of backward, if something of it is kept elsewhere.
     """
 
-    __slots__ = ("_call", "_keywords", "_leaves", "_objects", "_spec", "owners", "signature", "tensors")
+    __slots__ = ("_keywords", "_leaves", "_objects", "_spec", "call", "owners", "signature", "tensors")
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         leaves: list[Any] = [*args, *kwargs.values()]
@@ -266,7 +267,7 @@ class RegionInputs:
                 signature = self._look_at(args, kwargs)
                 break
         self.signature: tuple[Any, ...] | None = tuple(signature) if signature else None
-        self._call: CallNode | None = None
+        self.call: CallNode | None = None
         known: dict[int, SavedInput] = {}
         objects: dict[int, SavedObject] = {}
         kept_leaves = [*leaves]
@@ -302,7 +303,7 @@ class RegionInputs:
         """
         assert self._leaves is not None, "stored after they were dropped"
         leaves = self.leaves_of(args, kwargs)
-        self._call = call = CallNode()
+        self.call = call = CallNode()
         for position in input_storing.choose(leaves):
             kept = self._leaves[position]
             if kept.stored is None:
@@ -311,21 +312,28 @@ class RegionInputs:
                     check_releasable(leaves[position], leaves, name)
                 kept.stored = StoredInput(leaves[position], input_storing.store, call, (path, position), name)
 
+    def follow(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before the forward: find the calls before this one, to which backward comes next."""
+        self.call = self.call or CallNode()
+        for leaf in self.leaves_of(args, kwargs):
+            if isinstance(leaf, torch.Tensor):
+                self.call.follow(leaf)
+
     def leaves_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """Return the leaves of the call, each at its position. ``args`` and ``kwargs`` are those of the constructor."""
         return [*args, *kwargs.values()] if self._spec is None else tree_leaves((args, kwargs))
 
-    def finish(self, input_storing: InputStoring, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """After ``close``: if ``store`` was called, mark the results of the region and release the chosen inputs.
+    def finish(
+        self, input_storing: InputStoring | None, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        """After ``close``, if ``store`` or ``follow`` was called: mark the results, and release the chosen inputs.
 
         See Note [Prefetched gathers] and Note [Released inputs].
         """
-        if not self.tensors:
-            return
         results = tree_leaves(output)
-        if self._call is not None:
-            self._call.mark(results)
-        if input_storing.release:
+        if self.call is not None:
+            self.call.mark(results)
+        if input_storing is not None and input_storing.release:
             leaves = self.leaves_of(args, kwargs)
             returned = {id(result) for result in results}
             for kept in self.tensors:

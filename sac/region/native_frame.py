@@ -68,6 +68,8 @@ def native_types(library: Any) -> NativeTypes:
         waits = Handle.waits
         pack_with_outer_hooks = Handle.pack_with_outer_hooks
         kept_value = Handle.kept_value
+        look_at = Handle.look_at
+        offload = Handle.offload
 
     class NativeProgress(library.Progress):  # type: ignore[misc]
         """See ``RecomputeProgress``."""

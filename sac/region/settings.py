@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 
 from sac.config_keys import CONFIG_KEYS, DEFAULTS, StateProvider
 from sac.stores.store import InputStoring
+from sac.stores.transfers import TransfersByDevice
 from sac.torch_private import chosen_early_stop
 
 AUTO, RERUN, REPLAY = CONFIG_KEYS["engine"].words
@@ -38,6 +39,7 @@ class Settings:
     default ones. ``checks_metadata``: compare shape, dtype and device of the tensors that recomputation saves with
     those that forward saved. ``engine`` and ``verify``: how regions are recomputed, and when replayed and served values
     are compared with those of the forward; see ``sac.recompute.replay``. ``watch``: explains out-of-memory errors.
+    ``transfers``: copy what rules offload.
     """
 
     input_storing: InputStoring | None = None
@@ -52,6 +54,7 @@ class Settings:
     engine: str = DEFAULTS["engine"]
     verify: str = DEFAULTS["verify"]
     watch: MemoryWatch | None = None
+    transfers: TransfersByDevice = field(default_factory=TransfersByDevice, compare=False)
 
     @property
     def needs_frame(self) -> bool:

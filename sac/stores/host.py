@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -21,8 +22,8 @@ class OnHost(InputStore):
     def __init__(self, transfers: TransfersByDevice | None = None) -> None:
         self._transfers = transfers if transfers is not None else TransfersByDevice()
 
-    def __reduce__(self) -> tuple[type[OnHost], tuple[()]]:
-        return OnHost, ()  # streams belong to this process
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OnHost, (self._transfers,)
 
     def put(self, flat: torch.Tensor, name: Callable[[], str]) -> StoredTensor:
         """Start to copy ``flat`` to the host; ``flat`` must not be written to or freed before ``settle``."""

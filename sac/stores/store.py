@@ -54,7 +54,7 @@ class Layout:
     misalignment: int
     conjugate: bool
     negative: bool
-    distributed: tuple[Any, Any, torch.Size, tuple[int, ...]] | None = None
+    distributed: Distribution | None = None
 
     @staticmethod
     def fits(tensor: torch.Tensor) -> bool:
@@ -69,9 +69,6 @@ class Layout:
     def of(tensor: torch.Tensor) -> tuple[Layout, torch.Tensor]:
         """Return the layout of ``tensor``, which has to fit, and its elements as a flat tensor or view."""
         local = local_of(tensor)
-        distributed = None
-        if local is not tensor:
-            distributed = (tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())  # type: ignore[attr-defined]
         once, order = _without_repetition(local)
         layout = Layout(
             shape=local.shape,
@@ -82,7 +79,7 @@ class Layout:
             misalignment=local.data_ptr() % _ALIGNMENT,
             conjugate=local.is_conj(),
             negative=local.is_neg(),
-            distributed=distributed,
+            distributed=distribution_of(tensor),
         )
         return layout, layout._flatten(local)
 
@@ -108,12 +105,7 @@ class Layout:
             tensor = neg_view(tensor)
         if self.conjugate:
             tensor = tensor.conj()
-        if self.distributed is None:
-            return tensor
-        mesh, placements, shape, stride = self.distributed
-        cls = sys.modules["torch.distributed.tensor"].DTensor
-        whole: torch.Tensor = cls.from_local(tensor, mesh, placements, run_check=False, shape=shape, stride=stride)
-        return whole
+        return tensor if self.distributed is None else distributed_again(tensor, self.distributed)
 
     def _memory(self, flat: torch.Tensor) -> torch.Tensor:
         """Return memory of this extent and misalignment, with the device and dtype of ``flat``."""
@@ -147,6 +139,24 @@ def _extent(shape: tuple[int, ...], stride: tuple[int, ...], order: tuple[int, .
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the local tensor of a DTensor, or any other tensor unchanged."""
     return tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+
+
+Distribution = tuple[Any, Any, torch.Size, tuple[int, ...]]
+
+
+def distribution_of(tensor: torch.Tensor) -> Distribution | None:
+    """Return what turns the local tensor into this DTensor: mesh, placements, shape, strides; None if it is none."""
+    if not is_dtensor(tensor):
+        return None
+    return tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()  # type: ignore[attr-defined]
+
+
+def distributed_again(local: torch.Tensor, distribution: Distribution) -> torch.Tensor:
+    """Return the DTensor of a local tensor."""
+    mesh, placements, shape, stride = distribution
+    cls = sys.modules["torch.distributed.tensor"].DTensor
+    whole: torch.Tensor = cls.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+    return whole
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:

@@ -191,7 +191,8 @@ class HostCopy:
     """The bytes of one storage in host memory, from when its copy down starts; see Note [Transfers].
 
     ``source``: those on the device, as long as they stay there. ``call``: the region call that reads them in backward.
-    ``task``: the backward that asked for them last.
+    ``task``: the backward that asked for them last. ``figures.spared`` counts the bytes if backward finds them in the
+    source.
     """
 
     __slots__ = (
@@ -199,6 +200,7 @@ class HostCopy:
         "buffer",
         "call",
         "down",
+        "figures",
         "home",
         "is_pooled",
         "readers",
@@ -218,6 +220,7 @@ class HostCopy:
         self.buffer = buffer
         self.is_pooled = is_pooled
         self.call: CallNode | None = None
+        self.figures: Any = None
         self.home: Any = None  # the stream that owns the memory of the source
         self.down: Any = None  # the events after the copies
         self.up: Any = None
@@ -258,7 +261,7 @@ class Transfers:
     def __init__(self, device: torch.device, module: Any, limits: TransferLimits = LIMITS) -> None:
         self.limits = limits
         self._device = device
-        self._is_async = module is not None
+        self.is_async = module is not None
         self._module = module if module is not None else _OneStream()
         self._down, self._up = self._module.Stream(device), self._module.Stream(device)
         self.pool = HostPool(self.host_memory, limits.host)
@@ -268,7 +271,7 @@ class Transfers:
 
     def host_memory(self, size: int) -> torch.Tensor:
         """Return uninitialised host memory of ``size`` bytes, of the kind that is fast to copy."""
-        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self._is_async)
+        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self.is_async)
 
     def put(self, sources: Sequence[torch.Tensor], call: CallNode | None = None) -> list[HostCopy | None]:
         """Start to copy ``sources``, which nobody else holds, down; free the oldest sources over the limit.
@@ -320,7 +323,7 @@ class Transfers:
         with self._module.stream(self._down):
             for copy in copies:
                 assert copy.source is not None
-                copy.buffer.memory[: copy.size].copy_(copy.source, non_blocking=self._is_async)
+                copy.buffer.memory[: copy.size].copy_(copy.source, non_blocking=self.is_async)
             event = self._down.record_event()
         for copy in copies:
             copy.home, copy.down, copy.buffer.used = home, event, event
@@ -346,9 +349,12 @@ class Transfers:
             assert found is not None
             if current != home and all(current != reader for reader in copy.readers):
                 copy.readers.append(current)
-            if copy.task != task and task != NO_TASK and copy.call is not None:
+            if copy.task != task and task != NO_TASK:
                 copy.task = task
-                self.look_ahead(copy.call)
+                if copy.source is not None and copy.figures is not None:
+                    copy.figures.spared, copy.figures = copy.figures.spared + copy.size, None
+                if copy.call is not None:
+                    self.look_ahead(copy.call)
             if task == NO_TASK or when_backward_ends is None:  # no end at which the target could be freed
                 self._free_target(copy)
             return found
@@ -373,7 +379,7 @@ class Transfers:
             target = torch.empty(host.numel(), dtype=host.dtype, device=self._device)
             self._up.wait_stream(current)
             with self._module.stream(self._up):
-                target.copy_(host, non_blocking=self._is_async)
+                target.copy_(host, non_blocking=self.is_async)
                 event = self._up.record_event()
             current.wait_event(event)
             return target
@@ -428,7 +434,7 @@ class Transfers:
             self._up.wait_event(used)
         with self._module.stream(self._up):
             for copy, target in zip(copies, targets, strict=True):
-                target.copy_(copy.buffer.memory[: copy.size], non_blocking=self._is_async)
+                target.copy_(copy.buffer.memory[: copy.size], non_blocking=self.is_async)
             event = self._up.record_event()
         for copy, target in zip(copies, targets, strict=True):
             copy.target, copy.target_home, copy.up, copy.buffer.used = target, home, event, event

@@ -281,7 +281,6 @@ REFUSED = {
     "view": selective(policy(save("aten.view"))),
     "factory": selective(policy(save("aten.zeros_like"))),
     "out-variant custom op": selective(policy(save("sactest::fill_tanh"))),
-    "offload": selective(policy({"ops": "matmul", "do": "offload"})),
     "unknown decision": selective(policy({"ops": "matmul", "do": "keep"})),
     "unknown key": selective(policy(save("matmul", modul="mlp"))),
     "no such blocks": {**ATTENTION_AND_ALTERNATING, "blocks": ["layers.*"]},

@@ -154,4 +154,18 @@ def test_calls_of_an_op_in_one_module_are_counted(call: Any, saved: int) -> None
     model = sac.apply(built(lambda: Stack(FourProducts())), value)
     torch.compile(model, backend="aot_eager")(*square()).sum().backward()
     (kind,) = sac.report(model).to_dict()["kinds"]
-    assert kind["traced"] == {"saved": saved, "recomputed": 8 - saved, "rules": {"rule-0": saved}}
+    assert kind["traced"] == {"saved": saved, "recomputed": 8 - saved, "rules": {"rule-0": saved}, "offloads": False}
+
+
+def test_what_rules_offload_is_saved_in_compiled_graphs() -> None:
+    value = selective(policy({"ops": "matmul", "do": "offload"}))
+    skip_if_results_are_not_told(value)
+    model = sac.apply(built(lambda: Stack(FourProducts())), value)
+    plain = built(lambda: Stack(FourProducts()))
+    for one in (torch.compile(model, backend="aot_eager"), plain):
+        torch.manual_seed(0)
+        one(*square()).sum().backward()
+    assert torch.equal(model.blocks[0].weight.grad, plain.blocks[0].weight.grad)
+    report = sac.report(model)
+    assert report.kinds[0].traced.saved == 4
+    assert "a compiled graph offloads nothing: what rules offload is saved on the device" in str(report)

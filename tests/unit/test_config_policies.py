@@ -60,14 +60,6 @@ def told(text: str, folder: Path) -> str:
     return str(caught.value).replace(f"{folder}/", "")
 
 
-def test_offloading_is_refused(tmp_path: Path) -> None:
-    assert told(OFFLOADS, tmp_path) == (
-        'policy.yaml:6:9: rule "attention" offloads, and offloading is not built yet\n'
-        "    legal: save, recompute, alternate\n"
-        "policy.yaml:2:10: offloading is not built yet\n    legal: save, recompute"
-    )
-
-
 def test_whole_module_rule_is_refused_where_torch_lacks_a_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sac.config.HAS_STACKS", False)
     assert told(WHOLE_MODULE, tmp_path) == (

@@ -169,10 +169,14 @@ def test_unknown_policy() -> None:
 
 def test_offloading_is_refused() -> None:
     with pytest.raises(PolicyError) as caught:
-        sac.context_fn(policy({"ops": "matmul", "do": "offload"}))
+        sac.context_fn(policy({"ops": "matmul", "do": "offload"}, default="offload"))
     assert str(caught.value) == (
-        'policy.rules[0].do: rule "rule-0" offloads, and offloading is not built yet\n'
-        "    legal: save, recompute, alternate"
+        'policy.rules[0].do: rule "rule-0" offloads, and under torch.utils.checkpoint nothing waits on the host\n'
+        "    legal: save, recompute, alternate\n"
+        "    fix: use sac.apply on the whole model, or save\n"
+        "policy.default: the default offloads, and under torch.utils.checkpoint nothing waits on the host\n"
+        "    legal: save, recompute\n"
+        "    fix: use sac.apply on the whole model, or save"
     )
 
 
