@@ -44,7 +44,7 @@ prepare_browser() {
     [ -z "${SAC_PYTHON:-}" ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null || return 0
     [ ! -e .venv/browser.log ] || return 0
     echo "Installing chromium and chromium-driver, for the tests of pages (log in .venv/browser.log)" >&2
-    { apt-get update && DEBIAN_FRONTEND=noninteractive timeout 600 apt-get install -y --no-install-recommends chromium chromium-driver; } \
+    { timeout 120 apt-get update && DEBIAN_FRONTEND=noninteractive timeout 600 apt-get install -y --no-install-recommends chromium chromium-driver; } \
         >.venv/browser.log 2>&1 </dev/null || echo "They cannot be installed here: the tests of pages in a browser are skipped" >&2
 }
 

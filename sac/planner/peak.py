@@ -64,6 +64,7 @@ NO_CHECKPOINTING = "no checkpointing"
 BLOCK_INPUT = "input of a block"
 RUNNING = "the block is running"
 HELD = "the block's backward"  # or its recomputation: what it reads besides what a rule saves
+UNSAVED = "the block's forward or backward"  # one of these two, over the whole step
 
 # What lowers the bytes of a category where no policy does.
 REMEDIES: Mapping[str, str] = {
@@ -365,7 +366,7 @@ class _Sorting:
         inside = origin.module[len(region) :].lstrip(".")
         row = _decision_on(self._regions[region], inside, origin)
         if row is None or row.decision == "recompute":
-            return HELD if at_peak else RUNNING, False
+            return HELD if at_peak else UNSAVED, False
         return row.reason, row.reason != "must-save"
 
     def _region_of(self, path: str) -> str | None:

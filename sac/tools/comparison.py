@@ -30,12 +30,20 @@ from sac.planner.search import explained_step
 from sac.policy.model import Policy
 from sac.policy.read import bytes_text
 from sac.recompute.op_trace import OpTraceRow
-from sac.reporting import Report, decisions_of, report
+from sac.reporting import Report, regions_by_group, report
 from sac.tables import Table, flops_text, parameters_text, percent_text, screen_width, time_text, wrapped_text
 from sac.tools.models import BuiltModel, Inputs
 from sac.torch_private import tree_map_only
 
 # -- The result of a comparison of modes: numbers only, for a table, a picture or JSON
+
+
+@dataclass(frozen=True, slots=True)
+class GroupDecisions:
+    """The decision on each op of a region group, whose regions are at ``paths``."""
+
+    paths: tuple[str, ...]
+    rows: tuple[OpTraceRow, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +62,7 @@ class ModeResult:
     max_gradient_difference: float | None = None  # from `none`, after the first step's backward, over all parameters
     report: Report | None = None  # what sac itself reports as kept
     policy: Policy | None = None  # whose rules decided; None without regions
-    decisions: tuple[OpTraceRow, ...] = ()  # on each op of each region group
+    decisions: tuple[GroupDecisions, ...] = ()  # of each region group
     explained: PeakBreakdown | None = None  # if asked for: what is alive at the peak, with what was there before
     not_explained: str = ""  # why it could not be found out
 
@@ -401,7 +409,10 @@ class ModeRun:
             max_gradient_difference=self._max_difference,
             report=None if self.mode == NONE else report(self._live_model),
             policy=None if region is None else region.group.table.policy,
-            decisions=decisions_of(self._live_model),
+            decisions=tuple(
+                GroupDecisions(tuple(one.path for one in regions), tuple(group.op_trace))
+                for group, regions in regions_by_group(self._live_model)
+            ),
             explained=self._explained,
             not_explained=self._not_explained,
         )

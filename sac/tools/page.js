@@ -226,8 +226,8 @@ function filterDecisions() {
   const form = byId("filter"), body = byId("decisions").tBodies[0], rows = [...body.rows];
   const is = {
     all: () => true,
-    saved: (decided) => decided.includes("save"),
-    recomputed: (decided) => !decided.includes("save"),
+    kept: (decided) => decided.some((one) => one && one !== "recompute"),
+    recomputed: (decided) => decided.every((one) => !one || one === "recompute"),
     different: (decided) => new Set(decided.filter(Boolean)).size > 1,
   };
   const show = () => {

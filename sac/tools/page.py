@@ -15,9 +15,9 @@ from sac.planner.peak import CATEGORIES, Curve, short_op
 from sac.policy.model import Policy, limits_of
 from sac.policy.read import bytes_text
 from sac.recompute.op_trace import OpTraceRow
-from sac.reporting import Report
+from sac.reporting import Report, group_label
 from sac.tables import count_text, flops_text
-from sac.tools.comparison import Comparison, ModeResult
+from sac.tools.comparison import Comparison, GroupDecisions, ModeResult
 
 # Note [The page of a comparison]
 #
@@ -165,34 +165,43 @@ def _header(name: str, *, is_right: bool = False, sorts: bool = False) -> str:
 
 # -- The decisions per op, one column per mode
 
-_Call = tuple[str, str, str, int]  # region group, module, op, call
+# A row is one call of an op in regions whose decisions are alike under each mode: modes may group them differently.
+_Call = tuple[str, str, int]  # module, op, call
 
 
 def _decisions(rows: Sequence[ModeResult]) -> str:
-    decided = {row.mode: {_call(one): one for one in row.decisions} for row in rows if row.decisions}
+    decided = {row.mode: row.decisions for row in rows if row.decisions}
     if not decided:
         return ""
-    calls = {call: one for of_mode in reversed(decided.values()) for call, one in of_mode.items()}
-    ordered = dict.fromkeys(call for of_mode in decided.values() for call in of_mode)
-    regions = [*dict.fromkeys(region for region, *_ in ordered)]
-    columns = ("module", "op", "call", "shape", "bytes", "FLOPs", *decided)
+    groups_at: dict[str, list[GroupDecisions | None]] = {}
+    for place, groups in enumerate(decided.values()):
+        for group in groups:
+            for path in group.paths:
+                groups_at.setdefault(path, [None] * len(decided))[place] = group
+    alike: dict[tuple[int, ...], list[str]] = {}  # paths of regions, by the identity of their groups
+    for path, found in groups_at.items():
+        alike.setdefault(tuple(map(id, found)), []).append(path)
+    regions = [group_label(paths) for paths in alike.values()]
+    several = len(regions) > 1
+    columns = ("module", *(["regions"] if several else []), "op", "call", "shape", "bytes", "FLOPs", *decided)
     numbers = ("call", "bytes", "FLOPs")
     head = "".join(_header(name, is_right=name in numbers, sorts=True) for name in columns)
     body = "".join(
-        _decided(calls[call], regions.index(call[0]), [of_mode.get(call) for of_mode in decided.values()])
-        for call in ordered
+        line
+        for name, paths in zip(regions, alike.values(), strict=True)
+        for line in _calls_of(name if several else "", groups_at[paths[0]])
     )
-    options = "".join(f'<option value="{number}">{escape(name)}</option>' for number, name in enumerate(regions))
+    options = "".join(f'<option value="{escape(name)}">{escape(name)}</option>' for name in regions)
     choice = f'<label>regions <select name="region"><option value="">all</option>{options}</select></label>'
     return (
         '<section aria-labelledby="decisions-title"><h2 id="decisions-title">Decisions per op</h2>'
         f'<p class="quiet">Of one region of {escape(", ".join(regions))}, in the order of the forward. '
         "Bytes are those of the op's results.</p>"
         '<form id="filter"><label>filter <input type="search" name="words" placeholder="module, op, rule">'
-        f"</label>{choice if len(regions) > 1 else ''}"
+        f"</label>{choice if several else ''}"
         '<label>show <select name="which"><option value="all">every call</option>'
-        '<option value="different">decided differently</option><option value="saved">saved under some mode</option>'
-        '<option value="recomputed">saved under none</option></select></label>'
+        '<option value="different">decided differently</option><option value="kept">kept under some mode</option>'
+        '<option value="recomputed">kept under none</option></select></label>'
         '<label><input type="checkbox" name="views"> views and other calls without memory of their own</label>'
         '<output id="shown" aria-live="polite"></output></form>'
         f'<div class="scroll tall" tabindex="0" role="region" aria-label="Decisions per op"><table id="decisions">'
@@ -200,20 +209,31 @@ def _decisions(rows: Sequence[ModeResult]) -> str:
     )
 
 
-def _call(row: OpTraceRow) -> _Call:
-    return row.region, row.module, row.op, row.call
+def _calls_of(region: str, groups: Sequence[GroupDecisions | None]) -> Iterator[str]:
+    """Yield a row for each call in these regions; ``groups``: their group under each mode.
+
+    ``region`` names them, for a column of its own; empty if there are no others.
+    """
+    by_mode: list[dict[_Call, OpTraceRow]] = [
+        {(row.module, row.op, row.call): row for row in (group.rows if group is not None else ())} for group in groups
+    ]
+    for call in dict.fromkeys(call for of_mode in by_mode for call in of_mode):
+        decided = [of_mode.get(call) for of_mode in by_mode]
+        yield _decided(next(row for row in decided if row is not None), region, decided)
 
 
-def _decided(call: OpTraceRow, region: int, decided: Sequence[OpTraceRow | None]) -> str:
+def _decided(call: OpTraceRow, region: str, decided: Sequence[OpTraceRow | None]) -> str:
     shape = "×".join(map(str, call.shape))
     has_memory = any(one is not None and (one.bytes or one.flops or one.rule) for one in decided)
     cells = "".join(map(_decision, decided))
     words = ",".join(one.decision if one is not None else "" for one in decided)
     flops = flops_text(call.flops) if call.flops else "–"
+    where = f'<td class="path">{escape(region)}</td>' if region else ""
     return (
-        f'<tr data-region="{region}" data-decided="{words}" data-memory="{int(has_memory)}">'
+        f'<tr data-region="{escape(region)}" data-decided="{words}" data-memory="{int(has_memory)}">'
         f'<th scope="row" class="path">{escape(call.module or "(region)")}</th>'
-        f'<td class="path" title="{escape(call.op)}">{escape(short_op(call.op))}</td><td class="right">{call.call}</td>'
+        f'{where}<td class="path op" title="{escape(call.op)}">{escape(short_op(call.op))}</td>'
+        f'<td class="right">{call.call}</td>'
         f'<td class="path" title="{call.dtype}">{shape}</td>'
         f'<td class="right" data-value="{call.bytes}" title="{call.bytes}">{bytes_text(call.bytes)}</td>'
         f'<td class="right" data-value="{call.flops}">{flops}</td>{cells}</tr>\n'

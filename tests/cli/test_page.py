@@ -19,7 +19,7 @@ from sac.tools.comparison import Comparison, ModeResult
 from sac.tools.page import page_of
 from tests.cli.test_cli_explain import Recurrent
 from tests.support import browser as browsers
-from tests.support.blocks import llama_stack, policy, save, selective, tokens
+from tests.support.blocks import FULL, llama_stack, policy, save, selective, tokens
 from tests.support.browser import Browser
 from tests.support.training import built
 
@@ -145,6 +145,22 @@ def test_the_decisions_are_those_of_a_trace(written: tuple[Path, Row], capsys: p
         assert shown[mine]["text"].startswith(row["decision"])
         assert row["rule"] in shown[mine]["text"]
         assert shown[full]["text"].startswith("recompute")
+
+
+def test_modes_that_group_layers_differently_are_next_to_each_other(tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    modes = {"full": FULL, "some": selective(policy(save("matmul", layers={"first": 1})))}
+    sac.compare(built(llama_stack), tokens(), modes, steps=2, html=path)
+    page = path.read_text(encoding="utf-8")
+    assert "Of one region of blocks.0, blocks.1, in the order of the forward." in page
+    head, *rows = Tables(page).rows["decisions"]
+    names = [cell["text"] for cell in head]
+    assert names == ["module", "regions", "op", "call", "shape", "bytes", "FLOPs", "full", "some"]
+    shown = [dict(zip(names, (cell["text"] for cell in row), strict=True)) for row in rows]
+    first, second = ([{**row, "regions": ""} for row in shown if row["regions"] == f"blocks.{n}"] for n in (0, 1))
+    assert [row.pop("some").startswith("save") for row in first] == [row["op"] == "mm" for row in first]
+    assert all(row.pop("some").startswith("recompute") for row in second)
+    assert first == second, "full decides the same in both blocks"
 
 
 def test_the_bytes_of_each_rule_are_those_of_the_report(written: tuple[Path, Row]) -> None:

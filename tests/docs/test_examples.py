@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import runpy
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 from tests.docs.example_ranks import hf_trainer_fsdp2, losses_of
 from tests.docs.example_ranks import in_two_parts as ranks_in_two_parts
 from tests.docs.pages import ROOT
+from tests.support.ranks import environment as ranks_environment
 from tests.support.ranks import run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -114,7 +116,8 @@ def test_a_plan_for_one_rank_of_four_and_a_start_by_torchrun(
 ) -> None:
     name, policy, state = "fsdp2_tensor_parallel", tmp_path / "planned.yaml", ["--state", str(tmp_path / "state")]
     file, value = str(ROOT / "examples" / f"{name}.py"), ["--checkpointing", str(policy)]
-    run = functools.partial(subprocess.run, check=True, timeout=300, capture_output=True, text=True, cwd=ROOT)
+    environment = {**os.environ, **ranks_environment()}
+    run = functools.partial(subprocess.run, check=True, timeout=300, capture_output=True, text=True, env=environment)
     run([sys.executable, file, *value, "--budget", "30%"])
     assert "plan:" in policy.read_text()
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]

@@ -61,7 +61,7 @@ class _Pool:
         self.processes = []
         self.pipes: list[Connection] = []
         before = dict(os.environ)
-        os.environ.update(_environment())
+        os.environ.update(environment())
         try:
             for rank in range(world_size):
                 ours, theirs = context.Pipe()
@@ -126,7 +126,8 @@ def _kill_all() -> None:
         _pools.popitem()[1].kill()
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
+    """Return what ranks need in their environment: one thread each, and loopback."""
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
     return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "GLOO_SOCKET_IFNAME": loopback}
 
