@@ -6,11 +6,12 @@ import sys
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from sac.blocks.applying import groups_of
 from sac.blocks.find import Block
@@ -19,6 +20,7 @@ from sac.config import Config, usable_policy
 from sac.config_keys import STATES, StepBudget
 from sac.errors import ConfigError, ModelError, PlanError, Problem
 from sac.fitting import plan_files
+from sac.fitting.agreeing import Grounds, agreed
 from sac.fitting.fit import Fitted, Fitting, figures_at
 from sac.fitting.meters import Meter, meter_of
 from sac.fitting.observing import Observation, Observed
@@ -70,6 +72,7 @@ class FittedForward(RegionForward):
         self.block = block
         self.full = self.region
         self.planned: Region | None = None
+        self.is_plain = False  # whether the plan is no checkpointing
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module as a region."""
@@ -85,6 +88,8 @@ class FittedForward(RegionForward):
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         observation = self.applied.fitting.observation
+        if self.is_plain and self.region is self.planned:  # as a region, its first call would hold all its results
+            return self.original(*args, **kwargs)
         if observation is None:
             return super()._call(*args, **kwargs)
         observation.enter(self.block.path, args, kwargs)
@@ -151,7 +156,7 @@ class Controller:
         self._observed: list[Observed] = []
         self._profiles: list[RegionProfile] = []
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._hook: Any = None
+        self._hooks: list[Any] = []
         self._versions: tuple[int, ...] = ()
         self._first = ""  # the path of the region that begins a pass, if the model's own forward is not called
         self._has_forward = False
@@ -168,9 +173,9 @@ class Controller:
 
     def stop(self) -> None:
         """Observe nothing more."""
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
         if self.observation is not None:
             self.observation.end()
             self.observation = None
@@ -218,14 +223,14 @@ class Controller:
     def _observe(self, inputs: Any, shapes: Shapes) -> None:
         if len(self._observed) >= _OBSERVED_PASSES or not self._meter.is_free():
             return
-        if any(type(parameter.data) is not Tensor for parameter in self.model.parameters()):
-            found = "its parameters are sharded or distributed over ranks, and a budget is that of one device"
-            raise PlanError(Problem(type(self.model).__name__, found, fix="plan with `sac plan --fsdp N`"))
         if not self._observed:
             self._put_profiled()
             self._versions = self._versions_now()
-        if self._hook is None:
-            self._hook = register_optimizer_step_pre_hook(self._optimizer_steps)
+        if not self._hooks:  # some trainers run forward and backward inside of the optimizer's step
+            self._hooks = [
+                register(self._optimizer_steps)
+                for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook)
+            ]
         self.observation = Observation(self._meter, self._live(inputs), self._gradients, shapes)
 
     def _put_profiled(self) -> None:
@@ -266,7 +271,7 @@ class Controller:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     def _versions_now(self) -> tuple[int, ...]:
-        return tuple(part._version for parameter in self._trained() for part in tensor_parts(parameter.detach()))
+        return tuple(part._version for parameter in self._trained() for part in tensor_parts(parameter))
 
     def _gradients(self) -> int:
         return self._bytes_of([parameter.grad for parameter in self._trained() if parameter.grad is not None])
@@ -305,16 +310,12 @@ class Controller:
         """Make the plan at the begin of a step, and have the regions carry it out."""
         self.stop()
         _say(f"sac: one step observed, planning {len(self._profiles)} regions for a budget of {self.budget} …")
-        live, gradients = self._live(inputs), self._gradients()
-        block = self._meter.block_bytes
-        profiles = [
-            replace(one, bytes=tuple(-(-size // block) * block for size in one.bytes)) for one in merged(self._profiles)
-        ]
+        grounds = agreed(self._grounds(inputs), self.model)
         fitting = Fitting(
-            profiles,
-            [one.rebased(live, gradients) for one in self._observed],
+            merged(grounds.profiles),
+            grounds.records,
             figures_at(self.device),
-            extra=self._unseen_state(),
+            extra=grounds.extra,
             is_free=self.config.policy is None,
         )
         if not fitting.has_freedom:
@@ -322,31 +323,49 @@ class Controller:
             found = f"policy {self.config.policy.name} saves nothing in these blocks, so there is nothing to choose"
             fix = "choose another policy, or leave it out to choose among all ops"
             raise ConfigError(Problem("activation_checkpointing.policy", found, fix=fix))
-        directory = plan_files.directory_of(self.config.plan_cache)
-        key = self._key(profiles)
-        known = plan_files.read(directory, key)
-        fitted = fitting.within(self.budget, self._meter.memory_bytes, "fitted", known)
-        if fitted.saved != known:
-            plan_files.write(directory, key, fitted)
-        self.shapes = tuple(one.shapes for one in self._observed)
+        fitted = fitting.within(self.budget, grounds.memory_bytes, "fitted", grounds.known)
+        if fitted.saved != grounds.known:
+            plan_files.write(self._directory, self._key(), fitted)
+        self.shapes = grounds.shapes
         self._put_plan(fitted)
         self._observed, self._profiles = [], []
         _say(f"sac: {fitted}")
         self._use(_PLANNED if self._is_known(shapes) else _FULL)
 
-    def _key(self, profiles: Sequence[RegionProfile]) -> str:
+    def _grounds(self, inputs: Any) -> Grounds:
+        live, gradients, block = self._live(inputs), self._gradients(), self._meter.block_bytes
+        return Grounds(
+            tuple(replace(one, bytes=tuple(-(-size // block) * block for size in one.bytes)) for one in self._profiles),
+            tuple(one.rebased(live, gradients) for one in self._observed),
+            self._unseen_state(),
+            self._meter.memory_bytes,
+            tuple(one.shapes for one in self._observed),
+            plan_files.read(self._directory, self._key()),
+        )
+
+    @property
+    def _directory(self) -> Path | None:
+        return plan_files.directory_of(self.config.plan_cache)
+
+    def _key(self) -> str:
         """Return what a plan depends on, besides what is there when a step begins."""
         parameters = [(name, tuple(one.shape), str(one.dtype)) for name, one in self.model.named_parameters()]
         policy = dump_policy(self.config.policy) if self.config.policy is not None else ""
         shapes = [one.shapes for one in self._observed]
         device = figures_at(self.device).name if self.device.type == "cpu" else torch.cuda.get_device_name(self.device)
-        return plan_files.key_of(parameters, profiles, shapes, device, str(self.budget), policy)
+        return plan_files.key_of(parameters, self._profiles, shapes, device, str(self.budget), policy)
 
     def _put_plan(self, fitted: Fitted) -> None:
         forwards = {one.block.path: one for one in self._forwards}
         resolved = usable_policy(fitted.policy)
         for block, group in groups_of(resolved, [one.block for one in forwards.values()], "selective"):
-            forwards[block.path].planned = Region(group, block.path)
+            forward, region = forwards[block.path], Region(group, block.path)
+            forward.planned, forward.is_plain = region, False
+            if block.path in fitted.paths and fitted.saved[at := fitted.paths.index(block.path)] is None:
+                forward.is_plain = True
+                region.stats.calls, region.stats.saved_bytes = 1, fitted.held[at]
+                region.stats.by_rule = {one.index: fitted.held[at] for one in group.table.rules}
+                region.stats.hits = {one.index: 1 for one in group.table.rules}
         self.fitted, self._used = fitted, ""
         self._tell(str(fitted))
 

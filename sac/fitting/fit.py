@@ -28,8 +28,7 @@ from sac.tables import seconds_text
 # The step was observed under full recomputation. What another choice changes is known from the tape of the region
 # (Note [Profiles]), from above:
 # - It leaves behind the storages that replay starts from, or for no checkpointing those that autograd saves.
-# - While its forward runs, these are alive in addition to what is alive in any case. The first call of a region without
-#   checkpointing is recorded, and holds all its results until it ends.
+# - While its forward runs, these are alive in addition to what is alive in any case.
 # - In its backward, everything that autograd saves is there at once after the replay, whatever was kept. On top come
 #   storages that are only the start of a replay, those that backward has already read when the replay begins, and what
 #   is alive between the steps of the replay (`replay_bytes`).
@@ -108,7 +107,7 @@ class Fitted:
     """A plan for a budget: the policy, and its figures in bytes and seconds.
 
     ``allowed``: the budget in bytes. ``saved``: for the region at each position, the entries that are saved, or None
-    for no checkpointing.
+    for no checkpointing. ``held``: the bytes that they take.
     """
 
     policy: Policy
@@ -120,6 +119,7 @@ class Fitted:
     forward_seconds: float
     paths: tuple[str, ...]
     saved: tuple[tuple[int, ...] | None, ...]
+    held: tuple[int, ...]
 
     def __str__(self) -> str:
         again = self.seconds / self.forward_seconds if self.forward_seconds else 0.0
@@ -178,11 +178,10 @@ class Fitting:
             held = step.held[group, 0]
             forward, backward = step.own.get((group, 0, False), 0), step.own.get((group, 0, True), 0)
             inputs = max(0, held - sizes[group][0])
-            everything = _bytes_of(profile, {profile.roots[value] for value in profile.maker} & profile.maker.keys())
             for index, choice in enumerate(choices[1:], start=1):
                 more = max(0, sizes[group][index] - sizes[group][0])
                 step.held[group, index] = held + more
-                step.own[group, index, False] = forward + (everything if choice.keep is None else more)
+                step.own[group, index, False] = forward + more
                 step.own[group, index, True] = backward + replay_bytes(profile, choice, inputs)
 
     @property
@@ -246,10 +245,11 @@ class Fitting:
             self.peak_of(choice),
             least,
             most,
-            sum(one.seconds for one in picked),
+            sum(one.keep.seconds for one in picked if one.keep is not None),
             sum(sum(self.times[group]) for group in self.groups),
             self.paths,
             tuple(None if one.keep is None else tuple(sorted(one.keep.saved)) for one in picked),
+            tuple(self.step.bytes[group][one] for group, one in zip(self.groups, choice, strict=True)),
         )
 
 

@@ -45,7 +45,7 @@ def test_least_budget_is_that_of_full_recomputation() -> None:
 
 def test_ample_budget_means_no_checkpointing() -> None:
     found = trained(within("1GiB"), steps=4)
-    assert found.peaks[1:] == [ends()[1]] * 2  # in the second step, each block is recorded
+    assert found.peaks == [ends()[1]] * 3
     assert "0% of the blocks' forward run again" in str(sac.report(found.model))
 
 
@@ -101,7 +101,7 @@ def test_the_search_stays_within_the_rules_of_a_policy() -> None:
     found = trained(within("1GiB", policy=policy))
     saved = {rule for kind in sac.report(found.model).kinds for use in kind.rules for rule in [use.rule]}
     assert saved
-    assert all("mm" in rule for rule in saved)
+    assert all("mm" in rule or rule == "matmul" for rule in saved)
     assert found.is_equal(trained(None))
 
 

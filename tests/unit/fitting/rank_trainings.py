@@ -1,0 +1,81 @@
+"""Trainings of one rank of two, with a budget in the config."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import sac
+from sac.memory_timeline import measure_memory
+from tests.unit.fitting.small_training import Language, X, Y, built, controller_of
+
+Found = tuple[list[int], list[torch.Tensor], Any]
+STEPS = 6
+
+
+def sharded(model: Language) -> None:
+    """Shard each block, and the rest, over both ranks."""
+    for block in model.body.blocks:
+        fully_shard(block)
+    fully_shard(model)
+
+
+def tensor_parallel(model: Language) -> None:
+    """Split attention and the MLP of each block over both ranks."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.body.blocks:
+        plan = {
+            "mlp.gate_proj": ColwiseParallel(),
+            "mlp.up_proj": ColwiseParallel(),
+            "mlp.down_proj": RowwiseParallel(),
+        }
+        parallelize_module(block, mesh, plan)
+
+
+def trained(way: Any, value: Any, rows: tuple[int, int] = (4, 4), *, after: bool = False) -> Found:
+    """Return the peaks of this rank after the first step, the losses, and what it saves at each position.
+
+    ``rows``: of each rank's batch. ``after``: whether sac is applied after the ranks have their parts.
+    """
+    model = built()
+    if value is not None and not after:
+        sac.apply(model, value)
+    way(model)
+    if value is not None and after:
+        sac.apply(model, value)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    count = rows[dist.get_rank()]
+    x, y = X.repeat(2, 1)[:count], Y.repeat(2, 1)[:count]
+    peaks, losses = [], []
+
+    def run() -> None:
+        loss = nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
+        loss.backward()
+        losses.append(loss.detach())
+
+    for step in range(STEPS):
+        if step:
+            there = bytes_of_parts(model, optimizer, x)
+            peaks.append(there + measure_memory(run).peak_bytes)
+        else:
+            run()
+        optimizer.step()
+        optimizer.zero_grad()
+    fitted = controller_of(model).fitted if value is not None and value != "full" else None
+    return peaks, losses, fitted and (fitted.saved, fitted.peak, fitted.least, fitted.most)
+
+
+def bytes_of_parts(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> int:
+    """Return the bytes of this rank's parts of what is there before a pass."""
+    from sac.tensors import tensor_parts
+
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    known = [*model.parameters(), *model.buffers(), *(one for one in states if isinstance(one, torch.Tensor)), x]
+    parts = [part.untyped_storage() for one in known for part in tensor_parts(one)]
+    return sum({part._cdata: part.nbytes() for part in parts}.values())
