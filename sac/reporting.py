@@ -15,6 +15,7 @@ from sac.blocks.paths import group_label as group_label
 from sac.charts import bars
 from sac.errors import ConfigError, Problem
 from sac.native.load import status
+from sac.ops.registry import short_name
 from sac.planner.what_if import STAND_IN, Alternative, alternatives, figures_at_hand
 from sac.policy.read import bytes_text
 from sac.recompute.op_trace import NO_RULE, OpTraceRow, compiled_calls
@@ -132,7 +133,7 @@ def _trace_cells(row: OpTraceRow) -> tuple[str, ...]:
     by_rule = row.reason == f"rule {row.rule}" or not row.rule
     return (
         row.module or "(region)",
-        row.op.removesuffix(".default"),
+        short_name(row.op),
         str(row.call),
         row.decision,
         row.reason if by_rule else f"{row.reason} (rule {row.rule})",
@@ -512,5 +513,5 @@ def _eager_lines(kind: KindReport, never: Sequence[str]) -> Iterable[str]:
     if kind.compiled_graphs:
         yield f"  compiled graphs inside, each one piece that rules do not look into: {kind.compiled_graphs}"
     if kind.unmatched:
-        ops = ", ".join(f"{op.op} (x{op.calls}, {bytes_text(op.bytes)})" for op in kind.unmatched)
+        ops = ", ".join(f"{short_name(op.op)} (x{op.calls}, {bytes_text(op.bytes)})" for op in kind.unmatched)
         yield f"  recomputed by default, dearest first: {ops}"

@@ -26,6 +26,7 @@ from sac.blocks.install import (
     InstalledForward,
     RegionForward,
     UnmatchedRules,
+    fix_of_idle,
     idle_problems,
     install,
     ours_on,
@@ -198,7 +199,7 @@ def _check_static(resolved: ResolvedPolicy, blocks: Sequence[Block], *, strict: 
         rule.id: Problem(
             rule.where(key),
             f'rule "{rule.id}" speaks of {where} no region has',
-            fix="`sac trace` lists the modules there are; mark the rule `optional: true` if it may match nothing",
+            fix=fix_of_idle("module"),
         )
         for rule, (key, where) in ((rule, _place(rule, blocks)) for rule in idle)
     }

@@ -111,8 +111,13 @@ def _problem(rule: Rule) -> Problem:
     return Problem(
         where=rule.where(),
         found=f'rule "{rule.id}" matched no {what} in any region of the model',
-        fix=f"`sac trace` lists the {what}s there are; mark the rule `optional: true` if it may match nothing",
+        fix=fix_of_idle(what),
     )
+
+
+def fix_of_idle(what: str) -> str:
+    """Return what to do about a rule that has no effect; ``what`` is there none of: op, module."""
+    return f"`sac trace` lists the {what}s there are; mark the rule `optional: true` if it may match nothing"
 
 
 # -- Instance-level forwards: installing and removing regions

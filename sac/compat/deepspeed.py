@@ -10,7 +10,6 @@ backward; an unknown key of the config is an error; a wrong configuration change
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import os
@@ -20,7 +19,6 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +36,7 @@ from sac.rng_tracker import MODEL_PARALLEL, checked_seed
 from sac.stores.host import OnHost
 from sac.stores.scatter import FirstCalls, Scattered, group_problem, process_group
 from sac.stores.store import ArgumentInfo, InputStore, InputStoring, OnDevice, StoredTensor
+from sac.tables import Table, screen_width
 from sac.torch_private import tree_leaves, when_backward_ends
 
 # -- The ``activation_checkpointing`` section of a DeepSpeed config, and the region settings derived from it
@@ -342,7 +341,7 @@ class _Backward:
 
 
 def table_of(times: dict[str, Times]) -> str:
-    """Return the times as a table, drawn by rich if it is installed."""
+    """Return the times as a table."""
     columns = ("region", "forwards", "ms per forward", "backwards", "ms per backward")
     rows = [
         (
@@ -354,33 +353,7 @@ def table_of(times: dict[str, Times]) -> str:
         )
         for name, one in times.items()
     ]
-    return _drawn_by_rich(columns, rows) if find_spec("rich") is not None else _in_columns(columns, rows)
-
-
-def _in_columns(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if number == 0 else cell.rjust(width)
-            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in (columns, *rows)
-    ]
-    return "\n".join(lines)
-
-
-def _drawn_by_rich(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table()
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number == 0 else "right")
-    for row in rows:
-        table.add_row(*row)
-    text = io.StringIO()
-    Console(file=text, width=max(80, 60 + max(map(len, (row[0] for row in rows)), default=0))).print(table)
-    return text.getvalue().rstrip("\n")
+    return Table(columns, tuple(rows), right=columns[1:]).text(screen_width())
 
 
 # -- DeepSpeed's activation checkpointing (``deepspeed.checkpointing``), implemented with ``sac.checkpoint``

@@ -26,6 +26,11 @@ def op_name(op: Any) -> str:
     return f"{getattr(op, '__module__', '')}.{getattr(op, '__qualname__', type(op).__qualname__)}"
 
 
+def short_name(name: str) -> str:
+    """Return the name of an op without ``.default``, as tables and reports write it."""
+    return name.removesuffix(".default")
+
+
 def dotted(text: str) -> str:
     """Return a written name in the spelling that sac compares: ``aten.mm`` for ``aten::mm``, ``torch.ops.aten.mm``."""
     return text.strip().removeprefix("torch.ops.").replace("::", ".")

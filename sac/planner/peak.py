@@ -11,6 +11,7 @@ from torch import nn
 from sac.blocks.find import Block
 from sac.blocks.install import regions_of
 from sac.blocks.paths import group_label
+from sac.ops.registry import short_name
 from sac.planner.step_log import (
     BUFFER,
     FORWARD,
@@ -415,7 +416,7 @@ def _paths_up(path: str) -> Iterator[str]:
 
 def short_op(op: str) -> str:
     """Return the name of an op without namespace and default overload, as tables show it."""
-    return op.removeprefix("aten.").removesuffix(".default")
+    return short_name(op).removeprefix("aten.")
 
 
 # -- The curve over the step

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from sac.errors import PlanError
+from sac.ops.registry import short_name
 from sac.planner.cost import FREE, PRIORS, op_class, roofline
 from sac.planner.devices import DEVICES, Device, device_at_hand
 from sac.planner.profile import Entry
@@ -39,7 +40,7 @@ class Alternative:
     bytes: int
 
     def __str__(self) -> str:
-        op = self.op.removesuffix(".default")
+        op = short_name(self.op)
         where = f"{self.module} {op}" if self.module else op
         number = f", call {self.call}" if self.call else ""
         cost = flops_text(self.flops) if self.flops else "its time"

@@ -107,27 +107,16 @@ def measured(monkeypatch) -> None:
     checkpointing.checkpoint(linear, x).sum().backward()
 
 
-def test_the_table_in_plain_columns(monkeypatch):
-    monkeypatch.setattr(deepspeed_profile, "find_spec", lambda name: None)
+def test_the_table(monkeypatch):
     measured(monkeypatch)
     assert checkpointing.profile_table() == (
-        "region     forwards  ms per forward  backwards  ms per backward\n"
-        "LayerNorm         3           1.000          0            0.000\n"
-        "Linear            4           1.000          1            1.000"
+        "  region      forwards   ms per forward   backwards   ms per backward\n"
+        " ────────────────────────────────────────────────────────────────────\n"
+        "  LayerNorm          3            1.000           0             0.000\n"
+        "  Linear             4            1.000           1             1.000"
     )
     checkpointing.configure(None)
-    assert checkpointing.profile_table() == "region  forwards  ms per forward  backwards  ms per backward"
-
-
-def test_the_table_drawn_by_rich(monkeypatch):
-    pytest.importorskip("rich")
-    measured(monkeypatch)
-    lines = checkpointing.profile_table().splitlines()
-    assert "ms per backward" in lines[1]
-    assert [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines[3:-1]] == [
-        ["LayerNorm", "3", "1.000", "0", "0.000"],
-        ["Linear", "4", "1.000", "1", "1.000"],
-    ]
+    assert "ms per backward" in checkpointing.profile_table()
 
 
 def test_hooks_do_not_pile_up_on_a_leaf(call):
