@@ -450,7 +450,8 @@ def _rule_uses(group: RegionGroup, regions: Sequence[Region]) -> Iterable[RuleUs
     if NO_RULE in stats.by_rule:
         name = "default" if group.table.default.keeps else "must-save"
         hits = sum(row.decision != "recompute" and not row.rule for row in group.op_trace)
-        yield RuleUse(name, hits, stats.by_rule[NO_RULE])
+        if hits or stats.by_rule[NO_RULE]:  # it is not a rule that the user wrote, and could have no call
+            yield RuleUse(name, hits, stats.by_rule[NO_RULE])
 
 
 def _unmatched(group: RegionGroup) -> Iterable[UnmatchedOp]:
