@@ -71,7 +71,7 @@ class FullConfig:
 
     ``state``: providers of user-defined state (``snapshot``, ``restore``). ``generators``: generators to restore in
     addition to the default ones. ``freeze_buffers``: buffers that a region updates advance once, not a second time in
-    recomputation.
+    recomputation. ``host_memory``: how much of it may be pinned: bytes, text, or a share ``{"of_available": "50%"}``.
 
     Raises ``ConfigError`` that lists every problem.
     """
@@ -85,6 +85,7 @@ class FullConfig:
     state: tuple[StateProvider, ...] = DEFAULTS["state"]
     generators: tuple[torch.Generator, ...] = DEFAULTS["generators"]
     freeze_buffers: bool = DEFAULTS["freeze_buffers"]
+    host_memory: int | float | None = DEFAULTS["host_memory"]
     buffer: ContiguousBuffer | None = field(default=None, init=False, repr=False, compare=False)
     host: OnHost | None = field(default=None, init=False, repr=False, compare=False)
     transfers: TransfersByDevice = field(init=False, repr=False, compare=False)
@@ -97,7 +98,7 @@ class FullConfig:
             raise ConfigError(problems)
         for name, value in read.items():
             object.__setattr__(self, name, value)
-        object.__setattr__(self, "transfers", TransfersByDevice())
+        object.__setattr__(self, "transfers", TransfersByDevice(self.host_memory))
         if "contiguous" in self.stores and self.num_checkpoints is not None:
             object.__setattr__(self, "buffer", ContiguousBuffer(self.num_checkpoints, on_host="host" in self.stores))
         elif "host" in self.stores:
@@ -326,7 +327,9 @@ def _parse_mapping(value: Mapping[Any, Any]) -> Config:
     if problems:
         raise ConfigError(problems)
     own, call, full = ({name: read[name] for name in names if name in read} for names in _HOLDERS)
-    return Config(**own, full=FullConfig(**full), options=CallOptions(**call))
+    config = FullConfig(**full)
+    config.transfers.strict = own.get("strict", False)
+    return Config(**own, full=config, options=CallOptions(**call))
 
 
 _HOLDERS = (OWN_KEYS, CALL_KEYS, FULL_CONFIG_KEYS)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import Any
 
 import torch
 
+from sac.errors import Problem, RegionError, SacWarning
+from sac.policy.read import bytes_text
+from sac.stores.host_limit import default_limit
 from sac.stores.prefetch import CallNode
 from sac.torch_private import NO_TASK, UnseenByModes, current_graph_task_id, when_backward_ends
 
@@ -50,12 +54,17 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class TransferLimits:
-    """Limits in bytes. ``smallest``: of storages that rules offload. ``host``: of pinned memory; None: no limit."""
+    """Limits in bytes. ``smallest``: of storages that rules offload.
+
+    ``host``: of pinned memory; a float is a share of what is available (Note [Limit of host memory]). ``strict``:
+    whether it is an error if the host has no room.
+    """
 
     smallest: int = MIB
     in_flight: int = 320 * MIB
     ahead: int = 320 * MIB
-    host: int | None = None
+    host: int | float = 0.5
+    strict: bool = False
 
 
 LIMITS = TransferLimits()
@@ -114,10 +123,12 @@ class HostPool:
 
     torch rounds pinned memory up to a power of two, so slabs have such sizes. There are eight classes between powers of
     two: at most an eighth of a buffer is wasted. ``make`` allocates bytes. ``limit``: of all slabs; None: no limit.
+    ``failure``: why ``make`` has failed, which is taken for the limit.
     """
 
     def __init__(self, make: Callable[[int], torch.Tensor], limit: int | None = None, *, slab: int = 64 * MIB) -> None:
         self.limit = limit
+        self.failure = ""
         self.slab_bytes = 0
         self._make = make
         self._slab = slab
@@ -174,10 +185,24 @@ class HostPool:
     def _new(self, size: int) -> HostBuffer | None:
         for slab in (max(self._slab, _power_of_two(size)), _power_of_two(size)):  # a small limit allows small slabs
             if self.limit is None or self.slab_bytes + slab <= self.limit:
-                self._rest.append(self._make(slab))
+                try:
+                    self._rest.append(self._make(slab))
+                except RuntimeError as error:  # the driver pins no more
+                    self.limit, self.failure = self.slab_bytes, str(error).partition("\n")[0]
+                    return None
                 self.slab_bytes += slab
                 return self._cut(size)
         return None
+
+    def problem(self, size: int) -> Problem:
+        """Return the problem that ``take`` found no room for values of ``size`` bytes."""
+        why = f": {self.failure}" if self.failure else ""
+        return Problem(
+            "host_memory",
+            f"{bytes_text(size)} of values stay on the device, since host memory has no room for them: of the "
+            f"{bytes_text(self.limit or 0)} that this process may pin, {bytes_text(self.slab_bytes)} are in use{why}",
+            fix="raise host_memory if the node has more, or offload less",
+        )
 
 
 def _power_of_two(size: int) -> int:
@@ -264,7 +289,9 @@ class Transfers:
         self.is_async = module is not None
         self._module = module if module is not None else _OneStream()
         self._down, self._up = self._module.Stream(device), self._module.Stream(device)
-        self.pool = HostPool(self.host_memory, limits.host)
+        share = limits.host if isinstance(limits.host, float) else None
+        self.pool = HostPool(self.host_memory, int(limits.host) if share is None else default_limit(share))
+        self._is_full = False
         self._lock = threading.RLock()
         self._flying: deque[weakref.ref[HostCopy]] = deque()  # sources on the device, the oldest first
         self._early: list[weakref.ref[HostCopy]] = []  # brought up ahead, and not asked for yet
@@ -281,6 +308,8 @@ class Transfers:
         """
         with self._lock:
             taken = [(source, self.pool.take(source.numel())) for source in sources]
+            if without := sum(source.numel() for source, buffer in taken if buffer is None):
+                self._tell_full(without)
             copies = [
                 HostCopy(self, source, buffer, is_pooled=True) if buffer is not None else None
                 for source, buffer in taken
@@ -308,14 +337,36 @@ class Transfers:
             is_pooled = buffer is None
             buffer = buffer if buffer is not None else self.pool.take(source.numel())
             if buffer is None:
+                self._tell_full(source.numel())
                 return None
             copy = HostCopy(self, source, buffer, is_pooled=is_pooled)
             self._start_down([copy])
             return copy
 
+    def _tell_full(self, size: int) -> None:
+        """Warn once that values of ``size`` bytes stay on the device; raise ``RegionError`` under ``strict``."""
+        if not self._is_full or self.limits.strict:
+            self._is_full = True
+            problem = self.pool.problem(size)
+            if self.limits.strict:
+                raise RegionError(problem)
+            warnings.warn(str(problem), SacWarning, stacklevel=2)
+
+    def _refuse_capture(self) -> None:
+        capturing = getattr(self._module, "is_current_stream_capturing", None)
+        if capturing is not None and capturing():
+            raise RegionError(
+                Problem(
+                    "offload",
+                    "a CUDA graph is being captured, and its replays would not go through sac's pool of host memory",
+                    fix="capture no region that offloads or has store host; save or recompute instead",
+                )
+            )
+
     def _start_down(self, copies: Sequence[HostCopy]) -> None:
         if not copies:
             return
+        self._refuse_capture()
         home = self.current()
         self._down.wait_stream(home)
         for used in _distinct(copy.buffer.used for copy in copies):
@@ -504,20 +555,25 @@ def bytes_of(storage: torch.UntypedStorage, device: torch.device) -> torch.Tenso
 
 
 class TransfersByDevice:
-    """The transfers of each device, made for its first tensor. A copy, or what is unpickled, starts anew."""
+    """The transfers of each device, made for its first tensor. A copy, or what is unpickled, starts anew.
 
-    def __init__(self, limits: TransferLimits | None = None) -> None:
-        self.limits = limits
+    ``host`` and ``strict`` take the place of those of ``LIMITS``.
+    """
+
+    def __init__(self, host: int | float | None = None, *, strict: bool = False) -> None:
+        self.host = host
+        self.strict = strict
         self._of: dict[torch.device, Transfers | None] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TransfersByDevice, (self.limits,)  # streams and memory belong to this process
+        return partial(TransfersByDevice, strict=self.strict), (self.host,)  # streams belong to this process
 
     def of(self, device: torch.device) -> Transfers | None:
         """Return the transfers between ``device`` and the host; None if ``device`` uses host memory."""
         if device not in self._of:
             made = None
             if has_own_memory(device):
-                made = Transfers(device, streams_of(device), self.limits or LIMITS)
+                limits = replace(LIMITS, host=LIMITS.host if self.host is None else self.host, strict=self.strict)
+                made = Transfers(device, streams_of(device), limits)
             self._of.setdefault(device, made)
         return self._of[device]

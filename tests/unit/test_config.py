@@ -24,7 +24,7 @@ KEYS = (
     "mode, policy, engine, verify, blocks, layers, scope, granularity, strict, "
     "budget, optimizer, replan, plan_cache, use_reentrant, "
     "distribute_saved_activations, preserve_rng_state, early_stop, determinism_check, keep, store, num_checkpoints, "
-    "verify_replicated, prefetch, release_input, state, generators, freeze_buffers"
+    "verify_replicated, prefetch, release_input, state, generators, freeze_buffers, host_memory"
 )
 WORDS = "none, full, selective, a shipped policy's name, a path to a YAML file, or a mapping"
 SHIPPED = ", ".join(shipped_policies())

@@ -121,6 +121,16 @@ ILLEGAL: dict[str, tuple[dict[str, Any], str]] = {
         {"release_input": 1},
         f"release_input: 1 is not true or false\n{FLAG}\n    fix: write true, without quotes",
     ),
+    "memory is a word": (
+        {"host_memory": "much"},
+        "host_memory: 'much' is not an amount of host memory: it is not a number with a unit\n"
+        '    legal: bytes, text such as "64GiB", or {of_available: 50%}',
+    ),
+    "memory is more than there is": (
+        {"host_memory": {"of_available": "150%"}},
+        "host_memory.of_available: '150%' is not a share of the available memory\n"
+        "    legal: a percentage above 0 % and up to 100 %",
+    ),
     "buffers are frozen by name": (
         {"freeze_buffers": ["running_mean"]},
         f"freeze_buffers: ['running_mean'] is not true or false\n{FLAG}",
@@ -262,6 +272,7 @@ def test_every_key_reaches_the_regions() -> None:
         "state": [COUNTER],
         "generators": [generator],
         "freeze_buffers": False,
+        "host_memory": "1GiB",
     }
     parsed = parse_config(value)
     settings = settings_of(parsed.full, parsed.options, "here")
@@ -273,6 +284,7 @@ def test_every_key_reaches_the_regions() -> None:
     assert flags == (False, False, False, False)
     assert settings.use_reentrant
     scatter = {"distribute_saved_activations", "verify_replicated", "prefetch"}  # these need a group
+    assert settings.transfers.host == 1 << 30
     assert {*FULL_CONFIG_KEYS, *CALL_KEYS} - value.keys() == scatter
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,11 +14,13 @@ from torch.autograd.graph import save_on_cpu
 
 import sac
 from sac.blocks.install import regions_of
+from sac.errors import RegionError, SacWarning
 from sac.region.settings import Settings
 from sac.stores import transfers
 from sac.stores.transfers import TransferLimits
 from tests.support.blocks import (
     ENGINES,
+    FULL,
     FunctionBlock,
     Stack,
     llama_stack,
@@ -181,6 +184,7 @@ def kept_on_device(device: Simulation, value: Any) -> int:
     model = sac.apply(built(llama_stack), value)
     (x,) = tokens()
     for _ in range(2):
+        gc.collect()  # what earlier tests have left behind must not be freed in between
         device.free_dead()
         before = device.device_bytes
         out = model(x)
@@ -290,6 +294,7 @@ def test_hooks_around_the_region_decide(device, engine):
     assert all(torch.equal(one.grad, other.grad) for one, other in pairs)
 
 
+@pytest.mark.filterwarnings("ignore::sac.errors.SacWarning")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_host_without_room(device, monkeypatch, engine):
     monkeypatch.setattr(transfers, "LIMITS", TransferLimits(smallest=1, in_flight=0, host=8192))
@@ -300,6 +305,53 @@ def test_host_without_room(device, monkeypatch, engine):
     held = [held for _, _, held in figures(model)]
     assert sum(one.get("no room on the host", 0) for one in held) >= 2 * 16384 - 8192
     out.sum().backward()
+
+
+def text_of_full_host(held: str, slab: str) -> str:
+    return (
+        f"host_memory: {held} of values stay on the device, since host memory has no room for them: of the 8.0 KiB "
+        f"that this process may pin, {slab} are in use\n"
+        "    fix: raise host_memory if the node has more, or offload less"
+    )
+
+
+def test_full_host_warns_once(device):
+    model = sac.apply(built(llama_stack), selective(POLICIES["products"], host_memory="8KiB"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model(*tokens()).sum().backward()
+    assert [str(one.message) for one in caught] == [text_of_full_host("8.0 KiB", "8.0 KiB")]
+
+
+def test_full_host_is_an_error_under_strict(device):
+    model = sac.apply(built(llama_stack), selective(POLICIES["products"], host_memory="8KiB", strict=True))
+    with pytest.raises(RegionError) as caught:
+        model(*tokens())
+    assert str(caught.value) == text_of_full_host("8.0 KiB", "8.0 KiB")
+
+
+def test_memory_that_cannot_be_pinned_counts_as_full(device, monkeypatch):
+    def refuse(transfers: Any, size: int) -> Tensor:
+        raise RuntimeError("CUDA error: out of memory\nmore lines")
+
+    monkeypatch.setattr(transfers.Transfers, "host_memory", refuse)
+    model = sac.apply(built(llama_stack), selective(POLICIES["products"]))
+    with pytest.warns(SacWarning, match="may pin, 0 B are in use: CUDA error: out of memory\n"):
+        model(*tokens()).sum().backward()
+    assert figures(model) == [(0, 0, {"no room on the host": 16384})] * 2
+
+
+@pytest.mark.parametrize("value", [selective(POLICIES["products"]), {**FULL, "store": "host"}], ids=["offload", "host"])
+def test_graph_capture_is_refused(device, value):
+    model = sac.apply(built(llama_stack), value)
+    device.is_capturing = True
+    with pytest.raises(RegionError) as caught:
+        model(*tokens())
+    assert str(caught.value) == (
+        "offload: a CUDA graph is being captured, and its replays would not go through sac's pool of host memory\n"
+        "    fix: capture no region that offloads or has store host; save or recompute instead"
+    )
 
 
 # Where nothing is gained

@@ -16,9 +16,10 @@ from sac.stores.transfers import HostPool, TransferLimits, Transfers
 from tests.support.simulated_streams import Simulation, Stream, simulated_streams
 from tests.support.transfer_programs import Program
 
+pytestmark = pytest.mark.filterwarnings("ignore::sac.errors.SacWarning")  # of a host that is full
 LIMITS = [
     TransferLimits(in_flight=in_flight, ahead=ahead, host=host)
-    for in_flight, ahead, host in itertools.product((0, 6000, 20000), (0, 9000, 1 << 20), (1 << 14, None))
+    for in_flight, ahead, host in itertools.product((0, 6000, 20000), (0, 9000, 1 << 20), (1 << 14, 1 << 30))
 ]
 
 
