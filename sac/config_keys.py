@@ -220,39 +220,6 @@ def _is_one(value: Any, cls: type) -> bool:
     return isinstance(value, cls) and not isinstance(value, type)  # a class has the methods too, without a self
 
 
-_MEMORY = 'bytes, text such as "64GiB", or {of_available: 50%}'
-
-
-def _read_host_memory(value: Any, place: str) -> int | float | None:
-    """Return bytes as an int, a share of the available memory as a float; None stands for the default."""
-    if value is None:
-        return None
-    if isinstance(value, Mapping) and [*value] == ["of_available"]:
-        share = _share_in(value["of_available"])
-        if share is None:
-            found = _shown(value["of_available"], "not a share of the available memory")
-            raise ConfigError(Problem(f"{place}.of_available", found, "a percentage above 0 % and up to 100 %"))
-        return share
-    try:
-        if isinstance(value, str) or (isinstance(value, int) and not isinstance(value, bool)):
-            return parse_bytes(str(value))
-        reason = ""
-    except ValueError as error:
-        reason = f": {error}"
-    raise ConfigError(Problem(place, _shown(value, "not an amount of host memory") + reason, _MEMORY))
-
-
-def _share_in(value: Any) -> float | None:
-    """Return a percentage ("50%") or a fraction as a share, None if it is neither."""
-    try:
-        text = value.strip() if isinstance(value, str) else value
-        is_percent = isinstance(text, str) and text.endswith("%")
-        share = float(text.rstrip("% ")) / 100 if is_percent else math.nan if isinstance(text, bool) else float(text)
-    except (TypeError, ValueError):
-        return None
-    return share if 0 < share <= 1 else None
-
-
 # -- Readers that are of use elsewhere too, and readers of values with a structure of their own
 
 read_flag: Reader = _checked(_check_flag)
@@ -354,6 +321,24 @@ def _check_plan_cache(value: Any) -> Finding | None:
     if value is None or value is False or (isinstance(value, (str, os.PathLike)) and str(value)):
         return None
     return _shown(value, "not a directory"), "a path, or false", "", ""
+
+
+_LEGAL_HOST_MEMORY = f"{LEGAL_BYTES}, or {{of_available: 50%}}"
+
+
+def _read_host_memory(value: Any, place: str) -> int | float | None:
+    """Return bytes as an int, a share of the available memory as a float; None stands for the default."""
+    reason = ""
+    try:
+        if value is None:
+            return None
+        if isinstance(value, Mapping) and value.keys() == {"of_available"}:
+            return _share_in(str(value["of_available"]))
+        if isinstance(value, str) or (isinstance(value, int) and not isinstance(value, bool)):
+            return parse_bytes(str(value))
+    except ValueError as error:
+        reason = f": {error}"
+    raise ConfigError(Problem(place, _shown(value, "not an amount of host memory") + reason, _LEGAL_HOST_MEMORY))
 
 
 # -- The table, in the order of the docs and of messages

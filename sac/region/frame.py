@@ -21,13 +21,13 @@ from sac.errors import Problem, RegionError
 from sac.outer_hooks import OuterPacked, PackHooks, active_hooks, fetch, pack_with_outer_hooks
 from sac.region.ambient import AmbientState, subclasses_on
 from sac.region.compiled_graphs import never_compiled
-from sac.region.forward_ad import outside_transforms
+from sac.region.forward_ad import dual_level_is_on, outside_transforms
 from sac.region.inputs import RegionInputs
 from sac.region.module_state import ModuleState, UnseenWriteError
 from sac.region.settings import PLAIN, Settings
 from sac.region.tables import AttributesHolder
 from sac.region.undo import UndoStack
-from sac.stores.offload import OffloadFigures, Offloading
+from sac.stores.offload import HOOKS, TANGENTS, OffloadFigures, Offloading
 from sac.tensors import describe, detached, shares_storage, storage_bytes, version_of
 from sac.torch_private import NO_TASK, current_graph_task_id, graph_is_retained
 
@@ -471,8 +471,9 @@ class RegionCall(ABC):
         """Let what rules offload wait on the host; see Note [Offloaded values]."""
         rules = self.recorder.offloads if self.recorder is not None else ()
         if rules and self.recorder is not None and self.inputs.call is not None:
+            held = HOOKS if self.hooks is not None else TANGENTS if dual_level_is_on() else ""
             work = Offloading(self.settings.transfers, rules)
-            self.recorder.offload(work, kept, partial(work.start, self.inputs.call, has_hooks=self.hooks is not None))
+            self.recorder.offload(work, kept, partial(work.start, self.inputs.call, held=held))
             self.offloads = work.figures
 
     def _hold_inputs(self, kept: list[Handle], *, needed: bool) -> None:

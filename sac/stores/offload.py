@@ -38,6 +38,7 @@ SHARED = "held elsewhere too"
 FULL = "no room on the host"
 NO_GAIN = "device memory is host memory"
 HOOKS = "hooks around the region decide"
+TANGENTS = "forward-mode differentiation is on"
 OTHER_KIND = "not plain tensors"
 
 
@@ -106,15 +107,18 @@ class Offloading:
         if group is not None:
             group.excluded = True
 
-    def start(self, call: CallNode, *, has_hooks: bool) -> None:
-        """Decide on each storage, and start the copies; ``call`` is the region call."""
+    def start(self, call: CallNode, *, held: str) -> None:
+        """Decide on each storage, and start the copies; ``call`` is the region call.
+
+        ``held``: why all of them stay, empty if there is no such reason.
+        """
         sent: dict[torch.device, list[tuple[int, torch.Tensor, int]]] = {}
         for address, group in self._groups.items():
             rules = group.rules & {*self._rules}
             if not rules:
                 continue
             rule, size = min(rules), group.one.untyped_storage().nbytes()
-            reason = HOOKS if has_hooks else self._why_held(group, size)
+            reason = held or self._why_held(group, size)
             if reason:
                 self._figures(rule).hold(reason, size)
             elif size:
@@ -159,11 +163,13 @@ def _read(copy: HostCopy, geometry: Geometry) -> torch.Tensor:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    return (
-        type(tensor) is torch.Tensor
-        and tensor.layout is torch.strided
-        and not (tensor.is_inference() or tensor.is_quantized)
-    )
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+        return False
+    try:
+        tensor.untyped_storage().data_ptr()
+    except RuntimeError:  # the zero tensors of forward mode have no memory
+        return False
+    return not (tensor.is_inference() or tensor.is_quantized)
 
 
 def _is_alone(group: _Group) -> bool:

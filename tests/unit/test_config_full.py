@@ -124,12 +124,12 @@ ILLEGAL: dict[str, tuple[dict[str, Any], str]] = {
     "memory is a word": (
         {"host_memory": "much"},
         "host_memory: 'much' is not an amount of host memory: it is not a number with a unit\n"
-        '    legal: bytes, text such as "64GiB", or {of_available: 50%}',
+        '    legal: a whole number of bytes, or text such as "64KiB", "1MiB", "1.5GB", or {of_available: 50%}',
     ),
     "memory is more than there is": (
         {"host_memory": {"of_available": "150%"}},
-        "host_memory.of_available: '150%' is not a share of the available memory\n"
-        "    legal: a percentage above 0 % and up to 100 %",
+        "host_memory: {'of_available': '150%'} is not an amount of host memory: a share is 0% to 100%\n"
+        '    legal: a whole number of bytes, or text such as "64KiB", "1MiB", "1.5GB", or {of_available: 50%}',
     ),
     "buffers are frozen by name": (
         {"freeze_buffers": ["running_mean"]},

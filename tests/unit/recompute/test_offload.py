@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.autograd.graph import save_on_cpu
 
 import sac
@@ -305,6 +306,22 @@ def test_host_without_room(device, monkeypatch, engine):
     held = [held for _, _, held in figures(model)]
     assert sum(one.get("no room on the host", 0) for one in held) >= 2 * 16384 - 8192
     out.sum().backward()
+
+
+@pytest.mark.parametrize("name", ["by default", "whole blocks", "products"])
+def test_forward_mode_holds_values(device, name):
+    """A value on the host would come back without its tangent."""
+    found = []
+    for value in (None, selective(POLICIES[name])):
+        model = built(lambda: Stack(FunctionBlock(views), FunctionBlock(views)))
+        model = model if value is None else sac.apply(model, value)
+        torch.manual_seed(4)
+        (x,), (tangent,) = square(), square()
+        with forward_ad.dual_level():
+            out = model(forward_ad.make_dual(x.requires_grad_(), tangent))
+            moved = forward_ad.unpack_dual(out).tangent
+            found.append([moved.detach(), *torch.autograd.grad(moved.sum() + out.sum(), [x, *model.parameters()])])
+    assert all(map(torch.equal, *found))
 
 
 def text_of_full_host(held: str, slab: str) -> str:
