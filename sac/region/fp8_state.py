@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ _QUEUES = "fp8_tensors_recompute_buffer"
 _READERS = ("get_autocast_state", "get_fp8_autocast_state")
 _SETTERS = ("set_autocast_state", "set_fp8_autocast_state")
 _DEPTHS = ("autocast_depth", "AUTOCAST_DEPTH", "FP8_AUTOCAST_DEPTH")
-REASON = "its modules keep FP8 state (TransformerEngine), so it runs again to its end"
+REASON = "its modules keep FP8 state (TransformerEngine); while FP8 is on, it runs to its end"
 
 _NOT_RESTORED = (
     "FP8 is on around the region, and its scales and histories are not put back for recomputation: this version of "
@@ -134,6 +135,12 @@ def _manager() -> Any:
     return None
 
 
+@lru_cache(maxsize=1)
+def _library_of(manager: Any) -> _Library:
+    """Return access to the library's state. Cached, because names of a loaded library do not change."""
+    return _Library(manager)
+
+
 def _library(where: str) -> _Library | None:
     """Return access to the library's state; None if it is not loaded, or its state is unknown while FP8 is off.
 
@@ -143,7 +150,7 @@ def _library(where: str) -> _Library | None:
     if manager is None:
         return None
     try:
-        return _Library(manager)
+        return _library_of(manager)
     except AttributeError:
         if not manager.is_fp8_enabled():
             return None

@@ -167,7 +167,7 @@ def test_without_grad_mode_it_is_the_plain_call():
 
 
 def test_fp8_in_an_unknown_version_of_transformer_engine_is_refused(monkeypatch):
-    state = SimpleNamespace(is_fp8_enabled=lambda: True)
+    state = type("Manager", (), {"is_fp8_enabled": staticmethod(lambda: True)})
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.fp8", SimpleNamespace(FP8GlobalStateManager=state))
     for call in (lambda x: megatron.checkpoint(torch.exp, False, x), checkpoint_without_output):
         with pytest.raises(ConfigError, match="FP8 is on around the region"):

@@ -1,4 +1,4 @@
-"""What docs/peers.md says of torch, fairscale and xformers, as far as no other test holds it."""
+"""What docs/peers.md says of torch, DeepSpeed, fairscale and xformers, as far as no other test holds it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
 import sac
-from sac.compat import fsdp
+from sac.compat import deepspeed, fsdp
 from sac.errors import ConfigError, RegionError
 from tests.support.runs import Noted, note_run, runs_of
 
@@ -42,6 +42,11 @@ def test_the_wrapper_is_not_reentrant_by_default() -> None:
     layer, x = fsdp.checkpoint_wrapper(nn.Linear(2, 2)), torch.ones(2, requires_grad=True)
     (gradient,) = torch.autograd.grad(layer(x).sin().sum(), x)
     assert gradient.shape == x.shape
+
+
+def test_deepspeeds_variables_are_not_there() -> None:
+    for name in ("PARTITION_ACTIVATIONS", "CPU_CHECKPOINT", "contiguous_data_buffers", "_cpu_offload_engine"):
+        assert not hasattr(deepspeed, name)
 
 
 class Counting(nn.Module):

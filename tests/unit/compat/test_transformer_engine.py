@@ -168,7 +168,7 @@ def test_the_check_of_recomputation_is_passed_on():
 @pytest.mark.parametrize("module", ["quantization", "fp8"])
 def test_fp8_in_an_unknown_version_is_refused(monkeypatch, module):
     """FP8 in a known one: tests/unit/region/test_fp8_state.py."""
-    state = SimpleNamespace(is_fp8_enabled=lambda: True)
+    state = type("Manager", (), {"is_fp8_enabled": staticmethod(lambda: True)})
     fake = SimpleNamespace(FP8GlobalStateManager=state)
     monkeypatch.setitem(sys.modules, f"transformer_engine.pytorch.{module}", fake)
     with pytest.raises(ConfigError) as error:
@@ -178,7 +178,7 @@ def test_fp8_in_an_unknown_version_is_refused(monkeypatch, module):
         "recomputation: this version of TransformerEngine is not known (1.6 to 2.20 are)\n"
         "    fix: run this region without FP8, or call TransformerEngine's own checkpoint for it"
     )
-    state.is_fp8_enabled = lambda: False
+    state.is_fp8_enabled = staticmethod(lambda: False)
     te.checkpoint(torch.exp, torch.ones(2))
 
 

@@ -426,7 +426,7 @@ def test_a_version_whose_state_cannot_be_restored_is_refused(monkeypatch: pytest
         "version of TransformerEngine is not known (1.6 to 2.20 are)\n"
         "    fix: run this region without FP8, or call TransformerEngine's own checkpoint for it"
     )
-    monkeypatch.setattr(Unknown, "is_fp8_enabled", lambda: False)
+    monkeypatch.setattr(Unknown, "is_fp8_enabled", staticmethod(lambda: False))
     sac.checkpoint(nn.Linear(WIDTH, WIDTH), x).sum().backward()
 
 
