@@ -286,7 +286,8 @@ def _policy(number: int, row: ModeResult, policy: Policy, report: Report) -> str
 
 def _rules(policy: Policy, report: Report) -> Iterator[str]:
     rules = {rule.id: rule for rule in policy.rules}
-    whole = report.kept_bytes or 1
+    on_host = sum((kind.offloaded_bytes + kind.input_host_bytes) * kind.count for kind in report.kinds)
+    whole = report.kept_bytes + on_host or 1
     for kind in report.kinds:
         if len(report.kinds) > 1:
             yield f'<tr><th scope="rowgroup" colspan="5" class="quiet">{escape(kind.regions)}</th></tr>'
@@ -297,8 +298,12 @@ def _rules(policy: Policy, report: Report) -> Iterator[str]:
                 matches = "; ".join((ops, *limits_of(rule))) if rule is not None else ""
                 yield _rule(use.rule, matches, str(use.hits), use.saved_bytes, kind.count, whole)
         yield _rule("inputs", f"of {count_text(kind.count, 'region')}", "", kind.input_bytes, kind.count, whole)
+        for name, size in (*((one.rule, one.host_bytes) for one in kind.offloads), ("inputs", kind.input_host_bytes)):
+            if size:
+                yield _rule(name, "in host memory", "", size, kind.count, whole)
     total = f'<td class="right" data-value="{report.kept_bytes}">{bytes_text(report.kept_bytes)}</td>'
-    yield f'<tr><th scope="row">together</th><td></td><td></td><td></td>{total}</tr>'
+    together = "together, on the device" if on_host else "together"
+    yield f'<tr><th scope="row">{together}</th><td></td><td></td><td></td>{total}</tr>'
 
 
 def _rule(name: str, matches: str, calls: str, size: int, count: int, whole: int) -> str:

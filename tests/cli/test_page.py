@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import sac
 from sac.errors import ConfigError
 from sac.policy.read import bytes_text
+from sac.reporting import OffloadUse
 from sac.tools.cli import main
 from sac.tools.comparison import Comparison, ModeResult
 from sac.tools.page import page_of
@@ -208,6 +210,19 @@ def test_python_writes_the_same_page_and_a_loss_of_ones_own_is_explained(tmp_pat
         assert row.explained is not None
         assert row.explained.peak_bytes - row.explained.before_bytes == row.peak_bytes
         assert "not seen by the explanation" not in row.explained.by_category()
+
+
+def test_what_waits_in_host_memory_is_listed_apart() -> None:
+    (row,) = sac.compare(built(llama_stack), tokens(), {"full": "full"}, steps=2).rows[1:]
+    assert row.report is not None
+    (kind,) = row.report.kinds
+    assert kind.count == 2
+    moved = replace(kind, offloads=(OffloadUse("far", 1024, 0, {}),), input_host_bytes=2048)
+    page = page_of(Comparison("m", 1, "cpu", "2", 2, (replace(row, report=replace(row.report, kinds=(moved,))),)))
+    rules = [[cell["text"] for cell in cells] for cells in Tables(page).rows["rules"]]
+    assert ["far", "in host memory", "", "1.0 KiB", "2.0 KiB"] in rules
+    assert ["inputs", "in host memory", "", "2.0 KiB", "4.0 KiB"] in rules
+    assert rules[-1] == ["together, on the device", "", "", "", bytes_text(row.report.kept_bytes)]
 
 
 def test_a_mode_that_is_not_explained_shows_the_measured_curve(tmp_path: Path) -> None:
