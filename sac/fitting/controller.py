@@ -22,7 +22,7 @@ from sac.errors import ConfigError, ModelError, PlanError, Problem
 from sac.fitting import plan_files
 from sac.fitting.agreeing import Grounds, agreed
 from sac.fitting.fit import Fitted, Fitting, figures_at
-from sac.fitting.meters import Meter, meter_of
+from sac.fitting.meters import CpuMeter, Meter, meter_of
 from sac.fitting.observing import Observation, Observed
 from sac.planner.profile import RegionProfile
 from sac.planner.tracing import ProfiledRegion, merged
@@ -131,13 +131,7 @@ class Controller:
         self.fitted: Fitted | None = None
         self.told = ""
         self.shapes: tuple[Shapes, ...] = ()  # of the inputs that the plan was made for
-        devices = {part.device for parameter in model.parameters() for part in tensor_parts(parameter)}
-        self.device = next(iter(devices)) if len(devices) == 1 else torch.device("meta")
-        if meter_of(self.device) is None:
-            places = ", ".join(sorted(map(str, devices))) or "no device"
-            found = f"a budget is that of one device, and its parameters are on {places}"
-            fix = "move the model to its device before sac.apply; or plan with `sac plan`"
-            raise ModelError(Problem(type(model).__name__, found, fix=fix))
+        self.device = torch.device("meta")  # known when the first pass begins: trainers move models after sac.apply
         self._forget()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -149,10 +143,8 @@ class Controller:
 
     def _forget(self) -> None:
         """Have observed nothing."""
-        meter = meter_of(self.device)
-        assert meter is not None
         self.observation: Observation | None = None
-        self._meter: Meter = meter
+        self._meter: Meter = CpuMeter()
         self._observed: list[Observed] = []
         self._profiles: list[RegionProfile] = []
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -220,7 +212,19 @@ class Controller:
             for one in self._forwards:
                 one.region = one.planned if which == _PLANNED and one.planned is not None else one.full
 
+    def _find_device(self) -> None:
+        devices = {part.device for parameter in self.model.parameters() for part in tensor_parts(parameter)}
+        device = next(iter(devices)) if len(devices) == 1 else torch.device("meta")
+        meter = meter_of(device)
+        if meter is None:
+            places = ", ".join(sorted(map(str, devices))) or "no device"
+            found = f"a budget is that of one device, and its parameters are on {places}"
+            fix = "move the model to one device, a GPU or the CPU; or plan with `sac plan`"
+            raise ModelError(Problem(type(self.model).__name__, found, fix=fix))
+        self.device, self._meter = device, meter
+
     def _observe(self, inputs: Any, shapes: Shapes) -> None:
+        self._find_device()
         if len(self._observed) >= _OBSERVED_PASSES or not self._meter.is_free():
             return
         if not self._observed:

@@ -261,13 +261,14 @@ def test_policy_on_whole_modules() -> None:
 
 
 def test_model_without_a_device() -> None:
-    with torch.device("meta"):
-        model = built()
+    model = built()
+    sac.apply(model, within("1GiB"))
+    model.to("meta")
     with pytest.raises(ModelError) as raised:
-        sac.apply(model, within("1GiB"))
+        model(X.to("meta"))
     assert str(raised.value) == (
         "Language: a budget is that of one device, and its parameters are on meta\n"
-        "    fix: move the model to its device before sac.apply; or plan with `sac plan`"
+        "    fix: move the model to one device, a GPU or the CPU; or plan with `sac plan`"
     )
 
 
