@@ -261,6 +261,11 @@ set_version_counters: Any = getattr(_autograd, "_unsafe_set_version_counter", No
 # The reference count of a storage. Without it no input is released. 2.11 to 2.13.
 storage_use_count: Any = getattr(torch._C, "_storage_Use_Count", None)
 
+# The reference count of a tensor, and the code that starts a backward. Without them, plans count a new tensor for each
+# sum of gradients, also where autograd adds in place. 2.9 to 2.13.
+tensor_use_count: Any = getattr(Tensor, "_use_count", None)
+ENGINE_RUN: CodeType | None = getattr(getattr(torch.autograd.graph, "_engine_run_backward", None), "__code__", None)
+
 # A view that negates lazily, as `Tensor.conj` conjugates; there is no public name. 1.10 to 2.13.
 neg_view: Callable[[Tensor], Tensor] = torch._neg_view
 

@@ -35,10 +35,11 @@ def pairs_of(name: str, layers: int) -> list[Pair]:
     """All ways on one model of the tests, with so many layers in each stack."""
     model, inputs = model_named(name, layers)
     planner = prepare(model, inputs)
-    return [_beside(name, planner, point) for point in (*baselines(planner), *_every(planner))]
+    return [_beside(name, planner, point) for point in (*baselines(planner), *every_nth(planner))]
 
 
-def _every(planner: Planner) -> Iterator[Point]:
+def every_nth(planner: Planner) -> Iterator[Point]:
+    """Return the costs of full in every third and every fourth layer, in steps that are run."""
     layers = {path: layer for one in planner.profiles for path, layer in zip(one.paths, one.layers, strict=True)}
     none, full = planner.without_checkpointing, planner.everywhere(lambda kind: 0)
     for every in EVERY:

@@ -40,6 +40,7 @@ from sac.tools.render import print_rows
 from tests.unit.planner.truth import (
     CONFIGS,
     EVERYTHING,
+    FURTHER,
     MODELS,
     SHARES,
     Bytes,
@@ -51,6 +52,7 @@ from tests.unit.planner.truth import (
 
 COLUMNS = ("model", "policy", "kept, predicted", "measured", "difference", "peak, predicted", "measured", "difference")
 COMPOSED_COLUMNS = ("model", "random choices", "exact", "most below", "most above", "range of peaks")
+ALL = [*MODELS, *FURTHER]
 COMMAND = ".venv/bin/python scripts/plan_accuracy.py"
 
 
@@ -145,7 +147,7 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], text_columns: 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", nargs="+", metavar="NAME", choices=[*MODELS], default=[*MODELS], help="only these")
+    parser.add_argument("--model", nargs="+", metavar="NAME", choices=ALL, default=ALL, help="only these")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where steps are run (cpu)")
     parser.add_argument("--layers", type=int, default=4, help="layers in each stack (4)")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")

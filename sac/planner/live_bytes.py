@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Hashable, Iterable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -16,7 +17,16 @@ from sac.planner.fake_op_cache import DEVICE, FakeOpCache, device_of
 from sac.planner.kernel_runs import SizedCall, estimated_peaks, meta_of, peaks_of, refuse_packed
 from sac.recompute.module_tracker import BareMode
 from sac.tensors import STORAGE_WATCHERS, storage_address, tensor_parts, tensors_of
-from sac.torch_private import SAVED_TENSOR_PREFIX, FakeTensor, FakeTensorMode, current_graph_task_id, tree_map_only
+from sac.torch_private import (
+    ENGINE_RUN,
+    SAVED_TENSOR_PREFIX,
+    FakeTensor,
+    FakeTensorMode,
+    current_graph_task_id,
+    storage_use_count,
+    tensor_use_count,
+    tree_map_only,
+)
 
 # -- Workspace of CPU kernels
 
@@ -123,6 +133,8 @@ class Ledger(BareMode):
         self._numbers = _Numbers(self) if on_host else None
         self.fakes = fakes or FakeOpCache()
         self._storages: dict[int, tuple[weakref.ref[Any], int]] = {}
+        for is_fake in (False, True):
+            _counts_of_unshared(is_fake)  # cannot be found out once a backward runs
         self._zeros = 0  # address of the storage that the last op filled with zeros
 
     def __enter__(self) -> Ledger:
@@ -211,6 +223,8 @@ class Ledger(BareMode):
         if func is _EMPTY and self.gathers is not None and _is_floating(kwargs):
             with self.gathers:
                 return func(*args, **kwargs)
+        if func is _ADD_INTO and type(args[0]) is type(args[1]) is FakeTensor:
+            return args[0]
         return self.fakes.run(func, args, kwargs)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -221,6 +235,8 @@ class Ledger(BareMode):
         before = self.live
         if func is _INDEX_PUT and _is_gradient_of_index(args, self._zeros):
             func, args = _INDEX_PUT_INTO, (*args, False)
+        if func is _ADD and not kwargs and _adds_in_place(args):
+            func = _ADD_INTO
         out = self._run(func, args, kwargs or {})
         if self._numbers is not None and func in _BAGS:
             out = _with_ends(out)
@@ -264,6 +280,82 @@ _ZEROS = (torch.ops.aten.new_zeros.default, torch.ops.aten.zeros.default, torch.
 def _is_gradient_of_index(args: Any, zeros: int) -> bool:
     in_backward = current_graph_task_id() >= 0
     return in_backward and len(args) == 4 and bool(args[3]) and storage_address(args[0]) == zeros
+
+
+# Note [Sums of gradients]
+#
+# Where a value has several users, autograd adds their gradients, into the first one if nothing else refers to it. It
+# does not while a mode is active, nor for tensors without data. So the ledger finds these sums and makes them in place:
+# additions in backward without code in Python around them, of equal layouts, whose first operand is referred to as
+# often as one that autograd alone holds. How often that is depends on the version of torch: a small backward shows it.
+
+_ADD, _ADD_INTO = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
+
+
+def _adds_in_place(args: Any) -> bool:
+    """Return whether autograd without a mode would add the second gradient of ``args`` into the first one."""
+    counts = _counts_of_sum(args)
+    return counts is not None and counts == _counts_of_unshared(type(args[0]) is FakeTensor)
+
+
+def _counts_of_sum(args: Any) -> tuple[int, int, int] | None:
+    """Return how often the first operand and its storage are referred to, None if this is no sum of gradients."""
+    if len(args) != 2 or current_graph_task_id() < 0 or ENGINE_RUN is None or tensor_use_count is None:
+        return None
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    if frame is None or frame.f_code is not ENGINE_RUN:
+        return None
+    old, new = args
+    if type(old) not in (Tensor, FakeTensor) or not isinstance(new, Tensor):
+        return None
+    if (old.shape, old.dtype) != (new.shape, new.dtype) or not _is_dense(old):
+        return None
+    count = storage_use_count(old.untyped_storage()._cdata) if storage_use_count is not None else 0
+    return tensor_use_count(old), sys.getrefcount(old), count
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Return whether the elements of ``tensor`` fill a range of memory without gaps."""
+    if tensor.layout is not _STRIDED or tensor.is_conj() or tensor.is_neg():
+        return False
+    expected = 1
+    for step, size in sorted(
+        (step, size) for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1
+    ):
+        if step != expected:
+            return False
+        expected *= size
+    return True
+
+
+@cache
+def _counts_of_unshared(is_fake: bool) -> tuple[int, int, int] | None:
+    """Return the counts of a gradient that only autograd holds."""
+    mode = _Counting()
+    x = torch.zeros(2)
+    if is_fake:
+        x = FakeTensorMode().from_tensor(x)
+    with torch.enable_grad(), mode:
+        x = x.detach().requires_grad_()
+        y = x * 1
+        torch.autograd.backward((y * 2).sum() + (y * 3).sum())
+    return mode.found
+
+
+class _Counting(BareMode):
+    """Counts the references of the first sum of gradients that runs under it."""
+
+    found: tuple[int, int, int] | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _ADD and self.found is None and not kwargs:
+            self._count(args)
+        return func(*args, **(kwargs or {}))
+
+    def _count(self, args: Any) -> None:
+        self.found = _counts_of_sum(args)
 
 
 def _is_floating(kwargs: Any) -> bool:

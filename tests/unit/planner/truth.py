@@ -18,6 +18,7 @@ from sac.planner.fakes import call, fake_copy, fake_inputs, fake_mode
 from sac.planner.live_bytes import KernelWorkspace, Ledger, ledgers_of
 from sac.planner.step import run_step, scalar_loss
 from tests.support.model_zoo import tiny
+from tests.unit.planner.diffusion import DiffusionTransformer, noisy_patches
 
 Inputs = tuple[Any, ...] | dict[str, Any]
 
@@ -30,7 +31,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "T5": ("t5", {}),
     "ViT": ("vit", {"patch_size": 2}),  # else its few tokens are nothing beside its parameters
 }
-_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
+# Further ones, which scripts/plan_accuracy.py and scripts/plan_trials.py also look at.
+FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
+    "Gemma3": ("gemma3", {}),
+    "DeepSeek-V3": ("deepseek_v3", {}),
+    "Mamba": ("mamba", {}),
+    "Mamba2": ("mamba2", {}),
+    "Whisper": ("whisper", {}),
+    "diffusion transformer": ("", {}),
+}
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers")
 
 
 def put_on(policy: Any, engine: str = "auto") -> dict[str, Any]:
@@ -64,11 +74,15 @@ class Bytes:
 
 
 def model_named(name: str, layers: int = 2) -> tuple[nn.Module, dict[str, Any]]:
-    """Return a tiny model of ``MODELS`` with so many layers (in each stack), and its inputs.
+    """Return a tiny model of ``MODELS`` or ``FURTHER`` with so many layers (in each stack), and its inputs.
 
     It has no cache of keys and values, which sac turns off in any case.
     """
-    family, changes = MODELS[name]
+    family, changes = {**MODELS, **FURTHER}[name]
+    if not family:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return DiffusionTransformer(layers).train(), noisy_patches()
     config = tiny(family)[0].config
     depth = {field: layers for field in _LAYERS if hasattr(config, field)}
     model, inputs = tiny(family, **depth, **changes)
