@@ -40,13 +40,8 @@ def pairs_of(name: str, layers: int) -> list[Pair]:
 
 def every_nth(planner: Planner) -> Iterator[Point]:
     """Return the costs of full in every third and every fourth layer, in steps that are run."""
-    layers = {path: layer for one in planner.profiles for path, layer in zip(one.paths, one.layers, strict=True)}
-    none, full = planner.without_checkpointing, planner.everywhere(lambda kind: 0)
     for every in EVERY:
-        choice = tuple(
-            all_of if layers[path] % every == 0 else nothing
-            for path, all_of, nothing in zip(planner.step.paths, full, none, strict=True)
-        )
+        choice = planner.every_nth(every)
         planner.run(choice)
         yield planner.point(f"every {every}{'rd' if every == 3 else 'th'} layer full", choice)
 

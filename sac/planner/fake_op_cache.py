@@ -23,7 +23,9 @@ from sac.torch_private import CAN_MAKE_FAKES, FAKE_DATA, FakeTensor, FakeTensorM
 # fake ones (FSDP2 gathers parameters into such tensors) is keyed by its geometry, since torch converts it to a fake
 # tensor before it looks at the op; this does not hold for a single number, which may come from Python. A view that is
 # not a view by its schema, is of a conjugate, or is of a storage that is now too small (FSDP2 empties storages), is
-# made by the kernel for tensors without data. Ops of FSDP2 that only copy between given tensors have nothing to do.
+# made by the kernel for tensors without data. Ops of FSDP2 that only copy between given tensors have nothing to do. The
+# wrapper of a collective's result (`AsyncCollectiveTensor`) is in the memory of that result; torch's own kernel for
+# tensors without data makes a new one (torch 2.13).
 
 _SCALARS = (int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _KINDS = frozenset(_SCALARS)
@@ -91,6 +93,8 @@ class FakeOpCache:
         if calls is None:
             if func.namespace == "fsdp" and not func._schema.returns and _has_only_fakes(args, kwargs):
                 return None
+            if func.name() == _WRAPS and _has_only_fakes(args, kwargs):
+                return torch.ops.aten.alias.default(args[0])
             return func(*args, **kwargs)
         try:
             key: Any = tuple(map(_key, args))
@@ -118,6 +122,7 @@ class FakeOpCache:
         return out
 
 
+_WRAPS = "_c10d_functional::_wrap_tensor_autograd"
 DEVICE = torch.ops.prim.device.default
 
 

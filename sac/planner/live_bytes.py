@@ -240,6 +240,8 @@ class Ledger(BareMode):
         out = self._run(func, args, kwargs or {})
         if self._numbers is not None and func in _BAGS:
             out = _with_ends(out)
+        if self._numbers is not None and func in _REDUCED and type(out) is FakeTensor and not out.dim():
+            out = _with_terms(args)
         self._zeros = storage_address(out) if func in _ZEROS else 0
         if type(out) is FakeTensor and out.layout is _STRIDED:
             self._note_storage(out.untyped_storage())
@@ -274,6 +276,11 @@ _STRIDED = torch.strided
 _INDEX_PUT, _INDEX_PUT_INTO = torch.ops.aten.index_put.default, torch.ops.aten._index_put_impl_.default
 # The kernels of the CPU number the bags in memory with room for one more bag; ops on tensors without data do not.
 _BAGS = (torch.ops.aten._embedding_bag.default, torch.ops.aten._embedding_bag_forward_only.default)
+# The kernels of the CPU for these losses reduce the terms in the memory of their result, which keeps its size.
+_REDUCED = frozenset(
+    getattr(torch.ops.aten, name).default
+    for name in ("mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_loss")
+)
 _ZEROS = (torch.ops.aten.new_zeros.default, torch.ops.aten.zeros.default, torch.ops.aten.zeros_like.default)
 
 
@@ -333,7 +340,7 @@ def _is_dense(tensor: Tensor) -> bool:
 @cache
 def _counts_of_unshared(is_fake: bool) -> tuple[int, int, int] | None:
     """Return the counts of a gradient that only autograd holds."""
-    mode = _Counting()
+    mode = _Counting()  # type: ignore[no-untyped-call]
     x = torch.zeros(2)
     if is_fake:
         x = FakeTensorMode().from_tensor(x)
@@ -368,6 +375,11 @@ def _with_ends(out: Any) -> Any:
     if not isinstance(bag_of, FakeTensor) or not bag_of.numel():
         return out
     return out[0], bag_of.new_empty(bag_of.numel() + 1)[:-1], *out[2:]
+
+
+def _with_terms(args: Any) -> Any:
+    terms = args[0].new_empty(torch.broadcast_shapes(args[0].shape, args[1].shape))
+    return terms.view(-1)[:1].view(()) if terms.numel() else terms.new_empty(())
 
 
 _GROUPED = getattr(torch.ops.aten, "_grouped_mm", None)

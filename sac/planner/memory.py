@@ -54,6 +54,7 @@ class StepModel:
     static: int = 0
     extra: int = 0  # bytes in addition to the step: state of the optimizer
     in_flight: int = 1  # micro-batches whose forward is over when the first backward starts
+    received: int = 0  # bytes that a pipeline stage receives for each micro-batch
     gathers: bool = False  # parameters are gathered from other ranks
     rest: int = 0  # bytes that a forward leaves behind in addition to its regions
     moments: list[Moment] = field(default_factory=list)
@@ -127,12 +128,16 @@ class StepModel:
         """Return the predicted peak under ``choices``, one per position, and the number of its constraint."""
         held = [self.held_by(group) for group in self.groups]
         high, constraint = peak(self.constraints(), held, choices)
-        others = self.rest + sum(held[index][one] for index, one in enumerate(choices))
+        others = self.received + self.rest + sum(held[index][one] for index, one in enumerate(choices))
         return high + (self.in_flight - 1) * others, constraint
 
     def peak_of(self, record: StepRecord) -> int:
         """Return the peak of a step that was run, plus optimizer state and the other micro-batches in flight."""
-        return record.peak + self.extra + (self.in_flight - 1) * (record.kept - record.static)
+        return record.peak + self.extra + (self.in_flight - 1) * self.others_of(record)
+
+    def others_of(self, record: StepRecord) -> int:
+        """Return the bytes that each further micro-batch in flight holds."""
+        return self.received + record.kept - record.static
 
     def held_by(self, group: int) -> tuple[int, ...]:
         """Return the bytes that a region of this group leaves behind per choice: measured, otherwise estimated."""

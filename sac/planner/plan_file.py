@@ -20,6 +20,7 @@ from sac.policy.read import bytes_text
 
 NEEDS_NONE = "no checkpointing is needed"
 _ROUNDS = 12
+_BY_HAND = (1, 2, 3, 4)  # full in every so many layers
 
 
 @dataclass(slots=True)
@@ -62,6 +63,8 @@ def make_plan(
     chosen = most.choice
     if allowed < most.peak or planner.step.peak_of(planner.run(chosen)) > allowed:
         chosen = _fitting(planner, allowed, least, same_layers=same_layers)
+        if not same_layers:
+            chosen = _no_slower_than_by_hand(planner, chosen, allowed)
     else:
         notes.append(NEEDS_NONE)
     if planner.workspace is not None and (count := len(planner.workspace.estimated)):
@@ -114,6 +117,16 @@ def _fitting(planner: Planner, budget: int, least: Point, *, same_layers: bool) 
     if fit:
         return min(fit, key=lambda one: one.seconds).choice
     raise _too_small(planner, budget, min(steps, key=lambda one: one.peak))
+
+
+def _no_slower_than_by_hand(planner: Planner, chosen: tuple[int, ...], budget: int) -> tuple[int, ...]:
+    """Return full in every n-th layer if that is faster and fits: composed peaks that are too high may hide it."""
+    best = planner.point("plan", chosen)
+    for count in _BY_HAND:
+        one = planner.point("by hand", planner.every_nth(count))
+        if one.seconds < best.seconds and planner.step.peak_of(planner.run(one.choice)) <= budget:
+            best = planner.point("plan", one.choice)
+    return best.choice
 
 
 def _steps(planner: Planner, *, same_layers: bool) -> list[Point]:

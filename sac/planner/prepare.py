@@ -27,6 +27,7 @@ from sac.planner.profile import RegionProfile
 from sac.planner.search import Planner, Progress, quiet
 from sac.planner.sharding import QuickChunks, shard_again
 from sac.planner.tracing import CannotProfile, profile_regions
+from sac.tensors import storage_bytes
 from sac.torch_private import MODULE_STAND_IN, tree_leaves
 
 
@@ -100,6 +101,7 @@ def prepare(
         paths=tuple(order),
         extra=extra,
         in_flight=in_flight,
+        received=sum(storage_bytes(one) for one in tree_leaves(given) if isinstance(one, Tensor) and one.requires_grad),
         gathers=parallelize is not None,
     )
     planner = Planner(

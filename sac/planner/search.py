@@ -121,7 +121,7 @@ class Planner:
             found,
             (
                 AliveRow(OPTIMIZER, "(model)", "", "", 1, self.step.extra),
-                AliveRow(IN_FLIGHT, "(model)", "", "", others, others * (record.kept - record.static)),
+                AliveRow(IN_FLIGHT, "(model)", "", "", others, others * self.step.others_of(record)),
             ),
         )
 
@@ -288,6 +288,12 @@ class Planner:
     def without_checkpointing(self) -> tuple[int, ...]:
         """The choice of no checkpointing for all positions: the last choice of each group."""
         return self.everywhere(lambda group: len(self.choices[group]) - 1)
+
+    def every_nth(self, count: int) -> tuple[int, ...]:
+        """Return the choice of full in every ``count``-th layer, and of no checkpointing in the others."""
+        layers = {path: layer for one in self.profiles for path, layer in zip(one.paths, one.layers, strict=True)}
+        both = zip(self.step.paths, self.everywhere(lambda group: 0), self.without_checkpointing, strict=True)
+        return tuple(none if layers[path] % count else full for path, full, none in both)
 
     def everywhere(self, pick: Callable[[int], int]) -> tuple[int, ...]:
         """Return the choice that gives each region the option that ``pick`` returns for its group."""

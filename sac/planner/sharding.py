@@ -48,15 +48,20 @@ def fsdp_over(count: int) -> Callable[[nn.Module], None]:
 
     def parallelize(model: nn.Module) -> None:
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
 
         device: Any = next(model.parameters()).device.type
-        mesh = init_device_mesh(device, (count,))
-        for block in find_blocks(model):
-            fully_shard(block.module, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+        shard_blocks(model, init_device_mesh(device, (count,)))
 
     return parallelize
+
+
+def shard_blocks(model: nn.Module, mesh: Any) -> None:
+    """Shard each block of a model over ``mesh`` by FSDP2, and the rest as one more unit."""
+    from torch.distributed.fsdp import fully_shard
+
+    for block in find_blocks(model):
+        fully_shard(block.module, mesh=mesh)
+    fully_shard(model, mesh=mesh)
 
 
 class QuickChunks(TorchFunctionMode):

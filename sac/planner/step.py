@@ -50,10 +50,23 @@ class StepRecord:
     peak: int
 
 
+@dataclass(frozen=True, slots=True)
+class Sends:
+    """The ``loss_fn`` of a pipeline stage that is not the last: returns what it sends, whose gradient it receives."""
+
+    of: Callable[[Any], Tensor]
+
+    def __call__(self, output: Any) -> Tensor:
+        """Return what the stage sends of the model's output."""
+        return self.of(output)
+
+
 def scalar_loss(output: Any, loss_fn: Callable[[Any], Tensor] | None) -> Tensor:
     """Return ``loss_fn(output)``, else ``output.loss``, else a scalar output; raises ``PlanError`` if there is none."""
     if loss_fn is not None:
         loss: Any = loss_fn(output)
+        if isinstance(loss_fn, Sends):
+            return loss  # type: ignore[no-any-return]
         found = "loss_fn returns"
     else:
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
@@ -189,11 +202,15 @@ def run_step(
             marks.cut(BETWEEN, len(marks.paths))
             kept = ledger.live
             ledger.reached(BACKWARD)
-            run_backward(model, loss)
+            received = torch.empty_like(loss) if isinstance(loss_fn, Sends) else None
+            run_backward(model, loss, received)
             marks.cut(BETWEEN, 0)
             ledger.reached(BETWEEN)
-            del loss
+            del loss, received
             at_end()
+            for tensor in tree_leaves(inputs):
+                if isinstance(tensor, Tensor):
+                    tensor.grad = None
             if not accumulates:
                 model.zero_grad(set_to_none=True)
         model.zero_grad(set_to_none=True)

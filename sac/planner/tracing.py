@@ -210,6 +210,8 @@ class _ProfilingRecorder(ReplayRecorder):
             if size is not None:
                 for value, count in zip(makes, size.results, strict=False):
                     value_bytes[value] = count
+            for value in makes:  # an alias that was made without a visible op has no size of its own
+                value_bytes[value] = value_bytes[value] or value_bytes[roots[value]]
             entries.append(
                 Entry(
                     number=number,

@@ -53,13 +53,10 @@ def baselines(planner: Planner) -> tuple[Point, ...]:
 
 def plain_baselines(planner: Planner) -> tuple[Point, ...]:
     """Return the costs of none, full, and full in every second layer, for which no step has to be run."""
-    layers = {path: layer for one in planner.profiles for path, layer in zip(one.paths, one.layers, strict=True)}
-    none, full = planner.without_checkpointing, planner.everywhere(lambda group: 0)
-    second = tuple(both[layers[path] % 2] for path, *both in zip(planner.step.paths, full, none, strict=True))
     return (
-        planner.point(NONE, none),
-        planner.point("full", full),
-        planner.point(EVERY_SECOND_LAYER, second),
+        planner.point(NONE, planner.without_checkpointing),
+        planner.point("full", planner.every_nth(1)),
+        planner.point(EVERY_SECOND_LAYER, planner.every_nth(2)),
     )
 
 

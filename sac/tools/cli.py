@@ -239,7 +239,14 @@ class _Version(argparse.Action):
 
 
 def _comparison(arguments: argparse.Namespace) -> str:
-    """Return the command that measures a planned policy next to the modes, on the same model."""
+    """Return how to try a planned policy: the command that measures it next to the modes, on the same model.
+
+    That command has one rank; for a plan of one of several, the ranks that it is meant for are named instead.
+    """
+    ranks = [f"--{name} {value}" for name in ("fsdp", "tp", "pp") if (value := getattr(arguments, name)) is not None]
+    if ranks:
+        sequence = " --sp" if arguments.sp else ""
+        return f"on each rank that is parallelized so ({' '.join(ranks)}{sequence}), give sac.apply this file"
     words = ["sac", "compare"]
     for name in ("model", "layers", "seq", "batch", "vocab", "dtype", "text", "seed"):
         value = getattr(arguments, name)

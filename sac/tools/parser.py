@@ -195,9 +195,19 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
         "--exact", action="store_true", help="for a CPU: run large ops too, to measure what their kernels allocate"
     )
     parser.add_argument("--fsdp", type=int, metavar="N", help="plan for one of N ranks that shard the model by FSDP2")
+    parser.add_argument(
+        "--tp", type=int, metavar="N", help="… and for one of N ranks that split each layer (tensor parallel)"
+    )
+    parser.add_argument(
+        "--sp", action="store_true", help="… and, with --tp, divide the sequence between the projections"
+    )
+    parser.add_argument("--pp", metavar="STAGE/STAGES", help="… and for this pipeline stage, such as 1/4, under 1F1B")
     parser.add_argument("--accumulate", action="store_true", help="gradients of earlier micro-batches exist")
     parser.add_argument(
-        "--in-flight", type=int, default=1, metavar="N", help="micro-batches that a pipeline stage holds at once"
+        "--in-flight",
+        type=int,
+        metavar="N",
+        help="micro-batches that a pipeline stage holds at once (default: 1, or by --pp)",
     )
     parser.add_argument("--calibrate", action="store_true", help="time a block on --device, store it in --out, and end")
     parser.add_argument("--calibration", type=file_path, metavar="FILE", help="the file that --calibrate wrote")

@@ -20,14 +20,20 @@ from sac.planner.calibrate import calibrate, time_overhead
 from sac.planner.cost import Calibration, load_calibration, unpriced_ops
 from sac.planner.devices import Device, device_at_hand, device_named
 from sac.planner.fakes import Build, call, fake_build, fake_inputs, fake_mode
+from sac.planner.parallel import Stage, parallelized, sent, stage_of
 from sac.planner.plan_file import Plan, explained, make_plan
 from sac.planner.plan_view import heading_of, heading_of_sizes, notes_of, table_of
 from sac.planner.planning import needs_lowering, planned
 from sac.planner.prepare import prepare
 from sac.planner.search import Point, Progress
+<<<<<<< HEAD
 from sac.planner.sharding import fake_ranks, fsdp_over
 from sac.planner.simplify import read_share, simplified
+=======
+from sac.planner.sharding import fake_ranks
+>>>>>>> 19b0133 (sac plan for tensor and sequence parallel ranks and pipeline stages; losses that keep the memory of their terms; a plan is no slower than full in every n-th layer)
 from sac.planner.sizes import PlannedSizes, notes_of_sizes, plan_sizes, refuse_share, table_of_sizes
+from sac.planner.step import Sends
 from sac.planner.step_time import plain_step_seconds
 from sac.planner.write_policy import forward_seconds, with_alternatives, write_policy
 from sac.policy.read import bytes_text
@@ -61,10 +67,24 @@ class PlanRequest:
     real: bool = False
     calibration: str | None = None
     fsdp: int | None = None
+    tp: int | None = None
+    sp: bool = False
+    pp: str | None = None
     accumulate: bool = False
-    in_flight: int = 1
+    in_flight: int | None = None  # None: as many as the pipeline stage holds
     explain: str | None = None  # None: do not; otherwise where to save a picture, or empty
     exact: bool = False
+
+    @property
+    def stage(self) -> Stage | None:
+        """The pipeline stage that is asked for; raises ``PlanError`` if the text names none."""
+        return None if self.pp is None else Stage.parse(self.pp)
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks that share a stage."""
+        return (self.fsdp or 1) * (self.tp or 1)
+
     sizes: Sizes | None = None
     simplify: str | None = None
 
@@ -121,6 +141,8 @@ def plan_model(
     mode = fake_mode()
     built = load(None if request.real else fake_build(mode))
     model, inputs = built.model, built.inputs_of_step(0)
+    if request.stage is not None:
+        inputs = stage_of(model, inputs, request.stage)
     shapes = inputs_text(inputs)
     if not request.real:
         inputs = fake_inputs(inputs, mode)
@@ -195,24 +217,22 @@ def _made(
 ) -> Plan:
     with ExitStack() as stack:
         shard = None
-        if request.fsdp is not None:
-            if request.real:
-                found = "ranks that do not exist cannot send data"
-                raise PlanError(Problem("--fsdp", found, fix="leave --real out"))
-            stack.enter_context(fake_ranks(request.fsdp))
-            shard = fsdp_over(request.fsdp)
+        if request.ranks > 1:
+            stack.enter_context(fake_ranks(request.ranks))
+            shard = parallelized(request.fsdp, request.tp, sequence=request.sp)
+        stage = request.stage
         planner = prepare(
             model,
             inputs,  # type: ignore[arg-type]
-            loss_fn=loss_of,
+            loss_fn=loss_of if stage is None or stage.is_last else Sends(sent),
             device=request.device,
             engine=request.engine,
             optimizer=request.optimizer,
             real=request.real,
             calibration=calibration,
             parallelize=shard,
-            accumulates=request.accumulate,
-            in_flight=request.in_flight,
+            accumulates=request.accumulate or stage is not None,  # of earlier micro-batches
+            in_flight=request.in_flight or (1 if stage is None else stage.in_flight),
             exact=request.exact,
             progress=progress,
         )
@@ -311,12 +331,22 @@ def _check_sizes(request: PlanRequest) -> None:
 
 def _check_counts(request: PlanRequest) -> None:
     problems = []
-    if request.in_flight < 1:
+    if request.in_flight is not None and request.in_flight < 1:
         problems.append(Problem("in_flight", f"{request.in_flight!r} micro-batches", "1, 2, 3, …"))
     if request.fsdp is not None and request.fsdp < 2:
         problems.append(Problem("ranks", f"{request.fsdp!r} ranks to shard over", "2, 3, 4, …"))
-    if request.fsdp is not None and request.real:
-        problems.append(Problem("--fsdp", "ranks that do not exist cannot send data", fix="leave --real out"))
+    if request.tp is not None and request.tp < 2:
+        problems.append(Problem("--tp", f"{request.tp!r} ranks to divide the layers over", "2, 3, 4, …"))
+    if request.sp and request.tp is None:
+        found = "the sequence is divided over the ranks of tensor parallelism, and there are none"
+        problems.append(Problem("--sp", found, fix="give --tp too"))
+    try:
+        request.stage  # noqa: B018 (reading it checks it)
+    except PlanError as error:
+        problems += error.problems
+    for flag in ("fsdp", "tp", "pp"):
+        if getattr(request, flag) is not None and request.real:
+            problems.append(Problem(f"--{flag}", "ranks that do not exist cannot send data", fix="leave --real out"))
     if problems:
         raise PlanError(problems)
 

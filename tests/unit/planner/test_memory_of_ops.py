@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from sac.errors import PlanError
 from sac.memory_timeline import measure_memory
@@ -126,3 +127,26 @@ def test_a_gradient_that_something_else_holds_is_not_added_into() -> None:
         peak = measure_memory(lambda: holding(real, is_held=is_held)).peak_bytes  # noqa: B023
         assert ledger.peak == pytest.approx(peak, abs=100)
         held.clear()
+
+
+class Hidden(Model):
+    """Returns what its last block returns."""
+
+    def forward(self, x: Tensor, *rest: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("loss", ["mse_loss", "smooth_l1_loss", "huber_loss", "l1_loss", "binary_cross_entropy"])
+def test_losses_are_counted_with_the_memory_that_their_terms_were_in(loss: str) -> None:
+    model, wanted = Hidden(Fan("users"), Fan("users")), torch.rand(16, WIDTH)
+
+    def loss_fn(out: Tensor) -> Tensor:
+        found: Tensor = getattr(F, loss)(out.sigmoid(), wanted)
+        return found
+
+    inputs = (torch.randn(16, WIDTH),)
+    real, said = (one(model, inputs, None, loss_fn) for one in (measured, predicted))
+    assert (said.kept, said.peak) == (real.kept, real.peak)
