@@ -26,12 +26,8 @@ from sac.planner.plan_view import heading_of, heading_of_sizes, notes_of, table_
 from sac.planner.planning import needs_lowering, planned
 from sac.planner.prepare import prepare
 from sac.planner.search import Point, Progress
-<<<<<<< HEAD
-from sac.planner.sharding import fake_ranks, fsdp_over
-from sac.planner.simplify import read_share, simplified
-=======
 from sac.planner.sharding import fake_ranks
->>>>>>> 19b0133 (sac plan for tensor and sequence parallel ranks and pipeline stages; losses that keep the memory of their terms; a plan is no slower than full in every n-th layer)
+from sac.planner.simplify import read_share, simplified
 from sac.planner.sizes import PlannedSizes, notes_of_sizes, plan_sizes, refuse_share, table_of_sizes
 from sac.planner.step import Sends
 from sac.planner.step_time import plain_step_seconds
