@@ -589,7 +589,7 @@ _OF_FULL_CONFIG = (
         "host_memory",
         None,
         _read_host_memory,
-        "how much host memory `do: offload` and `store: host` may pin in this process; `{of_available: 50%}`, the "
+        "how much host memory `do: offload` and `store: host` may pin for one device; `{of_available: 50%}`, the "
         "default, is a share of what the machine and the container have left, divided by `LOCAL_WORLD_SIZE`. What "
         "finds no room stays on the device, with one warning; under `strict` that is an error",
     ),
