@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 import sac
 from sac.memory_timeline import measure_memory
@@ -38,6 +39,11 @@ def tensor_parallel(model: Language) -> None:
         parallelize_module(block, mesh, plan)
 
 
+def replicated(model: Language) -> nn.Module:
+    """Give each rank the whole model; the gradients are those of both."""
+    return DistributedDataParallel(model)
+
+
 def trained(way: Any, value: Any, rows: tuple[int, int] = (4, 4), *, after: bool = False) -> Found:
     """Return the peaks of this rank after the first step, the losses, and what it saves at each position.
 
@@ -46,7 +52,7 @@ def trained(way: Any, value: Any, rows: tuple[int, int] = (4, 4), *, after: bool
     model = built()
     if value is not None and not after:
         sac.apply(model, value)
-    way(model)
+    called = way(model) or model
     if value is not None and after:
         sac.apply(model, value)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -55,7 +61,7 @@ def trained(way: Any, value: Any, rows: tuple[int, int] = (4, 4), *, after: bool
     peaks, losses = [], []
 
     def run() -> None:
-        loss = nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
+        loss = nn.functional.cross_entropy(called(x).flatten(0, 1), y.flatten())
         loss.backward()
         losses.append(loss.detach())
 

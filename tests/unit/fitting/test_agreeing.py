@@ -14,10 +14,10 @@ from sac.fitting.agreeing import Grounds, largest
 from sac.planner.profile import Entry, Need, RegionProfile
 from sac.planner.step import FORWARD, StepPhase, StepRecord
 from tests.support.ranks import run_ranks
-from tests.unit.fitting.rank_trainings import Found, sharded, tensor_parallel, trained
+from tests.unit.fitting.rank_trainings import Found, replicated, sharded, tensor_parallel, trained
 from tests.unit.fitting.small_training import within
 
-WAYS = pytest.mark.parametrize("way", [sharded, tensor_parallel])
+WAYS = pytest.mark.parametrize("way", [sharded, tensor_parallel, replicated])
 
 
 @cache
@@ -30,10 +30,11 @@ def on_ranks(way: Any, mode: str | None) -> list[Found]:
 def test_each_rank_is_within_the_budget(way: Any) -> None:
     # gloo's threads sometimes hold longer what they have sent: the least of some steps is that of the ops
     low, high = (min(peak for peaks, *_ in on_ranks(way, mode) for peak in peaks) for mode in ("full", None))
-    budget = int(low + 0.7 * (high - low))
+    budget = int(low + 0.6 * (high - low))
     found = run_ranks(2, trained, way, within(budget))
     for (peaks, losses, _), (_, others, _) in zip(found, on_ranks(way, None), strict=True):
-        assert low + 0.8 * (budget - low) <= min(peaks) <= budget
+        # of tensor parallelism, what gloo happens to hold in the first step is a larger part of the room
+        assert low + (0.65 if way is tensor_parallel else 0.8) * (budget - low) <= min(peaks) <= budget
         assert all(torch.equal(one, other) for one, other in zip(losses, others, strict=True))
     assert found[0][2] == found[1][2]
 
