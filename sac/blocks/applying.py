@@ -39,7 +39,7 @@ from sac.blocks.out_of_memory import WATCH
 from sac.blocks.paths import parts_of, walk
 from sac.blocks.report_log import report_log
 from sac.config import Config, family_names, family_policy, parse_config, settings_of, usable_policy
-from sac.errors import ConfigError, ModelError, PolicyError, Problem, SacWarning
+from sac.errors import ModelError, PolicyError, Problem, SacWarning
 from sac.policy.model import Chunks, Policy, Rule
 from sac.recompute.op_trace import check_trace_target
 from sac.recompute.regions import FULL, RegionGroup
@@ -47,6 +47,7 @@ from sac.recompute.table import ResolvedPolicy
 from sac.region.settings import PLAIN, Settings
 
 NONE = "none"
+_USER = 3  # warnings name the line that calls `sac.apply`, which calls this module's `apply`
 
 # -- ``sac.apply``: all checks run before anything is changed
 
@@ -60,8 +61,6 @@ def apply(
     forward: type[RegionForward] = RegionForward,
 ) -> nn.Module:
     """Apply activation checkpointing without a budget, with a ``forward`` on each block; see ``sac.apply``."""
-    if not isinstance(model, nn.Module):
-        raise ConfigError(Problem("sac.apply", f"model is a {type(model).__name__}", expected="a torch.nn.Module"))
     config = parse_config(value)
     check_trace_target()
     log = report_log()
@@ -76,11 +75,11 @@ def apply(
     resolved = usable_policy(policy)
     blocks, notes, stage = _choose_blocks(model, config, policy)
     if not blocks:
-        warnings.warn(notes[0], SacWarning, stacklevel=2)
+        warnings.warn(notes[0], SacWarning, stacklevel=_USER)
         return model
     blocks, left_alone = drop_frozen(blocks, model)
     if not blocks:
-        warnings.warn("every block of this model is frozen: sac.apply had nothing to do", SacWarning, stacklevel=2)
+        warnings.warn("every block of this model is frozen: sac.apply had nothing to do", SacWarning, stacklevel=_USER)
         return model
     _check_static(resolved, blocks, strict=config.strict, stage=stage)
     notes += _unplanned(policy, blocks)
@@ -91,7 +90,7 @@ def apply(
     frozen = tuple(block.path for block in left_alone)
     applied = Applied(config.mode, (), watch, frozen, notes, settings, family_names(model))
     for note in notes:  # before any change: a warning filter may turn a warning into an error
-        warnings.warn(note, SacWarning, stacklevel=2)
+        warnings.warn(note, SacWarning, stacklevel=_USER)
     applied.restores = turn_off_cache(model)
     install(pairs, applied, forward)
     install_chunks(chains, resolved.table(()), applied)
