@@ -126,7 +126,10 @@ def test_one_rule_for_what_several_choices_save() -> None:
 def test_layers_without_checkpointing_match_whatever_is_shortest() -> None:
     saved = [(MUL, "mlp")]
     assert rules(saved, saved, None) == ["none: ; module (the block); layers 2", "mul: aten.mul"]
-    assert rules(saved, None, saved, [], saved) == ["none: ; module (the block); layers 1", "mul: aten.mul; layers 0-2, 4"]
+    assert rules(saved, None, saved, [], saved) == [
+        "none: ; module (the block); layers 1",
+        "mul: aten.mul; layers 0-2, 4",
+    ]
 
 
 def test_layers_that_are_not_planned_are_not_matched() -> None:
