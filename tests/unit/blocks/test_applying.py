@@ -142,6 +142,9 @@ def test_frozen_blocks() -> None:
         "every block of this model is frozen: sac.apply had nothing to do"
     ]
     assert state(model) == before
+    with pytest.warns(SacWarning) as caught:
+        sac.apply(model, {"mode": "full", "scope": "vision"})
+    assert [one.filename for one in caught] == [__file__]  # the line of the user's, not one of ours
 
 
 def test_frozen_model_whose_adapters_are_to_come() -> None:
