@@ -25,6 +25,17 @@ def storage_sizes(tensor: torch.Tensor) -> dict[int, int]:
     return {storage._cdata: storage.nbytes()}
 
 
+def storage_addresses(tensor: torch.Tensor) -> list[int]:
+    """Return the addresses of the storages of a tensor's parts; a part without a storage (sparse) has none."""
+    found = []
+    for part in tensor_parts(tensor):
+        try:
+            found.append(part.untyped_storage()._cdata)
+        except (RuntimeError, NotImplementedError):
+            continue
+    return found
+
+
 def plain_address(value: Any) -> int | None:
     """Return the address of a plain strided tensor's storage; None for other tensors and for empty storages.
 

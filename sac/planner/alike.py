@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from sac.blocks.find import Block
 from sac.planner.step import BACKWARD, FORWARD, StepPhase, StepRecord
 from sac.recompute.module_tracker import BareMode
-from sac.tensors import tensor_parts
+from sac.tensors import storage_addresses
 from sac.torch_private import MODULE_STAND_IN, tree_flatten, tree_leaves, tree_unflatten
 
 # Note [Layers that are alike]
@@ -107,7 +107,7 @@ class ChainWatch(BareMode):
         self._inside = path
         self._place = trained[0] if len(trained) == 1 else -1
         self._taken = [leaves[place] for place in trained]
-        self._chain = frozenset(address for tensor in self._taken for address in _addresses(tensor))
+        self._chain = frozenset(address for tensor in self._taken for address in storage_addresses(tensor))
 
     def _leave(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
         leaves, tree = tree_flatten(output)
@@ -117,21 +117,21 @@ class ChainWatch(BareMode):
             rest = tuple(None if place == at else leaf for place, leaf in enumerate(leaves))
             self._links.setdefault(path, Link(self._place, rest, at, tree))
         for place in tensors:
-            self._results.update(dict.fromkeys(_addresses(leaves[place]), path))
+            self._results.update(dict.fromkeys(storage_addresses(leaves[place]), path))
         self._inside, self._last, self._taken, self._chain = _OUTSIDE, path, [], frozenset()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given: dict[int, bool] = {}  # by storage: whether a tensor in it needs a gradient
         for tensor in tree_leaves((args, kwargs)):
             if isinstance(tensor, Tensor):
-                for address in _addresses(tensor):
+                for address in storage_addresses(tensor):
                     given[address] = tensor.requires_grad or given.get(address, False)
         for address, is_trained in given.items():
             self._read(address, is_trained=is_trained)
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
-                for address in _addresses(tensor):
+                for address in storage_addresses(tensor):
                     if address not in given:
                         self._owners[address] = self._inside
                         self._results.pop(address, None)
@@ -260,16 +260,6 @@ def _parts_of(record: StepRecord) -> tuple[list[_Change], list[list[_Change]], l
     if begun != [*((FORWARD, one) for one in positions), *((BACKWARD, one) for one in reversed(positions))]:
         return None
     return before, [found[FORWARD][one] for one in positions], [found[BACKWARD][one] for one in positions]
-
-
-def _addresses(tensor: Tensor) -> list[int]:
-    found = []
-    for part in tensor_parts(tensor):
-        try:
-            found.append(part.untyped_storage()._cdata)
-        except (RuntimeError, NotImplementedError):  # sparse layouts have no storage
-            continue
-    return found
 
 
 def _layout(tensor: Tensor) -> Hashable:

@@ -21,7 +21,7 @@ from sac.planner.step import BACKWARD
 from sac.recompute.replay import ReplayFrame
 from sac.region.frame import Frame
 from sac.region.reentrant import ReentrantFrame
-from sac.tensors import tensor_parts
+from sac.tensors import storage_addresses
 from sac.torch_private import (
     MODULE_CALL,
     NO_TASK,
@@ -146,7 +146,7 @@ class StepLog(Ledger):
         self._block_list = blocks
         self._static: dict[int, Origin] = {}
         for kind, name, tensor in (*_tensors_of(model), *static):
-            for key in _storages_of(tensor):
+            for key in storage_addresses(tensor):
                 self._static.setdefault(key, Origin(STATIC, kind, clean_path(name, model)))
         self._numbers_of: dict[int, int] = {}  # address of a storage -> its number in the log
         self._made = 0
@@ -180,7 +180,7 @@ class StepLog(Ledger):
         else:
             for name, parameter in self._model.named_parameters():
                 if parameter.grad is not None:
-                    for key in _storages_of(parameter.grad):
+                    for key in storage_addresses(parameter.grad):
                         if key in self._numbers_of:
                             self.gradients[self._numbers_of[key]] = clean_path(name, self._model)
             self._runs, self.ends = False, len(self.events)
@@ -196,7 +196,7 @@ class StepLog(Ledger):
         for tensor in tree_leaves((args, kwargs)):
             if isinstance(tensor, Tensor) and tensor.is_floating_point():
                 self.block_inputs.update(
-                    self._numbers_of[key] for key in _storages_of(tensor) if key in self._numbers_of
+                    self._numbers_of[key] for key in storage_addresses(tensor) if key in self._numbers_of
                 )
 
     # Events
@@ -301,13 +301,3 @@ def inputs_among(inputs: Any) -> list[tuple[str, str, Tensor]]:
         for leaf in tree_leaves(value)
         if isinstance(leaf, Tensor)
     ]
-
-
-def _storages_of(tensor: Tensor) -> list[int]:
-    found = []
-    for part in tensor_parts(tensor):
-        try:
-            found.append(part.untyped_storage()._cdata)
-        except (RuntimeError, NotImplementedError):  # sparse layouts have no storage
-            continue
-    return found

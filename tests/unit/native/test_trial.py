@@ -6,7 +6,6 @@ import fcntl
 import json
 import os
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -194,7 +193,5 @@ def test_files_that_cannot_be_locked_are_not(tmp_path: Path, monkeypatch: pytest
         raise OSError(95, "Operation not supported")
 
     monkeypatch.setattr(fcntl, "flock", unsupported)
-    started = time.monotonic()
     with turn(tmp_path / "lock", 60.0, pytest.fail):
         pass
-    assert time.monotonic() - started < 60
