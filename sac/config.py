@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -210,6 +210,20 @@ def settings_of(
         use_reentrant=options.use_reentrant,
         transfers=config.transfers,
     )
+
+
+def offloading(settings: Settings, policy: Policy, transfers: TransfersByDevice | None) -> Settings:
+    """Return ``settings`` with what ``policy`` says on values in host memory; ``transfers`` copy them, if given."""
+    section, own = policy.offload, settings.transfers
+    if section is None and transfers is None:
+        return settings
+    made = transfers or TransfersByDevice(own.host, strict=own.strict, section=section)
+    inputs = settings.input_storing
+    if inputs is None and section is not None and section.inputs:
+        inputs = InputStoring(OnHost(made))
+    elif inputs is not None and isinstance(inputs.store, OnHost):
+        inputs = replace(inputs, store=OnHost(made))  # one pool for both
+    return replace(settings, transfers=made, input_storing=inputs)
 
 
 def _keeping(config: FullConfig, group: Any, compared: VerifiedOnce) -> InputStoring | None:

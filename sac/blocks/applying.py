@@ -38,13 +38,14 @@ from sac.blocks.other_checkpointing import enable_guards, existing_checkpointing
 from sac.blocks.out_of_memory import WATCH
 from sac.blocks.paths import parts_of, walk
 from sac.blocks.report_log import report_log
-from sac.config import Config, family_names, family_policy, parse_config, settings_of, usable_policy
+from sac.config import Config, family_names, family_policy, offloading, parse_config, settings_of, usable_policy
 from sac.errors import ModelError, PolicyError, Problem, SacWarning
 from sac.policy.model import Chunks, Policy, Rule
 from sac.recompute.op_trace import check_trace_target
 from sac.recompute.regions import FULL, RegionGroup
 from sac.recompute.table import ResolvedPolicy
 from sac.region.settings import PLAIN, Settings
+from sac.stores.transfers import TransfersByDevice
 
 NONE = "none"
 _USER = 3  # warnings name the line that calls `sac.apply`, which calls this module's `apply`
@@ -59,8 +60,12 @@ def apply(
     tp_group: Any = None,
     get_rng_state_tracker: Callable[[], Any] | None = None,
     forward: type[RegionForward] = RegionForward,
+    transfers: TransfersByDevice | None = None,
 ) -> nn.Module:
-    """Apply activation checkpointing without a budget, with a ``forward`` on each block; see ``sac.apply``."""
+    """Apply activation checkpointing without a budget; see ``sac.apply``.
+
+    ``forward`` is put on each block; ``transfers`` copy what rules offload, instead of those of the config.
+    """
     config = parse_config(value)
     check_trace_target()
     log = report_log()
@@ -73,6 +78,7 @@ def apply(
     refuse_existing_checkpointing(model)
     policy = FULL if config.mode == "full" else (config.policy or family_policy(model))
     resolved = usable_policy(policy)
+    settings = offloading(settings, policy, transfers)
     blocks, notes, stage = _choose_blocks(model, config, policy)
     if not blocks:
         warnings.warn(notes[0], SacWarning, stacklevel=_USER)

@@ -54,11 +54,14 @@ def _offloading(policy: Policy) -> list[Problem]:
             fix=fix,
         )
         for rule in policy.rules
-        if rule.do == Decision.OFFLOAD.value
+        if rule.kept_as is Decision.OFFLOAD
     ]
     if policy.default is Decision.OFFLOAD:
         found = "the default offloads, and under torch.utils.checkpoint nothing waits on the host"
         problems.append(Problem(policy.where("default"), found, "save, recompute", fix=fix))
+    if policy.offload is not None and policy.offload.inputs:
+        found = "the regions' inputs are offloaded, and under torch.utils.checkpoint nothing waits on the host"
+        problems.append(Problem(policy.where("offload"), found, "offload.inputs: false", fix=fix))
     return problems
 
 

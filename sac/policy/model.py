@@ -38,7 +38,8 @@ class Decision(str, Enum):
         return self is not Decision.RECOMPUTE
 
 
-ALTERNATE = "alternate"  # a rule's fourth `do`: save its 1st, 3rd, 5th … match in a region, recompute the others
+ALTERNATE = "alternate"  # a rule's fourth `do`: two decisions take turns over its matches in a region
+TURNS = ("save", "recompute")  # of a rule that names none: its 1st, 3rd, 5th … match is saved
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +169,7 @@ class Rule:
 
     id: str
     do: str  # a Decision's value, or ALTERNATE
+    turns: tuple[str, str] = field(default=TURNS, kw_only=True)  # of ALTERNATE: a decision that keeps, and recompute
     ops: tuple[str, ...] = ()  # as written: save-sets, packets, overloads, globs; empty: the module as a whole
     module: PathPattern | None = None  # relative to the region
     layers: Layers | None = None
@@ -186,6 +188,22 @@ class Rule:
     def matches_module(self) -> bool:
         """Whether this is a whole-module rule: `module` without `ops`."""
         return not self.ops
+
+    @property
+    def kept_as(self) -> Decision:
+        """The decision on a match; of an alternating rule, on those that it keeps."""
+        return Decision(next(one for one in self.turns if one != "recompute") if self.do == ALTERNATE else self.do)
+
+    def keeps_turn(self, turn: int) -> bool:
+        """Return whether an alternating rule keeps its match number ``turn`` (from 0) in a region."""
+        return self.turns[turn % 2] != Decision.RECOMPUTE.value
+
+    @property
+    def do_text(self) -> str:
+        """What it does, in the words of a policy file."""
+        if self.do != ALTERNATE or self.turns == TURNS:
+            return str.__str__(self.do)  # a Decision is a str too, but prints as its name
+        return f"alternate: [{', '.join(self.turns)}]"
 
     @property
     def matches_each_call(self) -> bool:
@@ -243,6 +261,21 @@ class PlanSection:
 
 
 @dataclass(frozen=True, slots=True)
+class OffloadSection:
+    """How values wait in host memory. Sizes are in bytes; None: as in ``sac.stores.transfers.LIMITS``.
+
+    ``inputs``: the regions' inputs wait there too. ``min_bytes``: of storages that rules offload. ``in_flight``: at
+    most these are on their way down, and still on the device. ``ahead``: at most these are there before backward needs
+    them.
+    """
+
+    inputs: bool = False
+    min_bytes: int | None = None
+    in_flight: int | None = None
+    ahead: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class PlanFigures:
     """What a plan costs next to the usual choices, as it is shown.
 
@@ -284,6 +317,7 @@ class Policy:
     blocks: tuple[PathPattern, ...] = ()  # empty: the blocks are found
     layers: Layers = Layers()
     plan: PlanSection | None = None
+    offload: OffloadSection | None = None
     extends: tuple[str, ...] = field(default=(), compare=False)  # parents, nearest first; `rules` includes theirs
     source: str = field(default="<policy>", compare=False)
     key_locations: Mapping[str, SourceLocation] = field(default_factory=dict, compare=False, hash=False)
@@ -322,7 +356,7 @@ class Policy:
         rows = [
             (
                 rule.id,
-                str.__str__(rule.do),
+                rule.do_text,
                 ", ".join(rule.ops) if rule.ops else "(the module as a whole)",
                 "; ".join(limits_of(rule)),
                 rule.origin,
@@ -428,6 +462,8 @@ def dump_policy(policy: Policy) -> str:
         written["regions"] = regions
     if policy.plan is not None:
         written["plan"] = _plan(policy.plan)
+    if policy.offload is not None:
+        written["offload"] = _offload(policy.offload)
     written["default"] = policy.default.value
     written["rules"] = [_rule(rule) for rule in policy.rules]
     return yaml.dump(written, Dumper=_Dumper, sort_keys=False, default_flow_style=None, allow_unicode=True, width=100)
@@ -449,6 +485,12 @@ _Dumper.add_representer(str, _Dumper.write_text)
 
 def _plan(plan: PlanSection) -> dict[str, object]:
     return {"made_for": plan.made_for, "regions": [_planned_region(one) for one in plan.regions]}
+
+
+def _offload(section: OffloadSection) -> dict[str, object]:
+    sizes = {"min_bytes": section.min_bytes, "in_flight": section.in_flight, "ahead": section.ahead}
+    inputs: dict[str, object] = {"inputs": True} if section.inputs else {}
+    return inputs | {name: size for name, size in sizes.items() if size is not None}
 
 
 def _planned_region(region: PlannedRegion) -> dict[str, object]:
@@ -482,7 +524,8 @@ def _rule(rule: Rule) -> dict[str, object]:
         written["min_bytes"] = rule.min_bytes
     if rule.optional:
         written["optional"] = True
-    written["do"] = str.__str__(rule.do)  # a Decision is a str too, but prints as its name
+    is_plain = rule.do != ALTERNATE or rule.turns == TURNS
+    written["do"] = str.__str__(rule.do) if is_plain else {ALTERNATE: list(rule.turns)}
     return written
 
 

@@ -19,6 +19,7 @@ from sac.policy.model import (
     Decision,
     Dim,
     Layers,
+    OffloadSection,
     PlannedRegion,
     PlanSection,
     Policy,
@@ -511,6 +512,31 @@ def read_dtypes(node: Node, what: str, findings: Findings) -> tuple[str, ...]:
 # -- Rules, and rules that can never fire
 
 DO_WORDS = (*(decision.value for decision in Decision), ALTERNATE)
+_TURNS = [("save", "recompute"), ("recompute", "save"), ("offload", "recompute"), ("recompute", "offload")]
+LEGAL_TURNS = listing([f"[{one}, {other}]" for one, other in _TURNS])
+
+
+def read_do(node: Node, what: str, findings: Findings) -> str | tuple[str, ...] | None:
+    """Return what a rule does: a word, or the two decisions of ``{alternate: [first, second]}``."""
+    if not isinstance(node, MapNode):
+        return read_word(node, what, DO_WORDS, findings)
+    entries = read_entries(node, what, (ALTERNATE,), findings)
+    if ALTERNATE not in entries:
+        return None
+    pair, name = entries[ALTERNATE], f"{what}.{ALTERNATE}"
+    items = pair.items if isinstance(pair, ListNode) else ()
+    words = [item.text.strip().lower() if isinstance(item, Scalar) else "" for item in items]
+    if tuple(words) in _TURNS:
+        return tuple(words)
+    legal = [decision.value for decision in Decision]
+    near = next((found for word in words if word not in legal and (found := nearest(word, legal))), "")
+    both = {*words} == {"save", "offload"}
+    fix = "write two rules, the first with `call: {every: 2}`" if both else ""
+    found = f"[{', '.join(words)}]" if items else describe(pair)
+    findings.add(pair.location, f"{name} is {found}", expected=LEGAL_TURNS, nearest=near, fix=fix)
+    return None
+
+
 _RULE: dict[str, Reader] = {
     "id": read_text,
     "ops": read_names,
@@ -522,7 +548,7 @@ _RULE: dict[str, Reader] = {
     "dtype": read_dtypes,
     "min_bytes": read_bytes,
     "optional": read_bool,
-    "do": _word(DO_WORDS),
+    "do": read_do,
 }
 RULE_KEYS = tuple(_RULE)
 _ABOUT_ONE_OP = ("call", "shape", "dtype", "min_bytes")
@@ -560,6 +586,8 @@ def _read_rule(node: Node, fallback_id: str, origin: str, findings: Findings) ->
     in_order = {key: entries[key] for key in ("do", "ops", *RULE_KEYS) if key in entries}  # of problems without lines
     read = read_fields(in_order, _RULE, findings)
     names = read.pop("ops", ())
+    if isinstance(read.get("do"), tuple):
+        read |= {"do": ALTERNATE, "turns": read["do"]}
     return Rule(
         **{"id": fallback_id, "do": Decision.RECOMPUTE.value, **read},
         ops=tuple(name for name, _ in names),
@@ -693,6 +721,22 @@ def read_plan(node: Node, what: str, findings: Findings) -> PlanSection | None:
     return PlanSection(**{"made_for": "", **read_fields(entries, _PLAN, findings, f"{what}.")})
 
 
+# -- The key ``offload``
+
+_OFFLOAD: dict[str, Reader] = {
+    "inputs": read_bool,
+    "min_bytes": read_bytes,
+    "in_flight": read_bytes,
+    "ahead": read_bytes,
+}
+
+
+def read_offload(node: Node, what: str, findings: Findings) -> OffloadSection:
+    """Return the ``offload`` section of a policy; every problem in it goes into ``findings``."""
+    entries = read_entries(node, what, tuple(_OFFLOAD), findings)
+    return OffloadSection(**read_fields(entries, _OFFLOAD, findings, f"{what}."))
+
+
 # -- Policy files, schema ``sac/v1``
 
 # Note [Versions of the schema]
@@ -741,6 +785,7 @@ def read_policy(node: Node, fallback_name: str, source: str, findings: Findings,
         set_locations=set_locations,
         **regions,
         plan=read.get("plan"),
+        offload=read.get("offload"),
         source=source,
         key_locations={key: value.location for key, value in entries.items()} | region_locations,
     )
@@ -811,6 +856,7 @@ _POLICY: dict[str, Reader] = {
     "sets": _read_sets,
     "regions": _read_regions,
     "plan": read_plan,
+    "offload": read_offload,
     "default": _word([decision.value for decision in Decision]),
 }
 POLICY_KEYS = (*_POLICY, "rules")  # the ids of rules begin with the policy's name

@@ -396,7 +396,7 @@ def verdict_on(site: CallSite) -> tuple[int, int]:
     if not site.conditional_rules:
         return _Verdict["save"], rule
     first = site.conditional_rules[0]
-    if first.alternates and first.resolved.rule.matches_each_call:
+    if first.alternates and first.resolved.rule.matches_each_call and first.resolved.rule.keeps_turn(0):
         return _Verdict["alternate"], first.resolved.index
     return _Verdict["ask"], NO_RULE
 

@@ -42,8 +42,8 @@ class ResolvedRule:
 
     @property
     def decision(self) -> Decision:
-        """The decision on a match (for an alternating rule: on the first one)."""
-        return Decision.SAVE if self.rule.do == ALTERNATE else Decision(self.rule.do)
+        """The decision on a match (for an alternating rule: on those that it keeps)."""
+        return self.rule.kept_as
 
     @property
     def saves(self) -> bool:
@@ -183,7 +183,7 @@ def decide(
             if conditional.alternates:
                 turn = counter.alternations[rule.index]
                 counter.alternations[rule.index] = turn + 1
-                decision = Decision.RECOMPUTE if turn % 2 else rule.decision
+                decision = rule.decision if rule.rule.keeps_turn(turn) else Decision.RECOMPUTE
             break
     if decision is Decision.RECOMPUTE and site.must_save:
         condition = site.must_save_condition

@@ -421,7 +421,7 @@ class TracedPolicy:
     def _rule_of_module(self, path: str) -> ResolvedRule | None:
         """Return the rule that saves the module at ``path``, or one around it, as a whole; all ops inside are saved.
 
-        A rule with ``do: alternate`` saves every other module, in the order in which they are traced.
+        A rule with ``do: alternate`` keeps every other module, in the order in which they are traced.
         """
         table = self.record.table
         if not table.matches_modules:
@@ -438,7 +438,7 @@ class TracedPolicy:
         modules = self._turns.setdefault(bound.index, [])
         if path not in modules:
             modules.append(path)
-        return modules.index(path) % 2 == 0
+        return bound.rule.keeps_turn(modules.index(path))
 
     def _count(self, saves: bool, rule: ResolvedRule | None) -> None:
         calls = self.calls

@@ -308,7 +308,7 @@ class SavingPass:
             return None
         if rule.rule.do == ALTERNATE:
             self._turns[rule.index] += 1
-            if self._turns[rule.index] % 2 == 0:
+            if not rule.rule.keeps_turn(self._turns[rule.index] - 1):
                 return None
         return call_key, rule
 

@@ -8,7 +8,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from sac.errors import Problem, RegionError, SacWarning
+from sac.policy.model import OffloadSection
 from sac.policy.read import bytes_text
 from sac.stores.host_limit import default_limit
 from sac.stores.prefetch import CallNode
@@ -557,23 +558,38 @@ def bytes_of(storage: torch.UntypedStorage, device: torch.device) -> torch.Tenso
 class TransfersByDevice:
     """The transfers of each device, made for its first tensor. A copy, or what is unpickled, starts anew.
 
-    ``host`` and ``strict`` take the place of those of ``LIMITS``.
+    ``host``, ``strict`` and ``section`` (a policy's key ``offload``) take the place of those of ``LIMITS``.
     """
 
-    def __init__(self, host: int | float | None = None, *, strict: bool = False) -> None:
+    def __init__(
+        self, host: int | float | None = None, *, strict: bool = False, section: OffloadSection | None = None
+    ) -> None:
         self.host = host
         self.strict = strict
+        self.section = section
         self._of: dict[torch.device, Transfers | None] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return partial(TransfersByDevice, strict=self.strict), (self.host,)  # streams belong to this process
+        again = partial(TransfersByDevice, strict=self.strict, section=self.section)
+        return again, (self.host,)  # streams belong to this process
+
+    @property
+    def limits(self) -> TransferLimits:
+        """The limits of each device."""
+        section, known = self.section or OffloadSection(), LIMITS
+        return TransferLimits(
+            smallest=known.smallest if section.min_bytes is None else section.min_bytes,
+            in_flight=known.in_flight if section.in_flight is None else section.in_flight,
+            ahead=known.ahead if section.ahead is None else section.ahead,
+            host=known.host if self.host is None else self.host,
+            strict=self.strict,
+        )
 
     def of(self, device: torch.device) -> Transfers | None:
         """Return the transfers between ``device`` and the host; None if ``device`` uses host memory."""
         if device not in self._of:
             made = None
             if has_own_memory(device):
-                limits = replace(LIMITS, host=LIMITS.host if self.host is None else self.host, strict=self.strict)
-                made = Transfers(device, streams_of(device), limits)
+                made = Transfers(device, streams_of(device), self.limits)
             self._of.setdefault(device, made)
         return self._of[device]

@@ -66,7 +66,7 @@ def _cells(checked: CheckedRule) -> tuple[str, ...]:
     rule = checked.rule
     ops = ", ".join(rule.ops) if rule.ops else "(the module as a whole)"
     here = f"{len(checked.present)} of {len(checked.present) + len(checked.missing)}" if rule.ops else "–"
-    return (rule.id, str.__str__(rule.do), ops, here, "; ".join(limits_of(rule)), rule.origin, rule.where())
+    return (rule.id, rule.do_text, ops, here, "; ".join(limits_of(rule)), rule.origin, rule.where())
 
 
 def _as_dict(policy: Policy, rules: tuple[CheckedRule, ...]) -> dict[str, object]:
@@ -80,7 +80,7 @@ def _as_dict(policy: Policy, rules: tuple[CheckedRule, ...]) -> dict[str, object
         "rules": [
             {
                 "id": checked.rule.id,
-                "do": str.__str__(checked.rule.do),
+                "do": checked.rule.do_text,
                 "ops": list(checked.rule.ops),
                 "only_where": limits_of(checked.rule),
                 "of_policy": checked.rule.origin,

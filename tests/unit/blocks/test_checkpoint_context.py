@@ -180,6 +180,17 @@ def test_offloading_is_refused() -> None:
     )
 
 
+def test_offloading_in_turns_and_of_inputs_is_refused() -> None:
+    written = policy({"ops": "matmul", "do": {"alternate": ["recompute", "offload"]}})
+    with pytest.raises(PolicyError) as caught:
+        sac.context_fn({**written, "offload": {"inputs": True}})
+    assert [problem.found for problem in caught.value.problems] == [
+        'rule "rule-0" offloads, and under torch.utils.checkpoint nothing waits on the host',
+        "the regions' inputs are offloaded, and under torch.utils.checkpoint nothing waits on the host",
+    ]
+    assert sac.context_fn({**policy(), "offload": {"ahead": 1}}) is not None
+
+
 def test_result_pickles() -> None:
     contexts = pickle.loads(pickle.dumps(sac.context_fn("general")))
     (x,) = tokens()

@@ -11,7 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sac.policy.load import dump_policy, load_policy
-from sac.policy.model import Calls, Decision, Dim, Layers, PlannedRegion, PlanSection, Policy, Rule
+from sac.policy.model import (
+    Calls,
+    Decision,
+    Dim,
+    Layers,
+    OffloadSection,
+    PlannedRegion,
+    PlanSection,
+    Policy,
+    Rule,
+)
 from sac.policy.patterns import PathPattern
 from sac.policy.read import DTYPES, takes_all_of
 
@@ -90,15 +100,23 @@ planned_regions = st.builds(
 plans = st.builds(PlanSection, texts, st.lists(planned_regions, max_size=3).map(tuple))
 
 
+sections = st.builds(
+    OffloadSection, st.booleans(), *(st.none() | st.integers(0, 2**40) for _ in ("min_bytes", "in_flight", "ahead"))
+)
+
+
 @st.composite
 def policies(draw: st.DrawFn) -> Policy:
     rules: list[Rule] = []
+    turns = st.sampled_from([("save", "recompute"), ("recompute", "save"), ("offload", "recompute")])
     for rule in draw(st.lists(op_rules | module_rules, max_size=4)):
         if not any(takes_all_of(earlier, rule) for earlier in rules):
             rules.append(rule)
     ids = draw(st.lists(texts, unique=True, min_size=len(rules), max_size=len(rules)))
     named = tuple(
-        Rule(**{key: getattr(rule, key) for key in Rule.__dataclass_fields__} | {"id": one})
+        Rule(
+            **{key: getattr(rule, key) for key in Rule.__dataclass_fields__} | {"id": one, **_turns(rule, draw(turns))}
+        )
         for rule, one in zip(rules, ids, strict=True)
     )
     return Policy(
@@ -112,7 +130,12 @@ def policies(draw: st.DrawFn) -> Policy:
         blocks=tuple(draw(st.lists(patterns, max_size=2))),
         layers=draw(layers),
         plan=draw(st.none() | plans),
+        offload=draw(st.none() | sections),
     )
+
+
+def _turns(rule: Rule, turns: tuple[str, str]) -> dict[str, tuple[str, str]]:
+    return {"turns": turns} if rule.do == "alternate" else {}
 
 
 @settings(deadline=None)

@@ -9,7 +9,7 @@ import pytest
 from sac.errors import PolicyError
 from sac.policy import load as shipped
 from sac.policy.load import load_policy
-from sac.policy.model import Decision, Layers
+from sac.policy.model import Decision, Layers, OffloadSection
 from sac.policy.patterns import PathPattern
 
 
@@ -73,6 +73,9 @@ def test_default_and_regions_come_from_the_first_that_sets_them() -> None:
     assert policy.where("default") == "old.yaml:2:10"
     assert policy.where("blocks") == "mid.yaml:3:19"
     assert policy.where("layers") == "old.yaml:3:34"
+    write("host.yaml", "extends: old.yaml\noffload: {inputs: true}")
+    write("child.yaml", "extends: host.yaml")
+    assert load_policy("child.yaml").offload == OffloadSection(inputs=True)
     write("own.yaml", "extends: mid.yaml\ndefault: recompute\nregions: {layers: all}")
     assert load_policy("own.yaml").default is Decision.RECOMPUTE
     assert load_policy("own.yaml").layers == Layers()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sac.policy.load import load_policy
-from sac.policy.model import Calls, Decision, Dim, Layers, Policy, Rule, SourceLocation
+from sac.policy.model import Calls, Decision, Dim, Layers, OffloadSection, Policy, Rule, SourceLocation, limits_of
 from sac.policy.patterns import PathPattern
 from sac.policy.read import parse_bytes
 
@@ -88,6 +88,20 @@ def test_offload_and_whole_module_rules_parse(load: Load) -> None:
     whole = rule(load, "module: mlp, do: save")
     assert whole.matches_module
     assert whole.module == PathPattern.parse("mlp")
+
+
+def test_decisions_that_take_turns(load: Load) -> None:
+    assert rule(load, "ops: matmul, do: alternate").turns == ("save", "recompute")
+    found = rule(load, "ops: matmul, do: {alternate: [recompute, Offload]}")
+    assert (found.do, found.turns) == ("alternate", ("recompute", "offload"))
+    assert [found.keeps_turn(turn) for turn in range(4)] == [False, True, False, True]
+    assert limits_of(found) == []
+    assert found.do_text == "alternate: [recompute, offload]"
+
+
+def test_how_values_wait_on_the_host(load: Load) -> None:
+    read = load("schema: sac/v1\noffload: {inputs: true, in_flight: 64MiB, ahead: 100}\nrules: []\n")
+    assert read.offload == OffloadSection(inputs=True, in_flight=64 << 20, ahead=100)
 
 
 @pytest.mark.parametrize("word", ["save", "Save", "RECOMPUTE", "Offload", "alternate", '"SAVE"'])

@@ -11,6 +11,9 @@ from tests.unit.policy.whole_text import assert_whole_text
 RULE_KEYS = "id, ops, blocks, module, layers, call, shape, dtype, min_bytes, optional, do"
 
 
+TURNS = "[save, recompute], [recompute, save], [offload, recompute], [recompute, offload]"
+
+
 def r(rule: str) -> str:
     """The text of a policy with one rule."""
     return f"schema: sac/v1\nrules:\n  - {{{rule}}}\n"
@@ -45,6 +48,38 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
         (
             "p.yaml:3:18: do is a list",
             "legal: save, recompute, offload, alternate",
+        ),
+    ),
+    "turns_of_save_and_offload": (
+        r("ops: a, do: {alternate: [save, offload]}"),
+        (
+            "p.yaml:3:30: do.alternate is [save, offload]",
+            f"legal: {TURNS}",
+            "fix: write two rules, the first with `call: {every: 2}`",
+        ),
+    ),
+    "a_misspelled_turn": (
+        r("ops: a, do: {alternate: [ofload, recompute]}"),
+        (
+            "p.yaml:3:30: do.alternate is [ofload, recompute]",
+            "did you mean: offload",
+            f"legal: {TURNS}",
+        ),
+    ),
+    "turns_without_a_list": (
+        r("ops: a, do: {alternate: offload}"),
+        (
+            'p.yaml:3:30: do.alternate is "offload"',
+            f"legal: {TURNS}",
+        ),
+    ),
+    "misspelled_turns": (
+        r("ops: a, do: {alternat: [offload, recompute]}"),
+        (
+            'p.yaml:3:19: unknown key "alternat" in do',
+            "did you mean: alternate",
+            "legal: alternate",
+            'fix: write "alternate"',
         ),
     ),
     "no_decision": (

@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.policy.whole_text import assert_whole_text
 
-POLICY_KEYS = "schema, name, extends, models, sets, regions, plan, default, rules"
+POLICY_KEYS = "schema, name, extends, models, sets, regions, plan, offload, default, rules"
 
 CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "an_unknown_key": (
@@ -18,6 +18,17 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
             "did you mean: rules",
             f"legal: {POLICY_KEYS}",
             'fix: write "rules"',
+        ),
+    ),
+    "an_unknown_key_of_offload": (
+        "schema: sac/v1\noffload: {inflight: 1MiB, ahead: soon}\nrules: []\n",
+        (
+            'p.yaml:2:11: unknown key "inflight" in offload',
+            "did you mean: in_flight",
+            "legal: inputs, min_bytes, in_flight, ahead",
+            'fix: write "in_flight"',
+            'p.yaml:2:34: offload.ahead is "soon": it is not a number with a unit',
+            'legal: a whole number of bytes, or text such as "64KiB", "1MiB", "1.5GB"',
         ),
     ),
     "an_unknown_schema": (

@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.policy.whole_text import assert_whole_text
 
-POLICY_KEYS = "schema, name, extends, models, sets, regions, plan, default, rules"
+POLICY_KEYS = "schema, name, extends, models, sets, regions, plan, offload, default, rules"
 
 CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "a_merge_key": (

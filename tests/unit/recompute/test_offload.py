@@ -52,11 +52,19 @@ def offload(ops: str | list[str], **matchers: Any) -> dict[str, Any]:
     return {"ops": ops, **matchers, "do": "offload"}
 
 
+def in_turn(*decisions: str) -> dict[str, Any]:
+    return {"ops": "matmul", "do": {"alternate": [*decisions]}, "optional": True}
+
+
 POLICIES: dict[str, dict[str, Any]] = {
     "products": policy(offload("matmul")),
     "every op": policy(offload("*")),
     "by default": policy(default="offload"),
     "products, attention saved": policy(save("attention"), offload("matmul")),
+    "every second product": policy(in_turn("offload", "recompute")),
+    "whole modules in turn": policy(
+        {"module": "{mlp,inner}", "do": {"alternate": ["recompute", "offload"]}, "optional": True}
+    ),
     "whole modules": policy({"module": "{mlp,inner}", "do": "offload", "optional": True}),
     "whole modules and products": policy(
         {"module": "{mlp,inner}", "do": "offload", "optional": True}, offload("matmul", optional=True)
@@ -258,6 +266,40 @@ def test_result_of_the_region_stays(device, engine):
     out = model(*square())
     assert figures(model)[0][0] == 2 * 256  # the first product and its sine
     out.square().sum().backward()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("turns", "moved"), [(("offload", "recompute"), 256), (("recompute", "offload"), 256), (("recompute", "save"), 0)]
+)
+def test_decisions_take_turns(device, engine, turns, moved):
+    model = built(lambda: Stack(FunctionBlock(lambda block, x: ((x @ block.a).sin() @ block.b).sin() @ block.a)))
+    value = selective(policy(in_turn(*turns)), engine=engine)
+    rows = [row for row in sac.trace(model, square(), value).rows if "mm" in row.op]
+    assert [row.decision for row in rows] == [turns[call % 2] for call in range(3)]
+    sac.apply(model, value)
+    model(*square())
+    assert sum(one.moved for one in next(regions_of(model)).region.stats.offloads.values()) == moved
+
+
+def test_limits_of_the_policy(device):
+    section = {"min_bytes": 4096, "in_flight": 20000, "ahead": 0}
+    model = sac.apply(built(lambda: llama_stack(3)), selective({**POLICIES["products"], "offload": section}))
+    model(*tokens()).sum().backward()
+    assert figures(model)[-1][:2] == (8192, 8192)
+    limits = next(regions_of(model)).applied.settings.transfers.limits
+    assert (limits.smallest, limits.in_flight, limits.ahead) == (4096, 20000, 0)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("store", ["whole", "host"])
+def test_inputs_on_the_host_by_the_policy(device, engine, store):
+    value = selective({**POLICIES["products"], "offload": {"inputs": True}}, engine=engine, store=store)
+    assert_same_training(llama_stack, value, make_input=tokens)
+    model = sac.apply(built(llama_stack), value)
+    model(*tokens())
+    assert [kind.input_host_bytes for kind in sac.report(model).kinds] == [2048]
+    assert len({id(one.applied.settings.transfers) for one in regions_of(model)}) == 1
 
 
 def test_small_storages_stay(device, monkeypatch):
