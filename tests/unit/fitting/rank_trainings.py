@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sac
 from sac.memory_timeline import measure_memory
+from tests.support.prompt_collectives import prompt_collectives
 from tests.unit.fitting.small_training import Language, X, Y, built, controller_of
 
 Found = tuple[list[int], list[torch.Tensor], Any]
@@ -66,11 +67,11 @@ def trained(way: Any, value: Any, rows: tuple[int, int] = (4, 4), *, after: bool
         losses.append(loss.detach())
 
     for step in range(STEPS):
-        if step:
-            there = bytes_of_parts(model, optimizer, x)
-            peaks.append(there + measure_memory(run).peak_bytes)
-        else:
-            run()
+        with prompt_collectives():
+            if step:
+                peaks.append(bytes_of_parts(model, optimizer, x) + measure_memory(run).peak_bytes)
+            else:
+                run()
         optimizer.step()
         optimizer.zero_grad()
     fitted = controller_of(model).fitted if value is not None and value != "full" else None

@@ -24,6 +24,7 @@ from sac.planner.step import Sends
 from sac.policy.model import Policy
 from sac.tensors import storage_bytes
 from tests.support.model_zoo import tiny
+from tests.support.prompt_collectives import prompt_collectives
 from tests.support.ranks import run_ranks
 from tests.unit.planner.truth import put_on
 
@@ -47,53 +48,12 @@ def _tokens() -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-# gloo's threads hold the tensors of a collective a little after the wait for it has ended: whether a peak counts them
-# depends on the clock. Each of these returns when the thread has dropped its tensors.
-
-
-def _all_reduce(tensor: Tensor, reduce_op: str, group_name: str) -> Tensor:
-    assert reduce_op == "sum"
-    result = tensor.clone(memory_format=torch.contiguous_format)
-    return _until_dropped(lambda: dist.all_reduce(result, group=_group(group_name)), result)
-
-
-def _all_gather(tensor: Tensor, group_size: int, group_name: str) -> Tensor:
-    tensor = tensor.contiguous()
-    result = tensor.new_empty(group_size * len(tensor), *tensor.shape[1:])
-    return _until_dropped(lambda: dist.all_gather_into_tensor(result, tensor, _group(group_name)), result, tensor)
-
-
-def _reduce_scatter(tensor: Tensor, reduce_op: str, group_size: int, group_name: str) -> Tensor:
-    assert reduce_op == "sum"
-    tensor = tensor.contiguous()
-    result = tensor.new_empty(len(tensor) // group_size, *tensor.shape[1:])
-    return _until_dropped(lambda: dist.reduce_scatter_tensor(result, tensor, group=_group(group_name)), result, tensor)
-
-
-def _until_dropped(collective: Callable[[], object], result: Tensor, *read: Tensor) -> Tensor:
-    before = [one._use_count() for one in (result, *read)]
-    collective()
-    while [one._use_count() for one in (result, *read)] != before:
-        time.sleep(0.001)
-    return result
-
-
-def _group(name: str) -> dist.ProcessGroup:
-    return dist.distributed_c10d._resolve_process_group(name)
-
-
 def _least(step: Callable[[], object], model: nn.Module) -> int:
     """The peak of a step, at its best of some: what FSDP2 and stages send may be held a little longer, or not."""
-    kernels = torch.library.Library("_c10d_functional", "IMPL")
-    for op, kernel in {
-        "all_reduce": _all_reduce,
-        "all_gather_into_tensor": _all_gather,
-        "reduce_scatter_tensor": _reduce_scatter,
-    }.items():
-        kernels.impl(op, kernel, "CPU")
     peaks = []
     for number in range(4):
-        peak = measure_memory(step).peak_bytes
+        with prompt_collectives():
+            peak = measure_memory(step).peak_bytes
         model.zero_grad(set_to_none=True)
         time.sleep(0.05)
         if number:  # the first step is recorded
