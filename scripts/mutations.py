@@ -485,7 +485,7 @@ MUTATIONS = (
         9,
         _PLAN,
         "a collective that nobody here reads is not repeated",
-        "kept\n        return not results or any(value not in self._kept for value in results)",
+        "kept\n        return self._has_unkept(tape.results(number))",
         "kept\n        return False",
     ),
     Mutation(

@@ -15,7 +15,7 @@ from sac.planner.cost import ATTENTIONS, entry_times, op_class
 from sac.planner.devices import device_named
 from sac.planner.fakes import fake_mode
 from sac.planner.live_bytes import Ledger
-from sac.planner.pareto import SaveOption, pareto, priced, recomputed
+from sac.planner.pareto import SaveOption, pareto, priced
 from sac.planner.planning import lowered
 from sac.planner.profile import RegionProfile
 from sac.planner.tracing import profile_regions
@@ -206,4 +206,4 @@ def anchors(profile: RegionProfile, times: Sequence[float], input_bytes: int) ->
 
 def again(profile: RegionProfile, keep: SaveOption) -> int:
     """How many ops with a kernel of their own run again under replay."""
-    return sum(not profile.entries[number].is_view for number in recomputed(profile, keep.saved, "replay").entries)
+    return sum(not profile.entries[number].is_view for number in profile.recomputed(keep.saved).entries)

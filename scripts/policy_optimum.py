@@ -182,7 +182,7 @@ def rows_of(name: str, policies: Sequence[Any], *, ops: bool = False) -> list[Ro
 def listed(profile: RegionProfile, times: Sequence[float], saved: frozenset[int]) -> tuple[str, ...]:
     """What is saved, each with its bytes and the time that saving it alone spares."""
     held = {profile.maker[value]: profile.bytes[value]
-            for value in profile.replayed(saved).held if value in profile.maker}  # fmt: skip
+            for value in profile.recomputed(saved).held if value in profile.maker}  # fmt: skip
     whole = priced(profile, times, saved, "replay").seconds
     lines = []
     for number in sorted(saved):

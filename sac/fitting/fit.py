@@ -14,7 +14,7 @@ from sac.planner.cost import entry_times
 from sac.planner.devices import Device, device_at_hand, device_named
 from sac.planner.layers import BudgetTooSmallError, MemoryConstraint, assign, assign_alike, peak
 from sac.planner.memory import StepModel
-from sac.planner.pareto import pareto, recomputed
+from sac.planner.pareto import pareto
 from sac.planner.pricing import Pricing
 from sac.planner.profile import RegionProfile
 from sac.planner.step import StepRecord
@@ -58,7 +58,7 @@ def replay_bytes(profile: RegionProfile, choice: Choice, inputs: int) -> int:
     """
     if choice.keep is None:
         return 0
-    again = recomputed(profile, choice.keep.saved, "replay")
+    again = profile.recomputed(choice.keep.saved)
     held, needed = {profile.roots[value] for value in again.held}, _needed(profile)
     needs = sorted((need for need in profile.needs if need.value in profile.maker), key=lambda one: one.time)
     # Until the replay begins, everything that it starts from is there, also what backward has read already.

@@ -5,35 +5,30 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from sac.extras import import_extra
-from sac.planner.profile import Entry, Recompute, RegionProfile
+from sac.planner.profile import Engine, Entry, RegionProfile
 
 # -- Requirements: what has to run again or be held in one region for backward
 
-Engine = Literal["replay", "rerun"]
 ALWAYS = -1  # a reader that runs again whatever is saved: backward itself, or an entry that is never spared
 NOTHING = -1  # instead of a producer that cannot run, or of a storage that cannot be held
 
 # Note [Requirements]
 #
-# A requirement says: if `reader` runs again, then `maker` (the producer) runs again or the storage `root` is held. All
-# conditions of Note [What is replayed] have this form:
+# `RegionProfile.recomputed` says what runs again and is held for one save option. The search needs to know for all of
+# them: a requirement says that if `reader` runs again, `maker` (the producer) runs again or the storage `root` is held.
+# All conditions of Note [What is replayed] have this form:
 # - A value that is read: if its producer may be saved, the producer runs or the storage is held. If the producer may
 #   not be saved, it runs. If the producer must be saved, the storage is held.
-# - A write to the storage of a value that is read later runs whatever is held, and so does an entry that has to draw
-#   random numbers first.
+# - A write to the storage of a value that is read later runs whatever is held.
 # - A collective before the last need runs unless it is saved. A wait for its result runs if the collective does.
 #
 # For any choice of storages to hold, the entries that run again are the least set that meets all requirements. An entry
 # that does not run again although something reads its result has to be saved. So save options need no variables of
 # their own. A saved entry that runs anyway would hold memory for nothing. (One case is left out: if a collective runs
-# because of what it writes or draws, saving it as well would spare the wait for it.)
-#
-# Under rerun, every entry up to the last need runs again unless it is saved, and only values that these entries read
-# are held. (Rerun ends earlier if everything that backward needs from the end is saved. This is not modelled: rerun
-# then holds less and takes less time.)
+# because of what it writes, saving it as well would spare the wait for it.)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,31 +40,15 @@ class Requirement:
     root: int
 
 
-def recomputed(profile: RegionProfile, saved: Collection[int], engine: Engine) -> Recompute:
-    """Return what ``engine`` runs again and holds if the entries ``saved``, and those that must be, are saved."""
-    if engine == "replay":
-        return profile.replayed(saved)
-    chosen = {*saved, *(entry.number for entry in profile.entries if entry.must_save)}
-    running = [entry for entry in profile.entries[: _last(profile)] if entry.number not in chosen]
-    read = {need.value for need in profile.needs}.union(*(entry.reads for entry in running))
-    held = sorted({*profile.routed, *(value for value in read if profile.maker.get(value) in chosen)})
-    storages = {profile.roots[value]: profile.bytes[value] for value in held}
-    return Recompute(tuple(entry.number for entry in running), tuple(held), sum(storages.values()))
-
-
 def requirements_of(profile: RegionProfile, engine: Engine) -> frozenset[Requirement]:
     """Return the requirements of a region, without those for storages that are always held or have no bytes."""
-    ever = recomputed(profile, (), engine).entries
+    ever = profile.recomputed((), engine).entries
     requirements = _of_replay(profile, ever) if engine == "replay" else _of_rerun(profile, ever)
     idle = [value for value in profile.maker if not profile.bytes[value]]
     free = {profile.roots[value] for value in (*idle, *profile.routed)}
     return frozenset(
         requirement for requirement in requirements if requirement.root == NOTHING or requirement.root not in free
     )
-
-
-def _last(profile: RegionProfile) -> int:
-    return max((need.time for need in profile.needs), default=0)
 
 
 def _of_value(profile: RegionProfile, reader: int, value: int) -> Iterator[Requirement]:
@@ -98,12 +77,9 @@ def _of_replay(profile: RegionProfile, ever: Collection[int]) -> Iterator[Requir
     for need in profile.needs:
         yield from read(ALWAYS, need.value, need.time)
     for number in ever:
-        entry = profile.entries[number]
-        for value in entry.reads:
+        for value in profile.entries[number].reads:
             yield from read(number, value, number)
-        for earlier in entry.after:
-            yield Requirement(number, earlier, NOTHING)
-    for entry in profile.entries[: _last(profile)]:
+    for entry in profile.entries[: profile.end]:
         if entry.is_collective and not (entry.makes and (entry.must_save or entry.savable)):
             yield from _of_collective(profile, entry)
 
@@ -270,7 +246,7 @@ class SaveOption:
 
 def priced(profile: RegionProfile, times: Sequence[float], saved: Collection[int], engine: Engine) -> SaveOption:
     """Return the save option of the entries ``saved`` with its cost. ``times``: seconds per entry."""
-    cost = recomputed(profile, saved, engine)
+    cost = profile.recomputed(saved, engine)
     return SaveOption(frozenset(saved), cost.bytes, math.fsum(times[number] for number in cost.entries))
 
 
@@ -288,7 +264,7 @@ def pareto(profile: RegionProfile, times: Sequence[float], engine: Engine = "rep
     undecided = {requirement.maker for requirement in start.open} - {NOTHING}
     seconds = {number: times[number] for number in undecided}
     requirements = joined(folded(start.open, seconds, candidates), size)
-    ever = recomputed(profile, (), engine).entries
+    ever = profile.recomputed((), engine).entries
     savable = frozenset(candidates.intersection(ever) - start.runs)
     found: list[SaveOption] = []
     for running in _Search(size, seconds).front(requirements).running:
@@ -300,7 +276,7 @@ def pareto(profile: RegionProfile, times: Sequence[float], engine: Engine = "rep
 
 def _tidied(profile: RegionProfile, times: Sequence[float], saved: frozenset[int], engine: Engine) -> SaveOption:
     """Return the save option of ``saved`` without the entries that hold nothing, unless that costs more."""
-    held = {profile.maker[value] for value in recomputed(profile, saved, engine).held}
+    held = {profile.maker[value] for value in profile.recomputed(saved, engine).held}
     best = priced(profile, times, saved, engine)
     idle = sorted(saved - held)  # producers first: a reader that runs would cause their results to be held
     for drop in (idle, *([number] for number in idle)):

@@ -10,8 +10,8 @@ from sac.planner import cost
 from sac.planner.choices import Choice
 from sac.planner.cost import FREE, OVERHEAD, Calibration, Overhead, op_class
 from sac.planner.devices import Device
-from sac.planner.pareto import Engine, priced, recomputed
-from sac.planner.profile import Entry, RegionProfile
+from sac.planner.pareto import priced
+from sac.planner.profile import Engine, Entry, RegionProfile
 from sac.region.settings import REPLAY, RERUN
 
 # Note [The overhead of checkpointing]
@@ -45,14 +45,14 @@ class Pricing:
     def choice(self, profile: RegionProfile, times: Sequence[float], saved: Collection[int], label: str) -> Choice:
         """Return the choice of saving the entries ``saved`` in the regions of a group. ``times``: seconds per entry."""
         keep = priced(profile, times, saved, self.run_by)
-        flops = sum(profile.entries[number].flops for number in recomputed(profile, saved, self.run_by).entries)
+        flops = sum(profile.entries[number].flops for number in profile.recomputed(saved, self.run_by).entries)
         return Choice(label, keep, keep.bytes, keep.seconds + self.overhead_of(profile, times, saved), flops)
 
     def overhead_of(self, profile: RegionProfile, times: Sequence[float], saved: Collection[int]) -> float:
         """Return the seconds that one call of a region takes in addition to the ops that run again."""
         chooses = bool(saved) or self.engine == REPLAY  # with auto, Python runs again where nothing is saved
         replays = chooses and self.engine != RERUN
-        again = recomputed(profile, saved, "replay" if replays else "rerun").entries
+        again = profile.recomputed(saved, "replay" if replays else "rerun").entries
         costs = self.overhead
         host = costs.replayed_call_s if replays else costs.rerun_call_s + costs.rerun_s * len(again)
         if chooses or any(entry.must_save for entry in profile.entries):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
-from types import SimpleNamespace
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from sac.recompute.schedule import ReplaySchedule, Wanted, schedule_replay
+from sac.recompute.tape import BareTape
 
 # Note [Profiles]
 #
@@ -14,8 +15,12 @@ from sac.recompute.schedule import ReplaySchedule, Wanted, schedule_replay
 # entry, or by none (a leaf: an input or a parameter). Values are located in storages; a storage is identified by its
 # first value, the root. A *save option* is the set of entries whose results are saved. `schedule_replay`, which the
 # replay engine itself uses, computes its cost: the entries that run again, and the values that are held because replay
-# starts from them. All results of an entry that must be saved are held in any case, because rerun serves them if replay
-# falls back to it.
+# starts from them. Under rerun, every entry up to the last need runs again unless it is saved, and only values that
+# these entries read are held. (Rerun ends earlier if everything that backward needs from the end is saved. This is not
+# modelled: rerun then holds less and takes less time.) All results of an entry that must be saved are held in any case,
+# because rerun serves them if replay falls back to it.
+
+Engine = Literal["replay", "rerun"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +28,8 @@ class Entry:
     """One entry of a region's tape.
 
     ``module``, ``op`` and ``call`` identify it in a policy; ``op`` is empty for an alias that was created without a
-    visible op. ``reads`` and ``makes`` are values, ``writes`` the roots that it writes in place, ``after`` the entries
-    that have to draw random numbers before it if it runs again. ``moved_bytes`` is the size of the storages that it
-    reads and makes, a lower bound of what its kernel moves.
+    visible op. ``reads`` and ``makes`` are values, ``writes`` the roots that it writes in place. ``moved_bytes`` is the
+    size of the storages that it reads and makes, a lower bound of what its kernel moves.
     """
 
     number: int
@@ -35,7 +39,6 @@ class Entry:
     reads: tuple[int, ...]
     makes: tuple[int, ...]
     writes: tuple[int, ...] = ()
-    after: tuple[int, ...] = ()
     savable: bool = False  # a policy may save it, and saving it would hold memory
     must_save: bool = False  # saved whatever the policy says
     is_collective: bool = False
@@ -82,9 +85,20 @@ class RegionProfile:
     stack: str = ""
     stack_size: int = 0
     maker: dict[int, int] = field(init=False, compare=False, repr=False)
+    tape: BareTape = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "maker", {value: e.number for e in self.entries for value in e.makes})
+        maker = {value: entry.number for entry in self.entries for value in entry.makes}
+        tape = BareTape(
+            sites=self.entries,
+            reads=[entry.reads for entry in self.entries],
+            makes=[entry.makes for entry in self.entries],
+            writes={entry.number: entry.writes for entry in self.entries if entry.writes},
+            roots=self.roots,
+            leaves={value for value in range(len(self.roots)) if value not in maker},
+        )
+        object.__setattr__(self, "maker", maker)
+        object.__setattr__(self, "tape", tape)
 
     @property
     def candidates(self) -> tuple[Entry, ...]:
@@ -96,12 +110,23 @@ class RegionProfile:
         """The values that are held in any case: all results of entries that must be saved."""
         return tuple(value for entry in self.entries if entry.must_save for value in entry.makes)
 
-    def replayed(self, saved: Collection[int]) -> Recompute:
-        """Return what the replay engine runs again and holds if exactly the entries ``saved`` are saved."""
-        schedule = self._schedule(self._kept(saved), self.needs)
-        held = sorted({*schedule.kept, *self.routed})
-        storages = {self.roots[value]: self.bytes[value] for value in held}
-        return Recompute(tuple(step.number for step in schedule.steps), tuple(held), sum(storages.values()))
+    @property
+    def end(self) -> int:
+        """The entry before which Python, if it runs again, has made everything that backward needs."""
+        return max((need.time for need in self.needs), default=0)
+
+    def recomputed(self, saved: Collection[int], engine: Engine = "replay") -> Recompute:
+        """Return what ``engine`` runs again and holds if the entries ``saved``, and those that must be, are saved."""
+        kept = self._kept(saved)
+        if engine == "replay":
+            schedule = self._schedule(kept, self.needs)
+            again, held = [step.number for step in schedule.steps], {*schedule.kept}
+        else:
+            again = [one.number for one in self.entries[: self.end] if one.number not in saved and not one.must_save]
+            held = kept & {need.value for need in self.needs}.union(*(self.entries[number].reads for number in again))
+        values = sorted({*held, *self.routed})
+        storages = {self.roots[value]: self.bytes[value] for value in values}
+        return Recompute(tuple(again), tuple(values), sum(storages.values()))
 
     def late_replay(self, saved: Collection[int]) -> tuple[int, tuple[int, ...]]:
         """Return when the replay begins if exactly the entries ``saved`` are saved, and the values it starts from.
@@ -119,16 +144,5 @@ class RegionProfile:
         return {value for number in chosen for value in self.entries[number].makes}
 
     def _schedule(self, kept: Collection[int], needs: Sequence[Need]) -> ReplaySchedule:
-        tape = SimpleNamespace(
-            roots=self.roots,
-            kept=kept,
-            leaves={value for value in range(len(self.roots)) if value not in self.maker},
-            writes={entry.number: entry.writes for entry in self.entries if entry.writes},
-            sites=self.entries,
-            reads=[entry.reads for entry in self.entries],
-            first_outputs=[entry.makes[0] if entry.makes else len(self.roots) for entry in self.entries],
-            output_counts={entry.number: len(entry.makes) for entry in self.entries if len(entry.makes) != 1},
-            draws_after={entry.number: entry.after for entry in self.entries if entry.after},
-        )
         wanted = [Wanted(handle, need.value, need.time) for handle, need in enumerate(needs)]
-        return schedule_replay(tape, wanted)  # type: ignore[arg-type]
+        return schedule_replay(replace(self.tape, kept=kept), wanted)

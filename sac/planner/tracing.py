@@ -99,13 +99,11 @@ class _Profiled(InstalledForward):
         owners = tuple(identity.owners)
         inputs = RegionInputs(args, kwargs)
         path = self.block.path
-        rows = _ProfileTrace()
-        recorder = _ProfilingRecorder(self._table, path, owners, _SETTINGS, rows)
-        rows.tape = recorder.tape
+        recorder = _ProfilingRecorder(self.block, self._table, path, owners, _SETTINGS)
         recorder.begin(inputs, inputs.leaves_of(args, kwargs))
         frame = ReplayFrame(self.original, path, recorder, owners, _SETTINGS, give_up=_refuse, given_up=str)
         output = frame.run(inputs, args, kwargs)
-        self.found = recorder.profile(self.block)
+        self.found = recorder.profile
         return output
 
 
@@ -117,13 +115,16 @@ def _refuse(reason: str) -> None:
 class _Sizes:
     """Properties of an entry that are known only while its op runs."""
 
-    call: int
-    flops: int
-    moved_bytes: int
-    results: tuple[int, ...]
-    shape: tuple[int, ...]
-    dtype: str
-    is_causal: bool
+    call: int = 0
+    flops: int = 0
+    moved_bytes: int = 0
+    results: tuple[int, ...] = ()
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    is_causal: bool = False
+
+
+_NO_SIZES = _Sizes()
 
 
 class _ProfileTrace(OpTraceRecorder):
@@ -160,14 +161,18 @@ class _ProfileTrace(OpTraceRecorder):
 
 
 class _ProfilingRecorder(ReplayRecorder):
-    """A recorder that keeps the tape when the forward ends."""
+    """A recorder that makes a profile of the tape when the forward ends, unless ``block`` is None."""
 
     op_trace: _ProfileTrace
+    profile: RegionProfile
 
-    def __init__(self, *args: Any, verifies: bool = False) -> None:
-        super().__init__(*args, verifies=verifies)
+    def __init__(
+        self, block: Block | None, table: DecisionTable, path: str, owners: tuple[nn.Module, ...], settings: Settings
+    ) -> None:
+        super().__init__(table, path, owners, settings, _ProfileTrace(), verifies=settings.verify != NEVER)
+        self.op_trace.tape = self.tape
+        self._block = block
         self._needs: dict[int, Need] = {}  # by handle
-        self._found: tuple[Any, ...] = ()
 
     def pack(self, tensor: Tensor, handle: Handle) -> None:
         """Record the value that autograd saves, even if it is kept right away."""
@@ -179,57 +184,51 @@ class _ProfilingRecorder(ReplayRecorder):
             self._needs[handle.index] = Need(known, len(self.tape.sites))
 
     def end(self, kept: list[Handle], missing: list[int]) -> None:
-        """Store the data of the profile, then end as usual."""
-        alive = {handle.index for handle in kept} | {*missing}
-        for index in alive & self._needs.keys():
-            if index in self._places:  # it may have been moved after a write
-                self._needs[index] = Need(*self._places[index][:2])
-        tape = self.tape
-        needs = tuple(dict.fromkeys(need for index, need in sorted(self._needs.items()) if index in alive))
-        self._found = (
-            [*tape.sites], [*tape.reads], [*tape.first_outputs], {**tape.output_counts}, {**tape.writes}, [*tape.roots],
-            self._savable(), {*tape.kept}, needs,
-        )  # fmt: skip
+        """Make the profile, then end as usual."""
+        if self._block is not None:
+            alive = {handle.index for handle in kept} | {*missing}
+            for index in alive & self._needs.keys():
+                if index in self._places:  # it may have been moved after a write
+                    self._needs[index] = Need(*self._places[index][:2])
+            needs = dict.fromkeys(need for index, need in sorted(self._needs.items()) if index in alive)
+            self.profile = self._profile(self._block, tuple(needs), self._savable())
         super().end(kept, missing)
 
     def _savable(self) -> set[int]:
         """Return the values that the policy saves."""
         return {*self._rules}
 
-    def profile(self, block: Block) -> RegionProfile:
-        """Return the region's profile, once."""
-        plans, reads, firsts, counts, writes, roots, saved, kept, needs = self._found
-        self._found = ()
-        sizes = self.op_trace.sizes
+    def _profile(self, block: Block, needs: tuple[Need, ...], saved: set[int]) -> RegionProfile:
+        tape, sizes = self.tape, self.op_trace.sizes
+        roots = tuple(tape.roots)
         value_bytes = [0] * len(roots)
         entries = []
-        for number, plan in enumerate(plans):
-            makes = tuple(range(firsts[number], firsts[number] + counts.get(number, 1)))
-            size = sizes.get(number)
-            is_op = type(plan) is CallSite
-            if size is not None:
-                for value, count in zip(makes, size.results, strict=False):
-                    value_bytes[value] = count
+        for number, site in enumerate(tape.sites):
+            makes = tape.results(number)
+            size = sizes.get(number, _NO_SIZES)
+            is_op = type(site) is CallSite
+            for value, count in zip(makes, size.results, strict=False):
+                value_bytes[value] = count
             for value in makes:  # an alias that was made without a visible op has no size of its own
                 value_bytes[value] = value_bytes[value] or value_bytes[roots[value]]
             entries.append(
                 Entry(
                     number=number,
-                    module=plan.path if is_op else "",
-                    op=op_name(plan.op) if is_op else "",
-                    call=size.call if size is not None else 0,
-                    reads=tuple(reads[number]),
-                    makes=tuple(value for value in makes if value not in kept or value in saved),
-                    writes=tuple(writes.get(number, ())),
+                    module=site.path if is_op else "",
+                    op=op_name(site.op) if is_op else "",
+                    call=size.call,
+                    reads=tuple(tape.reads[number]),
+                    makes=tuple(value for value in makes if value not in tape.kept or value in saved),
+                    writes=tuple(tape.writes.get(number, ())),
                     savable=bool(makes) and all(value in saved for value in makes),
-                    must_save=is_op and plan.must_save and any(value in saved for value in makes),
-                    is_collective=is_op and plan.is_collective,
-                    is_view=is_op and plan.is_view,
-                    is_causal=size is not None and size.is_causal,
-                    flops=size.flops if size is not None else 0,
-                    moved_bytes=size.moved_bytes if size is not None else 0,
-                    shape=size.shape if size is not None else (),
-                    dtype=size.dtype if size is not None else "",
+                    must_save=is_op and site.must_save and any(value in saved for value in makes),
+                    is_collective=is_op and site.is_collective,
+                    is_view=is_op and site.is_view,
+                    is_causal=size.is_causal,
+                    flops=size.flops,
+                    moved_bytes=size.moved_bytes,
+                    shape=size.shape,
+                    dtype=size.dtype,
                 )
             )
         return RegionProfile(
@@ -237,7 +236,7 @@ class _ProfilingRecorder(ReplayRecorder):
             paths=(block.path,),
             layers=(block.layer,),
             entries=tuple(entries),
-            roots=tuple(roots),
+            roots=roots,
             bytes=tuple(value_bytes),
             needs=needs,
             signature=signature(self.op_trace.rows),
@@ -249,8 +248,8 @@ class _ProfilingRecorder(ReplayRecorder):
 class _ThriftyRecorder(_ProfilingRecorder):
     """Notes what a policy would save, and saves nothing but the results of ops that must be saved."""
 
-    def __init__(self, *args: Any, verifies: bool) -> None:
-        super().__init__(*args, verifies=verifies)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self._would_save: set[int] = set()
 
     def _save(self, site: CallSite, rule: Any, call: int, first: int, out: Any, reads: list[int]) -> bool:
@@ -288,11 +287,8 @@ class ProfiledRegion(Region):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> tuple[ReplayFrame, ReplayRecorder]:
-        rows = _ProfileTrace()
-        recorder = _ThriftyRecorder(
-            self.group.table, self.path, owners, settings, rows, verifies=settings.verify != NEVER
-        )
-        rows.tape = recorder.tape
+        block = self._block if self.profile is None else None
+        recorder = _ThriftyRecorder(block, self.group.table, self.path, owners, settings)
         recorder.begin(inputs, inputs.leaves_of(args, kwargs))
         frame = ReplayFrame(function, self.path, recorder, owners, settings, give_up=self._refuse, given_up=str)
         return frame, recorder
@@ -305,7 +301,7 @@ class ProfiledRegion(Region):
         if not isinstance(recorder, _ThriftyRecorder):
             self._refuse("it does not run under the replay engine")
         if self.profile is None:
-            self.profile = recorder.profile(self._block)
+            self.profile = recorder.profile
         self.stats.take(recorder.figures, frame.input_bytes)
 
 

@@ -17,7 +17,7 @@ from sac.ops.names import resolve_ops
 from sac.ops.registry import find_op
 from sac.planner.choices import NONE, Choice
 from sac.planner.layers import BudgetTooSmallError
-from sac.planner.pareto import SaveOption, priced, recomputed
+from sac.planner.pareto import SaveOption, priced
 from sac.planner.plan_file import Plan
 from sac.planner.profile import RegionProfile
 from sac.planner.rules import layers_of, matches_entry
@@ -191,7 +191,7 @@ def _of_rule(made: Plan, rule: Rule) -> str:
     profile, times, keep = _meant(made, rule)
     run_by = made.pricing.run_by
     mine = {number for number in keep.saved if matches_entry(rule, profile.entries[number])}
-    held = {profile.roots[value]: profile.bytes[value] for value in recomputed(profile, keep.saved, run_by).held
+    held = {profile.roots[value]: profile.bytes[value] for value in profile.recomputed(keep.saved, run_by).held
             if profile.maker[value] in mine}  # fmt: skip
     less = priced(profile, times, keep.saved - mine, run_by)
     spared = seconds_text(less.seconds - keep.seconds)

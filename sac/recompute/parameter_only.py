@@ -168,7 +168,7 @@ class ParameterOnlyValues:
     def _maker(self, value: int) -> int | None:
         tape = self._tape
         entry = bisect_right(tape.first_outputs, value) - 1
-        if entry < 0 or value >= tape.first_outputs[entry] + tape.output_counts.get(entry, 1):
+        if entry < 0 or value not in tape.results(entry):
             return None
         return entry
 

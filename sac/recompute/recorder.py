@@ -215,8 +215,8 @@ def nondeterministic_on(device: torch.device) -> frozenset[str]:
 def may_differ(tape: Tape, value: int, names: frozenset[str]) -> bool:
     """Return whether an op in ``names`` contributed to ``value``."""
     makers: dict[int, int] = {}  # value -> entry
-    for entry, first in enumerate(tape.first_outputs):
-        makers.update(dict.fromkeys(range(first, first + tape.output_counts.get(entry, 1)), entry))
+    for entry in range(tape.entry_count()):
+        makers.update(dict.fromkeys(tape.results(entry), entry))
     known = {value}
     waiting = [value]
     while waiting:

@@ -362,33 +362,18 @@ def run_modules(
 
     The modules may have changed since the region's last call: an attribute, a hook, a submodule set to training mode.
     """
-    is_first = not region.stats.calls
-    output = _run_modules(region, function, modules, settings, args, kwargs)
+    is_first, keys = not region.stats.calls, region.evidence.function_keys
+    fingerprint = _fingerprint_of(modules)
+    key = _key(fingerprint) if fingerprint.is_known else None
+    known = keys.get(key) if key is not None else None
+    function_key = known if known is not None or key is None else _put(keys, key, object())
+    output = region.run(function, fingerprint, function_key, settings, args, kwargs)
+    if known is None and key is not None:
+        after = _fingerprint_of(modules)
+        _note_changes(fingerprint, after)
+        _put(keys, _key(after), function_key)
     if is_first:
         region.stats.compiled_graphs = count_compiled(output, (args, kwargs))
-    return output
-
-
-def _run_modules(
-    region: Region,
-    function: Callable[..., Any],
-    modules: nn.Module | tuple[nn.Module, ...],
-    settings: Settings,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    fingerprint = _fingerprint_of(modules)
-    if not fingerprint.is_known:
-        return region.run(function, fingerprint, None, settings, args, kwargs)
-    key = _key(fingerprint)
-    function_key = region.evidence.function_keys.get(key)
-    if function_key is not None:
-        return region.run(function, fingerprint, function_key, settings, args, kwargs)
-    function_key = _put(region.evidence.function_keys, key, object())
-    output = region.run(function, fingerprint, function_key, settings, args, kwargs)
-    after = _fingerprint_of(modules)
-    _note_changes(fingerprint, after)
-    _put(region.evidence.function_keys, _key(after), function_key)
     return output
 
 

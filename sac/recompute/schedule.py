@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from sac.ops.names import op_name
 from sac.recompute.op_trace import SavedFigures
 from sac.recompute.table import CallSite
-from sac.recompute.tape import Tape
+from sac.recompute.tape import BareTape, Tape
 
 # -- Replay schedules
 
@@ -72,9 +72,11 @@ class ReplaySchedule:
 
 
 def schedule_replay(
-    tape: Tape, wanted: Sequence[Wanted], *, early_stop: bool = True, whole: ReplaySchedule | None = None
+    tape: Tape | BareTape, wanted: Sequence[Wanted], *, early_stop: bool = True, whole: ReplaySchedule | None = None
 ) -> ReplaySchedule:
     """Return the schedule that fills all ``wanted``; see Note [What is replayed].
+
+    The engine runs it, and the planner prices it, on the tape without tensors that a profile is.
 
     ``whole``: the schedule for all handles that were missing at the end of the forward, if ``wanted`` are some of them.
     """
@@ -97,7 +99,7 @@ def schedule_replay(
 class _Walk:
     """The state of one backward walk over a tape."""
 
-    def __init__(self, tape: Tape, *, to_the_end: bool = False) -> None:
+    def __init__(self, tape: Tape | BareTape, *, to_the_end: bool = False) -> None:
         self._tape = tape
         self.to_the_end = to_the_end
         # Without early stop: entries that run, taken from the whole schedule once unread kept values have been freed.
@@ -116,11 +118,10 @@ class _Walk:
 
     def visit(self, number: int) -> None:
         tape = self._tape
-        first, count = tape.first_outputs[number], tape.output_counts.get(number, 1)
         needed, waiting = self._needed, self._waiting
         outputs = [
             (index, value)
-            for index, value in enumerate(range(first, first + count))
+            for index, value in enumerate(tape.results(number))
             if (value in needed or value in waiting) and value not in self._kept
         ]
         writes: Any = self._writes.get(number, ())
@@ -152,8 +153,9 @@ class _Walk:
         site = tape.sites[number]
         if not self.to_the_end or not isinstance(site, CallSite) or site.is_view:
             return False
-        first = tape.first_outputs[number]
-        results = range(first, first + tape.output_counts.get(number, 1))
+        return self._has_unkept(tape.results(number))
+
+    def _has_unkept(self, results: Sequence[int]) -> bool:
         return not results or any(value not in self._kept for value in results)
 
     def _is_due(self, number: int) -> bool:
@@ -164,11 +166,9 @@ class _Walk:
             return False
         if not (self._steps or self._waiting):
             return False
-        first = tape.first_outputs[number]
-        results = range(first, first + tape.output_counts.get(number, 1))
         if site.is_view and all(value in self._kept for value in tape.reads[number]):
             return False  # the wait op of a result that is kept
-        return not results or any(value not in self._kept for value in results)
+        return self._has_unkept(tape.results(number))
 
     def _read(self, value: int, frees: list[int]) -> None:
         if value not in self._needed:
@@ -204,8 +204,7 @@ def calls_of(tape: Tape, schedule: ReplaySchedule, freed: Container[int]) -> Cal
         if type(site) is not CallSite:
             continue
         name = (site.path, op_name(site.op))
-        first = tape.first_outputs[number]
-        makes = range(first, first + tape.output_counts.get(number, 1))
+        makes = tape.results(number)
         if number in runs:
             again.add((*name, counts[name]))
         elif makes and all(value in freed for value in makes):

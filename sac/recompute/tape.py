@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -241,6 +241,11 @@ class Tape:
     def value_count(self) -> int:
         """Return the number of values, which is the number of the next one."""
         return len(self.roots)
+
+    def results(self, entry: int) -> range:
+        """Return the values that ``entry`` makes."""
+        first = self.first_outputs[entry]
+        return range(first, first + self.output_counts.get(entry, 1))
 
     def append(self, site: Any, rest: Any, reads: Sequence[int], first: int) -> None:
         """Add an entry with one result."""
@@ -541,6 +546,27 @@ class Tape:
         for root in roots:
             self.writers.setdefault(root, []).append(entry)
             self.factories.pop(root, None)
+
+
+@dataclass(frozen=True, slots=True)
+class BareTape:
+    """A tape without tensors: all that a replay schedule depends on, under the names of ``Tape``.
+
+    ``makes``: per entry, the values that it makes.
+    """
+
+    sites: Sequence[Any]
+    reads: Sequence[Sequence[int]]
+    makes: Sequence[Sequence[int]]
+    writes: Mapping[int, tuple[int, ...]]
+    roots: Sequence[int]
+    leaves: Collection[int]
+    kept: Collection[int] = ()
+    draws_after: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+
+    def results(self, entry: int) -> Sequence[int]:
+        """Return the values that ``entry`` makes."""
+        return self.makes[entry]
 
 
 class _Held:

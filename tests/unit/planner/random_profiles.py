@@ -1,4 +1,4 @@
-"""Random profiles of regions: views, several results, writes in place, draws in order, collectives and their waits."""
+"""Random profiles of regions: views, several results, writes in place, collectives and their waits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ class _Builder:
         self.entries: list[Entry] = []
         self.roots: list[int] = []
         self.bytes: list[int] = []
-        self.drawers: list[int] = []
         self.sent: list[int] = []  # values that a collective makes, and a wait may wait for
 
     def value(self, root: int | None = None) -> int:
@@ -35,7 +34,7 @@ class _Builder:
 
     def step(self) -> None:
         random = self.random
-        kind = random.choice(("op", "op", "op", "pair", "view", "write", "draw", "send", "wait"))
+        kind = random.choice(("op", "op", "op", "pair", "view", "write", "send", "wait"))
         if kind == "op":
             self.add(self.some(3), (self.value(),), savable=random.random() < 0.85, must_save=random.random() < 0.1)
         elif kind == "pair":
@@ -50,10 +49,6 @@ class _Builder:
             reads = self.some(2)
             root = self.roots[reads[0]]
             self.add(reads, (self.value(root),) if random.random() < 0.5 else (), writes=(root,))
-        elif kind == "draw":
-            after = tuple(number for number in self.drawers if random.random() < 0.7)
-            self.drawers.append(len(self.entries))
-            self.add(self.some(1), (self.value(),), after=after, savable=random.random() < 0.7)
         elif kind == "send":
             reads, may = self.some(1), random.random() < 0.8
             self.sent.append(self.value())

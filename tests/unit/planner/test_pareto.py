@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sac.planner.pareto import MOST_BEST, SaveOption, pareto, priced, recomputed
+from sac.planner.pareto import MOST_BEST, SaveOption, pareto, priced
 from sac.planner.profile import Entry, Need, RegionProfile
 from tests.unit.planner.random_profiles import profiles, random_profile
 
@@ -74,7 +74,7 @@ def test_each_point_costs_what_the_engine_says_and_saves_nothing_in_vain(case, e
 
 
 def _holds(profile, one, number, engine):
-    return any(profile.maker[value] == number for value in recomputed(profile, one.saved, engine).held)
+    return any(profile.maker[value] == number for value in profile.recomputed(one.saved, engine).held)
 
 
 @settings(max_examples=50, deadline=None)

@@ -14,7 +14,7 @@ from sac.blocks.find import find_blocks
 from sac.planner.choices import Choice, policy_for
 from sac.planner.fakes import call, fake_copy, fake_inputs, fake_mode
 from sac.planner.live_bytes import Ledger
-from sac.planner.pareto import SaveOption, pareto, recomputed
+from sac.planner.pareto import SaveOption, pareto
 from sac.planner.profile import RegionProfile
 from sac.planner.tracing import profile_regions
 from sac.reporting import regions_by_group
@@ -35,7 +35,7 @@ def profiles_of(model: nn.Module, inputs: Any) -> tuple[Profiles, list[str]]:
 def random_keep(profile: RegionProfile, random: Random) -> SaveOption:
     share = random.random()
     saved = frozenset(entry.number for entry in profile.candidates if random.random() < share)
-    return SaveOption(saved, profile.replayed(saved).bytes, 0.0)
+    return SaveOption(saved, profile.recomputed(saved).bytes, 0.0)
 
 
 def policy_of(profiles: Profiles, order: list[str], keeps: list[SaveOption]) -> Any:
@@ -60,7 +60,7 @@ def assert_kept_as_said(
     assert {region.stats.engine for _, regions in regions_by_group(model) for region in regions} == {engine}
     sac.remove(model)
     said = {
-        path: recomputed(profile, keep.saved, engine).bytes
+        path: profile.recomputed(keep.saved, engine).bytes
         for profile, keep in zip(profiles, keeps, strict=True)
         for path in profile.paths
     }
@@ -113,6 +113,6 @@ def test_as_many_products_run_again_as_the_profile_says(name: str) -> None:
         assert again == sum(
             profile.entries[number].flops * len(profile.paths)
             for profile, keep in zip(profiles, keeps, strict=True)
-            for number in profile.replayed(keep.saved).entries
+            for number in profile.recomputed(keep.saved).entries
             if profile.entries[number].op in names
         )
