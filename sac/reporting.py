@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from sac.blocks.install import regions_of
+from sac.blocks.install import alike, regions_of
 from sac.blocks.paths import group_label as group_label
 from sac.charts import bars
 from sac.errors import ConfigError, Problem
@@ -18,8 +18,9 @@ from sac.native.load import status
 from sac.ops.registry import short_name
 from sac.planner.what_if import STAND_IN, Alternative, alternatives, figures_at_hand
 from sac.policy.read import bytes_text
-from sac.recompute.op_trace import NO_RULE, OpTraceRow, compiled_calls
+from sac.recompute.op_trace import NO_RULE, OpTraceRow, RegionStats, TracedCalls, compiled_calls
 from sac.recompute.regions import Region, RegionGroup
+from sac.stores.offload import OffloadUse
 from sac.stores.store import InputStoring
 from sac.tables import Table, count_text, flops_text, screen_width, wrapped_text
 
@@ -169,20 +170,6 @@ class RuleUse:
 
 
 @dataclass(frozen=True, slots=True)
-class OffloadUse:
-    """What became of what one rule offloads, in bytes of whole storages, in the last call of one region.
-
-    ``host_bytes``: copied to host memory; ``spared_bytes``: of these, what backward found on the device, not freed yet,
-    as in the last regions. ``held_bytes``: what stayed on the device, by reason.
-    """
-
-    rule: str
-    host_bytes: int
-    spared_bytes: int
-    held_bytes: dict[str, int]
-
-
-@dataclass(frozen=True, slots=True)
 class UnmatchedOp:
     """An op that no rule matches and that is recomputed: its calls, result bytes and FLOPs per region."""
 
@@ -190,21 +177,6 @@ class UnmatchedOp:
     calls: int
     bytes: int
     flops: int
-
-
-@dataclass(frozen=True, slots=True)
-class TracedReport:
-    """The decisions passed to ``torch.compile`` when it last traced a region: calls of ops to save, and to recompute.
-
-    ``rules``: the calls that each rule matched. ``offloads``: whether a rule offloads, which no compiled graph does:
-    it saves. Among the results to save, the partitioner keeps a choice of what
-    autograd needs, so no bytes are known.
-    """
-
-    saved: int
-    recomputed: int
-    rules: dict[str, int]
-    offloads: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +205,7 @@ class KindReport:
     dead_bytes: int
     rules: tuple[RuleUse, ...]
     unmatched: tuple[UnmatchedOp, ...]
-    traced: TracedReport | None = None
+    traced: TracedCalls | None = None
     left_in_eager: int = 0
     compiled_graphs: int = 0
     engine: str = ""
@@ -367,7 +339,7 @@ def report(model: nn.Module) -> Report:
     if not forwards:
         return Report("none", "", (), (), (), (), status(), 0)
     applied = forwards[0].applied
-    kinds = tuple(_kind_report(group, regions) for group, regions in _alike(model))
+    kinds = tuple(_kind_report(of_group) for _, regions in regions_by_group(model) for of_group in alike(regions))
     hit = {use.rule for group in kinds for use in group.rules if use.hits}
     hit |= {rule for group in kinds if group.traced is not None for rule in group.traced.rules}
     rules = {resolved.rule.id for forward in forwards for resolved in forward.region.group.table.rules}
@@ -401,18 +373,8 @@ def _kept_inputs(keeping: InputStoring | None) -> str:
     return f"{which} {keeping.store.describe()}"
 
 
-def _alike(model: nn.Module) -> Iterable[tuple[RegionGroup, list[Region]]]:
-    """Yield the region groups of a model, each split into regions whose last calls have equal statistics."""
-    for group, regions in regions_by_group(model):
-        groups: dict[tuple[object, ...], list[Region]] = {}
-        for region in regions:
-            groups.setdefault(region.stats.figures(), []).append(region)
-        for alike in groups.values():
-            yield group, alike
-
-
-def _kind_report(group: RegionGroup, regions: Sequence[Region]) -> KindReport:
-    stats = regions[-1].stats
+def _kind_report(regions: Sequence[Region]) -> KindReport:
+    group, stats = regions[-1].group, regions[-1].stats
     return KindReport(
         regions=group_label(region.path for region in regions),
         count=len(regions),
@@ -420,8 +382,8 @@ def _kind_report(group: RegionGroup, regions: Sequence[Region]) -> KindReport:
         saved_bytes=stats.saved_bytes,
         input_bytes=stats.input_bytes,
         input_host_bytes=stats.input_host_bytes,
-        dead_bytes=stats.dead_bytes,
-        rules=tuple(_rule_uses(group, regions)),
+        dead_bytes=stats.saved.dead_bytes,
+        rules=tuple(_rule_uses(group, stats)),
         unmatched=tuple(_unmatched(group)),
         traced=_traced(group),
         left_in_eager=compiled_calls(group.table).left_in_eager,
@@ -429,29 +391,27 @@ def _kind_report(group: RegionGroup, regions: Sequence[Region]) -> KindReport:
         engine=stats.engine,
         no_replay=group.evidence.not_replayable,
         offloads=tuple(
-            OffloadUse(group.table.rule_name(rule), one.moved, one.spared, dict(one.held))
+            replace(one, rule=group.table.rule_name(rule), held_bytes={**one.held_bytes})
             for rule, one in sorted(stats.offloads.items())
         ),
     )
 
 
-def _traced(group: RegionGroup) -> TracedReport | None:
+def _traced(group: RegionGroup) -> TracedCalls | None:
     calls = compiled_calls(group.table).traced
     if calls is None:
         return None
-    hits = {one.rule.id: calls.hits[one.index] for one in group.table.rules if one.index in calls.hits}
-    return TracedReport(calls.saved, calls.recomputed, hits, bool(group.table.offloads))
+    ids = [one.rule.id for one in group.table.rules if one.rule.id in calls.rules]
+    return replace(calls, rules={rule: calls.rules[rule] for rule in ids})
 
 
-def _rule_uses(group: RegionGroup, regions: Sequence[Region]) -> Iterable[RuleUse]:
-    stats = regions[-1].stats
+def _rule_uses(group: RegionGroup, stats: RegionStats) -> Iterable[RuleUse]:
+    sizes, calls = stats.by_rule, stats.saved.hits
     for resolved in group.table.rules:
-        yield RuleUse(resolved.rule.id, stats.hits.get(resolved.index, 0), stats.by_rule.get(resolved.index, 0))
-    if NO_RULE in stats.by_rule:
-        name = "default" if group.table.default.keeps else "must-save"
-        hits = sum(row.decision != "recompute" and not row.rule for row in group.op_trace)
-        if hits or stats.by_rule[NO_RULE]:  # it is not a rule that the user wrote, and could have no call
-            yield RuleUse(name, hits, stats.by_rule[NO_RULE])
+        yield RuleUse(resolved.rule.id, calls.get(resolved.index, 0), sizes.get(resolved.index, 0))
+    hits = sum(row.decision != "recompute" and not row.rule for row in group.op_trace)
+    if NO_RULE in sizes and (hits or sizes[NO_RULE]):  # it is not a rule that the user wrote, and could have no call
+        yield RuleUse("default" if group.table.default.keeps else "must-save", hits, sizes[NO_RULE])
 
 
 def _unmatched(group: RegionGroup) -> Iterable[UnmatchedOp]:

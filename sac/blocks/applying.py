@@ -26,11 +26,11 @@ from sac.blocks.install import (
     InstalledForward,
     RegionForward,
     UnmatchedRules,
-    fix_of_idle,
-    idle_problems,
+    has_module,
     install,
     ours_on,
     regions_of,
+    rules_without_place,
     take_off,
 )
 from sac.blocks.kv_cache import kv_free_submodules, shares_kv, takes_shared_kv, turn_off_cache
@@ -39,8 +39,8 @@ from sac.blocks.out_of_memory import WATCH
 from sac.blocks.paths import parts_of, walk
 from sac.blocks.report_log import report_log
 from sac.config import Config, family_names, family_policy, offloading, parse_config, settings_of, usable_policy
-from sac.errors import ModelError, PolicyError, Problem, SacWarning
-from sac.policy.model import Chunks, Policy, Rule
+from sac.errors import ModelError, Problem, SacWarning
+from sac.policy.model import Chunks, Policy
 from sac.recompute.op_trace import check_trace_target
 from sac.recompute.regions import FULL, RegionGroup
 from sac.recompute.table import ResolvedPolicy
@@ -87,7 +87,8 @@ def apply(
     if not blocks:
         warnings.warn("every block of this model is frozen: sac.apply had nothing to do", SacWarning, stacklevel=_USER)
         return model
-    _check_static(resolved, blocks, strict=config.strict, stage=stage)
+    for problem in rules_without_place(resolved, blocks, strict=config.strict, stage=stage):
+        warnings.warn(str(problem), SacWarning, stacklevel=_USER)
     notes += _unplanned(policy, blocks)
     chains = find_chains(model, blocks, config.layers) if isinstance(config.layers, Chunks) else ()
     pairs = [] if chains else groups_of(resolved, blocks, config.mode)
@@ -194,29 +195,6 @@ def _is_chosen(block: Block, config: Config, policy: Policy) -> bool:
     return block.layer in config.layers.select(size) and block.layer in policy.layers.select(size)
 
 
-def _check_static(resolved: ResolvedPolicy, blocks: Sequence[Block], *, strict: bool, stage: bool) -> None:
-    """Report rules whose `blocks`, `module` or `layers` match nothing in the model, before anything runs."""
-    needed = [one.rule for one in resolved.rules if not one.rule.optional]
-    idle = [rule for rule in (rules_here(needed, blocks) if stage else needed) if not _has_place(rule, blocks)]
-    if not idle:
-        return
-    of_rules = {
-        rule.id: Problem(
-            rule.where(key),
-            f'rule "{rule.id}" speaks of {where} no region has',
-            fix=fix_of_idle("module"),
-        )
-        for rule, (key, where) in ((rule, _place(rule, blocks)) for rule in idle)
-    }
-    problems = idle_problems(idle, of_rules, any_hit=len(idle) < len(needed) or stage)
-    if not problems:
-        return
-    if strict or (len(idle) == len(needed) and not stage):
-        raise PolicyError(problems)
-    for problem in problems:
-        warnings.warn(str(problem), SacWarning, stacklevel=3)
-
-
 def _unplanned(policy: Policy, blocks: Sequence[Block]) -> tuple[str, ...]:
     """Return a note on blocks that the plan of a planned policy does not cover, if there are any."""
     plan = policy.plan
@@ -230,24 +208,6 @@ def _unplanned(policy: Policy, blocks: Sequence[Block]) -> tuple[str, ...]:
     return (str(Problem(policy.name, found, fix="plan again for this model: `sac plan …`")),)
 
 
-def _has_place(rule: Rule, blocks: Sequence[Block]) -> bool:
-    for block in blocks:
-        if rule.matches_region(block.path, block.layer, block.stack_size) and _has_module(block)(rule):
-            return True
-    return False
-
-
-def _place(rule: Rule, blocks: Sequence[Block]) -> tuple[str, str]:
-    """Return the key of an idle rule that matches nothing, and the start of a message about it, up to "that"."""
-    if rule.blocks and not any(pattern.matches(block.path) for pattern in rule.blocks for block in blocks):
-        patterns = ", ".join(f'"{pattern.text}"' for pattern in rule.blocks)
-        return "blocks", f"blocks at {patterns}, a path that"
-    if rule.module is None:
-        return "layers", f"layers{' in its blocks' if rule.blocks else ''} that"
-    within = " and ".join(key for key, given in (("blocks", rule.blocks), ("layers", rule.layers)) if given)
-    return "module", f'module "{rule.module.text}"{f" in its {within}" if within else ""}, which'
-
-
 def groups_of(resolved: ResolvedPolicy, blocks: Sequence[Block], mode: str) -> list[tuple[Block, RegionGroup]]:
     """Return each block with its region group.
 
@@ -258,18 +218,13 @@ def groups_of(resolved: ResolvedPolicy, blocks: Sequence[Block], mode: str) -> l
     pairs = []
     for block in blocks:
         position = block.path, block.layer, block.stack_size
-        rules = tuple(rule.index for rule in resolved.rules_of(*position, _has_module(block)))
+        rules = tuple(rule.index for rule in resolved.rules_of(*position, has_module(block)))
         planned = plan.region_at(*position) if plan is not None else None
         part = block.path.removeprefix(block.stack).lstrip(".").partition(".")[2]
         structure = tuple((path, type(module)) for path, module in parts_of(block.module))
         key = (rules, planned, block.stack, part, structure)
         pairs.append((block, groups.setdefault(key, RegionGroup(resolved.table(rules), mode, planned))))
     return pairs
-
-
-def _has_module(block: Block) -> Callable[[Rule], bool]:
-    paths = [path for path, _ in parts_of(block.module)]
-    return lambda rule: rule.module is None or any(rule.module.matches(path) for path in paths)
 
 
 # -- Regions on modules that the caller chooses one by one

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
@@ -13,21 +13,21 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from sac.blocks.find import Block
+from sac.blocks.find import Block, rules_here
 from sac.blocks.other_checkpointing import disable_guards, refuse_callers, refuse_flags
 from sac.blocks.paths import parts_of
 from sac.blocks.report_log import ReportLog
-from sac.errors import ModelError, Problem, RegionError, SacWarning, listing
+from sac.errors import ModelError, PolicyError, Problem, RegionError, SacWarning, listing
 from sac.policy.load import is_shipped, shipped_policies
 from sac.policy.model import Rule
 from sac.recompute.module_tracker import TrackedForward
 from sac.recompute.op_trace import RegionStats
 from sac.recompute.regions import Region, RegionGroup, run_modules
-from sac.recompute.table import DecisionTable
+from sac.recompute.table import DecisionTable, ResolvedPolicy
 from sac.recompute.torch_checkpoint import run_in_eager, run_traced
 from sac.region.settings import PLAIN, Settings
 
-# -- Rules without a match after every region has run
+# -- Rules without a match: before anything runs, and after every region has run
 
 COMPILED = "compiled"  # the save-set of compiled graphs as a whole
 
@@ -49,7 +49,7 @@ class UnmatchedRules:
 
     def saw(self, path: str, table: DecisionTable, stats: RegionStats) -> None:
         """Record that a region has run; ``stats`` holds the hits of its call. May raise ``RegionError`` if strict."""
-        self._hit.update(table.rules[at].rule.id for at in _places(table, stats))
+        self._hit.update(one.rule.id for one in table.rules if one.index in stats.saved.hits)
         self._pending.discard(path)
         if stats.compiled_graphs:
             self._compiled.append(path)
@@ -60,7 +60,7 @@ class UnmatchedRules:
         idle = self.idle()
         if not idle:
             return
-        problems = idle_problems(idle, {rule.id: _problem(rule) for rule in idle}, any_hit=bool(self._hit))
+        problems = _problems(idle, _of_no_call, any_hit=bool(self._hit))
         if problems and self.strict:
             raise RegionError(problems)
         for problem in problems:
@@ -76,24 +76,47 @@ class UnmatchedRules:
         return [rule for rule in self._rules if rule.id not in self._hit and not rule.optional]
 
 
-def idle_problems(idle: Sequence[Rule], problems: Mapping[str, Problem], *, any_hit: bool) -> list[Problem]:
-    """Return the problems to report for ``idle`` rules; ``problems`` is keyed by rule id.
+def rules_without_place(
+    resolved: ResolvedPolicy, blocks: Sequence[Block], *, strict: bool, stage: bool
+) -> Sequence[Problem]:
+    """Return problems to warn of: rules whose `blocks`, `module` or `layers` match nothing in the model.
+
+    Raises ``PolicyError`` with them if ``strict``, or if no rule has a place. ``stage``: the model is one of several.
+    """
+    needed = [one.rule for one in resolved.rules if not one.rule.optional]
+    idle = [rule for rule in (rules_here(needed, blocks) if stage else needed) if not _has_place(rule, blocks)]
+    any_hit = len(idle) < len(needed) or stage
+    problems = _problems(idle, partial(_of_no_place, blocks), any_hit=any_hit)
+    if problems and (strict or not any_hit):
+        raise PolicyError(problems)
+    return problems
+
+
+def _has_place(rule: Rule, blocks: Sequence[Block]) -> bool:
+    return any(
+        rule.matches_region(block.path, block.layer, block.stack_size) and has_module(block)(rule) for block in blocks
+    )
+
+
+def has_module(block: Block) -> Callable[[Rule], bool]:
+    """Return whether a rule is about a module of ``block``, or about all of them."""
+    paths = [path for path, _ in parts_of(block.module)]
+    return lambda rule: rule.module is None or any(rule.module.matches(path) for path in paths)
+
+
+def _problems(idle: Sequence[Rule], problem_of: Callable[[Rule], Problem], *, any_hit: bool) -> list[Problem]:
+    """Return the problems to report for ``idle`` rules.
 
     Single idle rules of a shipped policy are not reported, since the user did not write them. If no rule matches at all
     (``any_hit`` is False), this is one problem: the choice of policy.
     """
-    found = [problems[rule.id] for rule in idle if not is_shipped(rule.location)]
+    found = [problem_of(rule) for rule in idle if not is_shipped(rule.location)]
     names = dict.fromkeys(rule.origin for rule in idle if is_shipped(rule.location)) if not any_hit else ()
     fix = "`sac trace` lists the ops there are; choose another policy, or write one for this model"
     legal = listing(shipped_policies())
     return found + [
         Problem(f"policy {name}", "no rule of it matches anything in this model", legal, fix=fix) for name in names
     ]
-
-
-def _places(table: DecisionTable, stats: RegionStats) -> list[int]:
-    chosen = {resolved.index: at for at, resolved in enumerate(table.rules)}
-    return [chosen[index] for index in stats.hits if index in chosen]
 
 
 def _compiled_problem(paths: list[str]) -> Problem:
@@ -106,18 +129,27 @@ def _compiled_problem(paths: list[str]) -> Problem:
     )
 
 
-def _problem(rule: Rule) -> Problem:
+def _of_no_call(rule: Rule) -> Problem:
     what = "module" if rule.matches_module else "op"
-    return Problem(
-        where=rule.where(),
-        found=f'rule "{rule.id}" matched no {what} in any region of the model',
-        fix=fix_of_idle(what),
-    )
+    return _idle(rule, rule.where(), f"matched no {what} in any region of the model", what)
 
 
-def fix_of_idle(what: str) -> str:
-    """Return what to do about a rule that has no effect; ``what`` is there none of: op, module."""
-    return f"`sac trace` lists the {what}s there are; mark the rule `optional: true` if it may match nothing"
+def _of_no_place(blocks: Sequence[Block], rule: Rule) -> Problem:
+    if rule.blocks and not any(pattern.matches(block.path) for pattern in rule.blocks for block in blocks):
+        patterns = ", ".join(f'"{pattern.text}"' for pattern in rule.blocks)
+        key, place = "blocks", f"blocks at {patterns}, a path that"
+    elif rule.module is None:
+        key, place = "layers", f"layers{' in its blocks' if rule.blocks else ''} that"
+    else:
+        within = " and ".join(key for key, given in (("blocks", rule.blocks), ("layers", rule.layers)) if given)
+        key, place = "module", f'module "{rule.module.text}"{f" in its {within}" if within else ""}, which'
+    return _idle(rule, rule.where(key), f"speaks of {place} no region has", "module")
+
+
+def _idle(rule: Rule, where: str, found: str, what: str) -> Problem:
+    """Return the problem of a rule without effect; ``what`` is there none of: op, module."""
+    fix = f"`sac trace` lists the {what}s there are; mark the rule `optional: true` if it may match nothing"
+    return Problem(where, f'rule "{rule.id}" {found}', fix=fix)
 
 
 # -- Instance-level forwards: installing and removing regions
@@ -275,6 +307,17 @@ def regions_of(model: nn.Module) -> Iterator[InstalledRegion]:
         if isinstance(forward, InstalledForward):
             for region in forward.regions:
                 yield InstalledRegion(region, forward.applied)
+
+
+def alike(regions: Iterable[Region]) -> list[list[Region]]:
+    """Return the regions of each group, split by what their last call kept."""
+    found: list[list[Region]] = []
+    for region in regions:
+        same = (one for one in found if one[0].group is region.group and one[0].stats == region.stats)
+        if (known := next(same, None)) is None:
+            found.append(known := [])
+        known.append(region)
+    return found
 
 
 def remove(model: nn.Module) -> nn.Module:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from sac.blocks.chunks import ChunkedForward
-from sac.blocks.install import Applied, InstalledForward, RegionForward
+from sac.blocks.install import Applied, InstalledForward, RegionForward, alike
 from sac.blocks.paths import group_label
 from sac.config import policy_of_family, usable_policy
 from sac.errors import SacWarning
@@ -187,8 +187,8 @@ def _lines(where: str, applied: Applied | None, path: str | None = None, device:
         over = _over(regions, path)
         so_far = f" ({bytes_text(_kept(over))} so far: the forward of {len(over)} is over)" if over else ""
         yield f"  kept from forward to backward by {len(ran)}{of} regions: {bytes_text(_kept(ran))}{so_far}"
-        for alike in _alike(ran):
-            yield from _group_lines(alike)
+        for of_group in alike(ran):
+            yield from _group_lines(of_group)
         yield from _mode_lines(ran, applied)
     yield from _plan_lines(ran, device)
 
@@ -207,15 +207,6 @@ def _over(regions: Sequence[Region], path: str | None) -> list[Region]:
 
 def _natural(path: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in path.split(".")]
-
-
-def _alike(regions: Sequence[Region]) -> list[list[Region]]:
-    """Return the regions of each group, split by what their last call kept."""
-    groups: defaultdict[tuple[object, ...], list[Region]] = defaultdict(list)
-    for region in regions:
-        key = (id(region.group), *region.stats.figures())
-        groups[key].append(region)
-    return list(groups.values())
 
 
 def _group_lines(regions: Sequence[Region]) -> Iterator[str]:

@@ -27,6 +27,7 @@ from sac.fitting.observing import Observation, Observed
 from sac.planner.profile import RegionProfile
 from sac.planner.tracing import ProfiledRegion, merged
 from sac.policy.model import Decision, Policy, Rule, dump_policy
+from sac.recompute.op_trace import RegionStats, SavedFigures
 from sac.recompute.regions import Region, RegionGroup
 from sac.recompute.torch_checkpoint import run_in_eager
 from sac.tensors import storage_bytes, tensor_parts
@@ -367,9 +368,10 @@ class Controller:
             forward.planned, forward.is_plain = region, False
             if block.path in fitted.paths and fitted.saved[at := fitted.paths.index(block.path)] is None:
                 forward.is_plain = True
-                region.stats.calls, region.stats.saved_bytes = 1, fitted.held[at]
-                region.stats.by_rule = {one.index: fitted.held[at] for one in group.table.rules}
-                region.stats.hits = {one.index: 1 for one in group.table.rules}
+                rules = [one.index for one in group.table.rules]
+                size = fitted.held[at]
+                saved = SavedFigures(size, 0, dict.fromkeys(rules, size), dict.fromkeys(rules, 1))
+                region.stats = RegionStats(1, saved)
         self.fitted, self._used = fitted, ""
         self._tell(str(fitted))
 

@@ -20,7 +20,7 @@ from sac.ops.names import op_name
 from sac.policy.model import Decision, PlannedRegion
 from sac.recompute.table import NO_RULE as NO_RULE
 from sac.recompute.table import CallSite, DecisionTable, ResolvedRule, first_tensor
-from sac.stores.offload import OffloadFigures
+from sac.stores.offload import OffloadUse
 from sac.tensors import storage_bytes, tensors_of
 from sac.torch_private import tree_leaves
 
@@ -130,60 +130,57 @@ def _reason(site: CallSite, rule: ResolvedRule | None, decision: Decision) -> st
 # -- What the last call of one region kept, for the report
 
 
-@dataclass(slots=True)
-class RegionStats:
-    """What the last call of one region kept, in bytes of whole storages, each counted once.
-
-    ``saved_bytes``: for backward, without the inputs. ``input_host_bytes``: of inputs kept in host memory for a device.
-    ``dead_bytes``: decided to be saved, but freed because backward can never read it. ``by_rule`` and ``hits`` are
-    keyed by the rule's index in the table. ``compiled_graphs``: those of ``torch.compile`` that the first call ran.
-    ``offloads``: what became of what rules offload, by rule; what has moved to the host is in no other figure.
-    ``engine``: that of the last call, empty if it needed none. ``native_ops``: those that the C++ library recorded.
-    """
-
-    calls: int = 0
-    saved_bytes: int = 0
-    input_bytes: int = 0
-    input_host_bytes: int = 0
-    dead_bytes: int = 0
-    by_rule: dict[int, int] = field(default_factory=dict)
-    hits: dict[int, int] = field(default_factory=dict)
-    compiled_graphs: int = 0
-    engine: str = ""
-    native_ops: int = 0
-    offloads: Mapping[int, OffloadFigures] = field(default_factory=dict)
-
-    def figures(self) -> tuple[object, ...]:
-        """Return everything except the number of calls, for comparison."""
-        kept = (self.saved_bytes, self.input_bytes, self.input_host_bytes, self.dead_bytes, self.compiled_graphs)
-        offloads = [(rule, one.moved, one.spared, *one.held.items()) for rule, one in sorted(self.offloads.items())]
-        return (*kept, tuple(sorted(self.by_rule.items())), tuple(sorted(self.hits.items())), tuple(offloads))
-
-    def take(self, kept: SavedFigures | None, input_bytes: tuple[int, int]) -> None:
-        """Overwrite with what the call that has just run keeps; ``kept`` is None if no mode was needed."""
-        self.calls += 1
-        self.input_bytes, self.input_host_bytes = input_bytes
-        self.saved_bytes = kept.saved_bytes if kept is not None else 0
-        self.dead_bytes = kept.dead_bytes if kept is not None else 0
-        if kept is not None:
-            self.by_rule, self.hits = kept.by_rule, kept.hits
-            if moved := {rule: one.moved for rule, one in self.offloads.items() if one.moved}:
-                self.by_rule = {rule: size - moved.get(rule, 0) for rule, size in self.by_rule.items()}
-                self.saved_bytes -= sum(moved.values())
-
-
 @dataclass(frozen=True, slots=True)
 class SavedFigures:
-    """What the state and the handles of one call keep, counted before anything is passed to outer hooks.
+    """What one call keeps for backward, without the inputs: bytes of whole storages, each counted once.
 
-    ``freed``: values that were saved, and that backward can never read.
+    They are counted before anything is passed to outer hooks. ``dead_bytes``: decided to be saved, but freed because
+    backward can never read it; ``freed``: these values. ``by_rule`` (bytes) and ``hits`` (calls of ops) are keyed by
+    the rule's index in the table.
     """
 
-    saved_bytes: int
-    dead_bytes: int
-    by_rule: dict[int, int]
-    hits: dict[int, int]
-    freed: frozenset[int] = frozenset()
+    saved_bytes: int = 0
+    dead_bytes: int = 0
+    by_rule: Mapping[int, int] = field(default_factory=dict)
+    hits: Mapping[int, int] = field(default_factory=dict)
+    freed: frozenset[int] = field(default=frozenset(), compare=False)
+
+
+@dataclass(slots=True)
+class RegionStats:
+    """What the last call of one region kept. Two are equal if their bytes, calls of ops and graphs are.
+
+    ``input_host_bytes``: of inputs kept in host memory for a device. ``compiled_graphs``: those of ``torch.compile``
+    that the first call ran. ``offloads``: what became of what rules offload, by rule. ``engine``: that of the last
+    call, empty if it needed none. ``native_ops``: those that the C++ library recorded.
+    """
+
+    calls: int = field(default=0, compare=False)
+    saved: SavedFigures = SavedFigures()
+    input_bytes: int = 0
+    input_host_bytes: int = 0
+    compiled_graphs: int = 0
+    engine: str = field(default="", compare=False)
+    native_ops: int = field(default=0, compare=False)
+    offloads: Mapping[int, OffloadUse] = field(default_factory=dict)
+
+    @property
+    def by_rule(self) -> dict[int, int]:
+        """Bytes saved on the device, by the rule's index."""
+        moved = {rule: one.host_bytes for rule, one in self.offloads.items()}
+        return {rule: size - moved.get(rule, 0) for rule, size in self.saved.by_rule.items()}
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes saved on the device for backward, without the inputs."""
+        return self.saved.saved_bytes - sum(one.host_bytes for one in self.offloads.values())
+
+    def take(self, saved: SavedFigures | None, input_bytes: tuple[int, int]) -> None:
+        """Overwrite with what the call that has just run keeps; ``saved`` is None if no mode was needed."""
+        self.calls += 1
+        self.input_bytes, self.input_host_bytes = input_bytes
+        if saved is not None or self.saved.by_rule:
+            self.saved = saved or SavedFigures(hits=self.saved.hits)
 
 
 # -- Whether a region runs the ops that a plan was made for
@@ -271,11 +268,16 @@ def _log_rows(region: str, rows: Sequence[OpTraceRow]) -> None:
 
 @dataclass(slots=True)
 class TracedCalls:
-    """The decisions passed to ``torch.compile`` when it last traced a region: calls saved, recomputed, and per rule."""
+    """The decisions passed to ``torch.compile`` when it last traced a region: calls of ops to save, and to recompute.
+
+    ``rules``: the calls that each rule matched. ``offloads``: whether a rule offloads, which no compiled graph does:
+    it saves. Among the results to save, the partitioner keeps a choice of what autograd needs, so no bytes are known.
+    """
 
     saved: int = 0
     recomputed: int = 0
-    hits: dict[int, int] = field(default_factory=dict)
+    rules: dict[str, int] = field(default_factory=dict)
+    offloads: bool = False
 
 
 @dataclass(slots=True)

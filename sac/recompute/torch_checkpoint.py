@@ -392,7 +392,7 @@ class TracedPolicy:
 
     def __init__(self, table: DecisionTable, path: str, module: nn.Module | None = None) -> None:
         self.record = RerunState(table, path)
-        self.calls = compiled_calls(table).traced = TracedCalls()
+        self.calls = compiled_calls(table).traced = TracedCalls(offloads=bool(table.offloads))
         _tell_of_budget()
         _tell_of_results(table)
         self._paths = {} if module is None else {str(id(part)): name for name, part in module.named_modules()}
@@ -444,7 +444,7 @@ class TracedPolicy:
         calls = self.calls
         calls.saved, calls.recomputed = calls.saved + saves, calls.recomputed + (not saves)
         if rule is not None:
-            calls.hits[rule.index] = calls.hits.get(rule.index, 0) + 1
+            calls.rules[rule.rule.id] = calls.rules.get(rule.rule.id, 0) + 1
 
     def _module(self) -> str:
         """Return the path, relative to the region, of the module that is being traced."""

@@ -27,7 +27,7 @@ from sac.region.module_state import ModuleState, UnseenWriteError
 from sac.region.settings import PLAIN, Settings
 from sac.region.tables import AttributesHolder
 from sac.region.undo import UndoStack
-from sac.stores.offload import HOOKS, TANGENTS, OffloadFigures, Offloading
+from sac.stores.offload import HOOKS, TANGENTS, Offloading, OffloadUse
 from sac.tensors import describe, detached, shares_storage, storage_bytes, version_of
 from sac.torch_private import NO_TASK, current_graph_task_id, graph_is_retained
 
@@ -405,7 +405,7 @@ class RegionCall(ABC):
         self.owners = owners
         self.settings = settings
         self.input_bytes = (0, 0)  # on devices, and on the host on their behalf: held by this region or its handles
-        self.offloads: Mapping[int, OffloadFigures] = {}  # after the forward: by rule
+        self.offloads: Mapping[int, OffloadUse] = {}  # after the forward: by rule
         self.kept_whole: Problem | None = None  # after the forward: why its activations are kept after all
         self.attributes: AttributesHolder | None = None  # those of all owners, if they have been recorded for this call
         self.is_evidence = False  # whether ``moved_host_rng`` will be read

@@ -43,20 +43,21 @@ OTHER_KIND = "not plain tensors"
 
 
 @dataclass(slots=True)
-class OffloadFigures:
-    """What became of the storages that one rule offloads, in bytes, in the last call of a region.
+class OffloadUse:
+    """What became of what one rule offloads, in bytes of whole storages, in the last call of one region.
 
-    ``moved``: to the host; ``spared``: of these, read in backward before their memory on the device was freed, as for
-    the last regions. ``held``: on the device, by reason.
+    ``host_bytes``: copied to host memory; ``spared_bytes``: of these, what backward found on the device, not freed yet,
+    as in the last regions. ``held_bytes``: what stayed on the device, by reason. ``rule``: its id, in a report.
     """
 
-    moved: int = 0
-    spared: int = 0
-    held: dict[str, int] = field(default_factory=dict)
+    rule: str = ""
+    host_bytes: int = 0
+    spared_bytes: int = 0
+    held_bytes: dict[str, int] = field(default_factory=dict)
 
     def hold(self, reason: str, size: int) -> None:
         """Count a storage that stays on the device."""
-        self.held[reason] = self.held.get(reason, 0) + size
+        self.held_bytes[reason] = self.held_bytes.get(reason, 0) + size
 
 
 class _Group:
@@ -82,7 +83,7 @@ class Offloading:
         self._rules = rules
         self._groups: dict[int, _Group] = {}
         self._copies: dict[int, HostCopy] = {}
-        self.figures: dict[int, OffloadFigures] = {}
+        self.figures: dict[int, OffloadUse] = {}
 
     def look_at(self, tensor: torch.Tensor, rule: int | None) -> torch.Tensor:
         """Count a held tensor; return it. ``rule``: the index of the rule that saved it."""
@@ -134,7 +135,7 @@ class Offloading:
                 if copy is None:
                     figures.hold(FULL, source.numel())
                     continue
-                figures.moved += source.numel()
+                figures.host_bytes += source.numel()
                 copy.figures = figures
                 self._copies[address] = copy
 
@@ -154,8 +155,8 @@ class Offloading:
             return SHARED
         return ""
 
-    def _figures(self, rule: int) -> OffloadFigures:
-        return self.figures.setdefault(rule, OffloadFigures())
+    def _figures(self, rule: int) -> OffloadUse:
+        return self.figures.setdefault(rule, OffloadUse())
 
 
 def _read(copy: HostCopy, geometry: Geometry) -> torch.Tensor:

@@ -217,8 +217,8 @@ class HostCopy:
     """The bytes of one storage in host memory, from when its copy down starts; see Note [Transfers].
 
     ``source``: those on the device, as long as they stay there. ``call``: the region call that reads them in backward.
-    ``task``: the backward that asked for them last. ``figures.spared`` counts the bytes if backward finds them in the
-    source.
+    ``task``: the backward that asked for them last. ``figures.spared_bytes`` counts the bytes if backward finds them in
+    the source.
     """
 
     __slots__ = (
@@ -404,7 +404,7 @@ class Transfers:
             if copy.task != task and task != NO_TASK:
                 copy.task = task
                 if copy.source is not None and copy.figures is not None:
-                    copy.figures.spared, copy.figures = copy.figures.spared + copy.size, None
+                    copy.figures.spared_bytes, copy.figures = copy.figures.spared_bytes + copy.size, None
                 if copy.call is not None:
                     self.look_ahead(copy.call)
             if task == NO_TASK or when_backward_ends is None:  # no end at which the target could be freed

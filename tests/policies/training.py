@@ -58,7 +58,7 @@ def train(model: nn.Module, inputs: dict[str, Any]) -> Trained:
         bound.rule.id
         for region in regions_of(model)
         for bound in region.region.group.table.rules
-        if region.region.stats.hits.get(bound.index)
+        if region.region.stats.saved.hits.get(bound.index)
     }
     return Trained(seen, frozenset(hits), model)
 

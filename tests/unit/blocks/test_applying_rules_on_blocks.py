@@ -114,7 +114,7 @@ def test_what_no_region_has_is_told(matchers: dict[str, Any], key: str, text: st
     assert str(caught.value) == told
     with pytest.warns(SacWarning) as warned:
         sac.apply(built(llama_stack), selective(policy(save("matmul", **matchers), save("attention"))))
-    assert [str(one.message) for one in warned] == [told]
+    assert [(str(one.message), one.filename) for one in warned] == [(told, __file__)]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         sac.apply(built(llama_stack), selective(policy(save("matmul", **matchers, optional=True), save("attention"))))

@@ -125,7 +125,7 @@ def is_idle(model: nn.Module) -> bool:
 def figures(model: nn.Module) -> list[tuple[int, int, dict[str, int]]]:
     """Of the first rule, for each region: bytes on the host, bytes spared, and bytes held by reason."""
     found = [one.region.stats.offloads[0] for one in regions_of(model)]
-    return [(one.moved, one.spared, one.held) for one in found]
+    return [(one.host_bytes, one.spared_bytes, one.held_bytes) for one in found]
 
 
 # The same gradients
@@ -279,7 +279,7 @@ def test_decisions_take_turns(device, engine, turns, moved):
     assert [row.decision for row in rows] == [turns[call % 2] for call in range(3)]
     sac.apply(model, value)
     model(*square())
-    assert sum(one.moved for one in next(regions_of(model)).region.stats.offloads.values()) == moved
+    assert sum(one.host_bytes for one in next(regions_of(model)).region.stats.offloads.values()) == moved
 
 
 def test_limits_of_the_policy(device):
