@@ -34,10 +34,11 @@ from sac.recompute.rerun import default_generators, written_tensors
 from sac.recompute.schedule import ReplaySchedule, TapeLayout, Wanted, schedule_replay
 from sac.recompute.table import CallSite, DecisionTable, ResolvedRule, decide, gathers, run_op
 from sac.recompute.tape import SMALL_NUMEL, TENSOR_HOLE, Tape, as_reads, cast_of
-from sac.region.frame import Handle, Handles, Progress, clone_small_views
+from sac.region.frame import Handle, Handles, Progress
 from sac.region.inputs import RegionInputs
 from sac.region.module_state import ModuleState, other_bytes, small_bytes
 from sac.region.rng import RngSnapshot, States, state_of, states_of
+from sac.region.saved_tensor import compact
 from sac.region.settings import AUTO, Settings
 from sac.stores.offload import Offloading
 from sac.tensors import (
@@ -1122,7 +1123,7 @@ class ReplayRecorder(TapeRecorder):
             sizes = _sizes_of(tape.kept, loose, held)
         if loose:
             addresses = {storage_address(part) for tensor in held.values() for part in tensor_parts(tensor)}
-            clone_small_views([handle for handle in loose if handle.storage not in addresses])
+            compact([handle for handle in loose if handle.storage not in addresses])
         if layout is not None and sizes is not None and layout.sizes == sizes:
             self.figures = layout.figures
         else:

@@ -392,7 +392,7 @@ class ReplayFrame(Frame):
         recorder = self.recorder
         if not recorder.may_fall_back or self._dropped or handle.index not in recorder.external_handles:
             return False
-        return handle.watched is not None and version_of(handle.watched) != handle.version
+        return handle.was_changed
 
     def _recompute(self, wanted: Handle, task: int, *, last: bool) -> None:
         recorder = self.recorder

@@ -38,11 +38,11 @@ from sac.region.frame import (
     Handles,
     NoEarlyStop,
     Progress,
-    clone_small_views,
 )
 from sac.region.inputs import RegionInputs
 from sac.region.module_state import ModuleState, UnseenWriteError
 from sac.region.rng import default_generator, state_of, states_of
+from sac.region.saved_tensor import compact
 from sac.stores.offload import Offloading
 from sac.tensors import (
     describe,
@@ -354,7 +354,7 @@ class RerunState:
         addresses = addresses_of(alive)
         if self.modules is not None:
             self.modules.close(last_missing)
-        clone_small_views([handle for handle in kept if not handle.is_external and handle.storage not in addresses])
+        compact([handle for handle in kept if not handle.is_external and handle.storage not in addresses])
         for value in self.saved:
             if id(value) not in held:
                 self._release(value, in_handles)
@@ -1014,8 +1014,8 @@ class RerunRecorder:
         self.state.keeps_persistent = has_rules and self.early_stop and active_hooks() is None
         self.state.keeps_layouts = active_hooks() is None and all(kept.stored is None for kept in inputs.tensors)
         for kept in inputs.tensors:
-            if isinstance(kept.data, torch.Tensor):
-                self.state.value_ids.name_input(kept.data, kept.position, lasts=kept.stored is None)
+            if isinstance(kept.value, torch.Tensor):
+                self.state.value_ids.name_input(kept.value, kept.position, lasts=kept.stored is None)
 
     def set_start(self, module_state: ModuleState, handles: Handles) -> None:
         """See ``Recorder.set_start``."""

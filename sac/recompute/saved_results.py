@@ -16,27 +16,22 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
 from sac.errors import Problem, RegionError
-from sac.outer_hooks import OuterPacked, PackHooks, active_hooks, fetch, pack_with_outer_hooks
+from sac.outer_hooks import PackHooks, active_hooks
 from sac.region.fingerprint import PLAIN, attributes_of
 from sac.region.frame import Handle
-from sac.region.inputs import Alias, copied
 from sac.region.python_state import ReachableState
 from sac.region.rng import HostRandomState, RngSnapshot, generators_now, put_back, state_of, states_of
+from sac.region.saved_tensor import SavedTensor, compact
 from sac.region.settings import Settings
 from sac.region.writes import give_history
-from sac.stores.offload import Offloading
 from sac.tensors import (
     detached,
     equal,
     laid_out,
-    layout_key,
     layout_of,
     storage_address,
-    storage_bytes,
     storage_sizes,
-    tensor_parts,
     version_of,
-    version_watch,
     write_onto,
 )
 from sac.torch_private import tree_flatten, tree_leaves, tree_unflatten
@@ -59,72 +54,34 @@ class Serving:
     storages: dict[int, torch.UntypedStorage] = field(default_factory=dict)
 
 
-class SavedLeaf:
-    """One tensor without its graph.
+class SavedLeaf(SavedTensor):
+    """One tensor of a result. A leaf that needs a gradient, usually a parameter, is external, and is held itself.
 
-    ``indices``: value id and offset of each of its parts, where value ids are used. ``is_external``: it is a leaf that
-    needs a gradient, usually a parameter, and is held itself.
+    ``indices``: value id and offset of each of its parts, where value ids are used.
     """
 
-    __slots__ = ("_layout", "_needs_grad", "_version", "_watch", "copied", "data", "indices", "is_external")
+    __slots__ = ("_layout", "indices", "is_external", "needs_grad", "value", "version", "watched", "written")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.is_external = tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
-        self._needs_grad = tensor.requires_grad
-        self.data: torch.Tensor | OuterPacked | None = tensor if self.is_external else detached(tensor)
-        self._watch: torch.Tensor | None = self.data
-        self._version = version_of(tensor)
-        self._layout: torch.Tensor | None = None  # without data: the original layout, if `data` has another
-        self.copied = False  # the region writes to it: it is held and served as a copy
+        self.needs_grad = tensor.requires_grad
+        self.value = self.watched = tensor if self.is_external else detached(tensor)
+        self.version = version_of(tensor)
+        self.written = False
+        self._layout: torch.Tensor | None = None  # without data: the original layout, if `value` has another
         self.indices: list[tuple[int, int]] = []
 
     @property
     def held(self) -> torch.Tensor:
         """The tensor, during the forward."""
-        assert isinstance(self.data, torch.Tensor)
-        return self.data
+        assert isinstance(self.value, torch.Tensor)
+        return self.value
 
-    @property
-    def was_changed(self) -> bool:
-        """Whether it was written to since without being copied first."""
-        return self._watch is not None and version_of(self._watch) != self._version
-
-    def copy(self, storages: dict[int, torch.UntypedStorage]) -> None:
-        """Hold a copy from now on; ``storages`` holds the copies made so far."""
-        if isinstance(self.data, torch.Tensor) and not self.is_external and not self.copied:
-            self.data, self._watch, self.copied = copied(self.data, storages), None, True
-
-    def compact(self) -> None:
-        """Hold only the elements, not the whole storage."""
-        if isinstance(self.data, torch.Tensor) and (layout := layout_of(self.data)) is not None:
+    def replace(self, dense: torch.Tensor) -> None:
+        """See ``SavedTensor``."""
+        if (layout := layout_of(self.held)) is not None:
             self._layout = layout
-            self._watch = version_watch(self.data) if self._watch is not None else None
-            self.data = self.data.clone(memory_format=torch.preserve_format)
-
-    def pack_with_outer_hooks(self, hooks: PackHooks) -> None:
-        """Hand the data to the saved-tensor hooks around the region."""
-        if isinstance(self.data, torch.Tensor) and not self.is_external:
-            self._watch = version_watch(self.data) if self._watch is not None else None
-            self.data = pack_with_outer_hooks(self.data, hooks)
-
-    def look_at(self, work: Offloading, rule: int) -> None:
-        """Show the data, which ``rule`` saved, to ``work``."""
-        if isinstance(self.data, torch.Tensor) and not self.is_external:
-            if self.was_changed:
-                work.exclude(self.data)
-            else:
-                work.look_at(self.data, rule)
-
-    def offload(self, work: Offloading) -> None:
-        """Hold instead of the data what ``work`` has made of it."""
-        if isinstance(self.data, torch.Tensor) and not self.is_external:
-            packed = work.packed(self.data)
-            if packed is not self.data:
-                self.data, self._watch = packed, None
-
-    def drop(self) -> None:
-        """Release the data."""
-        self.data = self._watch = None
+            super().replace(dense)
 
     def made(self, serving: Serving) -> torch.Tensor:
         """Return the tensor for one recomputation."""
@@ -133,9 +90,8 @@ class SavedLeaf:
         return tensor
 
     def _value(self, serving: Serving) -> torch.Tensor:
-        assert self.data is not None, "a result was served after its release"
         found = serving.fetched.pop(id(self), None)
-        return fetch(self.data) if found is None else found
+        return self.fetch() if found is None else found
 
     def _tensor(self, serving: Serving) -> torch.Tensor:
         data = self._value(serving)
@@ -143,18 +99,14 @@ class SavedLeaf:
             return data
         if self._layout is not None and not _lies_as(data, self._layout):
             data = laid_out(data, self._layout)  # kernels choose their summation order by the layout
-        fresh = copied(data, serving.storages) if self.copied else detached(data)
-        if not self._needs_grad:
-            return fresh.detach() if fresh.requires_grad else fresh
-        fresh.requires_grad_()
-        return Alias.apply(fresh) if self.copied else fresh  # type: ignore[no-untyped-call]
+        return self.leaf(self.own(detached(data), serving.storages))
 
     def write_to(self, target: torch.Tensor, serving: Serving) -> None:
         """Write this value to ``target``, as the in-place op left it in forward."""
         value = self._value(serving)
         if storage_address(value) != storage_address(target):
             write_onto(target, value)
-        if self._needs_grad and not target.requires_grad:
+        if self.needs_grad and not target.requires_grad:
             give_history(target, detached(value).requires_grad_())
 
 
@@ -324,7 +276,7 @@ class ModuleResult:
         It does not if a kept tensor was written to without a copy, if a needed value was released, or if the argument
         of a returned view has another layout than in forward.
         """
-        if self.was_changed or any(kept.data is None for kept in self.kept):
+        if self.was_changed or any(kept.value is None for kept in self.kept):
             return False
         return all(view.fits(given) for view in self._views)
 
@@ -336,21 +288,11 @@ class ModuleResult:
 
     def compact(self) -> None:
         """Hold small parts of a large storage as copies, so that they do not pin all of it."""
-        groups: dict[int, list[SavedLeaf]] = {}
-        for kept in self.kept:
-            if type(kept.data) is torch.Tensor and not kept.copied:
-                groups.setdefault(storage_address(kept.data), []).append(kept)
-        for group in groups.values():
-            views = {layout_key(one.data): one.data for one in group if isinstance(one.data, torch.Tensor)}
-            whole = max(map(storage_bytes, views.values()))
-            if sum(view.numel() * view.element_size() for view in views.values()) < whole:
-                for one in group:
-                    one.compact()
+        compact(kept for kept in self.kept if type(kept.value) is torch.Tensor and not kept.is_external)
 
     def addresses(self) -> set[int]:
         """Return the addresses of the held storages."""
-        tensors = [kept.data for kept in self.kept if isinstance(kept.data, torch.Tensor)]
-        return {storage_address(part) for tensor in tensors for part in tensor_parts(tensor)}
+        return {address for kept in self.kept for address in kept.sizes()}
 
     def build(self, serving: Serving) -> Any:
         """Return what the module would have returned, and write to its arguments as it would have."""

@@ -35,7 +35,7 @@ from sac.region.inputs import RegionInputs
 from sac.region.module_state import ModuleState
 from sac.region.settings import Settings
 from sac.stores.offload import Offloading
-from sac.tensors import copy_of, detached, overwrite, plain_address, storage_sizes, version_of
+from sac.tensors import copy_of, detached, overwrite, plain_address, version_of
 from sac.torch_private import tree_leaves
 
 if TYPE_CHECKING:
@@ -113,8 +113,7 @@ class SavedModuleCall:
     def result_sizes(self) -> dict[int, int]:
         """Return the bytes of each storage that is kept of its result, by address."""
         kept = self.result.kept if self.result is not None else []
-        tensors = [one.data for one in kept if isinstance(one.data, torch.Tensor) and not one.is_external]
-        return {address: size for tensor in tensors for address, size in storage_sizes(tensor).items()}
+        return {address: size for one in kept if not one.is_external for address, size in one.sizes().items()}
 
     def drop(self) -> None:
         """Release what it left behind."""
@@ -143,8 +142,8 @@ class SavedModules:
     def begin(self, inputs: RegionInputs) -> None:
         """The region is about to run on ``inputs``."""
         if self.is_watched:
-            held = [kept.data for kept in inputs.tensors if isinstance(kept.data, torch.Tensor) and kept.stored is None]
-            self.inputs = frozenset(address for tensor in held for address in storage_sizes(tensor))
+            held = [kept for kept in inputs.tensors if kept.stored is None]
+            self.inputs = frozenset(address for kept in held for address in kept.sizes())
 
     def add(self, call: SavedModuleCall) -> None:
         """A saved module has returned."""
@@ -201,7 +200,8 @@ class SavedModules:
         """Yield each kept tensor with the rule that keeps it."""
         for call in self.calls.values():
             for kept in call.result.kept if call.result is not None else ():
-                yield kept, call.rule
+                if not kept.is_external:
+                    yield kept, call.rule
 
     def fetch_recomputed(self) -> dict[int, torch.Tensor]:
         """Return the kept tensors that an outer region must recompute, by the id of their leaf.
@@ -209,7 +209,7 @@ class SavedModules:
         Called before a recomputation activates its own hooks and modes: the ops and modules of the outer region do not
         belong to this one.
         """
-        parked = [(kept, kept.data) for kept, _ in self.held() if isinstance(kept.data, OuterPacked)]
+        parked = [(kept, kept.value) for kept, _ in self.held() if isinstance(kept.value, OuterPacked)]
         return {id(kept): data.fetch() for kept, data in parked if data.is_recomputed}
 
     def pack_with_outer_hooks(self, hooks: PackHooks) -> None:
@@ -397,8 +397,8 @@ class ServingPass:
         out = self._run_again(forward, args, kwargs)
         again = ModuleResult(out, given, before, call.result.where)
         for kept, former in zip(again.kept, call.result.kept, strict=True):
-            if isinstance(kept.data, torch.Tensor):
-                self._name_again(former, kept.data)
+            if isinstance(kept.value, torch.Tensor):
+                self._name_again(former, kept.value)
         return out
 
     def _name_again(self, kept: SavedLeaf, tensor: torch.Tensor) -> None:

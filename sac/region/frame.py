@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -18,17 +17,18 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from sac.errors import Problem, RegionError
-from sac.outer_hooks import OuterPacked, PackHooks, active_hooks, fetch, pack_with_outer_hooks
+from sac.outer_hooks import PackHooks, active_hooks, fetch
 from sac.region.ambient import AmbientState, subclasses_on
 from sac.region.compiled_graphs import never_compiled
 from sac.region.forward_ad import dual_level_is_on, outside_transforms
 from sac.region.inputs import RegionInputs
 from sac.region.module_state import ModuleState, UnseenWriteError
+from sac.region.saved_tensor import SavedTensor
 from sac.region.settings import PLAIN, Settings
 from sac.region.tables import AttributesHolder
 from sac.region.undo import UndoStack
 from sac.stores.offload import HOOKS, TANGENTS, Offloading, OffloadUse
-from sac.tensors import describe, detached, shares_storage, storage_bytes, version_of
+from sac.tensors import describe, detached, shares_storage, version_of
 from sac.torch_private import NO_TASK, current_graph_task_id, graph_is_retained
 
 # -- What autograd holds instead of a region's tensors, and how a recomputation fills it
@@ -54,19 +54,15 @@ class StopRecompute(BaseException):
         self.frame = frame
 
 
-class Handle:
+class Handle(SavedTensor):
     """Placeholder that autograd holds instead of a tensor. ``is_kept`` separates kept handles from missing ones."""
 
-    # The defaults are class attributes: there is one handle per tensor that autograd saves, and few need them all.
     shape: torch.Size | None = None  # compared with those of the tensor that recomputation saves in its place
     dtype: torch.dtype | None = None
     device: torch.device | None = None
     is_kept = False
     storage = 0  # address of the tensor's storage object, set if a recorder needs it
-    is_external = False  # something else holds the kept value too: it is an input or a parameter
-    value: torch.Tensor | OuterPacked | None = None
-    watched: torch.Tensor | None = None  # shares the value's version counter
-    version = 0
+    watches_packed = False  # nor does autograd
     task = -2  # the graph task that last unpacked this handle (-1 is autograd's "none")
 
     def __init__(self, index: int, tensor: torch.Tensor | None = None) -> None:
@@ -86,33 +82,10 @@ class Handle:
         """Return whether backward may still ask for this handle's value in graph task ``task``."""
         return self.value is None and not self.is_kept and (self.task != task or task == -1)
 
-    def pack_with_outer_hooks(self, hooks: PackHooks) -> None:
-        """Hand the held tensor to the saved-tensor hooks around the region."""
-        if isinstance(self.value, torch.Tensor):
-            self.value, self.watched = pack_with_outer_hooks(self.value, hooks), None
-
-    def look_at(self, work: Offloading, rule: int | None) -> None:
-        """Show the held tensor, which ``rule`` saved, to ``work``."""
-        value, watched = self.value, self.watched
-        if isinstance(value, torch.Tensor) and not self.is_external:
-            if watched is value:  # a leaf is held itself: who else holds the same tensor could not be counted
-                self.value = self.watched = value = detached(value)
-            if watched is not None and self.version != version_of(watched):
-                work.exclude(value)
-            else:
-                work.look_at(value, rule)
-
-    def offload(self, work: Offloading) -> None:
-        """Hold instead of the tensor what ``work`` has made of it."""
-        if isinstance(self.value, torch.Tensor) and not self.is_external:
-            packed = work.packed(self.value)
-            if packed is not self.value:
-                self.value, self.watched = packed, None
-
     def kept_value(self, path: str) -> torch.Tensor:
         """Return the held tensor; raise ``RegionError`` if it has been written to since, as autograd would."""
         watched = self.watched
-        if watched is not None and version_of(watched) != self.version:
+        if watched is not None and self.was_changed:
             raise RegionError(
                 Problem(
                     where=path or "region",
@@ -121,8 +94,7 @@ class Handle:
                     fix="do not change it in place between the op that uses it and backward",
                 )
             )
-        assert self.value is not None
-        return fetch(self.value)
+        return self.fetch()
 
 
 class Handles:
@@ -277,35 +249,6 @@ class NoEarlyStop:
 Progress = RecomputeProgress | NoEarlyStop
 
 
-# -- Kept views much smaller than their storage
-
-
-def clone_small_views(handles: list[Handle]) -> None:
-    """Replace views that are smaller than their storage by copies, so that they do not pin it."""
-    groups: dict[int, list[Handle]] = defaultdict(list)
-    for handle in handles:
-        groups[handle.storage].append(handle)
-    for group in groups.values():
-        tensors = {_view_of(h.value): h.value for h in group if isinstance(h.value, torch.Tensor)}
-        whole = max(storage_bytes(t) for t in tensors.values())
-        if sum(t.numel() * t.element_size() for t in tensors.values()) < whole:
-            copies = {view: _dense_copy(tensor) for view, tensor in tensors.items()}
-            for handle in group:
-                if isinstance(handle.value, torch.Tensor):
-                    handle.value, handle.watched = copies[_view_of(handle.value)], None
-
-
-def _view_of(tensor: Any) -> tuple[Any, ...]:
-    if tensor.layout is not torch.strided:
-        return (id(tensor),)
-    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
-
-
-def _dense_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy with the same order of dimensions in memory and without gaps."""
-    return tensor.clone(memory_format=torch.preserve_format)
-
-
 # -- Advice in errors on recomputations that differ from their forward
 
 OTHER_PATH = (
@@ -429,7 +372,7 @@ class RegionCall(ABC):
         """Record the ambient state, the Python state and the inputs that the forward is about to use."""
         self.hooks = active_hooks()
         self.inputs = inputs
-        tensors = [kept.data for kept in inputs.tensors if isinstance(kept.data, torch.Tensor)]
+        tensors = [kept.value for kept in inputs.tensors if isinstance(kept.value, torch.Tensor)]
         not_recomputed = self.recorder.not_recomputed if self.recorder is not None else frozenset()
         function = None if _is_of_module(self.function) else self.function
         held = inputs.tensors_in_objects()

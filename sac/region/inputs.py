@@ -12,13 +12,14 @@ import torch
 from torch import nn
 
 from sac.errors import Problem, RegionError
-from sac.outer_hooks import OuterPacked, PackHooks, fetch, pack_with_outer_hooks
+from sac.outer_hooks import PackHooks
 from sac.region.fingerprint import PLAIN, FunctionFingerprint, tensor_signature
 from sac.region.module_state import UnseenWriteError, other_bytes, spare_copy
 from sac.region.python_state import attributes_in, holds_state
+from sac.region.saved_tensor import SavedTensor
 from sac.stores.prefetch import CallNode
 from sac.stores.store import InputStoring, StoredInput, check_releasable, is_worth_it
-from sac.tensors import copy_of, describe, placed_on, shares_storage, storage_sizes, version_of, version_watch
+from sac.tensors import describe, placed_on, shares_storage, storage_sizes, version_of
 from sac.torch_private import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
 
 # -- One tensor input of a region
@@ -26,54 +27,32 @@ from sac.torch_private import keystr, tree_flatten, tree_flatten_with_path, tree
 Start = Callable[[torch.Tensor, int], torch.Tensor]
 
 
-class Alias(torch.autograd.Function):
-    """Returns the same tensor as a non-leaf, which a region may write to in place as it did in the forward."""
+class SavedInput(SavedTensor):
+    """One tensor input, with its version when the region began.
 
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the same data."""
-        return tensor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        """Pass the gradient on."""
-        return grads[0]
-
-
-class SavedInput:
-    """One tensor input: its data, whether it needs a gradient, and its version when the region began.
-
-    ``data`` is the caller's data, a copy if the region writes to it, or the object that the hooks around the region
-    returned for it. If a copy was ``stored`` before the forward, ``data`` is released when the forward is over. A small
-    input without a gradient, such as a mask or a counter, has a ``spare`` copy: another region may write to the input
-    before backward.
+    ``value`` is the caller's data, a copy if the region writes to it, or the object that the hooks around the region
+    returned for it. If a copy was ``stored`` before the forward, ``value`` is released when the forward is over. A
+    small input without a gradient, such as a mask or a counter, has a ``spare`` copy: another region may write to the
+    input before backward.
     """
 
-    __slots__ = ("alias", "data", "needs_grad", "position", "spare", "stored", "version", "written")
+    __slots__ = ("needs_grad", "position", "spare", "stored", "value", "version", "watched", "written")
 
     def __init__(self, tensor: torch.Tensor, position: int) -> None:
         self.position = position
         self.needs_grad = tensor.requires_grad
-        self.alias: torch.Tensor | None = tensor.detach() if tensor.requires_grad else tensor
-        self.data: torch.Tensor | OuterPacked | None = self.alias
+        self.value = self.watched = tensor.detach() if tensor.requires_grad else tensor
         self.version = version_of(tensor)
         self.written = False
         self.stored: StoredInput | None = None
         self.spare = None if self.needs_grad else spare_copy(tensor)
 
-    @property
-    def was_changed(self) -> bool:
-        """Whether the caller's data was written to since the region began, unseen by the recorder."""
-        return self.alias is not None and version_of(self.alias) != self.version
-
-    def copy_onto(self, storages: dict[int, torch.UntypedStorage]) -> None:
-        """Keep a copy of the data from now on; ``storages`` holds the copies made so far."""
-        assert isinstance(self.data, torch.Tensor)
+    def copy(self, storages: dict[int, torch.UntypedStorage]) -> None:
+        """See ``SavedTensor``."""
         if self.stored is not None:
             self.stored.drop()
-            self.stored = None
-        self.data, self.alias, self.written = copied(self.data, storages), None, True
-        self.spare = None
+        self.stored = self.spare = None
+        super().copy(storages)
 
     def check_writes(self, others: Sequence[SavedInput], path: str) -> None:
         """Raise if the region wrote to this input unseen and no valid copy exists; ``others``: the region's inputs.
@@ -83,18 +62,18 @@ class SavedInput:
         """
         if self.written or not self.was_changed:
             return
-        assert self.alias is not None
-        aliases = [other.alias for other in others if other is not self and other.alias is not None]
-        if self.stored is not None and not self.stored.bytes()[1] and not shares_storage(self.alias, aliases):
+        assert self.watched is not None
+        aliases = [other.watched for other in others if other is not self and other.watched is not None]
+        if self.stored is not None and not self.stored.bytes()[1] and not shares_storage(self.watched, aliases):
             return
         raise UnseenWriteError(self.unseen(path))
 
     def unseen(self, path: str) -> Problem:
         """Return the problem that the region wrote to this input, of which there is no copy."""
-        assert isinstance(self.data, torch.Tensor)
+        assert isinstance(self.value, torch.Tensor)
         return Problem(
             where=path or "region",
-            found=f"the region wrote to its input {self.position} ({describe(self.data)}) in place, unseen by the "
+            found=f"the region wrote to its input {self.position} ({describe(self.value)}) in place, unseen by the "
             "recorder",
             fix="clone the input inside the region before writing to it",
         )
@@ -103,11 +82,10 @@ class SavedInput:
         """The forward is over and its writes are checked: release the caller's data where a copy is stored."""
         if self.stored is not None:
             self.written = self.written or self.was_changed
-            self.alias = self.data = None
+            self.drop()
             self.stored.close(hooks)
-        elif hooks is not None and isinstance(self.data, torch.Tensor):
-            self.data = pack_with_outer_hooks(self.data, hooks)
-            self.alias = version_watch(self.alias) if self.alias is not None else None  # only the hooks hold the data
+        elif hooks is not None:
+            self.pack_with_outer_hooks(hooks)
 
     def rebuild(
         self,
@@ -118,40 +96,27 @@ class SavedInput:
     ) -> torch.Tensor:
         """Return the input for one recomputation; ``storages`` holds the copies made for that recomputation so far."""
         data = fetched[self.stored] if self.stored is not None else self._checked(path)
-        if self.written and (self.stored is None or not self.stored.tensor.fresh):
-            data = copied(data, storages)  # the recomputation writes to it too, and may not be the last one
-        if not self.needs_grad:
-            return data.detach() if data.requires_grad else data  # the caller may have set requires_grad since
-        leaf = data.detach().requires_grad_()
-        if start is not None:
-            return start(leaf, self.position)
-        return Alias.apply(leaf) if self.written else leaf  # type: ignore[no-untyped-call]
+        if self.stored is None or not self.stored.tensor.fresh:
+            data = self.own(data, storages)  # the recomputation writes to it too, and may not be the last one
+        if start is not None and self.needs_grad:
+            return start(data.detach().requires_grad_(), self.position)
+        return self.leaf(data)
 
     def _checked(self, path: str) -> torch.Tensor:
-        assert self.data is not None
-        data = fetch(self.data)
+        data = self.fetch()
         if self.spare is not None and (self.was_changed or other_bytes(self.spare, data.untyped_storage())):
             return placed_on(self.spare, data)
         if self.was_changed:
-            assert self.alias is not None
+            assert self.watched is not None
             raise RegionError(
                 Problem(
                     where=path or "region",
                     found=f"input {self.position} ({describe(data)}) was changed in place after the forward: it is at "
-                    f"version {version_of(self.alias)}, backward expects version {self.version}",
+                    f"version {version_of(self.watched)}, backward expects version {self.version}",
                     fix="do not write to the input of a checkpointed region before backward, or pass a clone",
                 )
             )
         return data
-
-
-def copied(tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:
-    """Return ``tensor`` on a copy of its storage; tensors that share a storage get the same copy."""
-    if type(tensor) is not torch.Tensor or tensor.is_conj() or tensor.is_neg():
-        return tensor.clone()
-    storage = tensor.untyped_storage()
-    copy = storages.setdefault(storage._cdata, copy_of(storage))
-    return placed_on(copy, tensor)
 
 
 # -- Objects among the arguments of a region
@@ -355,24 +320,20 @@ class RegionInputs:
         return {
             address: kept
             for kept in self.tensors
-            if isinstance(kept.data, torch.Tensor) and kept.spare is None and not kept.was_changed
-            for address in storage_sizes(kept.data)
+            if kept.spare is None and not kept.was_changed
+            for address in kept.sizes()
         }
 
     def copy_storage(self, address: int) -> None:
         """The region is about to write to the storage at ``address``: keep copies of the inputs in it."""
-        inside = [
-            kept
-            for kept in self.tensors
-            if not kept.written and isinstance(kept.data, torch.Tensor) and address in storage_sizes(kept.data)
-        ]
+        inside = [kept for kept in self.tensors if not kept.written and address in kept.sizes()]
         if len(inside) == 1 and inside[0].stored is not None:
             inside[0].stored.tensor.settle()
             inside[0].written = True
             return
         storages: dict[int, torch.UntypedStorage] = {}
         for kept in inside:  # on one copy: a write through one of them changes the others too
-            kept.copy_onto(storages)
+            kept.copy(storages)
 
     def rebuild(
         self, path: str, start: Start | None = None
@@ -411,16 +372,15 @@ class RegionInputs:
         for kept in self.tensors:
             if kept.stored is not None:
                 sizes[id(kept.stored)], host[id(kept.stored)] = kept.stored.bytes()
-            elif isinstance(kept.data, torch.Tensor):
-                sizes.update(storage_sizes(kept.data))
+            else:
+                sizes.update(kept.sizes())
         return sum(sizes.values()), sum(host.values())
 
     def bytes_among(self, tensors: Iterable[torch.Tensor]) -> int:
         """Return the bytes of the inputs' storages that hold some of ``tensors``, each counted once."""
         sizes: dict[int, int] = {}
         for kept in self.tensors:
-            if isinstance(kept.data, torch.Tensor):
-                sizes.update(storage_sizes(kept.data))
+            sizes.update(kept.sizes())
         held = {address for tensor in tensors for address in storage_sizes(tensor)}
         return sum(size for address, size in sizes.items() if address in held)
 

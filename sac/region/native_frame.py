@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from sac.region.frame import Frame, Handle, RecomputeProgress
+from sac.region.saved_tensor import SavedTensor
 
 
 class WithNativeHandles(Frame):
@@ -60,16 +61,14 @@ class NativeTypes(NamedTuple):
 def native_types(library: Any) -> NativeTypes:
     """Return the classes that derive from the library's."""
 
-    class NativeHandle(library.Handle):  # type: ignore[misc]
+    class NativeHandle(library.Handle, SavedTensor):  # type: ignore[misc]
         """See ``Handle``."""
 
         __slots__ = ("__weakref__",)
         keep = Handle.keep
         waits = Handle.waits
-        pack_with_outer_hooks = Handle.pack_with_outer_hooks
         kept_value = Handle.kept_value
-        look_at = Handle.look_at
-        offload = Handle.offload
+        watches_packed = Handle.watches_packed
 
     class NativeProgress(library.Progress):  # type: ignore[misc]
         """See ``RecomputeProgress``."""
