@@ -381,7 +381,7 @@ MUTATIONS = (
         6,
         _RECORD,
         "a small view holds its large base",
-        "clone_small_views([handle for handle in kept if not handle.is_external and handle.storage not in addresses])",
+        "compact([handle for handle in kept if not handle.is_external and handle.storage not in addresses])",
     ),
     Mutation("replay-holds-all", 6, _RECORDER, "values that replay does not start from are held", "tape.kept = held"),
     Mutation(
@@ -593,9 +593,8 @@ MUTATIONS = (
         12,
         "region/inputs.py",
         "the report leaves the inputs out",
-        "            elif isinstance(kept.data, torch.Tensor):\n"
-        "                sizes.update(storage_sizes(kept.data))\n",
-        "",
+        "                sizes.update(kept.sizes())\n        return",
+        "                pass\n        return",
     ),
     Mutation(
         "dead-not-counted",
