@@ -348,7 +348,7 @@ MUTATIONS = (
         5,
         _KEPT_TENSOR,
         "a recomputation writes to the kept input",
-        "data = copied(data, storages)  #",
+        "data = self.own(data, storages)  #",
         "pass  #",
     ),
     Mutation(
