@@ -47,9 +47,9 @@ def pack_with_outer_hooks(tensor: torch.Tensor, hooks: PackHooks | None) -> torc
     return tensor if hooks is None else OuterPacked(hooks[0](tensor), hooks[1])
 
 
-def fetch(kept: torch.Tensor | OuterPacked) -> torch.Tensor:
-    """Return the tensor behind ``kept``."""
-    return kept.fetch() if isinstance(kept, OuterPacked) else kept
+def fetch(kept: Any) -> torch.Tensor:
+    """Return the tensor behind ``kept``: itself, or what its method of this name returns."""
+    return kept if isinstance(kept, torch.Tensor) else kept.fetch()
 
 
 def active_hooks() -> PackHooks | None:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from sac.outer_hooks import OuterPacked
 from sac.torch_private import UnseenByModes, neg_view
 
 # -- Storages, version and metadata of a tensor
@@ -230,21 +229,21 @@ def write_onto(target: torch.Tensor, value: torch.Tensor) -> None:
 # -- Tensors inside arguments and results, and their storages
 
 
-def tensors_of(value: Any) -> list[torch.Tensor]:
-    """Return the tensors in ``value``, including those in nested tuples and lists."""
-    if isinstance(value, torch.Tensor):
+def tensors_of(value: Any, kind: type = torch.Tensor) -> list[Any]:
+    """Return the tensors in ``value``, or what else is of this ``kind``, including those in nested tuples and lists."""
+    if isinstance(value, kind):
         return [value]
     if isinstance(value, (tuple, list)):
-        return [tensor for part in value for tensor in tensors_of(part)]
+        return [tensor for part in value for tensor in tensors_of(part, kind)]
     return []
 
 
-def map_tensors(value: Any, function: Any) -> Any:
-    """Return ``value`` with ``function`` applied to its tensors, including those in nested tuples and lists."""
-    if isinstance(value, (torch.Tensor, OuterPacked)):
+def map_tensors(value: Any, function: Any, kind: type = torch.Tensor) -> Any:
+    """Return ``value`` with ``function`` applied to what ``tensors_of`` returns."""
+    if isinstance(value, kind):
         return function(value)
     if isinstance(value, (tuple, list)):
-        return type(value)(map_tensors(part, function) for part in value)
+        return type(value)(map_tensors(part, function, kind) for part in value)
     return value
 
 

@@ -62,8 +62,8 @@ MUTATIONS = (
         1,
         _MODES,
         "a draw that is served does not move its generator",
-        "            generator.set_state(state)\n        outputs",
-        "            pass\n        outputs",
+        "            generator.set_state(state)\n        out =",
+        "            pass\n        out =",
     ),
     Mutation(
         "rng-not-drawn-before",
@@ -311,10 +311,10 @@ MUTATIONS = (
     Mutation(
         "write-unnoticed",
         4,
-        _HANDLES,
+        "region/saved_tensor.py",
         "a kept value that was written to is no error",
-        "version_of(watched) != self.version:",
-        "version_of(watched) < self.version:",
+        "version_of(self.watched) != self.version",
+        "version_of(self.watched) < self.version",
     ),
     Mutation(
         "outside-changed",
@@ -356,8 +356,8 @@ MUTATIONS = (
         5,
         _RECORD,
         "a recomputation writes to the value that is served",
-        "            value.written = True",
-        "            pass",
+        "one.own(one.fetch(self._fetched), storages).detach()",
+        "one.fetch(self._fetched).detach()",
     ),
     Mutation(
         "object-not-copied",
@@ -585,8 +585,8 @@ MUTATIONS = (
         12,
         "recompute/rerun.py",
         "the report counts parameters as saved",
-        "if not handle.is_external and isinstance(handle.value, torch.Tensor):",
-        "if isinstance(handle.value, torch.Tensor):",
+        "        if not handle.is_external:\n            rule",
+        "        if True:\n            rule",
     ),
     Mutation(
         "inputs-not-counted",
@@ -601,7 +601,7 @@ MUTATIONS = (
         12,
         _RECORD,
         "the report leaves out what was decided and let go",
-        "self.dead_bytes += storage_bytes(part)",
+        "self.dead_bytes += sum(size for address, size in one.sizes().items() if address not in in_handles)",
     ),
     Mutation(
         "gives-way-in-silence",

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-import torch
-
 from sac.errors import Problem
-from sac.outer_hooks import PackHooks
 from sac.recompute.table import DecisionTable
-from sac.region.frame import Handle, Handles, Progress
+from sac.region.frame import Handle, Handles, Recorder
 from sac.region.inputs import RegionInputs
 from sac.region.module_state import KEPT_WHOLE, ModuleState, UnseenWriteError
-from sac.stores.offload import Offloading
 
 # Note [Watched calls]
 #
@@ -39,15 +35,13 @@ _FOUND = (  # by `Reason` of the library
 )
 
 
-class NativeWatch:
+class NativeWatch(Recorder):
     """The ``Recorder`` of a call that decides on nothing; see Note [Watched calls].
 
     ``watches_writes``: whether the region starts again from the buffers that its forward started from.
     """
 
     sees_ops = False
-    not_recomputed: frozenset[int] = frozenset()
-    offloads: frozenset[int] = frozenset()
 
     def __init__(
         self, library: Any, table: DecisionTable, path: str, inputs: RegionInputs, *, watches_writes: bool
@@ -71,9 +65,6 @@ class NativeWatch:
             yield
         finally:
             self._native.leave()
-
-    def pack(self, tensor: torch.Tensor, handle: Handle) -> None:
-        """Never called: it sees no ops."""
 
     def close(self, kept: list[Handle], last_missing: int) -> bool:
         """The forward is over. Raises ``UnseenWriteError`` if it will run again, but cannot be repeated."""
@@ -100,19 +91,3 @@ class NativeWatch:
                 raise UnseenWriteError(module_state.unseen(tensors[address], self.path))
             if address in given:
                 raise UnseenWriteError(given[address].unseen(self.path))
-
-    def pack_with_outer_hooks(self, hooks: PackHooks) -> None:
-        """Nothing: it holds nothing."""
-
-    def recompute_mode(self, inputs: list[tuple[int, torch.Tensor]], progress: Progress) -> AbstractContextManager[Any]:
-        """Nothing is watched in a recomputation."""
-        return nullcontext()
-
-    def check_recomputed(self) -> None:
-        """Nothing to check."""
-
-    def offload(self, work: Offloading, kept: list[Handle], start: Callable[[], None]) -> None:
-        """Never called: it decides on nothing."""
-
-    def drop(self) -> None:
-        """Nothing: it holds nothing."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from contextlib import AbstractContextManager
 from threading import get_ident
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from sac.checksums import Sums, checksum, find_different
 from sac.ops.facts import FILLING, FILLING_PARTS
-from sac.outer_hooks import PackHooks, active_hooks, pack_with_outer_hooks
+from sac.outer_hooks import active_hooks
 from sac.policy.model import Decision
 from sac.recompute.autocast import callers_autocast
 from sac.recompute.evidence import GroupEvidence
@@ -34,13 +34,12 @@ from sac.recompute.rerun import default_generators, written_tensors
 from sac.recompute.schedule import ReplaySchedule, TapeLayout, Wanted, schedule_replay
 from sac.recompute.table import CallSite, DecisionTable, ResolvedRule, decide, gathers, run_op
 from sac.recompute.tape import SMALL_NUMEL, TENSOR_HOLE, Tape, as_reads, cast_of
-from sac.region.frame import Handle, Handles, Progress
+from sac.region.frame import Handle, Handles, Progress, Recorder
 from sac.region.inputs import RegionInputs
 from sac.region.module_state import ModuleState, other_bytes, small_bytes
 from sac.region.rng import RngSnapshot, States, state_of, states_of
-from sac.region.saved_tensor import compact
+from sac.region.saved_tensor import Held, SavedResult, compact
 from sac.region.settings import AUTO, Settings
-from sac.stores.offload import Offloading
 from sac.tensors import (
     copy_of,
     describe,
@@ -776,11 +775,9 @@ def _is_constant(tape: Tape, entry: int, tensor: Tensor, evidence: GroupEvidence
 _SMALL_BYTES = 1 << 9  # the same limit as for buffers that a region without a recorder copies
 
 
-class ReplayRecorder(TapeRecorder):
+class ReplayRecorder(TapeRecorder, Recorder):
     """Applies a decision table to one region call that is replayed in backward; the ``Recorder`` of ``ReplayFrame``."""
 
-    sees_ops = True
-    not_recomputed: frozenset[int] = frozenset()
     native_ops = 0  # recorded by the C++ library
 
     def __init__(
@@ -990,33 +987,22 @@ class ReplayRecorder(TapeRecorder):
             self.tape, self.wanted(handles), early_stop=self._settings.early_stop, whole=self.schedule
         )
 
-    def pack_with_outer_hooks(self, hooks: PackHooks) -> None:
-        """Pass the kept values to the saved-tensor hooks around the region."""
+    def held(self) -> Held:
+        """See ``Recorder.held``. Results of routing ops stay: a fallback to Python holds them too."""
         kept: dict[int, Any] = self.tape.kept
-        for value, tensor in kept.items():
-            kept[value] = pack_with_outer_hooks(tensor, hooks)
+        routed = {value for _, values in self._routing for value in values}
+        for value in [one for one in kept if one not in routed]:
+            if isinstance(kept[value], Tensor):
+                kept[value] = SavedResult(kept[value])
+            yield kept[value], self._rules.get(value)
 
-    def offload(self, work: Offloading, kept: list[Handle], start: Callable[[], None]) -> None:
-        """See ``Recorder.offload``. Results of routing ops stay: a fallback to Python holds them too."""
-        values: dict[int, Any] = self.tape.kept
-        routed = {value for _, routed in self._routing for value in routed}
-        mine = [value for value in values if value not in routed]
-        for handle in kept:
-            handle.look_at(work, self._rule_at.get(handle.storage))
-        for value in mine:
-            work.look_at(values[value], self._rules.get(value))
-        start()
-        for handle in kept:
-            handle.offload(work)
-        for value in mine:
-            values[value] = work.packed(values[value])
+    def rule_of(self, handle: Handle) -> int | None:
+        """See ``Recorder.rule_of``."""
+        return self._rule_at.get(handle.storage)
 
     def recompute_mode(self, inputs: list[tuple[int, Tensor]], progress: Progress) -> AbstractContextManager[Any]:
         """Return the context in which the region's Python runs again if the tape cannot be replayed."""
         return PythonRecomputeMode(self.table, self.path, self.snapshots, self._generators, self._routed, progress)
-
-    def check_recomputed(self) -> None:
-        """Do nothing: saved results are served in order."""
 
     def drop(self) -> None:
         """Release every kept value."""

@@ -15,7 +15,7 @@ from torch import nn
 from sac.checksums import Sums, find_different, same, sums_of
 from sac.errors import Problem, RegionError
 from sac.ops.flops import flops_of
-from sac.outer_hooks import OuterPacked, PackHooks, active_hooks, fetch, pack_with_outer_hooks
+from sac.outer_hooks import PackHooks, active_hooks
 from sac.policy.model import Decision
 from sac.recompute.forward_state import (
     AtStart,
@@ -38,19 +38,17 @@ from sac.region.frame import (
     Handles,
     NoEarlyStop,
     Progress,
+    Recorder,
 )
 from sac.region.inputs import RegionInputs
 from sac.region.module_state import ModuleState, UnseenWriteError
 from sac.region.rng import default_generator, state_of, states_of
-from sac.region.saved_tensor import compact
-from sac.stores.offload import Offloading
+from sac.region.saved_tensor import Held, SavedResult, compact, fetch_recomputed
 from sac.tensors import (
     describe,
     equal,
     map_tensors,
     storage_address,
-    storage_bytes,
-    storage_sizes,
     tensor_parts,
     tensors_of,
     version_of,
@@ -107,7 +105,6 @@ class SavedValue:
         "signature",
         "site",
         "sums",
-        "written",
     )
 
     def __init__(
@@ -127,7 +124,16 @@ class SavedValue:
         self.read = False  # an op that is not saved reads it, so recomputation needs it
         self.sums: Sums = ()  # checksums of the results, if they are compared
         self.overwritten = False  # something other than an op wrote to the results: the op runs again
-        self.written = False  # the region writes to it later: it is held and served as a copy
+
+    @property
+    def results(self) -> list[SavedResult]:
+        """The tensors in ``outputs``."""
+        return tensors_of(self.outputs, SavedResult)
+
+    @property
+    def written(self) -> bool:
+        """Whether the region writes to a result later: it is held and served as a copy."""
+        return any(one.written for one in self.results)
 
 
 class RerunState:
@@ -191,7 +197,6 @@ class RerunState:
         self.forward_over = False
         self.paused = False  # a recomputation runs inside the region's own forward: none of it is recorded
         self.kept_places: set[int] | None = None  # in torch.utils.checkpoint: indices of packed tensors that we keep
-        self.held_addresses: frozenset[int] = frozenset()
         self._packed_since_op: list[Handle] = []
         self._is_packed_outside = False
 
@@ -200,13 +205,19 @@ class RerunState:
         """How many tensors autograd has saved."""
         return len(self.packed)
 
+    @property
+    def rule_of_no_op(self) -> int:
+        """The rule under which counts what is no op's result."""
+        whole = self.table.whole_rule("") if self.table.saves_whole("") else None
+        return whole.index if whole is not None else NO_RULE
+
     # Forward
 
     def save(self, value: SavedValue, out: Any) -> None:
         """Hold ``out``, the result of the call that ``value`` describes, without its graph."""
-        value.outputs = map_tensors(out, _detached)
+        value.outputs = map_tensors(out, SavedResult)
         if self.verifies and not value.site.is_collective:  # the result of a collective is complete only after its wait
-            value.sums = sums_of(value.outputs)
+            value.sums = sums_of(out)
         value.packs_before = self.packs
         self.saved.append(value)
         for tensor in tensors_of(out):
@@ -316,9 +327,11 @@ class RerunState:
             self._packed_since_op.clear()
 
     def _copy_saved(self, address: int) -> None:
+        storages: dict[int, torch.UntypedStorage] = {}
         for value in self.by_storage.pop(address):
-            value.outputs = map_tensors(value.outputs, lambda t: _copy_if_at(t, address))
-            value.written = True
+            for one in value.results:
+                if address in one.sizes():
+                    one.copy(storages)
 
     def _snapshot(self, address: int, tensor: torch.Tensor, site: CallSite) -> None:
         origin = self.value_ids.source(tensor)
@@ -359,7 +372,6 @@ class RerunState:
             if id(value) not in held:
                 self._release(value, in_handles)
         self.decided, self.saved = self.saved, alive
-        self.held_addresses = addresses_of(value for value in alive if not value.written)
         self.by_storage.clear()
         self.snapshots.forget_freed()
         for address in self.value_ids.parameter_addresses:  # FSDP gathers parameters into storages by out= ops
@@ -390,10 +402,8 @@ class RerunState:
         return in_handles.isdisjoint(addresses_of([value]))
 
     def _release(self, value: SavedValue, in_handles: set[int]) -> None:
-        for tensor in tensors_of(value.outputs):
-            for part in tensor_parts(tensor):
-                if storage_address(part) not in in_handles:
-                    self.dead_bytes += storage_bytes(part)
+        for one in value.results:
+            self.dead_bytes += sum(size for address, size in one.sizes().items() if address not in in_handles)
         value.outputs = None
 
     def look_for_overwritten(self) -> None:
@@ -404,7 +414,7 @@ class RerunState:
         if self._is_packed_outside:
             return  # they were compared before the outer hooks packed them
         values = [value for value in self.saved if value.sums and not value.overwritten]
-        different = find_different([(value.sums, sums_of(map_tensors(value.outputs, fetch))) for value in values])
+        different = find_different([(value.sums, sums_of([one.fetch() for one in value.results])) for value in values])
         for index in different:
             values[index].overwritten = True
 
@@ -412,31 +422,16 @@ class RerunState:
         """Hand the held values to the saved-tensor hooks around the region."""
         self.look_for_overwritten()
         self._is_packed_outside = True
-        self.held_addresses = frozenset()  # nothing else can write to what the hooks return
-        for value in self.saved:
-            value.outputs = map_tensors(value.outputs, lambda tensor: pack_with_outer_hooks(tensor, hooks))
-        if self.modules is not None:
-            self.modules.pack_with_outer_hooks(hooks)
+        for one, _ in self.held():
+            one.pack_with_outer_hooks(hooks)
 
-    def offload(self, work: Offloading, kept: list[Handle], start: Callable[[], None]) -> None:
-        """See ``Recorder.offload``."""
-        whole = self.table.whole_rule("") if self.table.saves_whole("") else None
-        of_no_op = whole.index if whole is not None else NO_RULE
-        for handle in kept:
-            handle.look_at(work, self.rule_of.get(handle.storage, of_no_op))
+    def held(self) -> Held:
+        """See ``Recorder.held``."""
         for value in self.saved:
-            rule = value.rule.index if value.rule is not None else NO_RULE
-            map_tensors(value.outputs, partial(work.look_at, rule=rule))
+            for one in value.results:
+                yield one, value.rule.index if value.rule is not None else NO_RULE
         if self.modules is not None:
-            self.modules.look_at(work)
-        start()
-        for handle in kept:
-            handle.offload(work)
-        for value in self.saved:
-            value.outputs = map_tensors(value.outputs, work.packed)
-        if self.modules is not None:
-            self.modules.offload(work)
-        self.held_addresses = addresses_of(value for value in self.saved if not value.written)
+            yield from self.modules.held()
 
     # Recomputation
 
@@ -451,8 +446,7 @@ class RerunState:
 
 def addresses_of(values: Iterable[SavedValue]) -> frozenset[int]:
     """Return the addresses of the storages that hold the results of saved calls."""
-    tensors = (tensor for value in values for tensor in tensors_of(value.outputs))
-    return frozenset(storage_address(part) for tensor in tensors for part in tensor_parts(tensor))
+    return frozenset(address for value in values for one in value.results for address in one.sizes())
 
 
 def default_generators(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Generator]:
@@ -466,14 +460,6 @@ def default_generators(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[to
         devices.add(torch.device(device))
     found = {id(generator): generator for generator in map(default_generator, devices) if generator is not None}
     return list(found.values())
-
-
-def _copy_if_at(tensor: torch.Tensor, address: int) -> torch.Tensor:
-    return tensor.clone() if any(storage_address(part) == address for part in tensor_parts(tensor)) else tensor
-
-
-def _detached(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach()
 
 
 def written_tensors(site: CallSite, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -772,11 +758,8 @@ class RecomputeMode(RegionMode):
         self.state.look_for_overwritten()
         self.waiting = {(value.signature, value.occurrence): value for value in self.state.saved}
         # Fetch now, above autograd and outside this mode: fetching may rerun a whole outer region.
-        self._fetched: dict[int, torch.Tensor] = {}
-        for value in self.state.saved:
-            map_tensors(value.outputs, self._fetch)
-        modules = self.state.modules
-        self._results = modules.fetch_recomputed() if modules is not None else {}
+        self._fetched = fetch_recomputed(self.state.held())
+        self._held = addresses_of(value for value in self.state.saved if not value.written)
         self.occurrences: defaultdict[int, int] = defaultdict(int)
         self.calls: defaultdict[CallSite, int] = defaultdict(int)
         served = (g for value in self.state.saved for g, _ in value.rng_after)  # serving advances these
@@ -790,8 +773,7 @@ class RecomputeMode(RegionMode):
         modules = self.state.modules
         if modules is None:
             return None
-        fetched, self._results = self._results, {}
-        return ServingPass(modules, fetched, self, self.value_ids)
+        return ServingPass(modules, self._fetched, self, self.value_ids)
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
@@ -839,17 +821,12 @@ class RecomputeMode(RegionMode):
     def _serve(self, value: SavedValue) -> Any:
         for generator, state in value.rng_after:
             generator.set_state(state)
-        outputs = map_tensors(value.outputs, self._at_hand) if self._fetched else value.outputs
-        out = map_tensors(outputs, _copied if value.written else _fresh)
+        out = map_tensors(value.outputs, partial(self._again, {}), SavedResult)
         self.value_ids.name_output(out, value.signature, value.external)
         return out
 
-    def _fetch(self, kept: torch.Tensor | OuterPacked) -> None:
-        if isinstance(kept, OuterPacked) and kept.is_recomputed:
-            self._fetched[id(kept)] = kept.fetch()
-
-    def _at_hand(self, kept: torch.Tensor | OuterPacked) -> torch.Tensor | OuterPacked:
-        return self._fetched.pop(id(kept), kept)
+    def _again(self, storages: dict[int, torch.UntypedStorage], one: SavedResult) -> torch.Tensor:
+        return one.own(one.fetch(self._fetched), storages).detach()
 
     def _find(self, site: CallSite, signature: int, args: Any, kwargs: Any) -> SavedValue | None:
         """Return this call's saved value, if it has one, and remove it from the waiting values."""
@@ -893,9 +870,8 @@ class RecomputeMode(RegionMode):
 
     def _check_write(self, site: CallSite, args: Any, kwargs: Any) -> None:
         """Raise if the region now writes to a held value, but did not in forward."""
-        held = self.state.held_addresses
         for part in _written_parts(site, args, kwargs):
-            if storage_address(part) in held:
+            if storage_address(part) in self._held:
                 raise RegionError(
                     Problem(
                         where=self.state.path or "region",
@@ -915,14 +891,6 @@ class RecomputeMode(RegionMode):
             rivals = [(site, seen) for site, seen in self.live if site is value.site]
             if rivals or value.must_save or value.rng_after:
                 raise RegionError(unmatched_problem(self.state.path, value, rivals))
-
-
-def _copied(kept: torch.Tensor | OuterPacked) -> torch.Tensor:
-    return fetch(kept).clone()
-
-
-def _fresh(kept: torch.Tensor | OuterPacked) -> torch.Tensor:
-    return fetch(kept).detach()
 
 
 def _written_parts(site: CallSite, args: Any, kwargs: Any) -> list[torch.Tensor]:
@@ -962,10 +930,9 @@ def _aliases(args: Any, kwargs: Any, out: Any) -> bool:
 # -- The rerun engine's recorder
 
 
-class RerunRecorder:
+class RerunRecorder(Recorder):
     """Applies a decision table to one region call; the ``Recorder`` that a frame calls."""
 
-    sees_ops = True
     native_ops = 0  # run by the C++ library in forward
 
     def __init__(
@@ -1044,9 +1011,13 @@ class RerunRecorder:
         """See ``RerunState.pack_with_outer_hooks``."""
         self.state.pack_with_outer_hooks(hooks)
 
-    def offload(self, work: Offloading, kept: list[Handle], start: Callable[[], None]) -> None:
-        """See ``RerunState.offload``."""
-        self.state.offload(work, kept, start)
+    def held(self) -> Held:
+        """See ``RerunState.held``."""
+        return self.state.held()
+
+    def rule_of(self, handle: Handle) -> int:
+        """See ``Recorder.rule_of``."""
+        return self.state.rule_of.get(handle.storage, self.state.rule_of_no_op)
 
     def recompute_mode(self, inputs: list[tuple[int, torch.Tensor]], progress: Progress) -> RecomputeMode:
         """Return the mode that serves."""
@@ -1072,19 +1043,17 @@ class RerunRecorder:
 def figures_of(state: RerunState, kept: Iterable[Handle]) -> SavedFigures:
     """Count the storages that ``state`` and the region's handles hold, each once and under its rule."""
     sizes: dict[int, tuple[int, int]] = {}  # address -> (bytes, rule)
-    whole = state.table.whole_rule("") if state.table.saves_whole("") else None
-    of_no_op = whole.index if whole is not None else NO_RULE
     for value in state.saved:
         rule = value.rule.index if value.rule is not None else NO_RULE
-        for tensor in tensors_of(value.outputs):
-            sizes.update({address: (size, rule) for address, size in storage_sizes(tensor).items()})
+        for one in value.results:
+            sizes.update({address: (size, rule) for address, size in one.sizes().items()})
     calls = list(state.modules.calls.values()) if state.modules is not None else []
     for call in calls:
         sizes.update({address: (size, call.rule.index) for address, size in call.result_sizes().items()})
     for handle in kept:
-        if not handle.is_external and isinstance(handle.value, torch.Tensor):
-            rule = state.rule_of.get(handle.storage, of_no_op)
-            for address, size in storage_sizes(handle.value).items():
+        if not handle.is_external:
+            rule = state.rule_of.get(handle.storage, state.rule_of_no_op)
+            for address, size in handle.sizes().items():
                 sizes.setdefault(address, (size, rule))
     rules: defaultdict[int, int] = defaultdict(int)
     for value in state.decided:

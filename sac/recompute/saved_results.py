@@ -21,7 +21,7 @@ from sac.region.fingerprint import PLAIN, attributes_of
 from sac.region.frame import Handle
 from sac.region.python_state import ReachableState
 from sac.region.rng import HostRandomState, RngSnapshot, generators_now, put_back, state_of, states_of
-from sac.region.saved_tensor import SavedTensor, compact
+from sac.region.saved_tensor import AtHand, SavedTensor, compact
 from sac.region.settings import Settings
 from sac.region.writes import give_history
 from sac.tensors import (
@@ -50,7 +50,7 @@ class Serving:
 
     given: list[Any]
     name: Callable[[SavedLeaf, torch.Tensor], None]
-    fetched: dict[int, torch.Tensor]
+    fetched: AtHand
     storages: dict[int, torch.UntypedStorage] = field(default_factory=dict)
 
 
@@ -89,12 +89,8 @@ class SavedLeaf(SavedTensor):
         serving.name(self, tensor)
         return tensor
 
-    def _value(self, serving: Serving) -> torch.Tensor:
-        found = serving.fetched.pop(id(self), None)
-        return self.fetch() if found is None else found
-
     def _tensor(self, serving: Serving) -> torch.Tensor:
-        data = self._value(serving)
+        data = self.fetch(serving.fetched)
         if self.is_external:
             return data
         if self._layout is not None and not _lies_as(data, self._layout):
@@ -103,7 +99,7 @@ class SavedLeaf(SavedTensor):
 
     def write_to(self, target: torch.Tensor, serving: Serving) -> None:
         """Write this value to ``target``, as the in-place op left it in forward."""
-        value = self._value(serving)
+        value = self.fetch(serving.fetched)
         if storage_address(value) != storage_address(target):
             write_onto(target, value)
         if self.needs_grad and not target.requires_grad:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from sac.errors import Problem, RegionError
-from sac.outer_hooks import OuterPacked, PackHooks, active_packs, without_hooks, without_mode
+from sac.outer_hooks import active_packs, without_hooks, without_mode
 from sac.policy.model import ALTERNATE, Decision
 from sac.recompute import module_tracker as scope
 from sac.recompute.module_tracker import TrackedForward
@@ -30,11 +30,11 @@ from sac.recompute.saved_results import (
     versions_of,
 )
 from sac.recompute.table import DecisionTable, ResolvedRule, paths_up
-from sac.region.frame import Handle, Handles, Progress
+from sac.region.frame import Handle, Handles, Progress, Recorder
 from sac.region.inputs import RegionInputs
 from sac.region.module_state import ModuleState
+from sac.region.saved_tensor import AtHand, Held, fetch_recomputed
 from sac.region.settings import Settings
-from sac.stores.offload import Offloading
 from sac.tensors import copy_of, detached, overwrite, plain_address, version_of
 from sac.torch_private import tree_leaves
 
@@ -196,43 +196,12 @@ class SavedModules:
         """Whether a recomputation needs anything that is held here."""
         return any(call.result is not None for call in self.calls.values())
 
-    def held(self) -> Iterable[tuple[SavedLeaf, ResolvedRule]]:
-        """Yield each kept tensor with the rule that keeps it."""
+    def held(self) -> Held:
+        """Yield each kept tensor, and what autograd holds inside of modules that are offloaded, with its rule."""
         for call in self.calls.values():
             for kept in call.result.kept if call.result is not None else ():
                 if not kept.is_external:
-                    yield kept, call.rule
-
-    def fetch_recomputed(self) -> dict[int, torch.Tensor]:
-        """Return the kept tensors that an outer region must recompute, by the id of their leaf.
-
-        Called before a recomputation activates its own hooks and modes: the ops and modules of the outer region do not
-        belong to this one.
-        """
-        parked = [(kept, kept.value) for kept, _ in self.held() if isinstance(kept.value, OuterPacked)]
-        return {id(kept): data.fetch() for kept, data in parked if data.is_recomputed}
-
-    def pack_with_outer_hooks(self, hooks: PackHooks) -> None:
-        """Hand what is held to the saved-tensor hooks around the region."""
-        for kept, _ in self.held():
-            kept.pack_with_outer_hooks(hooks)
-
-    def look_at(self, work: Offloading) -> None:
-        """Show ``work`` what is held, and what autograd holds inside of modules that are offloaded."""
-        for kept, rule in self.held():
-            kept.look_at(work, rule.index)
-        for handle, index in self._inside():
-            handle.look_at(work, index)
-
-    def offload(self, work: Offloading) -> None:
-        """Hold what ``work`` has made of it."""
-        for kept, _ in self.held():
-            kept.offload(work)
-        for handle, _ in self._inside():
-            handle.offload(work)
-
-    def _inside(self) -> Iterator[tuple[Handle, int]]:
-        for call in self.calls.values():
+                    yield kept, call.rule.index
             for reference in call.handles:
                 if (handle := reference()) is not None:
                     yield handle, call.rule.index
@@ -362,7 +331,7 @@ class ServingPass:
     """
 
     def __init__(
-        self, modules: SavedModules, fetched: dict[int, torch.Tensor], mode: Any = None, labels: ValueIds | None = None
+        self, modules: SavedModules, fetched: AtHand, mode: Any = None, labels: ValueIds | None = None
     ) -> None:
         self.modules = modules
         self._fetched = fetched
@@ -444,7 +413,7 @@ def _name(region: str, forward: TrackedForward) -> str:
 # -- The recorder of a region in which only whole modules are saved: no dispatch mode in either pass
 
 
-class ModuleRecorder:
+class ModuleRecorder(Recorder):
     """Saves whole modules in one region call, using the evidence of a watched call; the ``Recorder`` of a frame."""
 
     sees_ops = False
@@ -466,32 +435,18 @@ class ModuleRecorder:
         """Return the context in which saved modules run outside the region."""
         return _active(SavingPass(self.modules, self._handles.__len__))
 
-    def pack(self, tensor: torch.Tensor, handle: Handle) -> None:
-        """Never called: it sees no ops."""
-
     def close(self, kept: list[Handle], last_missing: int) -> bool:
         """The forward is over; return whether no module was saved."""
         self.modules.close(last_missing)
         return not self.modules.calls
 
-    def pack_with_outer_hooks(self, hooks: PackHooks) -> None:
-        """See ``SavedModules.pack_with_outer_hooks``."""
-        self.modules.pack_with_outer_hooks(hooks)
-
-    def offload(self, work: Offloading, kept: list[Handle], start: Callable[[], None]) -> None:
-        """See ``Recorder.offload``: no rule saves what ``kept`` holds."""
-        for handle in kept:
-            handle.look_at(work, None)
-        self.modules.look_at(work)
-        start()
-        self.modules.offload(work)
+    def held(self) -> Held:
+        """See ``SavedModules.held``."""
+        return self.modules.held()
 
     def recompute_mode(self, inputs: list[tuple[int, torch.Tensor]], progress: Progress) -> AbstractContextManager[Any]:
         """Return the context in which saved modules are served."""
-        return _active(ServingPass(self.modules, self.modules.fetch_recomputed()))
-
-    def check_recomputed(self) -> None:
-        """Nothing to check: kept results are looked up by path and call."""
+        return _active(ServingPass(self.modules, fetch_recomputed(self.modules.held())))
 
     def drop(self) -> None:
         """Release everything."""

@@ -6,7 +6,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from types import MethodType
@@ -23,7 +23,7 @@ from sac.region.compiled_graphs import never_compiled
 from sac.region.forward_ad import dual_level_is_on, outside_transforms
 from sac.region.inputs import RegionInputs
 from sac.region.module_state import ModuleState, UnseenWriteError
-from sac.region.saved_tensor import SavedTensor
+from sac.region.saved_tensor import Held, SavedTensor
 from sac.region.settings import PLAIN, Settings
 from sac.region.tables import AttributesHolder
 from sac.region.undo import UndoStack
@@ -285,43 +285,53 @@ def advised(error: RegionError, path: str, settings: Settings) -> RegionError:
 RETAIN = "pass retain_graph=True to the backward call before this one"
 
 
-class Recorder(Protocol):
+class Recorder(ABC):
     """Interface of a recomputation engine to a frame. Without a recorder, a frame recomputes everything.
 
     ``sees_ops``: whether its modes see the ops of the region. ``offloads``: the rules of which saved values wait on the
-    host. ``not_recomputed``: ids of the modules that recomputation
-    does not run; their writes to their buffers are not repeated.
+    host. ``not_recomputed``: ids of the modules that recomputation does not run; their writes to their buffers are not
+    repeated.
     """
 
-    sees_ops: bool
-    not_recomputed: frozenset[int]
-    offloads: frozenset[int]
+    sees_ops = True
+    not_recomputed: frozenset[int] = frozenset()
+    offloads: frozenset[int] = frozenset()
 
-    def set_start(self, module_state: ModuleState, handles: Handles) -> None:
+    def set_start(self, module_state: ModuleState, handles: Handles) -> None:  # noqa: B027 (as are all that follow)
         """The forward begins with ``module_state``; ``handles`` will get those of what autograd saves."""
 
+    @abstractmethod
     def forward_mode(self) -> AbstractContextManager[Any]:
         """Return the context in which the forward runs."""
 
-    def pack(self, tensor: torch.Tensor, handle: Handle) -> None:
+    def pack(self, tensor: torch.Tensor, handle: Handle) -> None:  # noqa: B027
         """Autograd saves ``tensor``; call ``handle.keep`` to hold it. Only called if the recorder sees ops."""
 
+    @abstractmethod
     def close(self, handles: list[Handle], last_missing: int) -> bool:
         """The forward is over; return whether the region can be recomputed without this recorder."""
 
+    def held(self) -> Held:
+        """After the forward: yield each saved tensor that may wait elsewhere, but not the handles."""
+        return ()
+
+    def rule_of(self, handle: Handle) -> int | None:
+        """Return the rule that saved what ``handle`` keeps."""
+        return None
+
     def pack_with_outer_hooks(self, hooks: PackHooks) -> None:
         """Hand the held values to the saved-tensor hooks around the region."""
+        for saved, _ in self.held():
+            saved.pack_with_outer_hooks(hooks)
 
     def recompute_mode(self, inputs: list[tuple[int, torch.Tensor]], progress: Progress) -> AbstractContextManager[Any]:
         """Return the context in which the recomputation runs on ``inputs``, given as (position, tensor)."""
+        return nullcontext()
 
-    def offload(self, work: Offloading, kept: list[Handle], start: Callable[[], None]) -> None:
-        """Show ``work`` all that ``kept`` and this recorder hold, call ``start``, then hold what it made of that."""
-
-    def check_recomputed(self) -> None:
+    def check_recomputed(self) -> None:  # noqa: B027
         """Raise if recomputation did not use a value that it had to use."""
 
-    def drop(self) -> None:
+    def drop(self) -> None:  # noqa: B027
         """Release every held value."""
 
 
@@ -414,9 +424,14 @@ class RegionCall(ABC):
         """Let what rules offload wait on the host; see Note [Offloaded values]."""
         rules = self.recorder.offloads if self.recorder is not None else ()
         if rules and self.recorder is not None and self.inputs.call is not None:
-            held = HOOKS if self.hooks is not None else TANGENTS if dual_level_is_on() else ""
             work = Offloading(self.settings.transfers, rules)
-            self.recorder.offload(work, kept, partial(work.start, self.inputs.call, held=held))
+            held = [(handle, self.recorder.rule_of(handle)) for handle in kept] + [*self.recorder.held()]
+            for saved, rule in held:
+                saved.look_at(work, rule)
+            reason = HOOKS if self.hooks is not None else TANGENTS if dual_level_is_on() else ""
+            work.start(self.inputs.call, held=reason)
+            for saved, _ in held:
+                saved.offload(work)
             self.offloads = work.figures
 
     def _hold_inputs(self, kept: list[Handle], *, needed: bool) -> None:

@@ -94,8 +94,10 @@ class SavedTensor:
             if packed is not self.value:
                 self.value, self.watched = packed, None
 
-    def fetch(self) -> torch.Tensor:
-        """Return the tensor."""
+    def fetch(self, at_hand: AtHand | None = None) -> torch.Tensor:
+        """Return the tensor; ``at_hand`` is the result of ``fetch_recomputed``, which gives it away."""
+        if at_hand and id(self) in at_hand:
+            return at_hand.pop(id(self))
         assert self.value is not None, "a saved tensor was used after it was dropped"
         return fetch(self.value)
 
@@ -116,6 +118,31 @@ class SavedTensor:
     def drop(self) -> None:
         """Release the tensor."""
         self.value = self.watched = None
+
+
+class SavedResult(SavedTensor):
+    """A tensor that an op returned, below autograd. Only ops of the region write to it, and recorders see those."""
+
+    __slots__ = ("value", "watched", "written")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.value = detached(tensor)
+        self.watched = None
+        self.written = False
+
+
+Held = Iterable[tuple[SavedTensor, int | None]]  # with the index of the rule that saved it
+AtHand = dict[int, torch.Tensor]  # by id of a saved tensor
+
+
+def fetch_recomputed(held: Held) -> AtHand:
+    """Fetch those that an outer region recomputes.
+
+    Called before a recomputation activates its own hooks and modes: the ops and modules of the outer region do not
+    belong to this one.
+    """
+    packed = [(one, one.value) for one, _ in held if isinstance(one.value, OuterPacked)]
+    return {id(one): value.fetch() for one, value in packed if value.is_recomputed}
 
 
 class Alias(torch.autograd.Function):
