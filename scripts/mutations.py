@@ -356,8 +356,8 @@ MUTATIONS = (
         5,
         _RECORD,
         "a recomputation writes to the value that is served",
-        "one.own(one.fetch(self._fetched), storages).detach()",
-        "one.fetch(self._fetched).detach()",
+        "data.clone() if one.written else data.detach()",
+        "data.detach()",
     ),
     Mutation(
         "object-not-copied",

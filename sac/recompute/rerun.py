@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -327,11 +326,10 @@ class RerunState:
             self._packed_since_op.clear()
 
     def _copy_saved(self, address: int) -> None:
-        storages: dict[int, torch.UntypedStorage] = {}
         for value in self.by_storage.pop(address):
             for one in value.results:
-                if address in one.sizes():
-                    one.copy(storages)
+                if address in one.sizes():  # outer modes see the clone, among them those that measure memory
+                    one.value, one.written = one.fetch().clone(), True
 
     def _snapshot(self, address: int, tensor: torch.Tensor, site: CallSite) -> None:
         origin = self.value_ids.source(tensor)
@@ -821,12 +819,13 @@ class RecomputeMode(RegionMode):
     def _serve(self, value: SavedValue) -> Any:
         for generator, state in value.rng_after:
             generator.set_state(state)
-        out = map_tensors(value.outputs, partial(self._again, {}), SavedResult)
+        out = map_tensors(value.outputs, self._again, SavedResult)
         self.value_ids.name_output(out, value.signature, value.external)
         return out
 
-    def _again(self, storages: dict[int, torch.UntypedStorage], one: SavedResult) -> torch.Tensor:
-        return one.own(one.fetch(self._fetched), storages).detach()
+    def _again(self, one: SavedResult) -> torch.Tensor:
+        data = one.fetch(self._fetched)
+        return data.clone() if one.written else data.detach()
 
     def _find(self, site: CallSite, signature: int, args: Any, kwargs: Any) -> SavedValue | None:
         """Return this call's saved value, if it has one, and remove it from the waiting values."""
