@@ -27,7 +27,7 @@ class Grounds:
     """What a plan is made from. ``known``: what an earlier plan saves at each position."""
 
     profiles: tuple[RegionProfile, ...]  # of each region
-    records: tuple[StepRecord, ...]
+    record: StepRecord
     extra: int
     memory_bytes: int
     shapes: tuple[tuple[tuple[int, ...], ...], ...]
@@ -60,7 +60,7 @@ def largest(found: Sequence[Grounds]) -> Grounds:
     first = found[0]
     return Grounds(
         tuple(_profile(alike) for alike in _aligned(one.profiles for one in found)),
-        tuple(_record(alike) for alike in _aligned(one.records for one in found)),
+        _record(tuple(one.record for one in found)),
         max(one.extra for one in found),
         min(one.memory_bytes for one in found),
         tuple(tuple(map(_most, _aligned(alike))) for alike in _aligned(one.shapes for one in found)),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,15 +19,16 @@ from sac.blocks.find import Block
 from sac.blocks.install import Applied, RegionForward, ours_on
 from sac.config import Config, usable_policy
 from sac.config_keys import STATES, StepBudget
-from sac.errors import ConfigError, ModelError, PlanError, Problem
+from sac.errors import ConfigError, ModelError, Problem, SacWarning
 from sac.fitting import plan_files
 from sac.fitting.agreeing import Grounds, agreed
 from sac.fitting.fit import Fitted, Fitting, figures_at
 from sac.fitting.meters import CpuMeter, Meter, meter_of
-from sac.fitting.observing import Observation, Observed
+from sac.fitting.observing import Observation, Observed, Shapes
 from sac.planner.profile import RegionProfile
 from sac.planner.tracing import ProfiledRegion, merged
 from sac.policy.model import Decision, Policy, Rule, dump_policy
+from sac.policy.read import bytes_text
 from sac.recompute.op_trace import RegionStats, SavedFigures
 from sac.recompute.regions import Region, RegionGroup
 from sac.recompute.torch_checkpoint import run_in_eager
@@ -41,21 +43,30 @@ from sac.torch_private import NO_TASK, current_graph_task_id, tree_leaves
 # table and the settings that it began with until its graph is gone.
 #
 # A *pass* is a forward of the model and its backward. The first step is over when a pass begins after parameters have
-# changed, or gradients have gone. Until then, passes accumulate gradients: the second one is observed too, since there
-# memory is used that the first one did not need.
+# changed, or gradients have gone. Until then, passes accumulate gradients, and are observed too, since later ones find
+# memory in use that the first one did not. Several forwards may also come before their backwards, in any order: those
+# of two losses, or the micro-batches of a pipeline schedule.
 #
 # What a later step begins with is asked when it begins, so the optimizer's state is counted when it is there. If no
 # parameter has changed by then (a scaled loss has overflowed), the state is reserved for.
 #
 # A pass on larger inputs than were observed runs under full recomputation. Nothing of this needs other ranks, except
 # the plan itself (`agreeing.py`).
+#
+# On a GPU, the first step of the plan is measured again. If it took more than the budget, for something that the
+# observed step did not need, a warning says so.
+
+# Note [A profiler in steps]
+#
+# On a CPU, a step is measured by torch's profiler. A `record_function` that begins while a profiler runs must not end
+# while another one does: torch then writes to memory that is free. Pipeline schedules and loops of users have one
+# around each forward. So when a step ends at the begin of a pass, none is measured from there on, but from the next
+# pass; and passes that turn out not to be of the step are measured, too, and left out.
 
 _EVERYTHING = Policy("everything", (Rule("everything", Decision.SAVE.value, ("*",)),))
 _UNSEEN_STATES = 2  # per trained parameter
-_OBSERVED_PASSES = 2
+_MOST_FORWARDS = 64  # of a step that accumulates gradients; further ones are like them
 _FULL, _PROFILED, _PLANNED = "full", "profiled", "planned"
-
-Shapes = tuple[tuple[int, ...], ...]
 
 
 def observing_policy(policy: Policy | None) -> Policy:
@@ -89,13 +100,13 @@ class FittedForward(RegionForward):
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         observation = self.applied.fitting.observation
-        if self.is_plain and self.region is self.planned:  # as a region, its first call would hold all its results
-            return self.original(*args, **kwargs)
+        # No checkpointing: as a region, its first call would hold all its results.
+        call = self.original if self.is_plain and self.region is self.planned else super()._call
         if observation is None:
-            return super()._call(*args, **kwargs)
+            return call(*args, **kwargs)
         observation.enter(self.block.path, args, kwargs)
         try:
-            output = super()._call(*args, **kwargs)
+            output = call(*args, **kwargs)
         except BaseException:
             observation.fail()
             raise
@@ -146,7 +157,7 @@ class Controller:
         """Have observed nothing."""
         self.observation: Observation | None = None
         self._meter: Meter = CpuMeter()
-        self._observed: list[Observed] = []
+        self._observed: Observed | None = None
         self._profiles: list[RegionProfile] = []
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._hooks: list[Any] = []
@@ -154,6 +165,8 @@ class Controller:
         self._first = ""  # the path of the region that begins a pass, if the model's own forward is not called
         self._has_forward = False
         self._used = _PLANNED if self.fitted is not None else _FULL
+        self._is_tried = False  # the observed step is the first one of the plan
+        self._is_untried = False  # the plan has not been measured
 
     def attach(self, applied: Applied) -> None:
         """Take charge of the regions of ``applied``."""
@@ -188,19 +201,42 @@ class Controller:
             return
         else:
             self._first = path
-        if self.observation is not None:
-            if self.observation.waits:  # several forwards, whose backward comes later
-                return
-            self._end_pass()
         shapes = tuple(tuple(leaf.shape) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
-        if self.fitted is not None and self._is_known(shapes):
+        observation, ends = self.observation, False
+        if observation is not None and not observation.waits:
+            if not (self._is_tried or self._has_trained()):
+                observation.begin_again(self._live(inputs), shapes)
+                return
+            ends = not self._goes_on()
+            if ends:
+                self._end_pass()
+        if self.observation is not None and not self._is_tried:
+            self.observation.shapes.append(shapes)
+        elif self.fitted is not None and self._is_known(shapes):
             self._use(_PLANNED)
-        elif self._observed and self._step_is_over():
+        elif self._observed is not None and self._step_is_over():
             self._plan(inputs, shapes)
         else:
             self._use(_FULL)
-            if self.fitted is None or self.config.replan == "longer":
+            if not ends and self.observation is None and (self.fitted is None or self.config.replan == "longer"):
                 self._observe(inputs, shapes)
+        if self.observation is None and not ends:  # see Note [A profiler in steps]
+            if self._is_untried and self._used == _PLANNED:
+                self._try(inputs, shapes)
+            elif self._hooks and self._observed is None:
+                self.stop()
+
+    def _has_trained(self) -> bool:
+        """Return whether the pass that is over was one of a training, not one to learn the shapes of results."""
+        assert self.observation is not None
+        has_changed = self.observation.has_gradients or self._versions_now() != self._versions
+        return self.observation.is_whole and has_changed
+
+    def _goes_on(self) -> bool:
+        """Return whether the pass that begins is one more of the step that is observed."""
+        assert self.observation is not None
+        is_short = len(self.observation.shapes) < _MOST_FORWARDS
+        return is_short and not self._step_is_over()
 
     def _is_known(self, shapes: Shapes) -> bool:
         """Return whether the plan was made for inputs that are at least as large in each dimension."""
@@ -226,17 +262,25 @@ class Controller:
 
     def _observe(self, inputs: Any, shapes: Shapes) -> None:
         self._find_device()
-        if len(self._observed) >= _OBSERVED_PASSES or not self._meter.is_free():
+        if self._observed is not None or not self._meter.is_free():
             return
-        if not self._observed:
-            self._put_profiled()
-            self._versions = self._versions_now()
+        self._put_profiled()
+        self._start(inputs, shapes, self._gradients)
+
+    def _start(self, inputs: Any, shapes: Shapes, gradients: Callable[[], int]) -> None:
+        self._versions = self._versions_now()
         if not self._hooks:  # some trainers run forward and backward inside of the optimizer's step
             self._hooks = [
                 register(self._optimizer_steps)
                 for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook)
             ]
-        self.observation = Observation(self._meter, self._live(inputs), self._gradients, shapes)
+        self.observation = Observation(self._meter, self._live(inputs), gradients, shapes)
+
+    def _try(self, inputs: Any, shapes: Shapes) -> None:
+        """Measure the step that begins, the first one of the plan."""
+        self._is_tried, self._is_untried = self._meter.is_light, False
+        if self._is_tried:
+            self._start(inputs, shapes, lambda: 0)
 
     def _put_profiled(self) -> None:
         self._used = _PROFILED
@@ -257,14 +301,28 @@ class Controller:
         assert self.observation is not None
         observation, self.observation = self.observation, None
         found = observation.end()
-        if not observation.is_in_order:
-            self.stop()
-            raise PlanError(Problem("activation_checkpointing.budget", _NOT_IN_ORDER, fix=_NOT_IN_ORDER_FIX))
-        profiles = [one.region.profile for one in self._forwards if isinstance(one.region, ProfiledRegion)]
+        if self._is_tried:
+            self._is_tried = False
+            if found is not None:
+                self._compare(found.record.peak)
+            return
         if found is not None:
-            self._observed.append(found)
-            self._profiles = self._profiles or [profile for profile in profiles if profile is not None]
+            profiles = [one.region.profile for one in self._forwards if isinstance(one.region, ProfiledRegion)]
+            self._observed, self._profiles = found, [profile for profile in profiles if profile is not None]
         self._use(_FULL)
+
+    def _compare(self, peak: int) -> None:
+        """Report the peak of the first step of the plan, with a warning if it is above the budget."""
+        assert self.fitted is not None
+        allowed, text = self.fitted.allowed, f"the first step with the plan took {bytes_text(peak)}"
+        self._tell(f"{self.fitted}; {text}")
+        if peak > allowed:
+            more = f"{peak - allowed} bytes ({bytes_text(peak - allowed)})"
+            found = (
+                f"{text}, {more} more than the budget of {self.budget}; {bytes_text(self.fitted.peak)} were predicted"
+            )
+            fix = f"{_TOO_MUCH}; or give a budget that is smaller by that much"
+            warnings.warn(str(Problem("activation_checkpointing.budget", found, fix=fix)), SacWarning, stacklevel=2)
 
     def _step_is_over(self) -> bool:
         """Return whether the pass that begins is not one more of the step that was observed."""
@@ -318,7 +376,7 @@ class Controller:
         grounds = agreed(self._grounds(inputs), self.model)
         fitting = Fitting(
             merged(grounds.profiles),
-            grounds.records,
+            grounds.record,
             figures_at(self.device),
             extra=grounds.extra,
             is_free=self.config.policy is None,
@@ -333,18 +391,19 @@ class Controller:
             plan_files.write(self._directory, self._key(), fitted)
         self.shapes = grounds.shapes
         self._put_plan(fitted)
-        self._observed, self._profiles = [], []
+        self._observed, self._profiles, self._is_untried = None, [], True
         _say(f"sac: {fitted}")
         self._use(_PLANNED if self._is_known(shapes) else _FULL)
 
     def _grounds(self, inputs: Any) -> Grounds:
+        assert self._observed is not None
         live, gradients, block = self._live(inputs), self._gradients(), self._meter.block_bytes
         return Grounds(
             tuple(replace(one, bytes=tuple(-(-size // block) * block for size in one.bytes)) for one in self._profiles),
-            tuple(one.rebased(live, gradients) for one in self._observed),
+            self._observed.rebased(live, gradients),
             self._unseen_state(),
             self._meter.memory_bytes,
-            tuple(one.shapes for one in self._observed),
+            self._observed.shapes,
             plan_files.read(self._directory, self._key()),
         )
 
@@ -356,7 +415,7 @@ class Controller:
         """Return what a plan depends on, besides what is there when a step begins."""
         parameters = [(name, tuple(one.shape), str(one.dtype)) for name, one in self.model.named_parameters()]
         policy = dump_policy(self.config.policy) if self.config.policy is not None else ""
-        shapes = [one.shapes for one in self._observed]
+        shapes = self._observed.shapes if self._observed is not None else ()
         device = figures_at(self.device).name if self.device.type == "cpu" else torch.cuda.get_device_name(self.device)
         return plan_files.key_of(parameters, self._profiles, shapes, device, str(self.budget), policy)
 
@@ -396,8 +455,4 @@ def _say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-_NOT_IN_ORDER = (
-    "the backward of a forward ran before that of a later forward, as in a pipeline schedule; a budget counts the "
-    "bytes of one forward and its backward, or of several in the opposite order"
-)
-_NOT_IN_ORDER_FIX = "plan with `sac plan --in-flight N`, and give its file as policy"
+_TOO_MUCH = "find what takes memory that the observed step, the first one, did not take"

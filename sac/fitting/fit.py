@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -12,12 +14,11 @@ from sac.errors import PlanError, Problem
 from sac.planner.choices import NONE, Choice, policy_for
 from sac.planner.cost import entry_times
 from sac.planner.devices import Device, device_at_hand, device_named
-from sac.planner.layers import BudgetTooSmallError, MemoryConstraint, assign, assign_alike, peak
-from sac.planner.memory import StepModel
+from sac.planner.layers import BudgetTooSmallError, MemoryConstraint, assign
 from sac.planner.pareto import pareto
 from sac.planner.pricing import Pricing
 from sac.planner.profile import RegionProfile
-from sac.planner.step import StepRecord
+from sac.planner.step import BACKWARD, BETWEEN, FORWARD, StepRecord
 from sac.policy.model import Policy
 from sac.policy.read import bytes_text
 from sac.region.settings import REPLAY
@@ -33,6 +34,13 @@ from sac.tables import seconds_text
 #   storages that are only the start of a replay, those that backward has already read when the replay begins, and what
 #   is alive between the steps of the replay (`replay_bytes`).
 # Freeing earlier than assumed makes the peak lower, never higher. So a plan can be used without having been tried.
+#
+# What a choice leaves behind counts in every phase as often as calls of its region wait for their backward then: a
+# pipeline stage holds several micro-batches, in whatever order its schedule runs them, and a block may be called more
+# than once. The search for the choices knows one forward that adds up from region to region. What further ones hold is
+# bounded, for some bounds, and the fastest choice that is found so is then filled up.
+
+_PARTS = 12  # bounds that are tried
 
 
 def option_bytes(profile: RegionProfile, choice: Choice) -> int:
@@ -106,8 +114,9 @@ def figures_at(device: torch.device) -> Device:
 class Fitted:
     """A plan for a budget: the policy, and its figures in bytes and seconds.
 
-    ``allowed``: the budget in bytes. ``saved``: for the region at each position, the entries that are saved, or None
-    for no checkpointing. ``held``: the bytes that they take.
+    ``allowed``: the budget in bytes. ``saved``: for the region at each of ``paths``, the entries that are saved, or
+    None for no checkpointing. ``held``: the bytes that they take. ``in_flight``: the most calls of a region whose
+    backward was still to come.
     """
 
     policy: Policy
@@ -120,6 +129,7 @@ class Fitted:
     paths: tuple[str, ...]
     saved: tuple[tuple[int, ...] | None, ...]
     held: tuple[int, ...]
+    in_flight: int = 1
 
     def __str__(self) -> str:
         again = self.seconds / self.forward_seconds if self.forward_seconds else 0.0
@@ -127,83 +137,183 @@ class Fitted:
             f"planned for a budget of {bytes_text(self.allowed)}: predicted peak {bytes_text(self.peak)} (least "
             f"{bytes_text(self.least)}, without checkpointing {bytes_text(self.most)}), "
             f"{again:.0%} of the blocks' forward run again ({seconds_text(self.seconds)})"
+            + (f", {self.in_flight} forwards in flight" if self.in_flight > 1 else "")
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Moment:
+    """A phase of a step: its peak under full recomputation, in bytes, and what other choices change of it.
+
+    ``alive``: how many calls of each region are between their forward and their backward. ``own``: the region whose
+    forward or backward it is, if any.
+    """
+
+    peak: int
+    alive: tuple[int, ...]
+    own: int | None
+    in_backward: bool
+
+    @property
+    def upto(self) -> int:
+        """The region before which all have one call more alive, as in a step of one forward."""
+        if self.own is not None:
+            return self.own
+        return next((at for at, count in enumerate(self.alive) if count != self.alive[0]), len(self.alive))
+
+    @property
+    def further(self) -> int:
+        """The most calls of a region that are alive in addition to one of each before ``upto``."""
+        return max(max(0, count - (at < self.upto)) for at, count in enumerate(self.alive))
+
+
+def _moments(record: StepRecord, places: Mapping[str, int]) -> Iterator[_Moment]:
+    """Yield the phases of a step; ``places``: the number of each region."""
+    numbers = [places[path] for path in record.paths]
+    with_backward = {phase.position for phase in record.phases if phase.part == BACKWARD}
+    alive = [0] * len(places)
+    for phase in record.phases:
+        own = None if phase.part == BETWEEN else numbers[phase.position]
+        if own is not None and phase.part == BACKWARD:
+            alive[own] -= 1
+        yield _Moment(phase.peak, tuple(alive), own, phase.part == BACKWARD)
+        if own is not None and phase.part == FORWARD and phase.position in with_backward:
+            alive[own] += 1
 
 
 class Fitting:
     """The search for a plan on the grounds of observed steps; see Note [From an observed step to every other].
 
-    ``profiles``: those of the regions, one per kind. ``records``: steps that begin with the bytes of steps to come.
-    ``extra``: bytes that will be there and are not in the records.
+    ``profiles``: those of the regions, one per kind. ``record``: a step that begins with the bytes of steps to come.
+    ``extra``: bytes that will be there and are not in the record.
     ``is_free``: whether no checkpointing is a choice, which goes beyond what a policy allows.
     """
 
     def __init__(
         self,
         profiles: Sequence[RegionProfile],
-        records: Sequence[StepRecord],
+        record: StepRecord,
         device: Device,
         *,
         extra: int = 0,
         is_free: bool = True,
     ) -> None:
         self.profiles = tuple(profiles)
-        paths = records[0].paths
+        self.paths = tuple(dict.fromkeys(record.paths))
         of_path = {path: group for group, profile in enumerate(profiles) for path in profile.paths}
-        self.paths, self.groups = paths, tuple(of_path[path] for path in paths)
+        self.groups = tuple(of_path[path] for path in self.paths)
         pricing = Pricing(REPLAY, device)
         self.times = [entry_times(profile, device) for profile in profiles]
         self.choices = [
             _choices(pricing, profile, times, is_free=is_free)
             for profile, times in zip(profiles, self.times, strict=True)
         ]
-        sizes = [
+        self._seconds = [tuple(choice.seconds for choice in self.choices[group]) for group in self.groups]
+        self.bytes = [
             [option_bytes(profile, choice) for choice in choices]
             for profile, choices in zip(profiles, self.choices, strict=True)
         ]
-        self.step = StepModel(self.groups, sizes, paths, extra=extra)
-        for record in records:
-            self.step.learn(record, (0,) * len(paths))
-        self._predict(sizes)
-        self._held = [self.step.held_by(group) for group in self.groups]
-        self._seconds = [tuple(choice.seconds for choice in self.choices[group]) for group in self.groups]
-        self._constraints: tuple[MemoryConstraint, ...] = self.step.constraints()
+        self._more, self._replay = self._predicted(record)
+        peaks: dict[_Moment, int] = {}
+        for one in _moments(record, {path: at for at, path in enumerate(self.paths)}):
+            key = replace(one, peak=0)
+            peaks[key] = max(one.peak + extra, peaks.get(key, 0))
+        self._moments = [replace(key, peak=high) for key, high in peaks.items()]
+        self.in_flight = max(count for one in self._moments for count in one.alive)
 
-    def _predict(self, sizes: Sequence[Sequence[int]]) -> None:
-        """Put what each choice takes into the model of the step, from what full recomputation has taken."""
-        step = self.step
-        for group, (profile, choices) in enumerate(zip(self.profiles, self.choices, strict=True)):
-            if group not in self.groups:
-                continue
-            held = step.held[group, 0]
-            forward, backward = step.own.get((group, 0, False), 0), step.own.get((group, 0, True), 0)
-            inputs = max(0, held - sizes[group][0])
-            for index, choice in enumerate(choices[1:], start=1):
-                more = max(0, sizes[group][index] - sizes[group][0])
-                step.held[group, index] = held + more
-                step.own[group, index, False] = forward + more
-                step.own[group, index, True] = backward + replay_bytes(profile, choice, inputs)
+    def _predicted(self, record: StepRecord) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+        """Return, for each region and choice, what it holds and what its backward takes, above full recomputation."""
+        held = dict.fromkeys(self.groups, 0)
+        for phase in record.phases:
+            if phase.part == FORWARD:
+                group = self.groups[self.paths.index(record.paths[phase.position])]
+                held[group] = max(held[group], phase.after - phase.before)
+        more, replayed = {}, {}
+        for group, bytes_held in held.items():
+            sizes, profile = self.bytes[group], self.profiles[group]
+            inputs = max(0, bytes_held - sizes[0])
+            more[group] = tuple(max(0, size - sizes[0]) for size in sizes)
+            later = (replay_bytes(profile, choice, inputs) for choice in self.choices[group][1:])
+            replayed[group] = (0, *later)
+        return [more[group] for group in self.groups], [replayed[group] for group in self.groups]
 
     @property
     def has_freedom(self) -> bool:
         """Whether there is a choice besides full recomputation."""
         return any(len(self.choices[group]) > 1 for group in self.groups)
 
+    def _own(self, moment: _Moment) -> tuple[int, ...] | None:
+        if moment.own is None:
+            return None
+        return (self._replay if moment.in_backward else self._more)[moment.own]
+
     def peak_of(self, choice: Sequence[int]) -> int:
         """Return the predicted peak of a choice, in bytes."""
-        return peak(self._constraints, self._held, choice)[0]
+        return max(self._live(choice))
 
-    def _assign(self, allowed: int) -> tuple[int, ...]:
-        if len({*self.paths}) < len(self.paths):
-            return assign_alike(self._constraints, self._held, self._seconds, allowed, self.groups)
-        return assign(self._constraints, self._held, self._seconds, allowed)
+    def _live(self, choice: Sequence[int]) -> list[int]:
+        """Return the predicted peak of each moment."""
+        more = [sizes[one] for sizes, one in zip(self._more, choice, strict=True)]
+        found = []
+        for moment in self._moments:
+            own = self._own(moment)
+            live = moment.peak + sum(count * size for count, size in zip(moment.alive, more, strict=True))
+            found.append(live + (own[choice[moment.own]] if own is not None and moment.own is not None else 0))
+        return found
 
     def least(self) -> int:
-        """Return the least peak, in bytes."""
-        try:
-            return self.peak_of(self._assign(0))
-        except BudgetTooSmallError as error:
-            return error.least
+        """Return the least peak, in bytes: that of full recomputation."""
+        return self.peak_of((0,) * len(self.paths))
+
+    def _assign(self, allowed: int) -> tuple[int, ...]:
+        """Return the fastest choice within ``allowed`` bytes, which are no fewer than the least peak."""
+        further = [moment.further for moment in self._moments]
+        if not any(further):
+            return self._assign_beside(further, 0, allowed, None)
+        # What all regions hold together for one more forward is bounded in turn by some amounts.
+        most = sum(max(sizes) for sizes in self._more)
+        room = min((allowed - one.peak) // one.further for one in self._moments if one.further)
+        best: tuple[float, tuple[int, ...]] = (math.inf, (0,) * len(self.paths))
+        for part in range(_PARTS + 1):
+            bound = min(most, room) * part // _PARTS
+            with suppress(BudgetTooSmallError):
+                found = self._assign_beside(further, bound, allowed, bound)
+                best = min(best, (self._time(found), found))
+        return self._filled(best[1], allowed)
+
+    def _assign_beside(self, further: Sequence[int], others: int, allowed: int, most: int | None) -> tuple[int, ...]:
+        """Return the fastest choice if each further forward holds ``others`` bytes, and this one ``most`` at most."""
+        constraints = [
+            MemoryConstraint(one.peak + count * others, one.upto, self._own(one))
+            for one, count in zip(self._moments, further, strict=True)
+        ]
+        if most is not None:
+            constraints.append(MemoryConstraint(allowed - most, len(self.paths)))
+        return assign(constraints, self._more, self._seconds, allowed)
+
+    def _time(self, choice: Sequence[int]) -> float:
+        return math.fsum(times[one] for times, one in zip(self._seconds, choice, strict=True))
+
+    def _filled(self, choice: tuple[int, ...], allowed: int) -> tuple[int, ...]:
+        """Return ``choice`` with faster ones for single regions, as long as they fit, those that spare most first."""
+        found = list(choice)
+        while True:
+            live = self._live(found)
+            faster = []
+            for at, times in enumerate(self._seconds):
+                now = found[at]
+                others = [pair for pair in zip(live, self._moments, strict=True) if pair[1].own != at]
+                room = min(((allowed - level) // one.alive[at] for level, one in others if one.alive[at]), default=0)
+                for other, time in enumerate(times):
+                    if time < times[now] and self._more[at][other] - self._more[at][now] <= room:
+                        faster.append((times[now] - time, at, other))
+            for _, at, other in sorted(faster, reverse=True):
+                now, found[at] = found[at], other
+                if self.peak_of(found) <= allowed:
+                    break
+                found[at] = now
+            else:
+                return tuple(found)
 
     def index_of(self, saved: Sequence[Sequence[int] | None]) -> tuple[int, ...] | None:
         """Return the choice that saves these entries at each position, if there is one."""
@@ -249,7 +359,8 @@ class Fitting:
             sum(sum(self.times[group]) for group in self.groups),
             self.paths,
             tuple(None if one.keep is None else tuple(sorted(one.keep.saved)) for one in picked),
-            tuple(self.step.bytes[group][one] for group, one in zip(self.groups, choice, strict=True)),
+            tuple(self.bytes[group][one] for group, one in zip(self.groups, choice, strict=True)),
+            self.in_flight,
         )
 
 

@@ -25,9 +25,13 @@ class Level(NamedTuple):
 
 
 class Meter(ABC):
-    """Measures one step. ``block_bytes``: the allocator rounds sizes up to a multiple of this."""
+    """Measures one step. ``block_bytes``: the allocator rounds sizes up to a multiple of this.
+
+    ``is_light``: measuring takes no time, and nothing that anyone else may need.
+    """
 
     block_bytes = 1
+    is_light = False
 
     @abstractmethod
     def live(self, known: Iterable[Tensor]) -> int:
@@ -59,6 +63,7 @@ class CudaMeter(Meter):
     """Asks the caching allocator. Its peak is reset at each mark of a measured step."""
 
     block_bytes = _CUDA_BLOCK
+    is_light = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

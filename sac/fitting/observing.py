@@ -16,27 +16,33 @@ from sac.torch_private import NO_TASK, current_graph_task_id, tree_leaves, when_
 
 # Note [An observed step]
 #
-# A step begins with the model's forward and ends with its backward. It is divided into the phases of `StepPhase`, by
-# marks at the borders of regions: in forward around each call, in backward by hooks on a region's result and on its
-# first input that has a graph. Several forwards whose backward is still to come belong to one step. Their backwards
-# have to run in the opposite order, as in one graph, since the peak of a step is computed so. That is checked.
+# A step begins with a forward of the model and ends with its last backward. It is divided into the phases of
+# `StepPhase`, by marks at the borders of regions: in forward around each call, in backward by hooks on a region's
+# result and on its first input that has a graph. Several forwards whose backward is still to come belong to one step,
+# whatever the order of their backwards is: those of two losses, or of the micro-batches that a pipeline stage has in
+# flight. So do passes that follow one another and accumulate gradients: what is kept of one (its loss, what a stage has
+# computed) is there in the next one.
 #
 # The hooks belong to the graph, and hold the token of the step: when the graph is freed without a backward, the token
 # goes, and with it the step.
 
 
+Shapes = tuple[tuple[int, ...], ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """A step that was observed. ``live`` and ``gradients``: bytes when it began; ``shapes``: of the model's inputs.
+    """A step that was observed. ``live`` and ``gradients``: bytes when it began.
 
-    ``made``: for each phase, the bytes of gradients of parameters at its start.
+    ``shapes``: those of the inputs of each forward. ``made``: for each phase, the bytes of gradients of parameters at
+    its start.
     """
 
     record: StepRecord
     live: int
     gradients: int
     made: tuple[int, ...]
-    shapes: tuple[tuple[int, ...], ...]
+    shapes: tuple[Shapes, ...]
 
     def rebased(self, live: int, gradients: int) -> StepRecord:
         """Return the record of such a step that begins with these bytes, or one that needs more.
@@ -73,32 +79,49 @@ class _Cut:
 class Observation:
     """Observes a step that begins now; see Note [An observed step]."""
 
-    def __init__(
-        self, meter: Meter, live: int, gradients: Callable[[], int], shapes: tuple[tuple[int, ...], ...]
-    ) -> None:
+    def __init__(self, meter: Meter, live: int, gradients: Callable[[], int], shapes: Shapes) -> None:
         self._meter = meter
         self._gradients = gradients
         self._live = live
-        self._shapes = shapes
+        self.shapes = [shapes]  # of each forward
         self._started_with = gradients()
         self._paths: list[str] = []
         self._cuts = [_Cut(BETWEEN, 0, self._started_with)]
         self._token: Any = None
         self._waiting: list[int] = []  # positions whose backward has not begun
         self._tasks: set[int] = set()  # backwards that are running
-        self._ended = False
-        self.is_in_order = True
+        self._ended = self._failed = False
+        self._from = 0  # the cut that the step begins with
         meter.start(live)
+
+    def begin_again(self, live: int, shapes: Shapes) -> None:
+        """A step begins now, not before: measure on, since a profiler is not to be stopped and started at once."""
+        self._cut(BETWEEN, 0)
+        self._from = len(self._cuts) - 1
+        self._live, self._started_with, self.shapes = live, self._cuts[-1].made, [shapes]
+        self._paths, self._waiting, self._token = [], [], None
+        self._ended = self._failed = False
 
     @property
     def waits(self) -> bool:
         """Whether the graph of a forward is alive whose backward is still to come, or runs."""
         return bool(self._tasks) or (bool(self._waiting) and self._token is not None and self._token() is not None)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether every forward so far has had its backward."""
+        return self._ended and not self._waiting and not self._failed
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether parameters have had gradients: trainers also run a model to learn the shapes of its results."""
+        return any(cut.made for cut in self._cuts[self._from :])
+
     def enter(self, path: str, args: Any, kwargs: Any) -> None:
         """The forward of a region begins."""
         position = len(self._paths)
         self._paths.append(path)
+        self._ended = False
         token = self._token() if self._token is not None else None
         if token is None:
             token = _Token()
@@ -108,7 +131,7 @@ class Observation:
             if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
                 tensor.register_hook(partial(self._end_backward, token, position))
                 break
-        self._cut(FORWARD, position)
+        self._cut(FORWARD, position, self._cuts[-1].made)
 
     def leave(self, output: Any) -> None:
         """The forward of the region that was entered last is over."""
@@ -121,22 +144,21 @@ class Observation:
                 has_graph = True
         if has_graph:
             self._waiting.append(position)
-        self._cut(BETWEEN, position + 1)
+        self._cut(BETWEEN, position + 1, self._cuts[-1].made)
 
     def fail(self) -> None:
         """The forward of a region has raised: this step tells nothing."""
         self._new = None
-        self.is_in_order = False
+        self._failed = True
 
-    def _cut(self, part: str, position: int) -> None:
+    def _cut(self, part: str, position: int, made: int | None = None) -> None:
         self._meter.mark()
-        self._cuts.append(_Cut(part, position, self._gradients()))
+        self._cuts.append(_Cut(part, position, self._gradients() if made is None else made))
 
     def _begin_backward(self, token: _Token, position: int, gradient: Tensor) -> None:
-        if position not in self._waiting:  # another result of the same region, or a second backward
+        is_current = self._token is not None and self._token() is token
+        if not is_current or position not in self._waiting:  # another result of the region, or a second backward
             return
-        if self._waiting[-1] != position:
-            self.is_in_order = False
         self._waiting.remove(position)
         task = current_graph_task_id()
         if task != NO_TASK and task not in self._tasks and when_backward_ends is not None:
@@ -150,23 +172,23 @@ class Observation:
 
     def _end_task(self, task: int) -> None:
         self._tasks.discard(task)
-        if not self._waiting and not self._tasks and not self._ended:
-            self._ended = True
-            self._cut(BETWEEN, 0)
+        if not self._tasks and not self._ended:
+            self._ended = not self._waiting
+            self._cut(BETWEEN, len(self._waiting))
 
     def end(self) -> Observed | None:
         """Stop measuring; return what was observed, or None if no backward has run through all regions."""
         self._meter.mark()
         levels = self._meter.stop()
-        if not self._paths or self._waiting or not self._ended or len(levels) != len(self._cuts):
+        if not self.is_whole or len(levels) != len(self._cuts):
             return None
-        phases, before = [], self._live
-        for cut, level in zip(self._cuts[:-1], levels[:-1], strict=True):  # the last phase is what came after backward
+        phases, before = [], levels[self._from - 1].live if self._from else self._live
+        cuts = self._cuts[self._from : -1]  # the last phase is what came after backward
+        for cut, level in zip(cuts, levels[self._from : -1], strict=True):
             phases.append(StepPhase(cut.part, cut.position, before, level.peak, level.live))
             before = level.live
         kept = next(phase.before for phase in phases if phase.part == BACKWARD)
         peak = max(phase.peak for phase in phases)
         record = StepRecord(tuple(self._paths), tuple(phases), self._live, kept, peak)
-        return Observed(
-            record, self._live, self._started_with, tuple(cut.made for cut in self._cuts[:-1]), self._shapes
-        )
+        made = tuple(cut.made for cut in cuts)
+        return Observed(record, self._live, self._started_with, made, tuple(self.shapes))

@@ -270,12 +270,16 @@ class _ThriftyRecorder(_ProfilingRecorder):
 
 
 class ProfiledRegion(Region):
-    """A region that is recomputed in full, and profiled in its first call: ``profile`` is what its policy may save."""
+    """A region that is recomputed in full, and profiled: ``profile`` is what its policy may save.
+
+    If its calls differ in size, the profile has the largest sizes.
+    """
 
     def __init__(self, block: Block, group: RegionGroup) -> None:
         super().__init__(group, block.path)
         self.profile: RegionProfile | None = None
         self._block = block
+        self._seen: set[Any] = set()  # signatures of profiled inputs
 
     def _replay_frame(
         self,
@@ -287,7 +291,7 @@ class ProfiledRegion(Region):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> tuple[ReplayFrame, ReplayRecorder]:
-        block = self._block if self.profile is None else None
+        block = self._block if signature not in self._seen else None
         recorder = _ThriftyRecorder(block, self.group.table, self.path, owners, settings)
         recorder.begin(inputs, inputs.leaves_of(args, kwargs))
         frame = ReplayFrame(function, self.path, recorder, owners, settings, give_up=self._refuse, given_up=str)
@@ -300,9 +304,20 @@ class ProfiledRegion(Region):
     def _take_evidence(self, recorder: Any, frame: Any, signature: Any) -> None:
         if not isinstance(recorder, _ThriftyRecorder):
             self._refuse("it does not run under the replay engine")
-        if self.profile is None:
-            self.profile = recorder.profile
+        self._seen.add(signature)
+        if recorder.profile is not None:
+            known = self.profile
+            self.profile = recorder.profile if known is None else _larger(known, recorder.profile)
         self.stats.take(recorder.figures, frame.input_bytes)
+
+
+def _larger(one: RegionProfile, other: RegionProfile) -> RegionProfile:
+    """Return the profile with the largest size of each value of both, or the larger one if their ops differ."""
+    larger = max(one, other, key=lambda profile: sum(profile.bytes))
+    parts = [
+        (profile.roots, profile.needs, [(e.op, e.reads, e.makes) for e in profile.entries]) for profile in (one, other)
+    ]
+    return replace(larger, bytes=tuple(map(max, one.bytes, other.bytes))) if parts[0] == parts[1] else larger
 
 
 def merged(profiles: Sequence[RegionProfile]) -> tuple[RegionProfile, ...]:

@@ -9,13 +9,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import sac
 from sac.memory_timeline import measure_memory
+from tests.support.blocks import llama_stack
 from tests.support.prompt_collectives import prompt_collectives
-from tests.unit.fitting.small_training import Language, X, Y, built, controller_of
+from tests.unit.fitting.small_training import DIM, Language, X, Y, built, controller_of, within
 
 Found = tuple[list[int], list[torch.Tensor], Any]
 STEPS = 6
@@ -76,6 +78,58 @@ def trained(way: Any, value: Any, rows: tuple[int, int] = (4, 4), *, after: bool
         optimizer.zero_grad()
     fitted = controller_of(model).fitted if value is not None and value != "full" else None
     return peaks, losses, fitted and (fitted.saved, fitted.peak, fitted.least, fitted.most)
+
+
+def staged(schedule: str, budgets: Any) -> tuple[list[int], list[torch.Tensor], str]:
+    """Train a pipeline of 8 layers under one of torch's schedules; a rank has one part of it, or two.
+
+    ``budgets``: the config, or its budget in bytes by rank. Returns the peaks of this rank after the first step, its
+    parameters, and what is told of its plan.
+    """
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    numbers = [rank] if schedule in ("ScheduleGPipe", "Schedule1F1B") else [rank, rank + ranks]
+    count = ranks * len(numbers)
+    parts = nn.ModuleList(_part(number, count) for number in numbers)
+    if budgets is not None:
+        sac.apply(parts, within(budgets[rank]) if isinstance(budgets, list) else budgets)
+    stages = [
+        PipelineStage(part, number, count, torch.device("cpu")) for part, number in zip(parts, numbers, strict=True)
+    ]
+    kind = getattr(schedules, schedule)
+    runs = kind(stages[0] if len(stages) == 1 else stages, 4, loss_fn=_loss)
+    optimizer = torch.optim.AdamW(parts.parameters(), lr=1e-2)
+    x, y = X.repeat(4, 1), Y.repeat(4, 1)
+
+    def run() -> None:
+        losses: list[torch.Tensor] = []
+        runs.step(*((x,) if 0 in numbers else ()), **({"target": y, "losses": losses} if count - 1 in numbers else {}))
+
+    peaks = []
+    for step in range(4):
+        if step:
+            there = bytes_of_parts(parts, optimizer, x)
+            peaks.append(there + measure_memory(run).peak_bytes)
+        else:
+            run()
+        optimizer.step()
+        optimizer.zero_grad()
+    told = str(controller_of(parts).fitted) if isinstance(budgets, list) else ""
+    return peaks, [parameter.detach() for parameter in parts.parameters()], told
+
+
+def _part(number: int, count: int) -> Language:
+    model = built()
+    torch.manual_seed(number)
+    model.body = llama_stack(8 // count, DIM, 4)
+    if number:
+        model.embedding = nn.Identity()  # type: ignore[assignment]
+    if number < count - 1:
+        model.head = nn.Identity()  # type: ignore[assignment]
+    return model
+
+
+def _loss(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
 
 
 def bytes_of_parts(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> int:

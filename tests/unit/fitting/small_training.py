@@ -110,6 +110,46 @@ def trained(
     return found
 
 
+@dataclass
+class Scheduled:
+    """What some steps of micro-batches have left: the model, and the peak in bytes of each step after the first."""
+
+    model: nn.Module
+    losses: list[Tensor] = field(default_factory=list)
+    peaks: list[int] = field(default_factory=list)
+
+    def is_equal(self, other: Scheduled) -> bool:
+        mine, theirs = ([*one.losses, *one.model.state_dict().values()] for one in (self, other))
+        return all(torch.equal(one, two) for one, two in zip(mine, theirs, strict=True))
+
+
+def scheduled(order: str, value: Any, steps: int = 3) -> Scheduled:
+    """Train with a forward (F) and backward (B) of each micro-batch, in this order in each step."""
+    found = Scheduled(built())
+    if value is not None:
+        sac.apply(found.model, value)
+    optimizer = torch.optim.AdamW(found.model.parameters(), lr=1e-2)
+
+    def run() -> None:
+        losses: dict[str, Tensor] = {}
+        for what, number in order.split():
+            if what == "F":
+                x = X.roll(int(number), 1)
+                losses[number] = nn.functional.cross_entropy(found.model(x).flatten(0, 1), Y.flatten())
+            else:
+                losses[number].backward()
+                found.losses.append(losses.pop(number).detach())
+
+    for step in range(steps):
+        if step:
+            found.peaks.append(bytes_of(found.model, optimizer) + measure_memory(run).peak_bytes)
+        else:
+            run()
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
 @cache
 def ends(passes: int = 1) -> tuple[int, int]:
     """Return the peak of a step under full recomputation, and without checkpointing."""

@@ -55,7 +55,7 @@ def profile(size: int, op: str = "aten.mm.default") -> RegionProfile:
 
 def grounds(size: int, op: str = "aten.mm.default", path: str = "layers.0") -> Grounds:
     record = StepRecord((path,), (StepPhase(FORWARD, 0, size, size + 7, size + 1),), 0, 0, size + 7)
-    return Grounds((profile(size, op),), (record,), size, 100 - size, (((4, size),),), (None,) if size < 9 else None)
+    return Grounds((profile(size, op),), record, size, 100 - size, (((4, size),),), (None,) if size < 9 else None)
 
 
 def test_largest_numbers() -> None:
@@ -71,7 +71,7 @@ def test_largest_numbers() -> None:
     [
         (grounds(8, op="aten.bmm.default"), "the ops of layers.0"),
         (grounds(8, path="layers.1"), "the regions that they call"),
-        (replace(grounds(8), records=()), "the number of their regions, ops or inputs"),
+        (replace(grounds(8), profiles=()), "the number of their regions, ops or inputs"),
     ],
 )
 def test_ranks_that_differ(other: Grounds, what: str) -> None:

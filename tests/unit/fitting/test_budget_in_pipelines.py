@@ -1,0 +1,27 @@
+"""Each stage of a pipeline plans by itself for its budget, with the micro-batches that its schedule has in flight."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support.ranks import run_ranks
+from tests.unit.fitting.rank_trainings import staged
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("schedule", "in_flight"),
+    [("Schedule1F1B", (2, 1)), ("ScheduleGPipe", (4, 4)), ("ScheduleInterleaved1F1B", (4, 3))],
+)
+def test_stages_stay_within_their_budgets_and_use_most_of_the_room(schedule: str, in_flight: tuple[int, int]) -> None:
+    full, none = (run_ranks(2, staged, schedule, mode) for mode in ("full", None))
+    # gloo's threads sometimes hold longer what they have sent: the least of some steps is that of the ops
+    lows, highs = ([min(peaks) for peaks, *_ in found] for found in (full, none))
+    budgets = [int(low + 0.6 * (high - low)) for low, high in zip(lows, highs, strict=True)]
+    found = run_ranks(2, staged, schedule, budgets)
+    for rank, (low, budget) in enumerate(zip(lows, budgets, strict=True)):
+        peaks, parameters, told = found[rank]
+        assert low + 0.8 * (budget - low) <= min(peaks) <= budget
+        assert (f", {in_flight[rank]} forwards in flight" in told) == (in_flight[rank] > 1)
+        assert all(torch.equal(one, other) for one, other in zip(parameters, none[rank][1], strict=True))
