@@ -80,11 +80,11 @@ def trained(way: Any, value: Any, rows: tuple[int, int] = (4, 4), *, after: bool
     return peaks, losses, fitted and (fitted.saved, fitted.peak, fitted.least, fitted.most)
 
 
-def staged(schedule: str, budgets: Any) -> tuple[list[int], list[torch.Tensor], str]:
+def staged(schedule: str, budgets: Any) -> tuple[list[int], list[torch.Tensor], Any]:
     """Train a pipeline of 8 layers under one of torch's schedules; a rank has one part of it, or two.
 
     ``budgets``: the config, or its budget in bytes by rank. Returns the peaks of this rank after the first step, its
-    parameters, and what is told of its plan.
+    parameters, and the least peak and what is in flight by its plan.
     """
     ranks, rank = dist.get_world_size(), dist.get_rank()
     numbers = [rank] if schedule in ("ScheduleGPipe", "Schedule1F1B") else [rank, rank + ranks]
@@ -113,8 +113,8 @@ def staged(schedule: str, budgets: Any) -> tuple[list[int], list[torch.Tensor], 
             run()
         optimizer.step()
         optimizer.zero_grad()
-    told = str(controller_of(parts).fitted) if isinstance(budgets, list) else ""
-    return peaks, [parameter.detach() for parameter in parts.parameters()], told
+    fitted = controller_of(parts).fitted if isinstance(budgets, list) else None
+    return peaks, [parameter.detach() for parameter in parts.parameters()], fitted and (fitted.least, fitted.in_flight)
 
 
 def _part(number: int, count: int) -> Language:

@@ -21,7 +21,8 @@ def test_stages_stay_within_their_budgets_and_use_most_of_the_room(schedule: str
     budgets = [int(low + 0.6 * (high - low)) for low, high in zip(lows, highs, strict=True)]
     found = run_ranks(2, staged, schedule, budgets)
     for rank, (low, budget) in enumerate(zip(lows, budgets, strict=True)):
-        peaks, parameters, told = found[rank]
-        assert low + 0.8 * (budget - low) <= min(peaks) <= budget
-        assert (f", {in_flight[rank]} forwards in flight" in told) == (in_flight[rank] > 1)
+        peaks, parameters, (least, flying) = found[rank]
+        # The plan also counts the buffers that a schedule allocates once and for all: the room is what they leave.
+        assert low + 0.8 * (budget - max(least, low)) <= min(peaks) <= budget
+        assert flying == in_flight[rank]
         assert all(torch.equal(one, other) for one, other in zip(parameters, none[rank][1], strict=True))
