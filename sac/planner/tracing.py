@@ -164,7 +164,7 @@ class _ProfilingRecorder(ReplayRecorder):
     """A recorder that makes a profile of the tape when the forward ends, unless ``block`` is None."""
 
     op_trace: _ProfileTrace
-    profile: RegionProfile
+    profile: RegionProfile | None = None
 
     def __init__(
         self, block: Block | None, table: DecisionTable, path: str, owners: tuple[nn.Module, ...], settings: Settings
