@@ -38,11 +38,6 @@ class MemoryTimeline:
         """Return the live bytes at the last ``mark(name)``; raises ``KeyError`` if there was none."""
         return self.marks[name][-1][1]
 
-    @property
-    def peak_ms(self) -> float:
-        """The time of the highest point of the curve, in milliseconds."""
-        return self.times_ms[max(range(len(self.live_bytes)), key=self.live_bytes.__getitem__)]
-
 
 @dataclass(frozen=True, slots=True)
 class _Event:

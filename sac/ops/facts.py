@@ -98,12 +98,10 @@ class OpTraits:
     is_uninitialised: bool = False
     is_infrastructure: bool = False
     is_random: bool = False
-    is_nondeterministic: bool = False  # in the save-set `nondeterministic`, perhaps only for some calls
     may_draw: bool = False  # the generator state has to be compared around a saved call
     generator_args: tuple[int, ...] = ()
     generator_kwargs: tuple[str, ...] = ()
     returns_tensor: bool = True
-    reads_data: bool = False  # tensor values decide a Python number or the result's shape; not `index` with a mask
     is_collective: bool = False  # ranks have to meet in it or in its wait
     takes_optional: bool = False  # some tensor argument is optional
     tensor_positions: tuple[int, ...] = ()  # positions of its tensor arguments
@@ -134,7 +132,6 @@ def _without_schema(op: Any) -> OpTraits:
     elif own_name in _HIGHER_ORDER_WITHOUT_RESULT:
         reason = "it returns no tensor"
     return OpTraits(
-        is_nondeterministic=_is_of(SAVE_SETS["nondeterministic"], name),
         may_draw=True,
         returns_tensor=own_name not in _HIGHER_ORDER_WITHOUT_RESULT | _HIGHER_ORDER_WRITING,
         unsavable_reason=reason,
@@ -167,12 +164,10 @@ def _of_schema(op: Any, schema: Any) -> OpTraits:
         is_uninitialised=is_uninitialised,
         is_infrastructure=namespace in INFRASTRUCTURE,
         is_random=is_random,
-        is_nondeterministic=_is_of(SAVE_SETS["nondeterministic"], name),
         may_draw=is_random or namespace not in _TAGS_ITS_RANDOM_OPS,
         generator_args=_positional(generators),
         generator_kwargs=_keyword_only(generators),
         returns_tensor=returns_tensor,
-        reads_data=_reads_data(packet, op),
         is_collective=namespace in _COLLECTIVES or _is_of(SAVE_SETS["collective"], name),
         takes_optional=any("Optional[Tensor]" in str(argument.type) for argument in schema.arguments),
         is_flat=_is_flat(schema),
@@ -232,12 +227,6 @@ def _is_constant(namespace: str, packet: str, schema: Any) -> bool:
     takes_tensor = any("Tensor" in str(argument.type) for argument in schema.arguments)
     gives_tensor = any("Tensor" in str(result.type) for result in schema.returns)
     return namespace in ("aten", "prims") and gives_tensor and not takes_tensor
-
-
-def _reads_data(packet: str, op: Any) -> bool:
-    tags = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-    # `index` has the tag because of masks; with integer indices, the usual case, they determine the shape.
-    return packet in ("is_nonzero", "item") or (packet != "index" and not tags.isdisjoint(op.tags))
 
 
 def _is_flat(schema: Any) -> bool:

@@ -92,7 +92,7 @@ class SetEntry:
 
 @dataclass(frozen=True, slots=True)
 class SaveSet:
-    """A named set of ops; ``doc`` is the sentence that ``sac check`` prints."""
+    """A named set of ops; ``doc`` says in one sentence which."""
 
     name: str
     doc: str

@@ -963,7 +963,6 @@ class RerunRecorder(Recorder):
         self.op_trace = op_trace
         self.needs_mode = self.reads_values = False
         self.writes_or_draws = True  # after the forward: whether this alone requires a recorder
-        self.chose_at: frozenset[str] = frozenset()  # after the forward: paths of modules in which an op chose
         self.figures: SavedFigures | None = None
         self._recompute: RecomputeMode | None = None
         self._reached = -1
@@ -1002,7 +1001,6 @@ class RerunRecorder(Recorder):
         self.figures = figures_of(self.state, kept)
         self.state.decided = []
         self.writes_or_draws = self.state.writes_or_draws
-        self.chose_at = frozenset(site.path for site in self.state.calls if site.must_save)
         self.needs_mode, self.reads_values = self.state.needs_mode, self.state.reads_values
         return free
 

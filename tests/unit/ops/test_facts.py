@@ -128,21 +128,6 @@ def test_only_ops_that_may_draw_need_their_generator_compared():
     assert traits_of(len).savable
 
 
-def test_ops_that_read_values_are_known():
-    reading = [aten._local_scalar_dense.default, aten.item.default, aten.equal.default, aten.is_nonzero.default,
-               aten.nonzero.default, aten.masked_select.default, aten._unique2.default]  # fmt: skip
-    assert all(traits_of(op).reads_data for op in reading)
-    assert not traits_of(aten.index.Tensor).reads_data
-    assert not traits_of(aten.mm.default).reads_data
-
-
-def test_routing_choices_are_nondeterministic():
-    assert traits_of(aten.topk.default).is_nondeterministic
-    assert traits_of(aten.sort.stable).is_nondeterministic
-    assert traits_of(torch.ops._c10d_functional.all_to_all_single.default).is_nondeterministic
-    assert not traits_of(aten.mm.default).is_nondeterministic
-
-
 @pytest.fixture
 def library():
     made = torch.library.Library("_flash_attn2_cuda_0badcafe", "DEF")
