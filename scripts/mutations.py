@@ -144,7 +144,7 @@ MUTATIONS = (
         1,
         _BINDINGS,
         "a buffer that the forward wrote unseen is read as it is now",
-        "overwrite(storage, copy)",
+        "stack.overwrite(storage, copy)",
     ),
     Mutation(
         "replay-no-writes",
@@ -269,7 +269,7 @@ MUTATIONS = (
         3,
         "recompute/forward_state.py",
         "what the region wrote outside is written twice",
-        "overwrite(held, one.copy)",
+        "stack.overwrite(held, one.copy)",
         earlier=(
             "for storage, image in self._images:\n            overwrite(storage, image)",
             "for _ in self._images:\n            pass",
@@ -541,14 +541,16 @@ MUTATIONS = (
         10,
         _BINDINGS,
         "statistics advance in recomputation too",
-        "stack.callback(overwrite, storage, copy_of(storage))",
+        "stack.overwrite(storage, copy)",
+        "storage.copy_(copy)",
     ),
     Mutation(
         "recorded-write-stays",
         10,
         "recompute/forward_state.py",
         "what a recorded region wrote outside advances twice",
-        "overwrite(held, present)",
+        "stack.overwrite(held, one.copy)",
+        "held.copy_(one.copy)",
         earlier=(
             "for storage, image in self._present:\n            overwrite(storage, image)",
             "for _ in self._present:\n            pass",

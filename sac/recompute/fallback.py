@@ -10,11 +10,12 @@ from torch import Tensor
 
 from sac.checksums import Sums, same, sums_of
 from sac.errors import Problem, RegionError
-from sac.recompute.forward_state import Generators, PreForwardState, WriteGuard
+from sac.recompute.forward_state import WriteGuard
 from sac.recompute.module_tracker import RegionMode
 from sac.recompute.rerun import overwritten_problem, written_tensors
 from sac.recompute.table import CallSite, DecisionTable, run_op
 from sac.region.frame import OTHER_KIND, NoEarlyStop, Progress
+from sac.region.undo import UndoStack
 from sac.tensors import cloned, describe, map_tensors, tensors_of
 
 
@@ -39,27 +40,26 @@ class PythonRecomputeMode(RegionMode):
         table: DecisionTable,
         path: str,
         snapshots: WriteGuard,
-        generators: Generators,
         routed: list[SavedRoutingResult],
         progress: Progress,
     ) -> None:
         super().__init__(table)
         self._region = path
         self._ending = progress
-        self._state = PreForwardState(snapshots, generators)
+        self._snapshots, self._undo = snapshots, UndoStack()
         self._waiting: defaultdict[Any, deque[SavedRoutingResult]] = defaultdict(deque)
         for one in routed:
             self._waiting[one.site].append(one)
 
     def __enter__(self) -> PythonRecomputeMode:
-        self._state.put_back()
+        self._snapshots.enter_on(self._undo)
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._ending = NoEarlyStop()
-        self._state.undo()
+        self._undo.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from sac.region.rng import default_generator, state_of, states_of
-from sac.tensors import copy_of, overwrite, version_watch
+from sac.region.rng import default_generator, put_back, state_of, states_of
+from sac.region.undo import UndoStack
+from sac.tensors import copy_of, version_watch
 from sac.torch_private import set_version_counters
 
 # Note [Memory of a compiled function]
@@ -43,8 +44,6 @@ class StorageSnapshot:
         return found
 
 
-Generators = dict[int, tuple[torch.Generator, torch.Tensor]]
-
 # Storage address -> the copy of the storage from the start of the forward, if there is one.
 AtStart = Callable[[int], torch.UntypedStorage | None]
 
@@ -55,9 +54,14 @@ def no_copy(address: int) -> torch.UntypedStorage | None:
 
 
 class WriteGuard(dict[int, StorageSnapshot]):
-    """Copies of external storages from before the region's first write to each, by storage address."""
+    """What a region changes outside of itself, as it was before: storages, by address, and generators passed to it."""
 
-    def before_write(self, address: int, tensor: torch.Tensor, at_start: AtStart) -> None:
+    def __init__(self) -> None:
+        super().__init__()
+        self.generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
+        self.at_start: AtStart = no_copy
+
+    def before_write(self, address: int, tensor: torch.Tensor) -> None:
         """Keep a copy of the storage of a strided ``tensor``, which is about to be written to, unless there is one.
 
         A copy from the start of the forward takes precedence: something that is not an op (NumPy) may have written
@@ -66,57 +70,40 @@ class WriteGuard(dict[int, StorageSnapshot]):
         if address in self:
             return
         self.forget_freed()
-        storage, before = tensor.untyped_storage(), at_start(address)
+        storage, before = tensor.untyped_storage(), self.at_start(address)
         reference: Any = storage._weak_ref()
         if before is None or before.nbytes() != storage.nbytes():
             before = copy_of(storage)
         self[address] = StorageSnapshot(reference, before, version_watch(tensor))
+
+    def before_draw(self, args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
+        """Keep the states of the generators among the arguments of an op, from which it is about to draw."""
+        for generator in (*args, *kwargs.values()):
+            if not isinstance(generator, torch.Generator):
+                continue
+            usual = default_generator(generator.device)
+            if usual is not None and usual._cdata == generator._cdata:  # type: ignore[attr-defined]
+                continue  # the frame's snapshot holds it
+            if generator._cdata not in self.generators:  # type: ignore[attr-defined]
+                self.generators[generator._cdata] = generator, state_of(generator)  # type: ignore[attr-defined]
 
     def forget_freed(self) -> None:
         """Drop the copies of freed storages; see Note [Memory of a compiled function]."""
         for address in [address for address, image in self.items() if image.storage is None]:
             del self[address]
 
+    def enter_on(self, stack: UndoStack, also: Iterable[torch.Generator] = ()) -> None:
+        """Restore the state before the forward; restore the current one when ``stack`` is left.
 
-def note_generator(generators: Generators, generator: torch.Generator) -> None:
-    """Record the state of ``generator``, which the caller passed and from which an op is about to draw."""
-    usual = default_generator(generator.device)
-    if usual is not None and usual._cdata == generator._cdata:  # type: ignore[attr-defined]
-        return  # the frame's snapshot holds it
-    if generator._cdata not in generators:  # type: ignore[attr-defined]
-        generators[generator._cdata] = generator, state_of(generator)  # type: ignore[attr-defined]
-
-
-class PreForwardState:
-    """Restores the state before the forward, and undoes that later.
-
-    ``snapshots``: storages with copies from before the first write. ``also``: other generators that will advance.
-    """
-
-    def __init__(self, snapshots: WriteGuard, generators: Generators, also: Iterable[torch.Generator] = ()) -> None:
-        alive = ((one, one.storage) for one in snapshots.values())
-        self._snapshots = [
-            (one, held) for one, held in alive if held is not None and held.nbytes() == one.copy.nbytes()
-        ]
-        self._generators = list(generators.values())
-        self._also = list(also)
-
-    def put_back(self) -> None:
-        """Restore the state before the forward."""
-        self._present = [(one, held, copy_of(held), one.watch._version) for one, held in self._snapshots]
-        moved = {id(generator): generator for generator, _ in self._generators}
-        moved |= {id(generator): generator for generator in self._also}
-        self._present_generators = states_of(moved.values())
-        for one, held in self._snapshots:
-            overwrite(held, one.copy)
-        for generator, state in self._generators:
-            generator.set_state(state)
-
-    def undo(self) -> None:
-        """Restore the state before ``put_back``."""
-        for one, held, present, version in self._present:
-            overwrite(held, present)
-            if set_version_counters is not None:
-                set_version_counters((one.watch,), (version,))
-        for generator, state in self._present_generators:
-            generator.set_state(state)
+        ``also``: other generators that will advance.
+        """
+        noted = list(self.generators.values())
+        moved = {id(generator): generator for generator in (*(generator for generator, _ in noted), *also)}
+        stack.callback(put_back, states_of(moved.values()))
+        for one in self.values():
+            held = one.storage
+            if held is not None and held.nbytes() == one.copy.nbytes():
+                if set_version_counters is not None:
+                    stack.callback(set_version_counters, (one.watch,), (one.watch._version,))
+                stack.overwrite(held, one.copy)
+        put_back(noted)

@@ -20,13 +20,7 @@ from sac.policy.model import Decision
 from sac.recompute.autocast import callers_autocast
 from sac.recompute.evidence import GroupEvidence
 from sac.recompute.fallback import PythonRecomputeMode, SavedRoutingResult
-from sac.recompute.forward_state import (
-    AtStart,
-    Generators,
-    WriteGuard,
-    no_copy,
-    note_generator,
-)
+from sac.recompute.forward_state import WriteGuard
 from sac.recompute.module_tracker import RegionMode
 from sac.recompute.op_trace import NO_RULE, OpTraceRecorder, SavedFigures
 from sac.recompute.parameter_only import NOT_PARAMETERS, ParameterOnlyValues, is_large
@@ -405,7 +399,6 @@ class TapeRecorder:
         # the forward is over; and those that the op at hand writes to.
         self._left: dict[int, bytes] = {}
         self._being_written: list[Tensor] = []
-        self.at_start: AtStart = no_copy
         self.checksums: dict[int, Sums] | None = {} if verifies else None  # missing handle -> checksum
         self.may_save = False
         self.reads_values = False  # the value of a tensor was read, so the program may have branched on it
@@ -422,7 +415,6 @@ class TapeRecorder:
         self._in_order = False  # whether a value may come back with other strides
         self._routing_sums: dict[int, Sums] = {}  # if the call is verified: result of a must-save op -> its checksum
         self._rules: dict[int, int] = {}  # kept value -> index of its rule
-        self._generators: Generators = {}
         self._routing: list[tuple[CallSite, range]] = []  # calls of must-save ops, and their results
         self._written_parameters: set[int] = set()  # addresses of parameters that the region itself writes to
         self._gathered: set[int] = set()  # if not replayable: addresses of parameters that FSDP may have gathered here
@@ -446,7 +438,7 @@ class TapeRecorder:
     def run_untaped(self, mode: TapeMode, site: CallSite, args: Any, kwargs: Any) -> Any:
         """Run an op of a forward that is not replayable: keep must-save results, snapshot memory before writes."""
         if site.has_generator or site.draws:
-            self._note_generators(args, kwargs)
+            self.snapshots.before_draw(args, kwargs)
         if site.writes and not site.traits.is_infrastructure:
             self.before_write(site, args, kwargs)
         for tensor in tensors_of([*args, *kwargs.values()]):
@@ -519,7 +511,7 @@ class TapeRecorder:
     def draw(self, site: CallSite, args: Any, kwargs: Any) -> None:
         """Record the states of the generators from which the next op may draw."""
         if site.has_generator:
-            self._note_generators(args, kwargs)
+            self.snapshots.before_draw(args, kwargs)
         self.random_states.before(generators_of(args, kwargs))
 
     def finish(
@@ -700,14 +692,14 @@ class TapeRecorder:
                 self.tape.fail(f"{site.op} writes to a parameter")
             elif address not in self.snapshots:
                 self._written_parameters.add(address)
-                self.snapshots.before_write(address, tensor, self.at_start)
+                self.snapshots.before_write(address, tensor)
         elif site.traits.is_infrastructure:
             # FullyShardedDataParallel (FSDP1) gathers the parameters of a module inside the region and frees them.
             self.tape.fail(f"{site.op} writes to a tensor from outside the region")
         elif not self._settings.freeze_buffers:
             self.tape.fail(f"{site.op} writes to a tensor from outside the region, and freeze_buffers is off")
         else:
-            self.snapshots.before_write(address, tensor, self.at_start)
+            self.snapshots.before_write(address, tensor)
 
     def _check_unseen(self, address: int, part: Tensor) -> None:
         """An op is about to write: what it finds has to be what the last one left, or what was there at the start."""
@@ -716,7 +708,7 @@ class TapeRecorder:
             return
         expected = self._left.get(address)
         if expected is None:
-            before = self.at_start(address)
+            before = self.snapshots.at_start(address)
             expected = small_bytes(before) if before is not None else None
         if expected is not None and len(expected) == len(found) and expected != found:
             self.tape.fail(UNSEEN_WRITE)
@@ -735,11 +727,6 @@ class TapeRecorder:
             storage = snapshot.storage if snapshot is not None else None
             if storage is not None and small_bytes(storage) != data:
                 self.tape.fail(UNSEEN_WRITE)
-
-    def _note_generators(self, args: Any, kwargs: Any) -> None:
-        for generator in (*args, *kwargs.values()):
-            if isinstance(generator, torch.Generator):
-                note_generator(self._generators, generator)
 
 
 def _fills(site: CallSite) -> bool:
@@ -829,7 +816,7 @@ class ReplayRecorder(TapeRecorder, Recorder):
 
     def set_start(self, module_state: ModuleState, handles: Handles) -> None:
         """See ``Recorder.set_start``."""
-        self.at_start = module_state.at_start
+        self.snapshots.at_start = module_state.at_start
 
     def forward_mode(self) -> AbstractContextManager[Any]:
         """Return the mode that writes the tape."""
@@ -937,7 +924,7 @@ class ReplayRecorder(TapeRecorder, Recorder):
         self._left = {}
         self.snapshots.forget_freed()
         self.needs_mode = self.may_save or bool(
-            self.snapshots or self._generators or self._wrote_late or self._wrote_inputs
+            self.snapshots or self.snapshots.generators or self._wrote_late or self._wrote_inputs
         )
         if tape.writers and not tape.not_replayable:
             self._find_modified_after_save(missing)
@@ -1002,13 +989,13 @@ class ReplayRecorder(TapeRecorder, Recorder):
 
     def recompute_mode(self, inputs: list[tuple[int, Tensor]], progress: Progress) -> AbstractContextManager[Any]:
         """Return the context in which the region's Python runs again if the tape cannot be replayed."""
-        return PythonRecomputeMode(self.table, self.path, self.snapshots, self._generators, self._routed, progress)
+        return PythonRecomputeMode(self.table, self.path, self.snapshots, self._routed, progress)
 
     def drop(self) -> None:
         """Release every kept value."""
         self.tape.drop()
         self.schedule = None
-        self.snapshots, self._generators, self._routed, self._places = WriteGuard(), {}, [], {}
+        self.snapshots, self._routed, self._places = WriteGuard(), [], {}
         self._left = {}
         self.checksums = None
         self._external_copies = {}

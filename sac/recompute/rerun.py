@@ -16,13 +16,7 @@ from sac.errors import Problem, RegionError
 from sac.ops.flops import flops_of
 from sac.outer_hooks import PackHooks, active_hooks
 from sac.policy.model import Decision
-from sac.recompute.forward_state import (
-    AtStart,
-    PreForwardState,
-    WriteGuard,
-    no_copy,
-    note_generator,
-)
+from sac.recompute.forward_state import WriteGuard
 from sac.recompute.module_tracker import RegionMode
 from sac.recompute.op_trace import NO_RULE, OpTraceRecorder, SavedFigures
 from sac.recompute.parameter_only import NOT_PARAMETERS, is_large
@@ -43,6 +37,7 @@ from sac.region.inputs import RegionInputs
 from sac.region.module_state import ModuleState, UnseenWriteError
 from sac.region.rng import default_generator, state_of, states_of
 from sac.region.saved_tensor import Held, SavedResult, compact, fetch_recomputed
+from sac.region.undo import UndoStack
 from sac.tensors import (
     describe,
     equal,
@@ -163,8 +158,6 @@ class RerunState:
         self.by_storage: dict[int, list[SavedValue]] = {}
         self.written_parameters: set[int] = set()  # addresses of parameters that the region itself writes to
         self._versions: dict[int, int] = {}  # storage address -> version counter when its result was saved
-        self.generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
-        self.at_start: AtStart = no_copy
         self.snapshots = WriteGuard()  # storage address -> contents before the first write
         self.calls: MutableMapping[CallSite, int] = defaultdict(int)
         self.alternations: MutableMapping[int, int] = defaultdict(int)
@@ -340,14 +333,10 @@ class RerunState:
             return
         elif origin == "parameter":
             if not (gathers(site) or tensor.is_inference()):
-                self.snapshots.before_write(address, tensor, self.at_start)
+                self.snapshots.before_write(address, tensor)
                 self.written_parameters.add(address)
         elif self.freeze_buffers and origin in ("foreign", "input"):
-            self.snapshots.before_write(address, tensor, self.at_start)
-
-    def note_generator(self, generator: torch.Generator) -> None:
-        """See ``forward_state.note_generator``."""
-        note_generator(self.generators, generator)
+            self.snapshots.before_write(address, tensor)
 
     def close(self, kept: list[Handle], last_missing: int) -> bool:
         """Free dead outputs; return whether the region can be recomputed without this state."""
@@ -390,7 +379,7 @@ class RerunState:
     @property
     def writes_or_draws(self) -> bool:
         """Whether this call did something that a recomputation without a dispatch mode would get wrong."""
-        return bool(self.snapshots or self.generators or self.late_write or self.inputs_written)
+        return bool(self.snapshots or self.snapshots.generators or self.late_write or self.inputs_written)
 
     @staticmethod
     def _is_dead(value: SavedValue, in_handles: set[int]) -> bool:
@@ -437,7 +426,6 @@ class RerunState:
         """Release every held value."""
         self.saved = []
         self.snapshots = WriteGuard()
-        self.generators = {}
         if self.modules is not None:
             self.modules.drop()
 
@@ -642,7 +630,7 @@ class ForwardMode(RegionMode):
         if site.is_random:
             signature, made_of = state.value_ids.draw(site.key, signature), NOT_PARAMETERS
         if site.has_generator:
-            _note_generators(state, args, kwargs)
+            state.snapshots.before_draw(args, kwargs)
         if site.writes:
             state.before_write(site, args, kwargs)
         if site.may_save or site.conditional_rules:
@@ -663,7 +651,7 @@ class ForwardMode(RegionMode):
 
     def passed_generators(self) -> list[torch.Generator]:
         """See ``Watcher``."""
-        return [generator for generator, _ in self.state.generators.values()]
+        return [generator for generator, _ in self.state.snapshots.generators.values()]
 
     @contextmanager
     def watches(self, call: SavedModuleCall) -> Iterator[None]:
@@ -761,8 +749,8 @@ class RecomputeMode(RegionMode):
         self.occurrences: defaultdict[int, int] = defaultdict(int)
         self.calls: defaultdict[CallSite, int] = defaultdict(int)
         served = (g for value in self.state.saved for g, _ in value.rng_after)  # serving advances these
-        self._forward_state = PreForwardState(self.state.snapshots, self.state.generators, served)
-        self._forward_state.put_back()
+        self._undo = UndoStack()
+        self.state.snapshots.enter_on(self._undo, served)
         super().__enter__()
         return self
 
@@ -778,7 +766,7 @@ class RecomputeMode(RegionMode):
         self.progress.verify = None
         self.progress = NoEarlyStop()  # breaks a cycle: it refers to the frame, which after an error still refers here
         self.state.paused = self._was_paused
-        self._forward_state.undo()
+        self._undo.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -914,12 +902,6 @@ def _generators(args: Any, kwargs: Any) -> list[torch.Generator]:
     return passed or default_generators(args, kwargs)
 
 
-def _note_generators(state: RerunState, args: Any, kwargs: Any) -> None:
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, torch.Generator):
-            state.note_generator(value)
-
-
 def _aliases(args: Any, kwargs: Any, out: Any) -> bool:
     """Whether an op returned one of its arguments, or a view of one: such a result is never held."""
     inputs = {storage_address(part) for t in tensors_of([*args, *kwargs.values()]) for part in tensor_parts(t)}
@@ -984,7 +966,7 @@ class RerunRecorder(Recorder):
 
     def set_start(self, module_state: ModuleState, handles: Handles) -> None:
         """See ``Recorder.set_start``."""
-        self.state.at_start = module_state.at_start
+        self.state.snapshots.at_start = module_state.at_start
 
     def forward_mode(self) -> AbstractContextManager[Any]:
         """Return the mode that decides."""

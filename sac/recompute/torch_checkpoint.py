@@ -72,7 +72,7 @@ class CheckpointForwardMode(ForwardMode):
 
     def __enter__(self) -> CheckpointForwardMode:
         self._ambient.note()
-        self.state.at_start = self._ambient.at_start
+        self.state.snapshots.at_start = self._ambient.at_start
         theirs = active_hooks()
         self._watch = _Watch(self.state, theirs) if theirs is not None else None
         self._hooks = None

@@ -14,7 +14,7 @@ from torch import nn
 from sac.errors import ConfigError, Problem
 from sac.region.settings import RERUN, Settings
 from sac.region.undo import UndoStack
-from sac.tensors import copy_of, overwrite, storage_address
+from sac.tensors import copy_of, storage_address
 
 # Note [FP8 state]
 #
@@ -207,8 +207,7 @@ class Fp8State:
                 stack.callback(setattr, state, name, now)
                 setattr(state, name, tensor)
         for storage, copy in self._copies:
-            stack.callback(overwrite, storage, copy_of(storage))
-            overwrite(storage, copy)
+            stack.overwrite(storage, copy)
         library.put(self._state)
 
     def drop(self) -> None:

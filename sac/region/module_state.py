@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from sac.errors import Problem, RegionError, SacWarning
 from sac.region.tables import TablesHolder
 from sac.region.undo import UndoStack
-from sac.tensors import copy_of, describe, has_graph, overwrite, storage_address, version_of
+from sac.tensors import copy_of, describe, has_graph, storage_address, version_of
 
 # -- Module state of a region
 
@@ -348,8 +348,7 @@ class _Watched:
             stack.callback(setattr, self.tensor, "data", self.tensor.data)
             self.tensor.data = self.tensor.new_empty(0).set_(storage, *self._geometry)
         if copy is not None and copy.nbytes() == storage.nbytes():
-            stack.callback(overwrite, storage, copy_of(storage))
-            overwrite(storage, copy)
+            stack.overwrite(storage, copy)
 
 
 def _put_training(owners: Sequence[nn.Module], flags: Sequence[bool]) -> None:

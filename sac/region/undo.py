@@ -6,6 +6,10 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+from torch import UntypedStorage
+
+from sac.tensors import copy_of, overwrite
+
 
 class UndoStack:
     """What ``contextlib.ExitStack`` does, in a fraction of its time: every recomputation has one.
@@ -26,6 +30,11 @@ class UndoStack:
         """Enter ``context``; exit it when the stack is left. It cannot suppress an exception."""
         context.__enter__()
         self._calls.append((context.__exit__, None))
+
+    def overwrite(self, storage: UntypedStorage, data: UntypedStorage) -> None:
+        """Copy ``data`` into ``storage``; give it back its present data when the stack is left."""
+        self.callback(overwrite, storage, copy_of(storage))
+        overwrite(storage, data)
 
     def pop_all(self) -> UndoStack:
         """Return a new stack with all calls; this one has none any more."""

@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sac
 from sac.region import ambient as process_flags
+from sac.torch_private import set_precision
 from tests.support.blocks import FULL, FunctionBlock, install
 from tests.support.recording import Recorder
 from tests.support.runs import Noted
@@ -92,7 +93,8 @@ def nothing_is_left_behind() -> Iterator[None]:
     yield
     assert process_flags._read() == before
     assert process_flags._changes == []
-    process_flags._put_matmul_precision(("none", "none"))
+    for backend in ("cuda", "mkldnn"):
+        set_precision(backend, "matmul", "none")
 
 
 def attention(block: FunctionBlock, x: Tensor) -> Tensor:
