@@ -210,6 +210,22 @@ def median_seconds(run: Callable[[], Any], device: torch.device) -> float:
     return median(milliseconds) / 1e3
 
 
+# -- The link to host memory
+
+_LINK_BYTES = 256 << 20
+
+
+def time_link(device: torch.device) -> tuple[float, float] | None:
+    """Return the bytes per second of copies to pinned host memory and back; None for a device without a link."""
+    if device.type != "cuda":
+        return None
+    there = torch.empty(_LINK_BYTES, dtype=torch.uint8, device=device)
+    host = torch.empty(_LINK_BYTES, dtype=torch.uint8, pin_memory=True)
+    down = median_seconds(lambda: host.copy_(there, non_blocking=True), device)
+    up = median_seconds(lambda: there.copy_(host, non_blocking=True), device)
+    return _LINK_BYTES / down, _LINK_BYTES / up
+
+
 # -- The overhead of checkpointing, on chains of tiny ops
 
 _LENGTHS = 32, 256  # ops

@@ -151,7 +151,7 @@ class Overhead:
 OVERHEAD = Overhead(record_s=3.5e-6, rerun_s=4e-6, replayed_call_s=150e-6, rerun_call_s=200e-6)
 
 
-# -- Calibration files: ``{schema, device, torch, efficiencies, ops, overhead}`` in JSON
+# -- Calibration files: ``{schema, device, torch, efficiencies, ops, overhead, link}`` in JSON
 
 SCHEMA = "sac/calibration/v1"
 _FIELDS = ("device", "torch", "efficiencies", "ops")
@@ -163,7 +163,8 @@ class Calibration:
     """Measurements on one device with one version of torch.
 
     ``efficiencies`` are the reached shares of the device's figures, by class of op; ``ops`` the seconds of one call, by
-    ``call_key``; ``overhead`` what checkpointing takes of the host, None in files of earlier versions.
+    ``call_key``; ``overhead`` what checkpointing takes of the host, None in files of earlier versions; ``link`` the
+    bytes per second to the host and back, None if the device has no such link or it was not measured.
     """
 
     device: str
@@ -171,6 +172,7 @@ class Calibration:
     efficiencies: Mapping[str, float] = field(hash=False)
     ops: Mapping[str, float] = field(hash=False)
     overhead: Overhead | None = None
+    link: tuple[float, float] | None = None
 
 
 def call_key(entry: Entry) -> str:
@@ -185,7 +187,10 @@ def call_key(entry: Entry) -> str:
 
 def save_calibration(calibration: Calibration, path: str | os.PathLike[str]) -> None:
     """Write ``calibration`` to a file; raises ``PlanError`` if it cannot be written."""
-    text = json.dumps({"schema": SCHEMA, **asdict(calibration)}, indent=1) + "\n"
+    written = {"schema": SCHEMA, **asdict(calibration)}
+    if calibration.link is None:
+        del written["link"]
+    text = json.dumps(written, indent=1) + "\n"
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
@@ -208,7 +213,8 @@ def load_calibration(path: str | os.PathLike[str]) -> Calibration:
     if problems:
         raise PlanError(problems)
     overhead = Overhead(**raw["overhead"]) if raw.get("overhead") is not None else None
-    calibration = Calibration(**{name: raw[name] for name in _FIELDS}, overhead=overhead)
+    link = (float(raw["link"][0]), float(raw["link"][1])) if raw.get("link") is not None else None
+    calibration = Calibration(**{name: raw[name] for name in _FIELDS}, overhead=overhead, link=link)
     if calibration.torch != torch.__version__:
         found = f"{where}: it was measured with torch {calibration.torch}, and this is torch {torch.__version__}"
         warnings.warn(f"{found}; calibrate again", SacWarning, stacklevel=2)
@@ -226,6 +232,9 @@ def _problems_of(raw: Any) -> Iterator[tuple[str, str, str]]:
     for name in ("device", "torch"):
         if not isinstance(raw.get(name), str):
             yield f'"{name}" is {_shown(raw, name)}', "text", ""
+    link = raw.get("link")
+    if link is not None and not (isinstance(link, list) and len(link) == 2 and all(map(_is_rate, link))):
+        yield f'"link" is {_shown(raw, "link")}', "two numbers above 0: bytes per second to the host and back", ""
     parts: dict[str, tuple[str, tuple[str, ...] | None]] = {
         "efficiencies": ("class of op", CLASSES),
         "ops": ("call", None),
@@ -244,6 +253,10 @@ def _problems_of(raw: Any) -> Iterator[tuple[str, str, str]]:
             elif type(value) not in (int, float) or not isfinite(value) or value < 0 or (not value and legal != _PARTS):
                 least = "of 0 or more" if legal == _PARTS else "above 0"
                 yield f'"{name}" has {json.dumps(value)} for "{key}"', f"a number {least}", ""
+
+
+def _is_rate(value: Any) -> bool:
+    return type(value) in (int, float) and isfinite(value) and value > 0
 
 
 def _shown(raw: Mapping[str, Any], name: str) -> str:

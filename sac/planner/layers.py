@@ -63,7 +63,7 @@ class Search:
     ) -> None:
         np = self._np = import_extra("numpy", "tools")
         count = len(held)
-        whole = sum(max(one) for one in seconds) or 1.0
+        whole = self._whole = sum(max(one) for one in seconds) or 1.0
         self._held = [np.array(sizes, dtype=np.int64) for sizes in held]
         self._ticks = [np.array([round(time / whole * TICKS) for time in times], dtype=np.int64) for times in seconds]
         self._room: list[Any] = []  # per position and choice: the most bytes that earlier positions may leave behind
@@ -74,6 +74,11 @@ class Search:
                     room = np.minimum(room, budget - constraint.base - np.array(constraint.own or (0,), dtype=np.int64))
             self._room.append(room)
         self._bound_by_relaxation(constraints, budget)
+
+    @property
+    def bound(self) -> float:
+        """A lower bound of the seconds of any assignment."""
+        return float(self._rest[0]) / TICKS * self._whole
 
     def best(self) -> tuple[int, ...]:
         """Return the best choice of each position."""

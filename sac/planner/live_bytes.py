@@ -156,6 +156,9 @@ class Ledger(BareMode):
     def reached(self, part: str) -> None:
         """A part of the step begins (forward, backward), or the step has ended; for ledgers that keep a log."""
 
+    def entered(self, part: str, position: int) -> None:
+        """A phase of the step begins (see ``StepPhase``); for ledgers that tell phases apart."""
+
     def note_unseen(self, storage: torch.UntypedStorage) -> None:
         """Count a storage that was not made by an op."""
         if self._numbers is not None or storage.device.type != "cpu":

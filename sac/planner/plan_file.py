@@ -11,15 +11,19 @@ from sac.planner.budget import read_budget
 from sac.planner.choices import NONE, Choice, policy_for
 from sac.planner.layers import BudgetTooSmallError
 from sac.planner.memory import Moment
+from sac.planner.offloading import Offloaded, OffloadPlanner
 from sac.planner.peak import PeakBreakdown
 from sac.planner.pricing import Pricing
 from sac.planner.profile import RegionProfile
 from sac.planner.search import Planner, Point
+from sac.planner.transfer_clock import Link
 from sac.policy.model import Policy
 from sac.policy.read import bytes_text
+from sac.tables import seconds_text
 
 NEEDS_NONE = "no checkpointing is needed"
 _ROUNDS = 12
+_SATURATED = 0.9  # of the forward
 _BY_HAND = (1, 2, 3, 4)  # full in every so many layers
 
 
@@ -44,13 +48,25 @@ class Plan:
     curve: tuple[Point, ...] = ()
     notes: tuple[str, ...] = ()
     step_s: float | None = None  # if asked for: the predicted seconds of a whole step
+    link: Link | None = None  # if values may wait on the host
     explained: tuple[PeakBreakdown, ...] = ()  # if asked for: the peak of the plan, and of the choice with the least
 
 
 def make_plan(
-    planner: Planner, budget: Any, *, name: str = "planned", title: str = "", same_layers: bool = False
+    planner: Planner,
+    budget: Any,
+    *,
+    name: str = "planned",
+    title: str = "",
+    same_layers: bool = False,
+    link: Link | None = None,
 ) -> Plan:
-    """Return the plan with the least time within ``budget``; raises ``PlanError`` if none fits."""
+    """Return the plan with the least time within ``budget``; raises ``PlanError`` if none fits.
+
+    ``link``: values may wait in host memory, see Note [Plans that offload].
+    """
+    if link is not None:
+        refuse_to_offload(planner, same_layers=same_layers)
     wanted = read_budget(budget)
     least, most = planner.least(), planner.point(NONE, planner.without_checkpointing)
     notes: list[str] = []
@@ -60,29 +76,86 @@ def make_plan(
         least, most = planner.point(least.label, least.choice), planner.point(NONE, most.choice)
     least = min([least, *_steps(planner, same_layers=same_layers)], key=lambda one: (one.peak, one.seconds))
     allowed = wanted.within(least.peak, most.peak)
-    chosen = most.choice
+    chosen, too_small, offloaded = most.choice, None, None
     if allowed < most.peak or planner.step.peak_of(planner.run(chosen)) > allowed:
-        chosen = _fitting(planner, allowed, least, same_layers=same_layers)
-        if not same_layers:
-            chosen = _no_slower_than_by_hand(planner, chosen, allowed)
+        try:
+            chosen = _fitting(planner, allowed, least, same_layers=same_layers)
+            if not same_layers:
+                chosen = _no_slower_than_by_hand(planner, chosen, allowed)
+        except TooSmallError as error:
+            too_small = error
+        if link is not None:
+            offloading = OffloadPlanner(planner, link)
+            offloaded = offloading.plan(allowed)
+            if offloaded is not None and too_small is None:
+                plain_s = offloading.times.total + planner.point("plan", chosen).seconds
+                offloaded = offloaded if offloaded.step_s < plain_s else None
+        if too_small is not None and offloaded is None:
+            raise too_small
     else:
         notes.append(NEEDS_NONE)
     if planner.workspace is not None and (count := len(planner.workspace.estimated)):
         calls = f"{count} call{'s' if count > 1 else ''} of large ops"
         notes.append(f"what the kernels of {calls} allocate is estimated from above; --exact runs them")
-    point = planner.point("plan", chosen)
+    choices, section = planner.choices, None
+    point = planner.point("plan", chosen) if offloaded is None else offloaded.point
+    if offloaded is not None:
+        choices, section = offloaded.choices, offloaded.section
+        notes += notes_on(offloaded)
     made_for = (
         f"{title or type(planner.model).__name__}, {planner.pricing.device.name}: peak {point.peak} bytes of {allowed}"
         + (f", with {planner.step.extra} bytes of optimizer state" if planner.step.extra else "")
     )
     policy = policy_for(
-        planner.profiles, planner.choices, planner.groups, planner.step.paths, chosen, name, made_for=made_for
+        planner.profiles, choices, planner.groups, planner.step.paths, point.choice, name, made_for=made_for
     )
     return Plan(
-        policy, point, allowed, min(least.peak, point.peak), most.peak, planner.profiles, planner.choices,
-        planner.pricing, planner.step.static, planner.step.extra, planner.groups, planner.step.paths,
-        planner.times, notes=tuple(notes),
+        replace(policy, offload=section), point, allowed, min(least.peak, point.peak), most.peak, planner.profiles,
+        choices, planner.pricing, planner.step.static, planner.step.extra, planner.groups, planner.step.paths,
+        planner.times, notes=tuple(notes), link=link,
     )  # fmt: skip
+
+
+def refuse_to_offload(planner: Planner, *, same_layers: bool) -> None:
+    """Raise ``PlanError`` if the planner cannot choose what to offload for this model."""
+    reasons = {
+        "its blocks are called more than once in a step": planner.repeats,
+        "several micro-batches are in flight": planner.step.in_flight > 1,
+        "all layers of a group are to have the same rules": same_layers,
+    }
+    problems = [
+        Problem("link", f"plans do not offload where {reason}", fix="plan without a link to the host")
+        for reason, is_so in reasons.items()
+        if is_so
+    ]
+    if problems:
+        raise PlanError(problems)
+
+
+def refuse_with_link(where: str, *, real: bool = False, simplifies: bool = False, explains: bool = False) -> None:
+    """Raise ``PlanError`` for what cannot be asked for together with a link; ``where`` names it in messages."""
+    reasons = {
+        "steps on real tensors do not show what leaves a device": real,
+        "simplifying does not know what is on the host": simplifies,
+        "an explanation does not know what is on the host": explains,
+    }
+    problems = [Problem(where, reason, fix="leave one of the two out") for reason, is_so in reasons.items() if is_so]
+    if problems:
+        raise PlanError(problems)
+
+
+def notes_on(offloaded: Offloaded) -> list[str]:
+    """Return what a user has to know of a plan that offloads."""
+    point, bound = offloaded.point, offloaded.bound_s
+    step, stall = seconds_text(offloaded.step_s), seconds_text(point.stall)
+    notes = [
+        f"the step is predicted to take {step}, of which it waits {stall} for copies; no plan within this budget takes "
+        f"less than {seconds_text(bound)} ({1 - bound / offloaded.step_s:.1%} less)",
+        f"{bytes_text(point.host)} of pinned host memory per process are needed",
+    ]
+    if offloaded.busy > _SATURATED:
+        notes.append(f"the link to the host is saturated: it is busy for {offloaded.busy:.0%} of the forward")
+    return notes
 
 
 def explained(planner: Planner, made: Plan) -> Plan:

@@ -20,14 +20,15 @@ from sac.extras import import_solver
 from sac.planner.devices import Device
 from sac.planner.fakes import Inputs, is_on_meta, off_meta
 from sac.planner.gpu_ops import lowered_to, not_lowered
-from sac.planner.plan_file import Plan, make_plan
+from sac.planner.link_rates import link_of
+from sac.planner.plan_file import Plan, make_plan, refuse_with_link
 from sac.planner.plan_view import policy_of_sizes, policy_with_figures
 from sac.planner.prepare import figures_of, prepare, refuse_unfit
 from sac.planner.search import Progress
 from sac.planner.simplify import read_share, simplified
 from sac.planner.sizes import plan_sizes
 from sac.planner.step_time import plain_step_seconds
-from sac.planner.write_policy import plain_baselines
+from sac.planner.write_policy import on_host, plain_baselines
 from sac.policy.model import Policy
 from sac.region.rng import random_state_kept
 
@@ -159,6 +160,8 @@ def plan(
     exact: bool = False,
     sizes: Sequence[int] | None = None,
     simplify: str | None = None,
+    link: str | None = None,
+    host_memory: int | str | None = None,
 ) -> Policy:
     """Return the policy that fits one training step of ``model`` into ``budget`` with the least recomputation time.
 
@@ -181,6 +184,9 @@ def plan(
     powers of two, then sizes around the best and up to the largest that fits. The policy is that of the size with the
     most predicted tokens (else rows) per second, ``policy.figures.size``; its ``table()`` has a row per tried size.
     ``simplify``: the share of a step's predicted time, such as ``"1%"``, that may be traded for fewer rules.
+    ``link``: values may wait in host memory, and this is how fast they get there and back: ``"55GB/s"``,
+    ``"295GB/s,342GB/s"`` or ``"listed"``. ``host_memory``: how much of it may be pinned, such as ``"64GiB"``; it alone
+    means a link as listed.
     The model and torch's random state are not changed. The policy's ``table()`` shows the plan next to the usual
     choices, and ``save(path)`` writes it with its figures in comments.
 
@@ -192,6 +198,9 @@ def plan(
     _refuse_other_devices(model)
     import_solver()
     share = None if simplify is None else read_share(simplify)
+    to_host = link_of(figures_of(model, device), link=link, host=host_memory)
+    if to_host is not None:
+        refuse_with_link("link", real=real, simplifies=share is not None)
 
     def plan_of(inputs: Any, progress: Progress | None = None) -> Plan:
         given, placed = _given(inputs), model
@@ -213,12 +222,12 @@ def plan(
                 exact=exact,
                 progress=progress,
             )
-            made = make_plan(planner, budget)
+            made = make_plan(planner, budget, link=to_host)
             if share is not None:
                 made = simplified(planner, made, share)
             if sizes is not None:
                 return replace(made, step_s=plain_step_seconds(planner) + made.point.seconds)
-            return replace(made, baselines=plain_baselines(planner))
+            return replace(made, baselines=(*plain_baselines(planner), *on_host(planner, made)))
 
         with random_state_kept(model.parameters() if real else ()):  # without data, nothing is drawn on a GPU
             return planned(placed, device, make, progress, real=real)

@@ -72,6 +72,7 @@ class RegionProfile:
     """The profile of a region group, see Note [Profiles]. ``roots`` and ``bytes`` (of the storage) are per value.
 
     ``paths`` are the regions of the group, in forward order, and ``layers`` their positions in the stack ``stack``.
+    ``results``: roots of what the region returns; ``input_bytes``: of its first floating-point argument.
     """
 
     name: str
@@ -84,6 +85,8 @@ class RegionProfile:
     signature: str = ""
     stack: str = ""
     stack_size: int = 0
+    results: frozenset[int] = frozenset()
+    input_bytes: int = 0
     maker: dict[int, int] = field(init=False, compare=False, repr=False)
     tape: BareTape = field(init=False, compare=False, repr=False)
 

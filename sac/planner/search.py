@@ -19,6 +19,7 @@ from sac.blocks.paths import parts_of
 from sac.errors import ModelError, SacWarning
 from sac.ops.registry import find_op
 from sac.planner.alike import AlikeLayers, expanded
+from sac.planner.away import TransfersWithoutData
 from sac.planner.choices import Choice, policy_for, policy_to_try
 from sac.planner.fakes import Inputs
 from sac.planner.layers import BudgetTooSmallError, assign, assign_alike
@@ -29,7 +30,9 @@ from sac.planner.pricing import Pricing
 from sac.planner.profile import RegionProfile
 from sac.planner.step import StepRecord, run_step
 from sac.planner.step_log import StepLog, inputs_among
+from sac.policy.model import OffloadSection
 from sac.region.settings import NEVER
+from sac.stores.transfers import TransfersByDevice
 
 # Note [The walk of a plan]
 #
@@ -60,6 +63,8 @@ class Point:
     flops: int
     seconds: float
     is_checked: bool = False
+    host: int = 0  # bytes that wait in host memory
+    stall: float = 0.0  # seconds in which the step waits for copies
 
 
 @dataclass(slots=True)
@@ -140,6 +145,15 @@ class Planner:
     def _modules(self) -> list[tuple[str, nn.Module]]:
         return [(block.path, block.module) for block in self.blocks]
 
+    def run_offloading(self, choice: tuple[int, ...], section: OffloadSection) -> tuple[StepRecord, int]:
+        """Run a step in which values leave the device, as ``section`` says; return the most bytes on the host too.
+
+        See Note [Transfers without data]. Nothing is learnt from it.
+        """
+        transfers = TransfersWithoutData(section, None)
+        with self._applied(choice, section=section, transfers=transfers):
+            return self._step(self.ledger()), transfers.host_bytes
+
     def _step(self, ledger: Ledger, at_end: Callable[[], None] = lambda: None) -> StepRecord:
         return run_step(
             self.model,
@@ -182,17 +196,26 @@ class Planner:
         return any(map(_draws_into_memory, self.profiles))
 
     @contextmanager
-    def _applied(self, choice: tuple[int, ...], *, lists_ops: bool = False) -> Iterator[None]:
+    def _applied(
+        self,
+        choice: tuple[int, ...],
+        *,
+        lists_ops: bool = False,
+        section: OffloadSection | None = None,
+        transfers: TransfersByDevice | None = None,
+    ) -> Iterator[None]:
         """Apply the policy of a choice to the copy. ``lists_ops``: whether its regions list ops and rules."""
         known = self.profiles, self.choices, self.groups, self.step.paths, choice
         policy = policy_for(*known, "planned") if lists_ops else policy_to_try(*known)
+        policy = replace(policy, offload=section)
         plain = {
             path
             for path, group, one in zip(self.step.paths, self.groups, choice, strict=True)
             if self.choices[group][one].keep is None
         }
         with quiet():
-            apply(self.model, {"mode": "selective", "policy": policy, "engine": self.pricing.engine, "verify": NEVER})
+            value = {"mode": "selective", "policy": policy, "engine": self.pricing.engine, "verify": NEVER}
+            apply(self.model, value, transfers=transfers)
             try:
                 for block in self.blocks:
                     if block.path in plain:  # its first call would be observed; later ones run as without sac

@@ -108,6 +108,7 @@ class _PhaseMarks:
             self.levels.append(ledger.workspace.cut())
         self._part, self._position, self._before = part, position, ledger.live
         ledger.peak = ledger.live
+        ledger.entered(part, position)
 
     def enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Record that the forward of a region begins."""

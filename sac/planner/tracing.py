@@ -27,7 +27,8 @@ from sac.region.fingerprint import FunctionFingerprint
 from sac.region.frame import Handle
 from sac.region.inputs import RegionInputs
 from sac.region.settings import NEVER, REPLAY, Settings
-from sac.tensors import storage_bytes
+from sac.stores.store import InputStoring, OnDevice
+from sac.tensors import storage_address, storage_bytes, tensors_of
 
 # Note [How a profile comes about]
 #
@@ -102,8 +103,12 @@ class _Profiled(InstalledForward):
         recorder = _ProfilingRecorder(self.block, self._table, path, owners, _SETTINGS)
         recorder.begin(inputs, inputs.leaves_of(args, kwargs))
         frame = ReplayFrame(self.original, path, recorder, owners, _SETTINGS, give_up=_refuse, given_up=str)
+        leaves = inputs.leaves_of(args, kwargs)
+        input_bytes = sum(storage_bytes(leaves[at]) for at in InputStoring(OnDevice()).choose(leaves))
         output = frame.run(inputs, args, kwargs)
-        self.found = recorder.profile
+        made = {storage_address(one) for one in tensors_of(output)}
+        results = frozenset(root for address, root in recorder.at_end.items() if address in made)
+        self.found = replace(recorder.profile, results=results, input_bytes=input_bytes)
         return output
 
 
@@ -173,6 +178,7 @@ class _ProfilingRecorder(ReplayRecorder):
         self.op_trace.tape = self.tape
         self._block = block
         self._needs: dict[int, Need] = {}  # by handle
+        self.at_end: dict[int, int] = {}  # address of each storage that is alive at the end -> its root
 
     def pack(self, tensor: Tensor, handle: Handle) -> None:
         """Record the value that autograd saves, even if it is kept right away."""
@@ -191,6 +197,8 @@ class _ProfilingRecorder(ReplayRecorder):
                 if index in self._places:  # it may have been moved after a write
                     self._needs[index] = Need(*self._places[index][:2])
             needs = dict.fromkeys(need for index, need in sorted(self._needs.items()) if index in alive)
+            tape = self.tape
+            self.at_end = {storage_address(one): tape.roots[value] for value, one in tape.alive().items()}
             self.profile = self._profile(self._block, tuple(needs), self._savable())
         super().end(kept, missing)
 

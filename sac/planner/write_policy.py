@@ -17,6 +17,7 @@ from sac.ops.names import resolve_ops
 from sac.ops.registry import find_op
 from sac.planner.choices import NONE, Choice
 from sac.planner.layers import BudgetTooSmallError
+from sac.planner.offloading import OffloadPlanner
 from sac.planner.pareto import SaveOption, priced
 from sac.planner.plan_file import Plan
 from sac.planner.profile import RegionProfile
@@ -38,7 +39,13 @@ _CURVE_POINTS = 8
 
 def with_alternatives(planner: Planner, made: Plan, *, same_layers: bool = False) -> Plan:
     """Return the plan with its baselines, and the curve of plans between the least peak and no checkpointing."""
-    return replace(made, baselines=baselines(planner), curve=curve(planner, made, same_layers=same_layers))
+    found = (*baselines(planner), *on_host(planner, made))
+    return replace(made, baselines=found, curve=curve(planner, made, same_layers=same_layers))
+
+
+def on_host(planner: Planner, made: Plan) -> tuple[Point, ...]:
+    """Return, for a plan with a link, the costs of full with inputs on the host and of offloading everything."""
+    return () if made.link is None else OffloadPlanner(planner, made.link).baselines()
 
 
 def baselines(planner: Planner) -> tuple[Point, ...]:
@@ -182,7 +189,11 @@ def _what(choice: Choice) -> str:
     again = f"{seconds_text(choice.seconds)} run again per layer"
     if not choice.keep.saved:
         return f"saves nothing; {again}"
-    return f"saves what {len(choice.keep.saved)} calls give, {bytes_text(choice.bytes)}; {again}"
+    here = len(choice.keep.saved) - len(choice.offloaded)
+    found = f"saves what {here} calls give, {bytes_text(choice.bytes)}; {again}"
+    if choice.offloaded:
+        found = f"{found}; offloads what {len(choice.offloaded)} give, {bytes_text(sum(choice.sent))}"
+    return found
 
 
 def _of_rule(made: Plan, rule: Rule) -> str:

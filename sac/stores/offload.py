@@ -12,8 +12,8 @@ import torch
 from sac.outer_hooks import OuterPacked
 from sac.stores.prefetch import CallNode
 from sac.stores.store import distributed_again, distribution_of, local_of
-from sac.stores.transfers import HostCopy, TransfersByDevice, bytes_of
-from sac.torch_private import UnseenByModes, neg_view, storage_use_count
+from sac.stores.transfers import HostCopy, TransfersByDevice
+from sac.torch_private import FakeTensor, UnseenByModes, neg_view, storage_use_count
 
 # Note [Offloaded values]
 #
@@ -124,7 +124,7 @@ class Offloading:
                 self._figures(rule).hold(reason, size)
             elif size:
                 device = group.one.device
-                sent.setdefault(device, []).append((address, bytes_of(group.one.untyped_storage(), device), rule))
+                sent.setdefault(device, []).append((address, bytes_of(group.one), rule))
         self._groups = {}
         for device, storages in sent.items():
             transfers = self._transfers.of(device)
@@ -164,6 +164,8 @@ def _read(copy: HostCopy, geometry: Geometry) -> torch.Tensor:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
+    if type(tensor) is FakeTensor:  # in a plan's steps
+        return tensor.layout is torch.strided
     if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
         return False
     try:
@@ -205,12 +207,31 @@ class Geometry:
 
     def placed_on(self, flat: torch.Tensor) -> torch.Tensor:
         """Return the tensor in the storage of ``flat``; no mode sees how it is made."""
+        found = in_storage_of(flat, self.dtype, self.offset, self.shape, self.stride)
         guard = UnseenByModes() if UnseenByModes is not None else None
         try:
-            made = torch.empty(0, dtype=self.dtype, device=flat.device)
-            found = made.set_(flat.untyped_storage(), self.offset, self.shape, self.stride)
             found = found.conj() if self.conjugate else found
             found = neg_view(found) if self.negative else found
         finally:
             del guard
         return found if self.distribution is None else distributed_again(found, self.distribution)
+
+
+def in_storage_of(tensor: torch.Tensor, dtype: torch.dtype, *place: Any) -> torch.Tensor:
+    """Return a new tensor in the storage of ``tensor``, made unseen by any mode.
+
+    ``place``: offset, shape and strides; without them, all of the storage. A tensor without data gives another one.
+    """
+    is_fake = isinstance(tensor, FakeTensor)
+    guard = UnseenByModes() if UnseenByModes is not None else None
+    try:
+        made = torch.empty(0, dtype=dtype, device="meta" if is_fake else tensor.device)
+        made = made.set_(tensor.untyped_storage(), *place)
+        return FakeTensor(tensor.fake_mode, made, tensor.device) if isinstance(tensor, FakeTensor) else made
+    finally:
+        del guard
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a flat tensor of the bytes of the storage of ``tensor``."""
+    return in_storage_of(tensor, torch.uint8)

@@ -18,7 +18,7 @@ from sac.errors import Problem, RegionError
 from sac.outer_hooks import OuterPacked, PackHooks, fetch, pack_with_outer_hooks
 from sac.stores.prefetch import CallNode
 from sac.tensors import shares_storage, version_of
-from sac.torch_private import neg_view, set_version_counters, storage_use_count
+from sac.torch_private import FakeTensor, neg_view, set_version_counters, storage_use_count
 
 # -- Flattening a tensor and restoring its strides
 
@@ -60,7 +60,7 @@ class Layout:
     def fits(tensor: torch.Tensor) -> bool:
         """Return whether the tensor can be laid flat: a plain strided one, or a DTensor whose local tensor is one."""
         local = local_of(tensor)
-        if type(local) is not torch.Tensor or local.layout is not torch.strided or local.is_quantized:
+        if type(local) not in (torch.Tensor, FakeTensor) or local.layout is not torch.strided or local.is_quantized:
             return False
         once, order = _without_repetition(local)
         return _extent(once, local.stride(), order) > 0
@@ -76,7 +76,7 @@ class Layout:
             once=once,
             order=order,
             extent=_extent(once, local.stride(), order),
-            misalignment=local.data_ptr() % _ALIGNMENT,
+            misalignment=_misalignment(local),
             conjugate=local.is_conj(),
             negative=local.is_neg(),
             distributed=distribution_of(tensor),
@@ -96,7 +96,7 @@ class Layout:
     def restore(self, flat: torch.Tensor) -> torch.Tensor:
         """Return the restored tensor; it may share the memory of ``flat``."""
         tensor = flat
-        if flat.numel() and (flat.numel() < self.extent or flat.data_ptr() % _ALIGNMENT != self.misalignment):
+        if flat.numel() and (flat.numel() < self.extent or _misalignment(flat) != self.misalignment):
             tensor = self._memory(flat)
             ordered = self._ordered(tensor.as_strided(self.once, self.stride))
             ordered.copy_(flat.view(ordered.shape))
@@ -110,13 +110,18 @@ class Layout:
     def _memory(self, flat: torch.Tensor) -> torch.Tensor:
         """Return memory of this extent and misalignment, with the device and dtype of ``flat``."""
         memory = flat.new_empty(self.extent + _ALIGNMENT // flat.element_size())
-        skipped = (self.misalignment - memory.data_ptr()) % _ALIGNMENT // flat.element_size()
+        skipped = (self.misalignment - _misalignment(memory)) % _ALIGNMENT // flat.element_size()
         return memory[skipped : skipped + self.extent]
 
     def _ordered(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return ``tensor``, of shape ``once``, with its dimensions in memory order, outermost first."""
         single = tuple(i for i in range(len(self.once)) if i not in self.order)
         return tensor.permute(single + self.order)
+
+
+def _misalignment(tensor: torch.Tensor) -> int:
+    """Return by how many bytes a tensor misses the alignment of memory; one without data has none."""
+    return 0 if type(tensor) is FakeTensor else tensor.data_ptr() % _ALIGNMENT
 
 
 def _without_repetition(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

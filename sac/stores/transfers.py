@@ -20,7 +20,7 @@ from sac.policy.model import OffloadSection
 from sac.policy.read import bytes_text
 from sac.stores.host_limit import default_limit
 from sac.stores.prefetch import CallNode
-from sac.torch_private import NO_TASK, UnseenByModes, current_graph_task_id, when_backward_ends
+from sac.torch_private import NO_TASK, current_graph_task_id, when_backward_ends
 
 # Note [Transfers]
 #
@@ -301,6 +301,19 @@ class Transfers:
         """Return uninitialised host memory of ``size`` bytes, of the kind that is fast to copy."""
         return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self.is_async)
 
+    def copy_down(self, copy: HostCopy) -> None:
+        """Copy the source to the host, on the current stream."""
+        assert copy.source is not None
+        copy.buffer.memory[: copy.size].copy_(copy.source, non_blocking=self.is_async)
+
+    def new_target(self, copy: HostCopy) -> torch.Tensor:
+        """Return memory of the device for the bytes of ``copy``."""
+        return torch.empty(copy.size, dtype=torch.uint8, device=self._device)
+
+    def copy_up(self, copy: HostCopy, target: torch.Tensor) -> None:
+        """Copy the bytes back into ``target``, on the current stream."""
+        target.copy_(copy.buffer.memory[: copy.size], non_blocking=self.is_async)
+
     def put(self, sources: Sequence[torch.Tensor], call: CallNode | None = None) -> list[HostCopy | None]:
         """Start to copy ``sources``, which nobody else holds, down; free the oldest sources over the limit.
 
@@ -374,8 +387,7 @@ class Transfers:
             self._down.wait_event(used)
         with self._module.stream(self._down):
             for copy in copies:
-                assert copy.source is not None
-                copy.buffer.memory[: copy.size].copy_(copy.source, non_blocking=self.is_async)
+                self.copy_down(copy)
             event = self._down.record_event()
         for copy in copies:
             copy.home, copy.down, copy.buffer.used = home, event, event
@@ -480,13 +492,13 @@ class Transfers:
         if not copies:
             return
         home = self.current()
-        targets = [torch.empty(copy.size, dtype=torch.uint8, device=self._device) for copy in copies]
+        targets = [self.new_target(copy) for copy in copies]
         self._up.wait_stream(home)
         for used in _distinct(copy.buffer.used for copy in copies):
             self._up.wait_event(used)
         with self._module.stream(self._up):
             for copy, target in zip(copies, targets, strict=True):
-                target.copy_(copy.buffer.memory[: copy.size], non_blocking=self.is_async)
+                self.copy_up(copy, target)
             event = self._up.record_event()
         for copy, target in zip(copies, targets, strict=True):
             copy.target, copy.target_home, copy.up, copy.buffer.used = target, home, event, event
@@ -544,15 +556,6 @@ def _free_targets(copies: Iterable[weakref.ref[HostCopy]]) -> None:
 
 def _distinct(events: Iterable[Any]) -> list[Any]:
     return [*{id(event): event for event in events if event is not None}.values()]
-
-
-def bytes_of(storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:
-    """Return a flat tensor of the bytes of ``storage``, made unseen by any mode."""
-    guard = UnseenByModes() if UnseenByModes is not None else None
-    try:
-        return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
-    finally:
-        del guard
 
 
 class TransfersByDevice:
