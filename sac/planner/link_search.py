@@ -28,7 +28,6 @@ from sac.planner.transfer_clock import Clocked, Link, RegionLoad, StepTimes, Win
 
 PRICES = (0.0, 0.15, 0.3, 0.5, 0.75, 1.0)  # of a byte, in units of the time that the link takes for it
 WINDOWS = (0.6, 1.0, 1.5)  # in units of what the link carries while a region's forward runs
-_MIB = 1 << 20
 CHANGES = 8_000  # that annealing tries
 
 
@@ -105,8 +104,12 @@ class LinkProblem:
     def windows(self) -> list[Windows]:
         """Return the limits to try."""
         layer = self.link.down * sum(self.times.forward) / len(self.times.forward)
-        sizes = {max(self.link.smallest, round(layer * share / _MIB) * _MIB) for share in WINDOWS}
+        sizes = {self._rounded(layer * share) for share in WINDOWS}
         return [Windows(size, size) for size in sorted(sizes)]
+
+    def _rounded(self, size: float) -> int:
+        """Return a window of about ``size`` bytes."""
+        return max(1, round(size / self.link.smallest)) * self.link.smallest
 
     def best(self, budget: int) -> LinkPlan | None:
         """Return the fastest plan found; None if nothing fits. See Note [The search with a link]."""
@@ -226,8 +229,8 @@ class LinkProblem:
             elif kind < 0.9:
                 choice[one], choice[other] = choice[other], choice[one]
             else:
-                size = round(windows.in_flight * math.exp(chance.uniform(-0.3, 0.3)) / _MIB) * _MIB
-                windows = Windows(max(self.link.smallest, size), max(self.link.smallest, size))
+                size = self._rounded(windows.in_flight * math.exp(chance.uniform(-0.3, 0.3)))
+                windows = Windows(size, size)
             changed = self.run(choice, windows)
             worse = cost(changed, warmth) - cost(now, warmth)
             if worse < 0 or chance.random() < math.exp(-worse / warmth):

@@ -24,6 +24,7 @@ from sac.tables import seconds_text
 NEEDS_NONE = "no checkpointing is needed"
 _ROUNDS = 12
 _SATURATED = 0.9  # of the forward
+_WORTH = 1e-3  # of a step: what a plan that offloads has to gain
 _BY_HAND = (1, 2, 3, 4)  # full in every so many layers
 
 
@@ -89,7 +90,7 @@ def make_plan(
             offloaded = offloading.plan(allowed)
             if offloaded is not None and too_small is None:
                 plain_s = offloading.times.total + planner.point("plan", chosen).seconds
-                offloaded = offloaded if offloaded.step_s < plain_s else None
+                offloaded = offloaded if offloaded.step_s < (1 - _WORTH) * plain_s else None
         if too_small is not None and offloaded is None:
             raise too_small
     else:

@@ -267,6 +267,9 @@ class DecisionTable:
         )
 
     def _offloads(self) -> frozenset[int]:
+        whole = self.whole_rule("")
+        if whole is not None and whole.always_saves:  # no other rule decides anything
+            return frozenset({whole.index} if whole.decision is Decision.OFFLOAD else ())
         found = {resolved.index for resolved in self.rules if resolved.decision is Decision.OFFLOAD}
         return frozenset(found | {NO_RULE} if self.default is Decision.OFFLOAD else found)
 

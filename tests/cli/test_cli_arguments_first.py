@@ -153,6 +153,22 @@ def test_training(given: list[str], text: str, capsys: pytest.CaptureFixture[str
         (["--pp", "1/2", "--real"], "--pp: ranks that do not exist cannot send data\n    fix: leave --real out"),
         (["--calibration", "nowhere"], "nowhere: the file cannot be read: No such file or directory"),
         (["--out", "nowhere/p.yaml"], "nowhere/p.yaml: the file cannot be written: No such file or directory"),
+        (
+            ["--link", "5", "--link-share", "0%", "--host-memory", "x", "--explain"],
+            "--link: an explanation does not know what is on the host\n"
+            "    fix: leave one of the two out\n"
+            'link: "5" is not the rate of a link\n'
+            '    legal: bytes per second, "55GB/s"; to the host and back, "295GB/s,342GB/s"; or "listed"\n'
+            'link_share: "0%" is not a share of the link\n'
+            '    legal: "1%" to "100%"\n'
+            "host_memory: 'x' is not an amount of memory\n"
+            '    legal: a whole number of bytes, or text such as "64KiB", "1MiB", "1.5GB"',
+        ),
+        (
+            ["--link", "listed"],
+            "link: cpu has no memory besides host memory: nothing would be gained\n"
+            '    fix: name a GPU, or say how fast its link is: "55GB/s"',
+        ),
         (["--calibrate"], "--out: no file is given for the calibration\n    legal: the name of a file"),
         (["--calibrate", "--out", "x", "--device", "h100"], "--device: ops are timed where they run, and 'h100' does"),
     ],

@@ -452,3 +452,12 @@ def test_regions_without_offload_start_nothing(device):
     assert device.made == 0
     assert device.log == []
     assert Settings().transfers._of == {}
+
+
+def test_a_block_that_is_saved_as_a_whole_runs_plainly_beside_rules_that_offload(device):
+    model = built(llama_stack)
+    sac.apply(model, selective(policy({"module": "", "layers": [1], "do": "save"}, offload("matmul"))))
+    model(*tokens())
+    first, second = (one.region for one in regions_of(model))
+    assert [bool(one.group.table.offloads) for one in (first, second)] == [True, False]
+    assert [bool(one.stats.offloads) for one in (first, second)] == [True, False]

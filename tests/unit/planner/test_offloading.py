@@ -1,0 +1,148 @@
+"""Plans that offload: bytes as on a device with streams, times by a clock, gradients as without sac."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import sac
+from sac.blocks.applying import apply
+from sac.errors import PlanError
+from sac.planner.away import TransfersWithoutData
+from sac.planner.fake_op_cache import FakeOpCache
+from sac.planner.fakes import fake_copy, fake_inputs, fake_mode
+from sac.planner.live_bytes import Ledger
+from sac.planner.offloading import EVERYTHING, FULL_ON_HOST, OffloadPlanner
+from sac.planner.plan_file import Plan, make_plan
+from sac.planner.prepare import prepare
+from sac.planner.search import Planner
+from sac.planner.step import run_step
+from sac.planner.transfer_clock import Link
+from sac.planner.write_policy import write_policy
+from sac.policy.load import load_policy
+from sac.policy.model import Decision, OffloadSection
+from tests.support.blocks import ENGINES, Stack, llama_stack, policy, selective
+from tests.support.simulated_streams import simulated_streams
+from tests.support.training import assert_same_training, built
+
+LINK = Link(2e9, 2e9, None, smallest=1)
+ON_HOST = policy({"ops": "matmul", "do": "offload"})
+SECTIONS: dict[str, dict[str, Any]] = {
+    "all at once": {"in_flight": 0, "ahead": 0},
+    "windows": {"in_flight": 100_000, "ahead": 100_000},
+    "inputs": {"in_flight": 50_000, "ahead": 300_000, "inputs": True},
+}
+
+
+def model() -> Stack:
+    return llama_stack(4)
+
+
+def inputs(device: str = "cpu") -> tuple[Tensor, ...]:
+    return (torch.randn(4, 48, 32),)
+
+
+def loss_of(out: Tensor) -> Tensor:
+    return out.square().mean()
+
+
+def peak_on_a_device(value: Any, patch: pytest.MonkeyPatch) -> int:
+    """The most bytes that the second step of a real model adds on a simulated device; gradients are there before."""
+    trained, (x,) = built(model), inputs()
+    with simulated_streams(patch) as device:
+        sac.apply(trained, value)
+        loss_of(trained(x)).backward()
+        device.free_dead()
+        before = device.peak_bytes = device.device_bytes
+        loss = loss_of(trained(x))
+        loss.backward()
+    return device.peak_bytes - before
+
+
+def peak_of_a_planned_step(value: Any, section: OffloadSection) -> int:
+    mode = fake_mode()
+    planned = fake_copy(built(model), mode)
+    apply(planned, value, transfers=TransfersWithoutData(section, None))
+    ledger = Ledger(1, None, FakeOpCache(), on_host=False)
+    record = run_step(planned, fake_inputs(inputs(), mode), [], ledger, loss_of, accumulates=True)
+    return record.peak - record.static
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", SECTIONS)
+def test_a_step_without_data_has_the_peak_of_a_device(monkeypatch, engine, name):
+    section = {"min_bytes": 1, **SECTIONS[name]}
+    value = selective({**ON_HOST, "offload": section}, engine=engine, verify="never")
+    assert peak_of_a_planned_step(value, OffloadSection(**section)) == peak_on_a_device(value, monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def planner() -> Planner:
+    return prepare(built(model), inputs(), loss_fn=loss_of, accumulates=True)
+
+
+@pytest.fixture(scope="module")
+def planned(planner: Planner) -> Plan:
+    return make_plan(planner, "10%", link=LINK)
+
+
+def test_a_plan_that_offloads_is_faster_within_the_budget(planner, planned):
+    without = make_plan(planner, "10%")
+    assert without.policy.offload is None
+    assert "host" not in str(without.notes)
+    assert planned.point.host > 0
+    assert planned.point.is_checked
+    assert planned.point.peak <= planned.budget
+    assert planned.point.seconds + planned.point.stall < without.point.seconds
+    assert any(rule.do == Decision.OFFLOAD.value for rule in planned.policy.rules) or planned.policy.offload.inputs
+
+
+def test_the_planned_peak_is_that_of_a_device(planner, planned, monkeypatch):
+    value = selective(policy(), engine="auto", verify="never") | {"policy": planned.policy}
+    ledger = replace(planner, ledger=lambda: Ledger(1, None, FakeOpCache(), on_host=False))
+    beside = OffloadPlanner(ledger, LINK)
+    record, _ = beside._beside.run_offloading(planned.point.choice, planned.policy.offload)
+    assert record.peak - record.static == peak_on_a_device(value, monkeypatch)
+
+
+def test_the_plan_trains_as_the_model_does_without_sac(planned, monkeypatch):
+    with simulated_streams(monkeypatch) as device:
+        assert_same_training(model, selective(policy()) | {"policy": planned.policy}, make_input=inputs)
+    assert device.races == []
+    assert any("copies" in line for line in device.log)
+
+
+def test_the_written_plan_is_the_plan(planned, tmp_path):
+    path = tmp_path / "plan.yaml"
+    path.write_text(write_policy(planned))
+    assert load_policy(path) == planned.policy
+    assert f"{planned.policy.offload.in_flight}" in path.read_text()
+
+
+def test_what_fits_the_host_is_offloaded(planner, planned):
+    room = planned.point.host // 2
+    found = make_plan(planner, "10%", link=replace(LINK, host=room))
+    assert found.point.host <= room
+    assert found.point.peak <= found.budget
+
+
+def test_baselines(planner):
+    full, everything = OffloadPlanner(planner, LINK).baselines()
+    assert (full.label, everything.label) == (FULL_ON_HOST, EVERYTHING)
+    assert full.host == 4 * 4 * 48 * 32 * 4  # the inputs of four layers
+    assert full.kept < planner.point("full", planner.every_nth(1)).kept
+    assert everything.host > full.host
+    assert everything.seconds < full.seconds
+
+
+def test_what_cannot_offload_is_refused(planner):
+    with pytest.raises(PlanError) as caught:
+        make_plan(planner, "10%", link=LINK, same_layers=True)
+    assert str(caught.value) == (
+        "link: plans do not offload where all layers of a group are to have the same rules\n"
+        "    fix: plan without a link to the host"
+    )
