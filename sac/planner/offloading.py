@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from sac.planner.choices import Choice
 from sac.planner.layers import MemoryConstraint
 from sac.planner.link_search import LinkOption, LinkProblem, Row
-from sac.planner.pareto import recomputed
-from sac.planner.profile import RegionProfile
+from sac.planner.profile import Engine, RegionProfile
 from sac.planner.search import Planner, Point
 from sac.planner.step_time import region_times
 from sac.planner.transfer_clock import Clocked, Link, StepTimes, Windows
@@ -154,7 +153,7 @@ def _all_offloaded(choices: Sequence[Choice]) -> int:
 
 
 def _with_offloading(
-    profile: RegionProfile, choices: Sequence[Choice], engine: str, smallest: int
+    profile: RegionProfile, choices: Sequence[Choice], engine: Engine, smallest: int
 ) -> list[tuple[Choice, int]]:
     """Return the choices of a group with those that offload a part, each with the index of that without offloading.
 
@@ -182,7 +181,7 @@ def _with_offloading(
 
 
 def _parts(
-    profile: RegionProfile, choice: Choice, engine: str, smallest: int
+    profile: RegionProfile, choice: Choice, engine: Engine, smallest: int
 ) -> Iterator[tuple[frozenset[int], tuple[int, ...]]]:
     """Yield parts of what a choice saves that can wait on the host, with different bytes: entries, and storages."""
     units = _units(profile, choice, engine, smallest)
@@ -197,12 +196,12 @@ def _parts(
 
 
 def _units(
-    profile: RegionProfile, choice: Choice, engine: str, smallest: int
+    profile: RegionProfile, choice: Choice, engine: Engine, smallest: int
 ) -> list[tuple[frozenset[int], tuple[int, ...]]]:
     """Return the entries that can only be offloaded together, with the bytes of the storages that leave the device."""
     assert choice.keep is not None
     of_root: dict[int, set[int]] = {}
-    for value in recomputed(profile, choice.keep.saved, "rerun" if engine == "rerun" else "replay").held:
+    for value in profile.recomputed(choice.keep.saved, engine).held:
         of_root.setdefault(profile.roots[value], set()).add(profile.maker[value])
     routed = {profile.roots[value] for value in profile.routed}
     units: list[tuple[set[int], list[int]]] = []
