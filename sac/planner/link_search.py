@@ -105,7 +105,7 @@ class LinkProblem:
         """Return the limits to try."""
         layer = self.link.down * sum(self.times.forward) / len(self.times.forward)
         sizes = {self._rounded(layer * share) for share in WINDOWS}
-        return [Windows(size, size) for size in sorted(sizes)]
+        return [Windows(size, size) for size in sorted({0, *sizes})]
 
     def _rounded(self, size: float) -> int:
         """Return a window of about ``size`` bytes."""
