@@ -108,7 +108,8 @@ class _Profiled(InstalledForward):
         output = frame.run(inputs, args, kwargs)
         made = {storage_address(one) for one in tensors_of(output)}
         results = frozenset(root for address, root in recorder.at_end.items() if address in made)
-        self.found = replace(recorder.profile, results=results, input_bytes=input_bytes)
+        if recorder.profile is not None:
+            self.found = replace(recorder.profile, results=results, input_bytes=input_bytes)
         return output
 
 
