@@ -1,4 +1,4 @@
-"""Plan one rank of a tensor-parallel model or of a pipeline stage: the real parallelized module, on one fake rank."""
+"""Plan one rank of a tensor- or expert-parallel model, or a pipeline stage: the real module, on one fake rank."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from sac.blocks.find import Block, find_blocks
 from sac.errors import PlanError, Problem
@@ -27,6 +28,11 @@ from sac.planner.sharding import shard_blocks
 # Norms work on this share. The input of a module whose projections are split by columns is gathered; what a projection
 # that is split by rows returns is reduced and scattered. The sequence is scattered before the first block, and gathered
 # after the last one.
+#
+# Expert parallelism is that of transformers itself: a rank has an even share of the experts (`ep_plan`), and the ranks
+# exchange tokens (`AllToAllEP`). How many tokens an expert gets depends on data, so it is given, from above; every
+# rank sends and receives as many to and from each other one. With FSDP2, the same ranks shard everything else. (If they
+# were more, experts would be sharded inside of blocks, which cannot be replayed.)
 #
 # A pipeline stage has an even share of the layers, the first also the embedding, the last also norm, head and loss. It
 # receives the hidden states that it continues, and sends its own. Under the schedule 1F1B, stage s of n holds
@@ -104,7 +110,7 @@ def _styles_of(model: nn.Module) -> dict[str, str]:
         found = f"{type(model).__name__} declares no plan for tensor parallelism (`tp_plan`)"
         fix = "parallelize it yourself: sac.plan(…, parallelize=…)"
         raise PlanError(Problem("--tp", found, "Hugging Face models that declare one", fix=fix))
-    patterns = [(re.compile(re.escape(one).replace(r"\*", r"\d+")), style) for one, style in declared.items()]
+    patterns = [(_pattern(one), style) for one, style in declared.items()]
     styles: dict[str, str] = {}
     modules = dict(model.named_modules())
     names = {*modules, *dict(model.named_parameters())}
@@ -118,6 +124,10 @@ def _styles_of(model: nn.Module) -> dict[str, str]:
             raise PlanError(Problem("--tp", found, f"linear layers and embeddings, {', '.join(_STYLES)}", fix=fix))
         styles[name] = style
     return styles
+
+
+def _pattern(declared: str) -> re.Pattern[str]:
+    return re.compile(re.escape(declared).replace(r"\*", r"\d+"))
 
 
 def _style(style: str, *, sequence: bool) -> Any:
@@ -200,10 +210,98 @@ def _divide_sequence(blocks: Sequence[Block], styles: Mapping[str, str], mesh: A
     blocks[-1].module.register_forward_hook(lambda module, args, output: moved(output, share, whole).to_local())
 
 
-def parallelized(fsdp: int | None, tp: int | None, *, sequence: bool = False) -> Callable[[nn.Module], None]:
+# -- Expert parallelism
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """Experts are divided over ``ranks``. ``tokens``: for plans, the most that one gets in a step, from all ranks."""
+
+    ranks: int
+    tokens: int | None = None
+
+
+def expert_parallel(model: nn.Module, mesh: Any, experts: Experts) -> list[nn.Module]:
+    """Give this rank its share of the experts of a Hugging Face model, in place; return the modules that hold experts.
+
+    ``mesh``: of two dimensions, ``ep`` and ``tp``, which has one rank. With ``experts.tokens``, forwards run on tensors
+    without data. Raises ``PlanError`` for a model without a declared plan (``ep_plan``), or with too few experts.
+    """
+    try:
+        from transformers.distributed.expert_parallel import AllToAllEP
+    except ImportError:
+        found = "the installed transformers cannot divide experts over ranks"
+        raise PlanError(Problem("--ep", found, "transformers 5.23 or newer")) from None
+    declared: Mapping[str, str] = getattr(model, "ep_plan", None) or {}
+    patterns = [_pattern(one) for one, style in declared.items() if style == "ep_dispatch_experts"]
+    found_ones = [one for name, one in model.named_modules() if any(pattern.fullmatch(name) for pattern in patterns)]
+    if not found_ones:
+        found = f"{type(model).__name__} has no experts whose division it declares (`ep_plan`)"
+        raise PlanError(Problem("--ep", found, "mixtures of experts of Hugging Face"))
+    for module in found_ones:
+        count: int = module.num_experts
+        if count % experts.ranks:
+            raise PlanError(Problem("--ep", f"{experts.ranks} ranks do not divide {count} experts"))
+        share = count // experts.ranks
+        first = share * mesh["ep"].get_local_rank()
+        for name, whole in [*module.named_parameters(recurse=False)]:
+            mine = whole.detach()[first : first + share].clone()
+            setattr(module, name, nn.Parameter(mine, requires_grad=whole.requires_grad))
+        module.num_experts = share
+        module._is_expert_parallel = True
+        exchange = AllToAllEP(module, mesh["ep"], mesh["tp"])
+        module.forward = exchange if experts.tokens is None else _Exchange(exchange, share, experts)
+    return found_ones
+
+
+@dataclass(frozen=True, slots=True)
+class _Exchange:
+    """Exchanges tokens without data: as many as are given."""
+
+    exchange: Any
+    share: int  # of experts, on this rank
+    experts: Experts
+
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:
+        """Run this rank's experts."""
+        ranks, tokens = self.experts.ranks, self.experts.tokens
+        assert tokens is not None
+        sent = top_k_index.numel()
+        if tokens * self.share < sent:
+            least = -(-sent // self.share)
+            found = f"experts get {least} tokens each if all get the same, and {tokens} at most are given"
+            raise PlanError(Problem("--tokens-per-expert", found, f"{least} or more"))
+        with _GivenSizes(top_k_index, _even(sent, ranks), _even(tokens * self.share, ranks)):
+            return self.exchange(hidden_states, top_k_index, top_k_weights)
+
+
+def _even(total: int, parts: int) -> list[int]:
+    return [total * (one + 1) // parts - total * one // parts for one in range(parts)]
+
+
+class _GivenSizes(TorchFunctionMode):
+    """Answers what depends on the data of the counts that ranks tell each other: how many tokens each sends."""
+
+    def __init__(self, like: Tensor, sent: list[int], received: list[int]) -> None:
+        super().__init__()
+        self.like = like
+        self.sizes = [sent, received]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.tolist:
+            return self.sizes
+        if func is Tensor.repeat_interleave:  # the expert of each received token
+            return self.like.new_empty(kwargs["output_size"])
+        return func(*args, **(kwargs or {}))
+
+
+def parallelized(
+    fsdp: int | None, tp: int | None, *, sequence: bool = False, experts: Experts | None = None
+) -> Callable[[nn.Module], None]:
     """Return a function that parallelizes a model over ``tp`` ranks, and shards it by FSDP2 over ``fsdp`` of these.
 
-    Pass it as ``parallelize`` to ``sac.plan``, within ``fake_ranks(fsdp * tp)``; on real ranks it does the same.
+    ``experts`` are divided over the ``fsdp`` ranks, or over ranks of their own if that is None.
+    Pass it as ``parallelize`` to ``sac.plan``, within ``fake_ranks(ranks_of(…))``; on real ranks it does the same.
     """
 
     def parallelize(model: nn.Module) -> None:
@@ -211,13 +309,23 @@ def parallelized(fsdp: int | None, tp: int | None, *, sequence: bool = False) ->
 
         device: Any = next(model.parameters()).device.type
         sizes = {name: count for name, count in (("fsdp", fsdp), ("tp", tp)) if count is not None}
-        mesh = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        if tp is not None:
+        whole: set[nn.Parameter] = set()
+        if experts is not None:
+            of_experts = init_device_mesh(device, (experts.ranks, 1), mesh_dim_names=("ep", "tp"))
+            for module in expert_parallel(model, of_experts, experts):
+                whole.update(module.parameters())
+        mesh = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes)) if sizes else None
+        if tp is not None and mesh is not None:
             tensor_parallel(model, mesh["tp"], sequence=sequence)
-        if fsdp is not None:
-            shard_blocks(model, mesh["fsdp"])
+        if fsdp is not None and mesh is not None:
+            shard_blocks(model, mesh["fsdp"], whole)
 
     return parallelize
+
+
+def ranks_of(fsdp: int | None, tp: int | None, experts: Experts | None = None) -> int:
+    """Return the number of ranks that share a stage."""
+    return (fsdp or (experts.ranks if experts is not None else 1)) * (tp or 1)
 
 
 # -- Pipeline stages

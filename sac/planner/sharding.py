@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -55,13 +55,13 @@ def fsdp_over(count: int) -> Callable[[nn.Module], None]:
     return parallelize
 
 
-def shard_blocks(model: nn.Module, mesh: Any) -> None:
-    """Shard each block of a model over ``mesh`` by FSDP2, and the rest as one more unit."""
+def shard_blocks(model: nn.Module, mesh: Any, ignored: Collection[nn.Parameter] = ()) -> None:
+    """Shard each block of a model over ``mesh`` by FSDP2, and the rest as one more unit, but not ``ignored``."""
     from torch.distributed.fsdp import fully_shard
 
     for block in find_blocks(model):
-        fully_shard(block.module, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(block.module, mesh=mesh, ignored_params={*ignored})
+    fully_shard(model, mesh=mesh, ignored_params={*ignored})
 
 
 class QuickChunks(TorchFunctionMode):

@@ -243,7 +243,8 @@ def _comparison(arguments: argparse.Namespace) -> str:
 
     That command has one rank; for a plan of one of several, the ranks that it is meant for are named instead.
     """
-    ranks = [f"--{name} {value}" for name in ("fsdp", "tp", "pp") if (value := getattr(arguments, name)) is not None]
+    named = (("fsdp", "fsdp"), ("tp", "tp"), ("ep", "ep"), ("tokens-per-expert", "tokens_per_expert"), ("pp", "pp"))
+    ranks = [f"--{flag} {value}" for flag, name in named if (value := getattr(arguments, name)) is not None]
     if ranks:
         sequence = " --sp" if arguments.sp else ""
         return f"on each rank that is parallelized so ({' '.join(ranks)}{sequence}), give sac.apply this file"

@@ -201,6 +201,12 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sp", action="store_true", help="… and, with --tp, divide the sequence between the projections"
     )
+    parser.add_argument(
+        "--ep", type=int, metavar="N", help="… and for one of N ranks that divide the experts, from above; with"
+    )
+    parser.add_argument(
+        "--tokens-per-expert", type=int, metavar="N", help="the most tokens that one of them gets in a step"
+    )
     parser.add_argument("--pp", metavar="STAGE/STAGES", help="… and for this pipeline stage, such as 1/4, under 1F1B")
     parser.add_argument("--accumulate", action="store_true", help="gradients of earlier micro-batches exist")
     parser.add_argument(

@@ -21,7 +21,7 @@ from sac.planner.cost import Calibration, load_calibration, unpriced_ops
 from sac.planner.devices import Device, device_at_hand, device_named
 from sac.planner.fakes import Build, call, fake_build, fake_inputs, fake_mode
 from sac.planner.link_rates import link_of
-from sac.planner.parallel import Stage, parallelized, sent, stage_of
+from sac.planner.parallel import Experts, Stage, parallelized, ranks_of, sent, stage_of
 from sac.planner.plan_file import Plan, explained, make_plan, refuse_with_link
 from sac.planner.plan_view import heading_of, heading_of_sizes, notes_of, table_of
 from sac.planner.planning import needs_lowering, planned
@@ -67,6 +67,8 @@ class PlanRequest:
     fsdp: int | None = None
     tp: int | None = None
     sp: bool = False
+    ep: int | None = None
+    tokens_per_expert: int | None = None
     pp: str | None = None
     accumulate: bool = False
     in_flight: int | None = None  # None: as many as the pipeline stage holds
@@ -84,7 +86,12 @@ class PlanRequest:
     @property
     def ranks(self) -> int:
         """The number of ranks that share a stage."""
-        return (self.fsdp or 1) * (self.tp or 1)
+        return ranks_of(self.fsdp, self.tp, self.experts)
+
+    @property
+    def experts(self) -> Experts | None:
+        """How experts are divided over ranks."""
+        return None if self.ep is None else Experts(self.ep, self.tokens_per_expert)
 
     sizes: Sizes | None = None
     simplify: str | None = None
@@ -220,7 +227,7 @@ def _made(
         shard = None
         if request.ranks > 1:
             stack.enter_context(fake_ranks(request.ranks))
-            shard = parallelized(request.fsdp, request.tp, sequence=request.sp)
+            shard = parallelized(request.fsdp, request.tp, sequence=request.sp, experts=request.experts)
         stage = request.stage
         planner = prepare(
             model,
@@ -349,6 +356,22 @@ def _check_sizes(request: PlanRequest) -> None:
         raise PlanError(problems)
 
 
+def _of_experts(request: PlanRequest, ranks: int) -> list[Problem]:
+    problems = []
+    if request.tokens_per_expert is None or request.tokens_per_expert < 1:
+        found = "how many tokens an expert gets depends on data"
+        fix = "give the most that one gets in a step, from all ranks: batch * seq * experts per token * ranks / experts"
+        problems.append(Problem("--tokens-per-expert", found, "1, 2, 3, …", fix=f"{fix}, if all get the same"))
+    if request.tp is not None:
+        found = "experts and layers are both to be divided, which is not covered"
+        problems.append(Problem("--ep", found, "--ep with --fsdp and --pp", fix="plan with one of --ep and --tp"))
+    if request.fsdp not in (None, ranks):
+        found = f"{request.fsdp} ranks shard the model, so that experts are sharded inside of its blocks"
+        fix = "blocks that gather parameters cannot be planned op by op: mode: full"
+        problems.append(Problem("--ep", found, "as many ranks as --fsdp has", fix=fix))
+    return problems
+
+
 def _check_counts(request: PlanRequest) -> None:
     problems = []
     if request.in_flight is not None and request.in_flight < 1:
@@ -360,11 +383,18 @@ def _check_counts(request: PlanRequest) -> None:
     if request.sp and request.tp is None:
         found = "the sequence is divided over the ranks of tensor parallelism, and there are none"
         problems.append(Problem("--sp", found, fix="give --tp too"))
+    if request.ep is not None and request.ep < 2:
+        problems.append(Problem("--ep", f"{request.ep!r} ranks to divide the experts over", "2, 3, 4, …"))
+    elif request.ep is not None:
+        problems += _of_experts(request, request.ep)
+    elif request.tokens_per_expert is not None:
+        found = "experts are not divided over ranks, and get what the router sends them"
+        problems.append(Problem("--tokens-per-expert", found, fix="give --ep too"))
     try:
         request.stage  # noqa: B018 (reading it checks it)
     except PlanError as error:
         problems += error.problems
-    for flag in ("fsdp", "tp", "pp"):
+    for flag in ("fsdp", "tp", "ep", "pp"):
         if getattr(request, flag) is not None and request.real:
             problems.append(Problem(f"--{flag}", "ranks that do not exist cannot send data", fix="leave --real out"))
     if problems:

@@ -149,6 +149,28 @@ def test_training(given: list[str], text: str, capsys: pytest.CaptureFixture[str
         (["--fsdp", "2", "--real"], "--fsdp: ranks that do not exist cannot send data\n    fix: leave --real out"),
         (["--tp", "1"], "--tp: 1 ranks to divide the layers over\n    legal: 2, 3, 4, …"),
         (["--sp"], "--sp: the sequence is divided over the ranks of tensor parallelism, and there are"),
+        (["--ep", "1"], "--ep: 1 ranks to divide the experts over\n    legal: 2, 3, 4, …"),
+        (
+            ["--ep", "8"],
+            "--tokens-per-expert: how many tokens an expert gets depends on data\n    legal: 1, 2, 3, …\n"
+            "    fix: give the most that one gets in a step, from all ranks: batch * seq * experts per token * ranks / "
+            "experts, if all get the same",
+        ),
+        (
+            ["--tokens-per-expert", "8"],
+            "--tokens-per-expert: experts are not divided over ranks, and get what the router sends them\n"
+            "    fix: give --ep too",
+        ),
+        (
+            ["--ep", "8", "--tp", "2", "--tokens-per-expert", "8"],
+            "--ep: experts and layers are both to be divided, which is not covered\n    legal: --ep with --fsdp and "
+            "--pp\n    fix: plan with one of --ep and --tp",
+        ),
+        (
+            ["--ep", "8", "--fsdp", "16", "--tokens-per-expert", "8"],
+            "--ep: 16 ranks shard the model, so that experts are sharded inside of its blocks\n    legal: as many "
+            "ranks as --fsdp has\n    fix: blocks that gather parameters cannot be planned op by op: mode: full",
+        ),
         (["--pp", "3/2"], '--pp: "3/2" names no stage\n    legal: a stage and their number, such as "1/4"'),
         (["--pp", "1/2", "--real"], "--pp: ranks that do not exist cannot send data\n    fix: leave --real out"),
         (["--calibration", "nowhere"], "nowhere: the file cannot be read: No such file or directory"),

@@ -16,7 +16,7 @@ import sac
 from sac.errors import PlanError
 from sac.memory_timeline import measure_memory
 from sac.planner.choices import policy_for
-from sac.planner.parallel import Stage, parallelized, sent, stage_of
+from sac.planner.parallel import Experts, Stage, parallelized, sent, stage_of
 from sac.planner.prepare import prepare
 from sac.planner.search import Planner
 from sac.planner.sharding import fake_ranks
@@ -96,6 +96,94 @@ def test_the_peak_of_a_rank_is_what_was_predicted(name: str) -> None:
     else:
         assert said[1] == real[1]
     assert said[1] < said[0]
+
+
+# -- Expert parallelism
+
+
+def _experts(model: nn.Module) -> list[nn.Module]:
+    return [module for name, module in model.named_modules() if name.endswith("mlp.experts")]
+
+
+def _of_rank_with_experts(
+    family: str, fsdp: int | None, policies: list[Policy | None], tokens: int | None
+) -> tuple[list[int], int]:
+    """Return the peaks of this rank, one per policy, and the most tokens that an expert gets.
+
+    With ``tokens``, the router sends as many to each, whatever it has found.
+    """
+    peaks, counts, inputs = [], [], _tokens()
+    for policy in policies:
+        model = _model(family, num_hidden_layers=2)
+        parallelized(fsdp, None, experts=Experts(2))(model)
+        for module in _experts(model):
+
+            def routed(experts: nn.Module, args: Any) -> Any:
+                hidden, index, weights = args
+                if tokens is not None:
+                    index = torch.arange(index.numel()).view_as(index) % (2 * experts.num_experts)
+                counts.append(int(2 * torch.bincount(index.flatten()).max()))  # both ranks have the same inputs
+                return hidden, index, weights
+
+            module.register_forward_pre_hook(routed)
+        if policy is not None:
+            sac.apply(model, put_on(policy))
+        peaks.append(_least(lambda model=model: model(**inputs).loss.backward(), model))
+    return peaks, max(counts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "fsdp"), [("mixtral", None), ("qwen3_moe", 2), ("deepseek_v3", None)])
+def test_the_peak_of_a_rank_with_some_experts_is_at_most_what_was_predicted(family: str, fsdp: int | None) -> None:
+    def planned(tokens: int) -> tuple[Planner, list[int]]:
+        with fake_ranks(2):
+            planner = prepare(
+                _model(family, num_hidden_layers=2),
+                _tokens(),
+                parallelize=parallelized(fsdp, None, experts=Experts(2, tokens)),
+            )
+            choices = planner.without_checkpointing, planner.everywhere(lambda group: 0)
+            return planner, [planner.run(choice).peak - planner.step.static for choice in choices]
+
+    model = _model(family, num_hidden_layers=2)
+    even = 2 * 64 * model.config.num_experts_per_tok // _experts(model)[0].num_experts
+    planner, said = planned(even)
+    policies = [None, _policy(planner, planner.everywhere(lambda group: 0))]
+    for tokens in (even, None):
+        found = run_ranks(2, _of_rank_with_experts, family, fsdp, policies, tokens)
+        most = max(count for _, count in found)
+        expected = said if tokens is not None else planned(most)[1]
+        if tokens is not None:  # this test makes indices of its own, in each layer
+            expected = [one + 2 * 64 * model.config.num_experts_per_tok * 8 for one in expected]
+        for peaks, _ in found:
+            assert all(real <= predicted for real, predicted in zip(peaks, expected, strict=True))
+        if tokens is not None:
+            assert most == even
+            assert all(real >= 0.95 * predicted for real, predicted in zip(found[0][0], expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("family", "experts", "text"),
+    [
+        (
+            "llama",
+            Experts(2, 64),
+            "--ep: LlamaForCausalLM has no experts whose division it declares (`ep_plan`)\n"
+            "    legal: mixtures of experts of Hugging Face",
+        ),
+        ("mixtral", Experts(3, 64), "--ep: 3 ranks do not divide 4 experts"),
+        (
+            "mixtral",
+            Experts(2, 63),
+            "--tokens-per-expert: experts get 64 tokens each if all get the same, and 63 at most are given\n"
+            "    legal: 64 or more",
+        ),
+    ],
+)
+def test_experts_that_cannot_be_divided(family: str, experts: Experts, text: str) -> None:
+    with fake_ranks(experts.ranks), pytest.raises(PlanError) as error:
+        prepare(_model(family, num_hidden_layers=2), _tokens(), parallelize=parallelized(None, None, experts=experts))
+    assert str(error.value) == text
 
 
 # -- Pipeline stages
@@ -243,6 +331,13 @@ REFUSED = "    fix: parallelize it yourself: sac.plan(…, parallelize=…)"
             f"embedding_rowwise\n{REFUSED}",
         ),
         ("llama", 4, "--tp: 4 ranks do not divide num_key_value_heads, which is 2"),
+        (
+            "mixtral",
+            2,
+            "--tp: model.layers.0.mlp.experts is split in the style 'moe_tp_experts', which is not covered\n"
+            "    legal: linear layers and embeddings, colwise, rowwise, colwise_gather_output, colwise_rep, "
+            f"embedding_rowwise\n{REFUSED}",
+        ),
     ],
 )
 def test_models_that_cannot_be_split(family: str, ranks: int, text: str) -> None:
@@ -261,12 +356,19 @@ def test_models_that_cannot_be_split(family: str, ranks: int, text: str) -> None
             "    legal: Hugging Face language models that do\n"
             "    fix: use --in-flight on a model of the stage's layers",
         ),
+        (
+            "t5",
+            Stage(1, 2),
+            "--pp: T5ForConditionalGeneration does not declare how it is divided into stages (`_pp_plan`)\n"
+            "    legal: Hugging Face language models that do\n"
+            "    fix: use --in-flight on a model of the stage's layers",
+        ),
         ("llama", Stage(1, 5), "--pp: 4 layers are fewer than 5 stages\n    legal: up to 4 stages"),
     ],
 )
 def test_models_without_such_stages(family: str, stage: Stage, text: str) -> None:
-    changes = {} if family == "llama" else {"n_layer": 4}
-    model, _ = tiny(family, **({"num_hidden_layers": 4} | changes if family == "llama" else changes))
+    layers = {"llama": "num_hidden_layers", "gpt2": "n_layer", "t5": "num_layers"}[family]
+    model, _ = tiny(family, **{layers: 4})
     with pytest.raises(PlanError) as error:
         stage_of(model, _tokens(), stage)
     assert str(error.value) == text
