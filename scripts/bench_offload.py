@@ -17,6 +17,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import torch
+
+from sac.planner.calibrate import time_link
 from sac.planner.cost import CUDNN_ATTENTION, MATMUL, MEMORY, PRIORS
 from sac.planner.devices import DEVICES, Device
 from sac.planner.layers import MemoryConstraint
@@ -241,6 +244,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--toy", action="store_true", help="one model of four layers on one device")
     toy = parser.parse_args().toy
+    if torch.cuda.is_available():
+        rates = time_link(torch.device("cuda"))
+        if rates is not None:
+            print(f"this GPU's link, measured: {Link(*rates)}\n")
     print("per layer: what backward needs, and what the link carries down while its forward runs")
     print(break_even().text(120))
     cases = [(replace(LLAMA_8B, layers=4), 8192)] if toy else CASES

@@ -74,3 +74,11 @@ def _check_policy(policy: Policy) -> None:
         found = "a rule that saves whole modules leaves no choice among their ops"
         fix = "add `ops` to the rule, or leave the budget out"
         raise ConfigError(Problem("activation_checkpointing.policy", found, fix=fix))
+    if (
+        policy.default is Decision.OFFLOAD
+        or policy.offload
+        or any(rule.kept_as is Decision.OFFLOAD for rule in policy.rules)
+    ):
+        found = "it offloads, and a budget chooses between saving on the device and recomputing"
+        fix = "plan with `sac plan --budget … --host-memory …` and use that policy, or leave the budget out"
+        raise ConfigError(Problem("activation_checkpointing.policy", found, fix=fix))

@@ -374,6 +374,18 @@ def test_policy_on_whole_modules() -> None:
     )
 
 
+@pytest.mark.parametrize("key", [{"rules": [{"ops": "matmul", "do": "offload"}]}, {"offload": {"inputs": True}}])
+def test_policy_that_offloads(key: dict[str, Any]) -> None:
+    policy = {"schema": "sac/v1", "name": "mine", "rules": [], **key}
+    with pytest.raises(ConfigError) as raised:
+        sac.apply(built(), within("1GiB", policy=policy))
+    assert str(raised.value) == (
+        "activation_checkpointing.policy: it offloads, and a budget chooses between saving on the device and "
+        "recomputing\n"
+        "    fix: plan with `sac plan --budget … --host-memory …` and use that policy, or leave the budget out"
+    )
+
+
 def test_model_without_a_device() -> None:
     model = built()
     sac.apply(model, within("1GiB"))
