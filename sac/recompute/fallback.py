@@ -14,6 +14,7 @@ from sac.recompute.forward_state import WriteGuard
 from sac.recompute.module_tracker import RegionMode
 from sac.recompute.rerun import overwritten_problem, written_tensors
 from sac.recompute.table import CallSite, DecisionTable, run_op
+from sac.recompute.whole_modules import SavedModules, ServingPass
 from sac.region.frame import OTHER_KIND, NoEarlyStop, Progress
 from sac.region.undo import UndoStack
 from sac.tensors import cloned, describe, map_tensors, tensors_of
@@ -42,14 +43,20 @@ class PythonRecomputeMode(RegionMode):
         snapshots: WriteGuard,
         routed: list[SavedRoutingResult],
         progress: Progress,
+        modules: SavedModules | None,
     ) -> None:
         super().__init__(table)
         self._region = path
-        self._ending = progress
+        self.progress = progress
+        self._modules = modules
         self._snapshots, self._undo = snapshots, UndoStack()
         self._waiting: defaultdict[Any, deque[SavedRoutingResult]] = defaultdict(deque)
         for one in routed:
             self._waiting[one.site].append(one)
+
+    def whole_modules(self) -> ServingPass | None:
+        """Return the pass that runs modules that are saved as a whole, unseen by the hooks of the region."""
+        return ServingPass(self._modules, {}, self) if self._modules is not None else None
 
     def __enter__(self) -> PythonRecomputeMode:
         self._snapshots.enter_on(self._undo)
@@ -58,7 +65,7 @@ class PythonRecomputeMode(RegionMode):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._ending = NoEarlyStop()
+        self.progress = NoEarlyStop()
         self._undo.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -68,12 +75,12 @@ class PythonRecomputeMode(RegionMode):
             site = self.table.add_site(func, self.path)
         if site.is_bookkeeping:
             return site.run(*args, **kwargs)
-        if self._ending.done:
-            self._ending.stop_before(written_tensors(site, args, kwargs) if site.writes else ())
+        if self.progress.done:
+            self.progress.stop_before(written_tensors(site, args, kwargs) if site.writes else ())
         out = run_op(site, args, kwargs)
         if self._waiting.get(site):
             out = in_place_of(self._region, self._waiting[site].popleft(), out)
-        self._ending.after_op()
+        self.progress.after_op()
         return out
 
 

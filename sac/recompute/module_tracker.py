@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -146,6 +148,16 @@ class RegionMode(BareMode):
     def whole_modules(self) -> ModulePass | None:
         """Return the ``ModulePass`` that runs modules saved as a whole, or None; called when the mode is entered."""
         return None
+
+    @contextmanager
+    def inside(self, path: str) -> Iterator[None]:
+        """Return the context in which the module at ``path`` runs as a whole: no rule decides on its ops."""
+        outer = self.path, self.sites
+        self.path, self.sites = self.table.sites_inside(path)
+        try:
+            yield
+        finally:
+            self.path, self.sites = outer
 
     def is_forked(self) -> bool:
         """Return whether this thread, which is not the region's, was forked inside of it: the region will raise.

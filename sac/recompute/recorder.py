@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, MutableMapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from contextlib import AbstractContextManager, contextmanager
 from threading import get_ident
 from typing import Any
 from weakref import ref
@@ -21,13 +21,15 @@ from sac.recompute.autocast import callers_autocast
 from sac.recompute.evidence import GroupEvidence
 from sac.recompute.fallback import PythonRecomputeMode, SavedRoutingResult
 from sac.recompute.forward_state import WriteGuard
-from sac.recompute.module_tracker import RegionMode
+from sac.recompute.module_tracker import RegionMode, TrackedForward
 from sac.recompute.op_trace import NO_RULE, OpTraceRecorder, SavedFigures
 from sac.recompute.parameter_only import NOT_PARAMETERS, ParameterOnlyValues, is_large
 from sac.recompute.rerun import default_generators, written_tensors
+from sac.recompute.saved_results import tensors_within
 from sac.recompute.schedule import ReplaySchedule, TapeLayout, Wanted, schedule_replay
 from sac.recompute.table import CallSite, DecisionTable, ResolvedRule, decide, gathers, run_op
 from sac.recompute.tape import SMALL_NUMEL, TENSOR_HOLE, Tape, as_reads, cast_of
+from sac.recompute.whole_modules import SavedModuleCall, SavedModules, SavingPass
 from sac.region.frame import Handle, Handles, Progress, Recorder
 from sac.region.inputs import RegionInputs
 from sac.region.module_state import ModuleState, other_bytes, small_bytes
@@ -41,6 +43,7 @@ from sac.tensors import (
     equal,
     storage_address,
     storage_bytes,
+    storage_sizes,
     tensor_parts,
     tensors_of,
     version_of,
@@ -245,7 +248,37 @@ class TapeMode(RegionMode):
         self.region_path = recorder.path
         self.recorder = recorder
         self.tape = recorder.tape
-        self.op_trace = op_trace
+        self.op_trace: OpTraceRecorder | SavedModuleCall | None = op_trace
+
+    def whole_modules(self) -> SavingPass | None:
+        """Return the pass that saves whole modules."""
+        modules = self.recorder.modules
+        return SavingPass(modules, lambda: 0, self) if modules is not None else None
+
+    def passed_generators(self) -> list[torch.Generator]:
+        """See ``Watcher``; a replay needs none."""
+        return []
+
+    @contextmanager
+    def watches(self, call: SavedModuleCall) -> Iterator[None]:
+        """See ``Watcher``. The first entry and the first value inside are noted."""
+        call.begins = self.tape.entry_count(), self.tape.value_count()
+        op_trace = self.op_trace
+        self.op_trace = call if op_trace is not None else None
+        try:
+            with self.inside(call.call_key[0]):
+                yield
+        finally:
+            self.op_trace = op_trace
+
+    def returned(self, call: SavedModuleCall, forward: TrackedForward, given: list[Any], out: Any) -> None:
+        """See ``Watcher``."""
+        sizes = self.recorder.keep_module(call, given, tensors_within(out))
+        if isinstance(self.op_trace, OpTraceRecorder):
+            kept_bytes = sum({**call.inside, **sizes}.values())
+            self.op_trace.add_module(
+                call.call_key, call.rule, forward.module, out, kept_bytes=kept_bytes, flops=call.flops
+            )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if get_ident() != self.thread and self.is_forked():
@@ -380,6 +413,7 @@ class TapeRecorder:
     """The recorder's interface to ``TapeMode``; see Note [The tape]. ``ReplayRecorder`` adds that to the frame."""
 
     path = ""  # of the region
+    modules: SavedModules | None = None  # that are saved as a whole
 
     def __init__(
         self,
@@ -421,6 +455,7 @@ class TapeRecorder:
         self._inputs: RegionInputs | None = None
         self._wrote_inputs = False
         self._wrote_late = False
+        self._parts: set[int] = set()  # roots of which parts are kept, as results of saved modules
 
     def new_tape(self) -> Tape:
         """Return the tape of this call."""
@@ -498,6 +533,8 @@ class TapeRecorder:
                     tape.fail(f"{site.op} moves a tensor to another storage")
                 if root in tape.unpacked_early:
                     tape.fail(f"{site.op} writes to memory that a gradient inside the region has read")
+                if root in self._parts:  # other parts would not be written to
+                    tape.fail(f"{site.op} writes to a part of what a saved module has made")
                 if root in self._kept_in:
                     self._copy_kept(root)
                 if root is None or tape.leaf(root) is not None:
@@ -621,6 +658,31 @@ class TapeRecorder:
         # `data` bypasses the dispatcher. It has its own version counter, but the mode sees writes anyway.
         self.tape.kept[value] = tensor.data if type(tensor) is Tensor else detached(tensor)
         self._kept_in.setdefault(self.tape.roots[value], []).append(value)
+
+    def keep_module(self, call: SavedModuleCall, given: list[Any], results: list[Tensor]) -> dict[int, int]:
+        """Keep the results of a module that is saved as a whole, and those arguments that it wrote to.
+
+        Return the bytes of their storages, by address. Arguments that it returns, and views of them, are not kept.
+        """
+        tape, sizes = self.tape, dict[int, int]()
+        first_entry, first_value = call.begins
+        found = [] if tape.not_replayable else [(tape.find(one, "a saved module"), one) for one in results]
+        written = [(tape.known(one), one) for one in given if isinstance(one, Tensor)]
+        for value, tensor in (*sorted(found, key=lambda pair: pair[0]), *written):
+            if value is None or tape.not_replayable:
+                continue
+            root = tape.roots[value]
+            if tape.writers.get(root, (-1,))[-1] >= first_entry and root not in self._kept_in:
+                value = tape.hold_current(tensor)
+            elif root < first_value or root in tape.kept or tape.leaf(root) is not None:
+                continue
+            elif value not in tape.kept:
+                self.keep(value, tensor)
+                if value != root:
+                    self._parts.add(root)
+            self._rules[value] = call.rule.index
+            sizes.update(storage_sizes(tensor))
+        return sizes
 
     def _keep_routing(self, site: CallSite, value: int, tensor: Tensor) -> None:
         self.keep(value, tensor)
@@ -804,6 +866,9 @@ class ReplayRecorder(TapeRecorder, Recorder):
     def begin(self, inputs: RegionInputs, leaves: list[Any]) -> None:
         """Prepare for a forward on ``inputs``, whose tensors are among ``leaves``."""
         self._inputs = inputs
+        if self.modules is not None:
+            self.modules.begin(inputs)
+            self.modules.hits = self.hits
         self._in_order = active_hooks() is not None
         self._keeps_persistent = self._settings.early_stop and not self._in_order
         self.tape.persistent_roots = self._persistent_roots if self._keeps_persistent else set()
@@ -960,7 +1025,11 @@ class ReplayRecorder(TapeRecorder, Recorder):
                 for value in tape.kept.keys() & self._rules.keys()
                 for part in tensor_parts(tape.kept[value])
             }
+        held = {address for tensor in tape.kept.values() for address in storage_sizes(tensor)} if self.modules else ()
         self._release(kept)
+        if self.modules is not None and self.figures is not None:
+            self.modules.close(0, held)
+            self.figures = self.figures.with_more(self.modules.evidence.bytes_inside)
         tape.close()
 
     def wanted(self, handles: list[int]) -> list[Wanted]:
@@ -982,6 +1051,8 @@ class ReplayRecorder(TapeRecorder, Recorder):
             if isinstance(kept[value], Tensor):
                 kept[value] = SavedResult(kept[value])
             yield kept[value], self._rules.get(value)
+        if self.modules is not None:
+            yield from self.modules.held()
 
     def rule_of(self, handle: Handle) -> int | None:
         """See ``Recorder.rule_of``."""
@@ -989,7 +1060,7 @@ class ReplayRecorder(TapeRecorder, Recorder):
 
     def recompute_mode(self, inputs: list[tuple[int, Tensor]], progress: Progress) -> AbstractContextManager[Any]:
         """Return the context in which the region's Python runs again if the tape cannot be replayed."""
-        return PythonRecomputeMode(self.table, self.path, self.snapshots, self._routed, progress)
+        return PythonRecomputeMode(self.table, self.path, self.snapshots, self._routed, progress, self.modules)
 
     def drop(self) -> None:
         """Release every kept value."""
@@ -1089,14 +1160,18 @@ class ReplayRecorder(TapeRecorder, Recorder):
     def _release(self, kept: list[Handle]) -> None:
         """Keep only the values that replay starts from, and count their bytes."""
         tape, layout = self.tape, self.layout
-        held = {value: tape.kept[value] for value in self.schedule.kept} if self.schedule is not None else {}
+        kept_values = self.schedule.kept if self.schedule is not None else ()
+        held: dict[int, Any] = {value: tape.kept[value] for value in kept_values}
         loose = [handle for handle in kept if not handle.is_external]
+        parts = {value: SavedResult(held[value]) for value in held if tape.roots[value] in self._parts}
         sizes: Any = None
         if layout is not None:
             sizes = _sizes_of(tape.kept, loose, held)
-        if loose:
-            addresses = {storage_address(part) for tensor in held.values() for part in tensor_parts(tensor)}
-            compact([handle for handle in loose if handle.storage not in addresses])
+        if loose or parts:
+            whole = (tensor for value, tensor in held.items() if value not in parts)
+            addresses = {storage_address(part) for tensor in whole for part in tensor_parts(tensor)}
+            compact([*parts.values(), *(handle for handle in loose if handle.storage not in addresses)])
+            tape.kept.update((value, one.value) for value, one in parts.items() if isinstance(one.value, Tensor))
         if layout is not None and sizes is not None and layout.sizes == sizes:
             self.figures = layout.figures
         else:
@@ -1104,7 +1179,7 @@ class ReplayRecorder(TapeRecorder, Recorder):
             self.figures = figures_of_tape(tape.kept, [*held, *routed], loose, self._rules, self.hits)
             if layout is not None:
                 layout.sizes, layout.figures = sizes, self.figures
-        tape.kept = held
+        tape.kept = held | parts
         self.random_states.close(
             {step.number for step in self.schedule.steps} if self.schedule is not None and tape.states else set()
         )

@@ -208,6 +208,9 @@ class Region:
             layout=layout,
             evidence=self.group.evidence,
         )
+        if self.group.table.matches_modules:
+            known = self.evidence.modules.get((REPLAY, signature))
+            recorder.modules = SavedModules(self.group.table, self.path, settings, known, is_taped=True)
         recorder.begin(inputs, inputs.leaves_of(args, kwargs))
         give_up = partial(self._give_up, settings.engine == REPLAY)
         if signature is not None:
@@ -224,7 +227,7 @@ class Region:
         table = self.group.table
         if (
             (self.group.evidence.not_replayable and active_hooks() is None)  # see Note [Replay]
-            or table.matches_modules
+            or (table.matches_modules and not table.decides_on_ops)
             or settings.engine == RERUN
             or settings.use_reentrant
             or not CAN_REPLAY
@@ -301,6 +304,8 @@ class Region:
             if isinstance(recorder, ReplayRecorder):
                 if recorder.layout is not None:
                     remember(self.group.evidence.layouts, signature[-1], recorder.layout)
+                if recorder.modules is not None:
+                    remember(evidence.modules, (REPLAY, signature), recorder.modules.evidence)
             elif (modules := recorder.state.modules) is not None:
                 modules.evidence.figures = recorder.figures
                 remember(evidence.modules, signature, modules.evidence)

@@ -13,7 +13,6 @@ from torch import nn
 
 from sac.checksums import Sums, find_different, same, sums_of
 from sac.errors import Problem, RegionError
-from sac.ops.flops import flops_of
 from sac.outer_hooks import PackHooks, active_hooks
 from sac.policy.model import Decision
 from sac.recompute.forward_state import WriteGuard
@@ -662,7 +661,7 @@ class ForwardMode(RegionMode):
         finally:
             self.state.inside = None
 
-    def returned(self, call: SavedModuleCall, forward: TrackedForward, out: Any) -> None:
+    def returned(self, call: SavedModuleCall, forward: TrackedForward, given: list[Any], out: Any) -> None:
         """See ``Watcher``."""
         assert call.result is not None
         self.state.after_module((kept.held for _, kept in call.result.writes), call.result.where)
@@ -687,7 +686,7 @@ class ForwardMode(RegionMode):
         if site.writes:
             self.state.before_write(site, args, kwargs)
         out = run_op(site, args, kwargs)
-        call.flops += flops_of(site.op, args, kwargs, out)
+        call.add(site, None, Decision.SAVE, args, kwargs, out)
         return out
 
     def _run_decided(self, site: CallSite, signature: int, external: bool, made_of: int, args: Any, kwargs: Any) -> Any:

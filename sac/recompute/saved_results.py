@@ -21,14 +21,12 @@ from sac.region.fingerprint import PLAIN, attributes_of
 from sac.region.frame import Handle
 from sac.region.python_state import ReachableState
 from sac.region.rng import HostRandomState, RngSnapshot, generators_now, put_back, state_of, states_of
-from sac.region.saved_tensor import AtHand, SavedTensor, compact
+from sac.region.saved_tensor import AtHand, SavedResult, compact
 from sac.region.settings import Settings
 from sac.region.writes import give_history
 from sac.tensors import (
     detached,
     equal,
-    laid_out,
-    layout_of,
     storage_address,
     storage_sizes,
     version_of,
@@ -54,21 +52,20 @@ class Serving:
     storages: dict[int, torch.UntypedStorage] = field(default_factory=dict)
 
 
-class SavedLeaf(SavedTensor):
+class SavedLeaf(SavedResult):
     """One tensor of a result. A leaf that needs a gradient, usually a parameter, is external, and is held itself.
 
     ``indices``: value id and offset of each of its parts, where value ids are used.
     """
 
-    __slots__ = ("_layout", "indices", "is_external", "needs_grad", "value", "version", "watched", "written")
+    __slots__ = ("indices", "is_external", "needs_grad")
 
     def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__(tensor)
         self.is_external = tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
         self.needs_grad = tensor.requires_grad
         self.value = self.watched = tensor if self.is_external else detached(tensor)
         self.version = version_of(tensor)
-        self.written = False
-        self._layout: torch.Tensor | None = None  # without data: the original layout, if `value` has another
         self.indices: list[tuple[int, int]] = []
 
     @property
@@ -76,12 +73,6 @@ class SavedLeaf(SavedTensor):
         """The tensor, during the forward."""
         assert isinstance(self.value, torch.Tensor)
         return self.value
-
-    def replace(self, dense: torch.Tensor) -> None:
-        """See ``SavedTensor``."""
-        if (layout := layout_of(self.held)) is not None:
-            self._layout = layout
-            super().replace(dense)
 
     def made(self, serving: Serving) -> torch.Tensor:
         """Return the tensor for one recomputation."""
@@ -93,8 +84,6 @@ class SavedLeaf(SavedTensor):
         data = self.fetch(serving.fetched)
         if self.is_external:
             return data
-        if self._layout is not None and not _lies_as(data, self._layout):
-            data = laid_out(data, self._layout)  # kernels choose their summation order by the layout
         return self.leaf(self.own(detached(data), serving.storages))
 
     def write_to(self, target: torch.Tensor, serving: Serving) -> None:
@@ -104,10 +93,6 @@ class SavedLeaf(SavedTensor):
             write_onto(target, value)
         if self.needs_grad and not target.requires_grad:
             give_history(target, detached(value).requires_grad_())
-
-
-def _lies_as(tensor: torch.Tensor, layout: torch.Tensor) -> bool:
-    return (tensor.stride(), tensor.is_conj(), tensor.is_neg()) == (layout.stride(), layout.is_conj(), layout.is_neg())
 
 
 class Argument:
@@ -205,6 +190,17 @@ def given_leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
 def versions_of(leaves: list[Any]) -> list[int]:
     """Return the version counter of each leaf that is a tensor, and 0 for the others."""
     return [version_of(leaf) if isinstance(leaf, torch.Tensor) else 0 for leaf in leaves]
+
+
+def tensors_within(value: Any, depth: int = 0) -> list[torch.Tensor]:
+    """Return the tensors in what a module returned, also those in attributes of objects."""
+    found: list[torch.Tensor] = []
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+        elif not (type(leaf) in PLAIN or isinstance(leaf, _OPAQUE) or depth == _DEEPEST):
+            found += tensors_within(attributes_of(leaf), depth + 1)
+    return found
 
 
 class ModuleResult:

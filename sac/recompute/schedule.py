@@ -24,7 +24,8 @@ from sac.recompute.tape import BareTape, Tape
 # filled by the last step that produces its value or writes to its root.
 #
 # Without early stop, every entry whose results are not kept runs again, up to the end of the tape, as in a rerun of
-# Python. So ranks that ran different ops around a collective all reach it.
+# Python. So ranks that ran different ops around a collective all reach it. Neither holds inside of a module that is
+# saved as a whole, which a rerun does not run.
 #
 # Example. The policy saves `relu`; the region runs `down(dropout(relu(up(x))))` on the CPU. Only two tensors
 # that autograd saves are not kept: the dropout mask and the result of the dropout. The walk, last entry first:
@@ -151,7 +152,7 @@ class _Walk:
             return number in self.unsaved
         tape = self._tape
         site = tape.sites[number]
-        if not self.to_the_end or not isinstance(site, CallSite) or site.is_view:
+        if not self.to_the_end or not isinstance(site, CallSite) or site.is_view or site.is_inside:
             return False
         return self._has_unkept(tape.results(number))
 
@@ -162,7 +163,7 @@ class _Walk:
         """Return whether an entry is a collective that must run although no step reads its results."""
         tape = self._tape
         site = tape.sites[number]
-        if not getattr(site, "is_collective", False):
+        if not getattr(site, "is_collective", False) or site.is_inside:
             return False
         if not (self._steps or self._waiting):
             return False

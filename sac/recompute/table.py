@@ -29,6 +29,7 @@ _VALUE_READERS = frozenset(
 
 Condition = Callable[[tuple[Any, ...], Mapping[str, Any], Any], bool]
 
+_INSIDE = ".*"  # ends the paths of call sites in modules that are saved as a whole
 NO_RULE = -1  # stands for the rule of what the must-save tier or the policy's default saved
 
 
@@ -96,6 +97,7 @@ class CallSite:
         "is_collective",
         "is_custom_op",
         "is_flat",
+        "is_inside",
         "is_ordinary",
         "is_random",
         "is_told",
@@ -121,6 +123,7 @@ class CallSite:
         self.op = op
         self.run = op._op if type(op) is OpOverload else op  # what calling the op calls
         self.path = path
+        self.is_inside = path.endswith(_INSIDE)
         self.traits = traits
         self.key = hash(op)
         self.is_view = traits.is_view
@@ -255,6 +258,11 @@ class DecisionTable:
         """Return the call sites so far, by id of the op, of the module at ``path`` of the region."""
         return self._sites.setdefault(path, {})
 
+    def sites_inside(self, path: str) -> tuple[str, dict[int, CallSite]]:
+        """Return path and call sites, without rules, of ops in the module at ``path`` while it is saved as a whole."""
+        path += _INSIDE
+        return path, self.sites_of(path)
+
     def _saves_everything(self) -> bool:
         """Return whether the policy leaves nothing to recompute.
 
@@ -298,7 +306,9 @@ class DecisionTable:
         conditional_rules: list[ConditionalRule] = []
         site.final_decision = self.default
         rules = self.rules
-        if self.saves_whole(""):
+        if site.is_inside:
+            site.final_decision, rules = Decision.RECOMPUTE, ()
+        elif self.saves_whole(""):
             site.final_rule, rules = self.whole_rule(""), ()
             site.final_decision = site.final_rule.decision if site.final_rule is not None else Decision.SAVE
         for resolved in rules:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from sac.errors import Problem, RegionError
+from sac.ops.flops import flops_of
 from sac.outer_hooks import active_packs, without_hooks, without_mode
 from sac.policy.model import ALTERNATE, Decision
 from sac.recompute import module_tracker as scope
@@ -29,7 +30,7 @@ from sac.recompute.saved_results import (
     handles_inside,
     versions_of,
 )
-from sac.recompute.table import DecisionTable, ResolvedRule, paths_up
+from sac.recompute.table import CallSite, DecisionTable, ResolvedRule, paths_up
 from sac.region.frame import Handle, Handles, Progress, Recorder
 from sac.region.inputs import RegionInputs
 from sac.region.module_state import ModuleState
@@ -59,6 +60,10 @@ if TYPE_CHECKING:
 # region, and counts FLOPs. Hooks count what autograd keeps. The resulting `ModuleEvidence` holds for later calls with
 # the same input signature. If no rule of a region matches ops, these later calls enter no dispatch mode (Note
 # [Evidence]).
+#
+# Under replay the tape also has the ops inside a saved module, without decisions. What the module returned and what it
+# wrote to are kept values, from which a replay starts. So nothing else that it leaves behind has to be held: if the
+# call cannot be replayed, the module runs again, unseen by the region's saved-tensor hooks.
 #
 # A recomputation with early stop never reaches the modules after the last missing handle: what they left behind is
 # freed when the forward ends.
@@ -98,7 +103,7 @@ class SavedModuleCall:
     ``handles``: if it is offloaded, those that autograd holds inside of it.
     """
 
-    __slots__ = ("call_key", "flops", "handles", "inside", "packs_before", "result", "rule", "states")
+    __slots__ = ("begins", "call_key", "flops", "handles", "inside", "packs_before", "result", "rule", "states")
 
     def __init__(self, call_key: Place, rule: ResolvedRule, packs_before: int) -> None:
         self.call_key = call_key
@@ -109,6 +114,13 @@ class SavedModuleCall:
         self.inside: dict[int, int] = {}
         self.handles: list[weakref.ref[Handle]] = []
         self.flops = 0
+        self.begins = 0, 0  # on a tape: its first entry and its first value
+
+    def add(
+        self, site: CallSite, rule: Any, decision: Decision, args: Any, kwargs: Any, out: Any, *, call: Any = None
+    ) -> None:
+        """Count the FLOPs of an op inside; see ``OpTraceRecorder.add``."""
+        self.flops += flops_of(site.op, args, kwargs, out)
 
     def result_sizes(self) -> dict[int, int]:
         """Return the bytes of each storage that is kept of its result, by address."""
@@ -124,10 +136,19 @@ class SavedModules:
     """What one region call keeps of the modules that its rules save as a whole; see Note [Whole modules].
 
     ``path`` names the region. ``evidence``: what an earlier call with such inputs has shown. If None, this call is
-    watched.
+    watched. ``is_taped``: whether the region is replayed.
     """
 
-    def __init__(self, table: DecisionTable, path: str, settings: Settings, evidence: ModuleEvidence | None) -> None:
+    def __init__(
+        self,
+        table: DecisionTable,
+        path: str,
+        settings: Settings,
+        evidence: ModuleEvidence | None,
+        *,
+        is_taped: bool = False,
+    ) -> None:
+        self.is_taped = is_taped
         self.table = table
         self.path = path
         self.settings = settings
@@ -178,10 +199,13 @@ class SavedModules:
             call.result.copy()
             self.evidence.copies.add(call.call_key)
 
-    def close(self, last_missing: int) -> None:
-        """The forward is over: release what no recomputation up to ``last_missing`` needs."""
+    def close(self, last_missing: int, held: Iterable[int] = ()) -> None:
+        """The forward is over: release what no recomputation up to ``last_missing`` needs.
+
+        ``held``: addresses of other storages that are held, which are not counted here.
+        """
         if self.is_watched:
-            self._count_inside()
+            self._count_inside({*self.addresses(), *held})
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._owners = [], {}
@@ -211,9 +235,8 @@ class SavedModules:
         for call in self.calls.values():
             call.drop()
 
-    def _count_inside(self) -> None:
-        """Count what autograd keeps in saved modules: each storage once, without results, which are counted apart."""
-        seen = self.addresses()
+    def _count_inside(self, seen: set[int]) -> None:
+        """Count what autograd keeps in saved modules: each storage once, without those that have been ``seen``."""
         found: defaultdict[int, int] = defaultdict(int)
         for call in self.calls.values():
             found[call.rule.index] += sum(size for address, size in call.inside.items() if address not in seen)
@@ -242,8 +265,8 @@ class Watcher(Protocol):
     def watches(self, call: SavedModuleCall) -> AbstractContextManager[Any]:
         """Return the context in which the mode stays on in a saved module and decides nothing."""
 
-    def returned(self, call: SavedModuleCall, forward: TrackedForward, out: Any) -> None:
-        """The module has returned ``out``; what is kept of it is not copied yet."""
+    def returned(self, call: SavedModuleCall, forward: TrackedForward, given: list[Any], out: Any) -> None:
+        """The module has returned ``out`` for the arguments ``given``; what is kept of it is not copied yet."""
 
 
 class SavingPass:
@@ -289,21 +312,28 @@ class SavingPass:
         kwargs: dict[str, Any],
     ) -> Any:
         """Run a saved module."""
-        modules = self.modules
+        modules, watcher = self.modules, self.watcher
         call = SavedModuleCall(*call_key, self.count_packs())
         given = given_leaves(args, kwargs)
+        if modules.is_taped and watcher is not None:
+            modules.calls[call.call_key] = call
+            with without_hooks(self._packs), self._inside(call, forward.module):
+                out = self._run(call, forward, args, kwargs)
+            with without_mode(watcher):
+                watcher.returned(call, forward, given, out)
+            return out
         before = versions_of(given)
-        passed = self.watcher.passed_generators() if self.watcher is not None else []
+        passed = watcher.passed_generators() if watcher is not None else []
         states = ModuleStates((*forward.module.modules(),), [*self._generators, *passed], modules.settings)
         with without_hooks(self._packs), self._inside(call, forward.module):
             out = self._run(call, forward, args, kwargs)
         states.close()
         call.states = states
         call.result = ModuleResult(out, given, before, _name(modules.path, forward))
-        if self.watcher is not None:
-            self.watcher.returned(call, forward, out)
+        if watcher is not None:
+            watcher.returned(call, forward, given, out)
         modules.watch_gradients(call, out)
-        with without_mode(self.watcher):  # copying a result is not an op of the region
+        with without_mode(watcher):  # copying a result is not an op of the region
             modules.add(call)
         return out
 
@@ -317,10 +347,10 @@ class SavingPass:
     ) -> Any:
         if self.watcher is None:
             return forward.run_unheard(args, kwargs)
-        if not self.modules.is_watched:
-            with without_mode(self.watcher):
-                return forward.run_unheard(args, kwargs)
-        with self.watcher.watches(call), counted(call.inside, forward.module, self.modules.inputs):
+        modules = self.modules
+        counts = counted(call.inside, forward.module, modules.inputs) if modules.is_watched else nullcontext()
+        mode = self.watcher.watches(call) if modules.is_watched or modules.is_taped else without_mode(self.watcher)
+        with mode, counts:
             return forward.run_unheard(args, kwargs)
 
 
@@ -352,6 +382,9 @@ class ServingPass:
         """Return what the module returned in forward."""
         if self._mode is not None and self._mode.progress.done:
             self._mode.progress.stop_before(())  # results of modules after the last missing handle are freed
+        if self.modules.is_taped:
+            with saved_tensors_hooks(detached, _same), self._mode.inside(call_key[0]):
+                return forward.run_unheard(args, kwargs)
         call = self.modules.calls[call_key]
         given = given_leaves(args, kwargs)
         if call.result is None or call.states is None:

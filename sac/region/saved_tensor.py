@@ -13,6 +13,8 @@ from sac.stores.offload import Offloading
 from sac.tensors import (
     copy_of,
     detached,
+    laid_out,
+    layout_of,
     placed_on,
     storage_bytes,
     storage_sizes,
@@ -121,14 +123,35 @@ class SavedTensor:
 
 
 class SavedResult(SavedTensor):
-    """A tensor that an op returned, below autograd. Only ops of the region write to it, and recorders see those."""
+    """A result of an op or a module. Only ops of the region write to an op's result, and recorders see those.
 
-    __slots__ = ("value", "watched", "written")
+    If it is compacted, ``fetch`` restores its layout: kernels choose their order of summation by it.
+    """
+
+    __slots__ = ("_layout", "value", "version", "watched", "written")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.value = detached(tensor)
         self.watched = None
         self.written = False
+        self._layout: torch.Tensor | None = None  # without data: the original layout, if `value` has another
+
+    def replace(self, dense: torch.Tensor) -> None:
+        """See ``SavedTensor``."""
+        if type(self.value) is torch.Tensor and (layout := layout_of(self.value)) is not None:
+            self._layout = layout
+            super().replace(dense)
+
+    def fetch(self, at_hand: AtHand | None = None) -> torch.Tensor:
+        """See ``SavedTensor``."""
+        found, layout = super().fetch(at_hand), self._layout
+        if layout is None or (found.stride(), found.is_conj(), found.is_neg()) == (
+            layout.stride(),
+            layout.is_conj(),
+            layout.is_neg(),
+        ):
+            return found
+        return laid_out(found, layout)
 
 
 Held = Iterable[tuple[SavedTensor, int | None]]  # with the index of the rule that saved it

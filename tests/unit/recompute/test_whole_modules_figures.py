@@ -75,10 +75,11 @@ def test_no_mode_is_on_after_the_first_call(body: Callable[..., Any]) -> None:
 
 
 def test_no_mode_is_on_inside_a_saved_module_beside_rules_on_ops() -> None:
+    """Under rerun. Replay records the ops inside."""
     noted: list[bool] = []
     model = built(lambda: stack_of(lambda block, x: (block.part(x @ block.a) @ block.b).sin(), blocks=1))
     model.blocks[0].part.register_forward_pre_hook(lambda *_: noted.append(True))
-    sac.apply(model, selective(policy(whole("part"), save("matmul"))))
+    sac.apply(model, selective(policy(whole("part"), save("matmul")), engine="rerun"))
     model.blocks[0].part.body = blocks.probed_product
     for _ in range(3):
         SEEN.clear()
