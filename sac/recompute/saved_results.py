@@ -5,9 +5,7 @@ from __future__ import annotations
 import types
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
 from sac.errors import Problem, RegionError
-from sac.outer_hooks import PackHooks, active_hooks
+from sac.outer_hooks import active_hooks
 from sac.region.fingerprint import PLAIN, attributes_of
 from sac.region.frame import Handle
 from sac.region.python_state import ReachableState
@@ -374,56 +372,43 @@ class ModuleStates:
             provider.restore(state)
 
 
-# -- What autograd keeps inside of a module that is offloaded
+# -- What autograd keeps inside of a saved module
 
 
-def handles_inside(handles: list[weakref.ref[Handle]], module: nn.Module, path: str) -> AbstractContextManager[Any]:
-    """Return the context in which autograd keeps handles, which are added to ``handles``, to be offloaded.
+def handles_inside(
+    module: nn.Module,
+    path: str,
+    *,
+    sizes: dict[int, int] | None = None,
+    inputs: Collection[int] = (),
+    handles: list[weakref.ref[Handle]] | None = None,
+) -> saved_tensors_hooks:
+    """Return the context in which autograd keeps handles; hooks around the region get the tensors instead.
 
-    Hooks around the region decide themselves where tensors wait.
-    """
-    theirs = {address for tensor in (*module.parameters(), *module.buffers()) for address in storage_sizes(tensor)}
-
-    def pack(tensor: torch.Tensor) -> Handle:
-        handle = Handle(0, tensor)
-        handle.keep(tensor)
-        handle.is_external = isinstance(tensor, Parameter) or storage_address(tensor) in theirs
-        handles.append(weakref.ref(handle))
-        return handle
-
-    def unpack(handle: Handle) -> torch.Tensor:
-        return handle.kept_value(path)
-
-    return saved_tensors_hooks(pack, unpack) if active_hooks() is None else nullcontext()
-
-
-# -- Counting what autograd keeps while a module runs, without changing it
-
-
-def counted(sizes: dict[int, int], module: nn.Module, inputs: Collection[int]) -> saved_tensors_hooks:
-    """Return the context that records the bytes of each storage that autograd keeps in ``sizes``, by address.
-
-    It leaves out what exists anyway: the module's parameters and buffers, and the storages at ``inputs``.
+    If ``sizes`` is given, the bytes of each storage that autograd keeps are recorded there, by address. It leaves out
+    what exists anyway: parameters and buffers of ``module``, and the storages at ``inputs``. If ``handles`` is given,
+    the handles are added, to be offloaded. ``path`` names the region.
     """
     theirs = active_hooks()
-    left_out = set(inputs)
-    for tensor in (*module.parameters(), *module.buffers()):
-        left_out.update(storage_sizes(tensor))
-    return saved_tensors_hooks(partial(_pack, sizes, left_out, theirs), partial(_unpack, theirs))
+    own = {address for tensor in (*module.parameters(), *module.buffers()) for address in storage_sizes(tensor)}
 
+    def pack(tensor: torch.Tensor) -> Any:
+        if sizes is not None and not isinstance(tensor, Parameter):
+            found = storage_sizes(tensor)
+            sizes.update((address, found[address]) for address in found.keys() - own if address not in inputs)
+        if theirs is not None:
+            return theirs[0](tensor)
+        handle = Handle(0, tensor)
+        handle.keep(tensor)
+        handle.is_external = isinstance(tensor, Parameter) or storage_address(tensor) in own
+        if handles is not None:
+            handles.append(weakref.ref(handle))
+        return handle
 
-def _pack(sizes: dict[int, int], left_out: set[int], theirs: PackHooks | None, tensor: torch.Tensor) -> Any:
-    if not isinstance(tensor, nn.Parameter):
-        sizes.update({address: size for address, size in storage_sizes(tensor).items() if address not in left_out})
-    if theirs is not None:
-        return theirs[0](tensor)
-    handle = Handle(0, tensor)
-    handle.keep(tensor)
-    return handle
+    def unpack(packed: Any) -> torch.Tensor:
+        if theirs is not None:
+            return theirs[1](packed)
+        value: torch.Tensor = packed.kept_value(path)
+        return value
 
-
-def _unpack(theirs: PackHooks | None, packed: Any) -> torch.Tensor:
-    if theirs is not None:
-        return theirs[1](packed)
-    value: torch.Tensor = packed.kept_value("")
-    return value
+    return saved_tensors_hooks(pack, unpack)

@@ -34,7 +34,7 @@ from sac.region.frame import ALL, Handle, NoEarlyStop
 from sac.region.module_state import has_uninitialized, owners_of
 from sac.region.settings import Settings
 from sac.region.undo import UndoStack
-from sac.tensors import detached, shares_storage
+from sac.tensors import detached, shares_storage, unchanged
 from sac.torch_private import (
     CHECKPOINT_FUNCTION,
     SHOWS_RESULTS_TO_POLICIES,
@@ -228,7 +228,7 @@ class CheckpointRecomputeMode(RecomputeMode):
         self._late = self._hooks = None
         if theirs is not None and self.state.kept_places is not None:
             self.progress = self._late = _LatePacking(self.state, theirs[0])
-            self._hooks = saved_tensors_hooks(self._late.pack, _same)
+            self._hooks = saved_tensors_hooks(self._late.pack, unchanged)
             self._hooks.__enter__()
         super().__enter__()
         return self
@@ -291,10 +291,6 @@ class _LatePacking:
         except BaseException:
             self.stopped = True
             raise
-
-
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def checkpoint_contexts(

@@ -24,7 +24,6 @@ from sac.recompute.saved_results import (
     ModuleStates,
     SavedLeaf,
     Serving,
-    counted,
     generators_at,
     given_leaves,
     handles_inside,
@@ -36,7 +35,7 @@ from sac.region.inputs import RegionInputs
 from sac.region.module_state import ModuleState
 from sac.region.saved_tensor import AtHand, Held, fetch_recomputed
 from sac.region.settings import Settings
-from sac.tensors import copy_of, detached, overwrite, plain_address, version_of
+from sac.tensors import copy_of, detached, overwrite, plain_address, unchanged, version_of
 from sac.torch_private import tree_leaves
 
 if TYPE_CHECKING:
@@ -338,9 +337,12 @@ class SavingPass:
         return out
 
     def _inside(self, call: SavedModuleCall, module: nn.Module) -> AbstractContextManager[Any]:
-        if call.rule.decision is not Decision.OFFLOAD:
+        modules = self.modules
+        sizes = call.inside if modules.is_watched and self.watcher is not None else None
+        handles = call.handles if call.rule.decision is Decision.OFFLOAD else None
+        if sizes is None and handles is None:
             return nullcontext()
-        return handles_inside(call.handles, module, self.modules.path)
+        return handles_inside(module, modules.path, sizes=sizes, inputs=modules.inputs, handles=handles)
 
     def _run(
         self, call: SavedModuleCall, forward: TrackedForward, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -348,9 +350,8 @@ class SavingPass:
         if self.watcher is None:
             return forward.run_unheard(args, kwargs)
         modules = self.modules
-        counts = counted(call.inside, forward.module, modules.inputs) if modules.is_watched else nullcontext()
         mode = self.watcher.watches(call) if modules.is_watched or modules.is_taped else without_mode(self.watcher)
-        with mode, counts:
+        with mode:
             return forward.run_unheard(args, kwargs)
 
 
@@ -383,7 +384,7 @@ class ServingPass:
         if self._mode is not None and self._mode.progress.done:
             self._mode.progress.stop_before(())  # results of modules after the last missing handle are freed
         if self.modules.is_taped:
-            with saved_tensors_hooks(detached, _same), self._mode.inside(call_key[0]):
+            with saved_tensors_hooks(detached, unchanged), self._mode.inside(call_key[0]):
                 return forward.run_unheard(args, kwargs)
         call = self.modules.calls[call_key]
         given = given_leaves(args, kwargs)
@@ -417,7 +418,7 @@ class ServingPass:
         storages = {one: one.untyped_storage() for one in buffers if plain_address(one) is not None}
         large = [one for one in buffers if one.nbytes > _SMALL_BUFFER]
         versions = [version_of(one) for one in large]
-        with without_mode(self._mode), saved_tensors_hooks(detached, _same):
+        with without_mode(self._mode), saved_tensors_hooks(detached, unchanged):
             # Copy all of them: batch norms write to theirs without raising version counters.
             before = {one: copy_of(storage) for one, storage in storages.items()}
             out = forward.run_unheard(args, kwargs)
@@ -433,10 +434,6 @@ class ServingPass:
                 )
             )
         return out
-
-
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def _name(region: str, forward: TrackedForward) -> str:

@@ -28,7 +28,7 @@ from sac.region.settings import PLAIN, Settings
 from sac.region.tables import AttributesHolder
 from sac.region.undo import UndoStack
 from sac.stores.offload import HOOKS, TANGENTS, Offloading, OffloadUse
-from sac.tensors import describe, detached, shares_storage, version_of
+from sac.tensors import describe, detached, shares_storage, unchanged, version_of
 from sac.torch_private import NO_TASK, current_graph_task_id, graph_is_retained
 
 # -- What autograd holds instead of a region's tensors, and how a recomputation fills it
@@ -518,10 +518,6 @@ def _is_of_module(function: Callable[..., Any]) -> bool:
 # values in a later one.
 
 
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
 class Frame(RegionCall):
     """The non-reentrant frame; see Note [The walk of a region]."""
 
@@ -640,7 +636,7 @@ class Frame(RegionCall):
         args, kwargs, tensors = self._rebuild()
         with UndoStack() as stack:
             self._enter_forward_again(stack, tensors, progress)
-            stack.enter_context(saved_tensors_hooks(progress.pack, _same))
+            stack.enter_context(saved_tensors_hooks(progress.pack, unchanged))
             try:
                 self.function(*args, **kwargs)
             except StopRecompute as stop:

@@ -18,7 +18,7 @@ from sac.region.frame import ALL, RETAIN, NoEarlyStop, RegionCall
 from sac.region.inputs import RegionInputs
 from sac.region.undo import UndoStack
 from sac.region.writes import check_writes, give_history
-from sac.tensors import describe, detached, metadata
+from sac.tensors import describe, detached, metadata, unchanged
 from sac.torch_private import graph_is_retained, is_for_every_leaf, tree_flatten, tree_unflatten
 
 # -- Results of a region and outputs of its node
@@ -220,10 +220,6 @@ class _Start(torch.autograd.Function):
 _OTHER_MODE = "pass use_reentrant=False"
 
 
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
 class ReentrantFrame(RegionCall):
     """The frame of ``use_reentrant=True``; see Note [The reentrant walk]."""
 
@@ -243,7 +239,7 @@ class ReentrantFrame(RegionCall):
             }
             passed = [aliases.get(id(one), one) for one in given]  # a tensor that is passed twice gets one alias
             args, kwargs = inputs.unflatten(passed)
-            with saved_tensors_hooks(detached, _same):  # hides this graph from the outer hooks: they get the inputs
+            with saved_tensors_hooks(detached, unchanged):  # hides this graph from the outer hooks: they get the inputs
                 result = self._run_forward(args, kwargs)
         written = self._written(given)
         results = Results(result, given, passed, written)
@@ -342,7 +338,7 @@ class ReentrantFrame(RegionCall):
             self._take_back(written, given)
             raise
         if passed is None and not all(given[position].requires_grad for position in written):
-            with saved_tensors_hooks(detached, _same):  # an extra run: only grad mode shows what was written there
+            with saved_tensors_hooks(detached, unchanged):  # an extra run: only grad mode shows what was written there
                 _, tensors, _ = self._run_again()
             return [position for position in written if tensors[position].requires_grad]
         return [position for position in written if passed is None or passed[position].requires_grad]
