@@ -311,7 +311,7 @@ MUTATIONS = (
     Mutation(
         "write-unnoticed",
         4,
-        "region/saved_tensor.py",
+        "stores/saved_tensor.py",
         "a kept value that was written to is no error",
         "version_of(self.watched) != self.version",
         "version_of(self.watched) < self.version",
@@ -383,7 +383,7 @@ MUTATIONS = (
         "a small view holds its large base",
         "compact([handle for handle in kept if not handle.is_external and handle.storage not in addresses])",
     ),
-    Mutation("replay-holds-all", 6, _RECORDER, "values that replay does not start from are held", "tape.kept = held"),
+    Mutation("replay-holds-all", 6, _RECORDER, "values that replay does not start from are held", "tape.kept = held | parts"),
     Mutation(
         "replay-runs-saved",
         6,

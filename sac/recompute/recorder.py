@@ -34,8 +34,8 @@ from sac.region.frame import Handle, Handles, Progress, Recorder
 from sac.region.inputs import RegionInputs
 from sac.region.module_state import ModuleState, other_bytes, small_bytes
 from sac.region.rng import RngSnapshot, States, state_of, states_of
-from sac.region.saved_tensor import Held, SavedResult, compact
 from sac.region.settings import AUTO, Settings
+from sac.stores.saved_tensor import Held, SavedResult, compact
 from sac.tensors import (
     copy_of,
     describe,

@@ -35,8 +35,8 @@ from sac.region.frame import (
 from sac.region.inputs import RegionInputs
 from sac.region.module_state import ModuleState, UnseenWriteError
 from sac.region.rng import default_generator, state_of, states_of
-from sac.region.saved_tensor import Held, SavedResult, compact, fetch_recomputed
 from sac.region.undo import UndoStack
+from sac.stores.saved_tensor import Held, SavedResult, compact, fetch_recomputed
 from sac.tensors import (
     describe,
     equal,

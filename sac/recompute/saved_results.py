@@ -19,9 +19,9 @@ from sac.region.fingerprint import PLAIN, attributes_of
 from sac.region.frame import Handle
 from sac.region.python_state import ReachableState
 from sac.region.rng import HostRandomState, RngSnapshot, generators_now, put_back, state_of, states_of
-from sac.region.saved_tensor import AtHand, SavedResult, compact
 from sac.region.settings import Settings
 from sac.region.writes import give_history
+from sac.stores.saved_tensor import AtHand, SavedResult, compact
 from sac.tensors import (
     detached,
     equal,

@@ -33,8 +33,8 @@ from sac.recompute.table import CallSite, DecisionTable, ResolvedRule, paths_up
 from sac.region.frame import Handle, Handles, Progress, Recorder
 from sac.region.inputs import RegionInputs
 from sac.region.module_state import ModuleState
-from sac.region.saved_tensor import AtHand, Held, fetch_recomputed
 from sac.region.settings import Settings
+from sac.stores.saved_tensor import AtHand, Held, fetch_recomputed
 from sac.tensors import copy_of, detached, overwrite, plain_address, unchanged, version_of
 from sac.torch_private import tree_leaves
 

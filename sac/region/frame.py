@@ -23,11 +23,11 @@ from sac.region.compiled_graphs import never_compiled
 from sac.region.forward_ad import dual_level_is_on, outside_transforms
 from sac.region.inputs import RegionInputs
 from sac.region.module_state import ModuleState, UnseenWriteError
-from sac.region.saved_tensor import Held, SavedTensor
 from sac.region.settings import PLAIN, Settings
 from sac.region.tables import AttributesHolder
 from sac.region.undo import UndoStack
 from sac.stores.offload import HOOKS, TANGENTS, Offloading, OffloadUse
+from sac.stores.saved_tensor import Held, SavedTensor
 from sac.tensors import describe, detached, shares_storage, unchanged, version_of
 from sac.torch_private import NO_TASK, current_graph_task_id, graph_is_retained
 

@@ -16,8 +16,8 @@ from sac.outer_hooks import PackHooks
 from sac.region.fingerprint import PLAIN, FunctionFingerprint, tensor_signature
 from sac.region.module_state import UnseenWriteError, other_bytes, spare_copy
 from sac.region.python_state import attributes_in, holds_state
-from sac.region.saved_tensor import SavedTensor
 from sac.stores.prefetch import CallNode
+from sac.stores.saved_tensor import SavedTensor
 from sac.stores.store import InputStoring, StoredInput, check_releasable, is_worth_it
 from sac.tensors import describe, placed_on, shares_storage, storage_sizes, version_of
 from sac.torch_private import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten

@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from sac.region.frame import Frame, Handle, RecomputeProgress
-from sac.region.saved_tensor import SavedTensor
+from sac.stores.saved_tensor import SavedTensor
 
 
 class WithNativeHandles(Frame):

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from sac.errors import Problem, RegionError
-from sac.outer_hooks import OuterPacked, PackHooks, active_hooks, fetch, pack_with_outer_hooks
+from sac.outer_hooks import PackHooks, active_hooks
 from sac.stores.host import OnHost, StoredOnHost
+from sac.stores.saved_tensor import AtHand
 from sac.stores.store import InputStore, OnDevice, StoredOnDevice, StoredTensor
 from sac.stores.transfers import HostBuffer, Transfers, TransfersByDevice, streams_of
 
@@ -91,12 +92,12 @@ class Slots:
 class StoredInSlot(StoredTensor):
     """A flat tensor in a slot, and the right to that slot; see Note [Slots]."""
 
-    __slots__ = ("_index", "_inner", "_packed", "_slots", "_ticket")
+    __slots__ = ("_index", "_inner", "_slots", "_ticket")
 
     def __init__(self, slots: Slots, ticket: int, flat: torch.Tensor, name: Callable[[], str]) -> None:
+        super().__init__()
         self._slots = slots
         self._ticket = ticket
-        self._packed: torch.Tensor | OuterPacked | None = None
         self._inner: Any
         self._index = index = slots.free.popleft()
         slots.held[ticket] = index
@@ -109,10 +110,10 @@ class StoredInSlot(StoredTensor):
             else:
                 self._inner = StoredOnHost.put(slots.transfers, flat, name, slots.buffers[index])
 
-    def fetch(self) -> torch.Tensor:
+    def fetch(self, at_hand: AtHand | None = None) -> torch.Tensor:
         """Return a copy of the data in the slot; raises ``RegionError`` if another region has the slot now."""
-        if self._packed is not None:
-            return fetch(self._packed).clone()
+        if self.value is not None:
+            return super().fetch(at_hand).clone()
         slots = self._slots
         with slots.lock:
             if slots.written[self._index] != self._ticket:
@@ -130,17 +131,18 @@ class StoredInSlot(StoredTensor):
 
     def pack_with_outer_hooks(self, hooks: PackHooks) -> None:
         """Hand a copy to the hooks, and give the slot back."""
-        self._packed = pack_with_outer_hooks(self.fetch(), hooks)
+        self.value = self.fetch()
+        super().pack_with_outer_hooks(hooks)
         self._let_go()
 
     def prefetch(self) -> None:
         """Start to copy back what backward needs next."""
-        if self._packed is None:
+        if self.value is None:
             self._inner.prefetch()
 
     def drop(self) -> None:
         """Give the slot back."""
-        self._packed = None
+        super().drop()
         self._let_go()
 
     def _let_go(self) -> None:

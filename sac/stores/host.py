@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from sac.outer_hooks import OuterPacked, PackHooks, active_hooks, fetch, pack_with_outer_hooks
+from sac.outer_hooks import PackHooks, active_hooks
+from sac.stores.saved_tensor import AtHand
 from sac.stores.store import ArgumentInfo, InputStore, OnDevice, StoredTensor
 from sac.stores.transfers import HostBuffer, HostCopy, Transfers, TransfersByDevice
 
@@ -42,12 +43,12 @@ class OnHost(InputStore):
 class StoredOnHost(StoredTensor):
     """A copy of a flat tensor in host memory; see Note [Transfers]."""
 
-    __slots__ = ("_copy", "_dtype", "_packed")
+    __slots__ = ("_copy", "_dtype")
 
     def __init__(self, copy: HostCopy, dtype: torch.dtype) -> None:
+        super().__init__()
         self._copy: HostCopy | None = copy
         self._dtype = dtype
-        self._packed: torch.Tensor | OuterPacked | None = None
 
     @classmethod
     def put(
@@ -68,12 +69,12 @@ class StoredOnHost(StoredTensor):
             name.call.follow(name.tensor)
         return cls(copy, flat.dtype)
 
-    def fetch(self) -> torch.Tensor:
+    def fetch(self, at_hand: AtHand | None = None) -> torch.Tensor:
         """Return a copy on the device."""
         assert self._copy is not None, "fetched after it was dropped"
-        if self._packed is None:
+        if self.value is None:
             return self._copy.take().view(self._dtype)
-        return self._copy.transfers.upload(fetch(self._packed))
+        return self._copy.transfers.upload(super().fetch(at_hand))
 
     def settle(self) -> None:
         """Make the current stream wait for the copy to the host, and release the source."""
@@ -82,8 +83,9 @@ class StoredOnHost(StoredTensor):
 
     def pack_with_outer_hooks(self, hooks: PackHooks) -> None:
         """Wait for the copy in host memory, then hand it to the hooks, which may read it at once."""
-        if self._copy is not None and self._packed is None:
-            self._packed = pack_with_outer_hooks(self._copy.finish().view(self._dtype), hooks)
+        if self._copy is not None and self.value is None:
+            self.value = self._copy.finish().view(self._dtype)
+            super().pack_with_outer_hooks(hooks)
 
     def prefetch(self) -> None:
         """Start to copy back what backward needs next."""
@@ -92,9 +94,10 @@ class StoredOnHost(StoredTensor):
 
     def drop(self) -> None:
         """Release the copy."""
-        self._copy = self._packed = None
+        self._copy = None
+        super().drop()
 
     @property
     def host_bytes(self) -> int:
         """The bytes of the copy: all of it is on the host."""
-        return self._copy.size if self._copy is not None and self._packed is None else 0
+        return self._copy.size if self._copy is not None and self.value is None else 0

@@ -15,6 +15,7 @@ from sac.errors import ConfigError, Problem, RegionError
 from sac.outer_hooks import PackHooks
 from sac.policy.syntax import shown
 from sac.stores.prefetch import CallNode, Gather
+from sac.stores.saved_tensor import AtHand
 from sac.stores.store import ArgumentInfo, InputStore, OnDevice, StoredTensor, is_dtensor
 from sac.torch_private import NO_TASK, current_graph_task_id, named_process_group
 
@@ -329,6 +330,7 @@ class StoredShare(StoredTensor):
     )
 
     def __init__(self, scattered: Scattered, inner: StoredTensor, elements: int, argument: ArgumentInfo) -> None:
+        super().__init__()
         self._group = scattered.group
         self._inner: StoredTensor | None = inner
         self._elements = elements
@@ -341,7 +343,7 @@ class StoredShare(StoredTensor):
             self._call = argument.call
             self._call.add_share(self, argument.tensor)
 
-    def fetch(self) -> torch.Tensor:
+    def fetch(self, at_hand: AtHand | None = None) -> torch.Tensor:
         """Return the whole flat tensor, from a gather started earlier or a new one."""
         assert self._inner is not None, "fetched after it was dropped"
         gather, self._gather = self._gather or Gather(self._inner.fetch(), self._group), None

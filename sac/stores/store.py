@@ -15,8 +15,9 @@ import torch
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from sac.errors import Problem, RegionError
-from sac.outer_hooks import OuterPacked, PackHooks, fetch, pack_with_outer_hooks
+from sac.outer_hooks import PackHooks
 from sac.stores.prefetch import CallNode
+from sac.stores.saved_tensor import SavedTensor
 from sac.tensors import shares_storage, version_of
 from sac.torch_private import FakeTensor, neg_view, set_version_counters, storage_use_count
 
@@ -298,37 +299,30 @@ def _set_version(tensor: torch.Tensor, version: int) -> None:
 # and gathers the 4 shares, and `Layout.restore` returns the transposed tensor.
 
 
-class StoredTensor(ABC):
-    """One flat tensor between forward and backward.
+class StoredTensor(SavedTensor):
+    """One flat tensor between forward and backward. Abstract.
 
-    ``fresh``: whether each ``fetch`` returns new memory, which may be written to.
+    ``fresh``: whether each ``fetch`` returns new memory, which may be written to. ``drop`` may be called more than
+    once.
     """
 
-    __slots__ = ()
+    __slots__ = ("value", "watched")
     fresh = True
 
-    @abstractmethod
-    def fetch(self) -> torch.Tensor:
-        """Return the flat tensor on the device it came from."""
+    def __init__(self, value: torch.Tensor | None = None) -> None:
+        self.value = value
+        self.watched = None
 
-    @abstractmethod
-    def pack_with_outer_hooks(self, hooks: PackHooks) -> None:
-        """Hand the held data to the saved-tensor hooks around the region."""
-
-    @abstractmethod
-    def drop(self) -> None:
-        """Release the data: it will not be fetched. May be called more than once."""
-
-    def settle(self) -> None:  # noqa: B027 (most stores copy at once)
+    def settle(self) -> None:
         """The source of the copy is about to be written to or freed: make sure that the copy is done by then."""
 
-    def prefetch(self) -> None:  # noqa: B027 (most stores have nothing to start)
+    def prefetch(self) -> None:
         """Start to fetch what backward needs next, if that saves time."""
 
     @property
     def local(self) -> torch.Tensor | None:
         """The flat data held on the device, if any; valid before ``pack_with_outer_hooks``."""
-        return None
+        return self.value if isinstance(self.value, torch.Tensor) else None
 
     @property
     def host_bytes(self) -> int:
@@ -386,30 +380,8 @@ class OnDevice(InputStore):
 class StoredOnDevice(StoredTensor):
     """A flat tensor on the device it came from."""
 
-    __slots__ = ("_kept",)
+    __slots__ = ()
     fresh = False
-
-    def __init__(self, flat: torch.Tensor) -> None:
-        self._kept: torch.Tensor | OuterPacked | None = flat
-
-    def fetch(self) -> torch.Tensor:
-        """Return the tensor itself."""
-        assert self._kept is not None, "fetched after it was dropped"
-        return fetch(self._kept)
-
-    def pack_with_outer_hooks(self, hooks: PackHooks) -> None:
-        """Hand the copy to the hooks."""
-        if isinstance(self._kept, torch.Tensor):
-            self._kept = pack_with_outer_hooks(self._kept, hooks)
-
-    def drop(self) -> None:
-        """Release the copy."""
-        self._kept = None
-
-    @property
-    def local(self) -> torch.Tensor | None:
-        """The copy."""
-        return self._kept if isinstance(self._kept, torch.Tensor) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from sac.outer_hooks import OuterPacked, PackHooks, fetch, pack_with_outer_hooks
-from sac.stores.offload import Offloading
 from sac.tensors import (
     copy_of,
     detached,
@@ -79,8 +78,8 @@ class SavedTensor:
             self.value = pack_with_outer_hooks(self.value, hooks)
             self.watched = version_watch(self.watched) if self.watched is not None and self.watches_packed else None
 
-    def look_at(self, work: Offloading, rule: int | None) -> None:
-        """Show the tensor, which ``rule`` saved, to ``work``."""
+    def look_at(self, work: Any, rule: int | None) -> None:
+        """Show the tensor, which ``rule`` saved, to ``work``, an ``Offloading``."""
         if isinstance(self.value, torch.Tensor) and not self.is_external:
             if self.was_changed:
                 work.exclude(self.value)
@@ -89,8 +88,8 @@ class SavedTensor:
                 self.value = self.watched = detached(self.value)
             work.look_at(self.value, rule)
 
-    def offload(self, work: Offloading) -> None:
-        """Hold instead of the tensor what ``work`` has made of it."""
+    def offload(self, work: Any) -> None:
+        """Hold instead of the tensor what ``work``, an ``Offloading``, has made of it."""
         if isinstance(self.value, torch.Tensor) and not self.is_external:
             packed = work.packed(self.value)
             if packed is not self.value:
