@@ -383,7 +383,9 @@ MUTATIONS = (
         "a small view holds its large base",
         "compact([handle for handle in kept if not handle.is_external and handle.storage not in addresses])",
     ),
-    Mutation("replay-holds-all", 6, _RECORDER, "values that replay does not start from are held", "tape.kept = held | parts"),
+    Mutation(
+        "replay-holds-all", 6, _RECORDER, "values that replay does not start from stay", "tape.kept = held | parts"
+    ),
     Mutation(
         "replay-runs-saved",
         6,
