@@ -74,7 +74,7 @@ CASES: dict[str, Case] = {
     "gemma3-12b": Case("gemma", "Gemma3TextModel", "Gemma3TextConfig", {
         **_LLAMA, "hidden_size": 3840, "intermediate_size": 15360, "num_attention_heads": 16,
         "num_key_value_heads": 8, "head_dim": 256}, 1, 8192),
-    "mixtral-8x7b": Case("moe", "MixtralModel", "MixtralConfig", {
+    "mixtral-8x7b": Case("mixtral", "MixtralModel", "MixtralConfig", {
         **_LLAMA, "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
         "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2}, 1, 8192),
     "qwen3-30b-a3b": Case("moe", "Qwen3MoeModel", "Qwen3MoeConfig", {
