@@ -29,9 +29,7 @@ from pages import write_between
 from pareto_block import MIB, Sizes, built
 
 import sac
-from sac.blocks.applying import apply
 from sac.blocks.find import find_blocks
-from sac.blocks.install import regions_of, remove
 from sac.blocks.kv_cache import turn_off_cache
 from sac.planner.cost import entry_times
 from sac.planner.devices import device_named
@@ -40,9 +38,8 @@ from sac.planner.live_bytes import Ledger
 from sac.planner.pareto import pareto, priced
 from sac.planner.planning import lowered
 from sac.planner.profile import RegionProfile
-from sac.planner.search import quiet
+from sac.planner.search import quiet, saved_by
 from sac.planner.tracing import profile_regions
-from sac.region.settings import NEVER
 from sac.tools.render import print_rows
 
 DEVICE = "h100"
@@ -140,21 +137,6 @@ class Row:
         return self.seconds / self.best if self.best else 1.0 if not self.seconds else float("inf")
 
 
-def saved_by(policy: Any, model: Any, inputs: Any, profile: RegionProfile) -> frozenset[int]:
-    """The entries of a profile that a policy saves: its decisions, as the regions themselves take them."""
-    with quiet():
-        apply(model, {"mode": "selective", "policy": policy, "verify": NEVER, "engine": "replay"})
-        try:
-            with torch.enable_grad():
-                call(model, inputs)
-            found = next(one for one in regions_of(model) if one.region.path == profile.paths[0])
-            rows = found.region.group.op_trace
-        finally:
-            remove(model)
-    saves = {(row.module, row.op, row.call) for row in rows if row.decision == "save"}
-    return frozenset(e.number for e in profile.candidates if (e.module, e.op, e.call) in saves)
-
-
 def rows_of(name: str, policies: Sequence[Any], *, ops: bool = False) -> list[Row]:
     """The rows of a case, made in a process that runs the ops of the device."""
 
@@ -163,17 +145,19 @@ def rows_of(name: str, policies: Sequence[Any], *, ops: bool = False) -> list[Ro
         with quiet(), Ledger(512, on_host=False):
             profiles = profile_regions(find_blocks(model), lambda: call(model, inputs))
         found = []
+        loaded = [sac.load_policy(policy) for policy in policies]
+        by_policy = [(one.name, saved_by(one, model, profiles, lambda: call(model, inputs))) for one in loaded]
         for profile in profiles:
             times = entry_times(profile, device_named(DEVICE))
             front = pareto(profile, times)
-            for policy in policies:
-                saved = saved_by(policy, model, inputs, profile)
-                mine = priced(profile, times, saved, "replay")
-                best = [one for one in front if one.bytes <= mine.bytes][-1]
-                full = priced(profile, times, (), "replay").seconds
-                lists = (listed(profile, times, one.saved) if ops else () for one in (mine, best))
-                title = sac.load_policy(policy).name
-                found.append(Row(name, profile.paths[0], title, mine.bytes, mine.seconds, full, best.seconds, *lists))
+            full = priced(profile, times, (), "replay").seconds
+            for title, saved_at in by_policy:
+                alike = {saved_at[path]: path for path in reversed(profile.paths)}  # layers may have their own rules
+                for saved, path in reversed(alike.items()):
+                    mine = priced(profile, times, saved, "replay")
+                    best = [one for one in front if one.bytes <= mine.bytes][-1]
+                    lists = (listed(profile, times, one.saved) if ops else () for one in (mine, best))
+                    found.append(Row(name, path, title, mine.bytes, mine.seconds, full, best.seconds, *lists))
         return found
 
     return lowered(work, device_named(DEVICE))

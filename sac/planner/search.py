@@ -21,7 +21,7 @@ from sac.ops.registry import find_op
 from sac.planner.alike import AlikeLayers, expanded
 from sac.planner.away import TransfersWithoutData
 from sac.planner.choices import Choice, policy_for, policy_to_try
-from sac.planner.fakes import Inputs
+from sac.planner.fakes import Inputs, call
 from sac.planner.layers import BudgetTooSmallError, assign, assign_alike
 from sac.planner.live_bytes import KernelWorkspace, Ledger
 from sac.planner.memory import StepModel
@@ -30,8 +30,8 @@ from sac.planner.pricing import Pricing
 from sac.planner.profile import RegionProfile
 from sac.planner.step import StepRecord, run_step
 from sac.planner.step_log import StepLog, inputs_among
-from sac.policy.model import OffloadSection
-from sac.region.settings import NEVER
+from sac.policy.model import Decision, OffloadSection, Policy
+from sac.region.settings import NEVER, REPLAY
 from sac.stores.transfers import TransfersByDevice
 
 # Note [The walk of a plan]
@@ -227,6 +227,10 @@ class Planner:
             finally:
                 remove(self.model)
 
+    def saved_by(self, policy: Policy) -> dict[str, frozenset[int]]:
+        """Return the entries that ``policy`` saves in each region, by path; runs the copy forward once."""
+        return saved_by(policy, self.model, self.profiles, lambda: call(self.model, self.inputs))
+
     def measure(self) -> None:
         """Run steps until each choice of each group has occurred in one; a step measures one choice per layer.
 
@@ -321,6 +325,32 @@ class Planner:
     def everywhere(self, pick: Callable[[int], int]) -> tuple[int, ...]:
         """Return the choice that gives each region the option that ``pick`` returns for its group."""
         return tuple(pick(group) for group in self.groups)
+
+
+def saved_by(
+    policy: Policy, model: nn.Module, profiles: Sequence[RegionProfile], forward: Callable[[], Any]
+) -> dict[str, frozenset[int]]:
+    """Return the entries that ``policy`` saves in each region of ``profiles``, by path, as the regions decide.
+
+    ``forward`` runs ``model`` once.
+    """
+    with quiet():
+        apply(model, {"mode": "selective", "policy": policy, "verify": NEVER, "engine": REPLAY})
+        try:
+            with torch.enable_grad():
+                forward()
+            traces = {one.region.path: one.region.group.op_trace for one in regions_of(model)}
+        finally:
+            remove(model)
+    calls = {
+        path: {(row.module, row.op, row.call) for row in trace if Decision(row.decision).keeps}
+        for path, trace in traces.items()
+    }
+    return {
+        path: frozenset(one.number for one in profile.candidates if (one.module, one.op, one.call) in calls[path])
+        for profile in profiles
+        for path in profile.paths
+    }
 
 
 def explained_step(

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import yaml
 
+from sac.config import family_policy
 from sac.ops.names import resolve_ops
 from sac.ops.registry import find_op
 from sac.planner.choices import NONE, Choice
@@ -29,6 +30,7 @@ from sac.tables import seconds_text
 
 # -- Alternatives to a plan: hand-chosen baselines, and the curve of plans
 
+SELECTIVE = "selective"  # the shipped policy of the model's family
 EVERY_SECOND_LAYER = "every 2nd layer full"
 ATTENTION_ALTERNATE = "attention + every 2nd matmul"
 ATTENTION_MATMULS = "attention + all matmuls"
@@ -49,20 +51,25 @@ def on_host(planner: Planner, made: Plan) -> tuple[Point, ...]:
 
 
 def baselines(planner: Planner) -> tuple[Point, ...]:
-    """Return the costs of none, full, and three common choices between them; a step is run with those that save ops.
+    """Return the costs of none, full, ``selective``, and three common choices; a step is run with those that save ops.
 
     Attention and matrix products in a region are the ops of the save-sets of these names. Every second product means
     the 1st, 3rd, 5th … in forward order, as with ``do: alternate``.
     """
-    by_label = {label: _usual(planner, label) for label in (ATTENTION_ALTERNATE, ATTENTION_MATMULS)}
-    return (*plain_baselines(planner), *by_label.values())
+
+    def usual(label: str) -> Point:
+        saved = {path: frozenset(_saved(one, label)) for one in planner.profiles for path in one.paths}
+        return _by_hand(planner, label, saved)
+
+    return (*plain_baselines(planner), usual(ATTENTION_ALTERNATE), usual(ATTENTION_MATMULS))
 
 
 def plain_baselines(planner: Planner) -> tuple[Point, ...]:
-    """Return the costs of none, full, and full in every second layer, for which no step has to be run."""
+    """Return the costs of none, full, ``selective`` (by a step), and full in every second layer."""
     return (
         planner.point(NONE, planner.without_checkpointing),
         planner.point("full", planner.every_nth(1)),
+        _by_hand(planner, SELECTIVE, planner.saved_by(family_policy(planner.model))),
         planner.point(EVERY_SECOND_LAYER, planner.every_nth(2)),
     )
 
@@ -90,16 +97,17 @@ def forward_seconds(made: Plan) -> float:
     return math.fsum(math.fsum(made.times[group]) for group in made.groups)
 
 
-def _usual(planner: Planner, label: str) -> Point:
-    """Run a step in which all regions save the ops of ``label``, and return its cost."""
-    choices = tuple(
-        (*known, planner.pricing.choice(profile, times, frozenset(_saved(profile, label)), label))
-        for profile, times, known in zip(planner.profiles, planner.times, planner.choices, strict=True)
-    )
-    beside = planner.knowing(choices)
-    last = beside.everywhere(lambda group: len(beside.choices[group]) - 1)
-    beside.run(last)
-    return beside.point(label, last)
+def _by_hand(planner: Planner, label: str, saved: Mapping[str, frozenset[int]]) -> Point:
+    """Run a step in which each region saves the entries ``saved`` at its path, and return its cost."""
+    choices, at = [], {}
+    for profile, times, known in zip(planner.profiles, planner.times, planner.choices, strict=True):
+        number = {one: place for place, one in enumerate(dict.fromkeys(map(saved.__getitem__, profile.paths)))}
+        choices.append((*known, *(planner.pricing.choice(profile, times, one, label) for one in number)))
+        at.update({path: len(known) + number[saved[path]] for path in profile.paths})
+    beside = planner.knowing(tuple(choices))
+    choice = tuple(at[path] for path in planner.step.paths)
+    beside.run(choice)
+    return beside.point(label, choice)
 
 
 def _saved(profile: RegionProfile, label: str) -> Iterator[int]:

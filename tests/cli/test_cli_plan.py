@@ -15,7 +15,7 @@ from sac.planner.budget import LEGAL_BUDGET
 from sac.planner.cost import load_calibration
 from sac.planner.devices import DEVICES
 from sac.planner.fakes import fake_build, fake_mode
-from sac.planner.write_policy import ATTENTION_ALTERNATE, ATTENTION_MATMULS, EVERY_SECOND_LAYER
+from sac.planner.write_policy import ATTENTION_ALTERNATE, ATTENTION_MATMULS, EVERY_SECOND_LAYER, SELECTIVE
 from sac.tools.cli import main
 from sac.tools.models import Scale, load_model
 from tests.unit.planner.plan_models import stack
@@ -23,7 +23,7 @@ from tests.unit.planner.plan_models import stack
 ROOT = Path(__file__).parents[2]
 LLAMA = ROOT / "examples" / "llama-3.2-1b.json"
 MODELS = "tests.unit.planner.plan_models"
-BASELINES = ["none", "full", EVERY_SECOND_LAYER, ATTENTION_ALTERNATE, ATTENTION_MATMULS]
+BASELINES = ["none", "full", SELECTIVE, EVERY_SECOND_LAYER, ATTENTION_ALTERNATE, ATTENTION_MATMULS]
 REAL = "see that it runs without sac; if it does, but not without data: sac.plan(…, real=True), or --real"
 
 
@@ -66,9 +66,9 @@ def test_a_table_with_the_plan_the_baselines_and_the_curve(
     assert lines[0] == f"{MODELS}:stack, argument 0 float32[4, 32, 16]"
     assert lines[1] == f"for cpu (a processor, rough figures), engine auto, torch {torch.__version__}"
     rows = [line.split("  ")[1].strip() for line in lines if line.endswith(("checked", "predicted"))]
-    assert rows[:6] == ["plan", *BASELINES]
-    assert rows[6:]
-    assert all(row.endswith("% of the range") for row in rows[6:])
+    assert rows[:7] == ["plan", *BASELINES]
+    assert rows[7:]
+    assert all(row.endswith("% of the range") for row in rows[7:])
     assert lines[-1] == (
         f"policy: mine.yaml; try it: sac compare --model {MODELS}:stack --seq 32 --batch 1 --dtype float32 --seed 0 "
         "--modes none,full,selective,./mine.yaml"

@@ -96,10 +96,16 @@ def test_policy_of_the_header_keeps_less(script: ModuleType, name: str, model: s
 
 @pytest.mark.parametrize("name", shipped_policies())
 def test_policy_lies_between_full_and_none(name: str) -> None:
+    """Half of the bytes at most, and by far less FLOPs than in full.
+
+    `general` does not know which product is wide: in a ViT it keeps that of the MLP. The FLOPs are not those of half a
+    forward in GPT-2 and T5 1.1, which keep pointwise results instead of products: predicted times of a GPU are on
+    docs/planning-numbers.md (test_policy_optimum.py).
+    """
     for line in printed_in_header(name)[2:]:
         kept, full_kept, again, full_again = (float(number) for number in re.findall(r"([\d.]+)%", line))
-        assert full_kept < kept <= 51, line
-        assert again < full_again / 2 + 8, line
+        assert full_kept < kept <= (57 if name == "general" else 51), line
+        assert again < (0.8 if line.startswith(("gpt2 ", "t5 1.1")) else 0.6) * full_again, line
 
 
 def test_tables_are_written_below_their_command(script: ModuleType) -> None:

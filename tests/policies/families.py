@@ -186,14 +186,16 @@ _MORE: dict[str, dict[str, Recipe]] = {
     "moe": {
         "qwen2_moe": _like("llama", "Qwen2Moe", **_MOE, shared_expert_intermediate_size=16),
         "olmoe": _like("llama", "Olmoe", **_MOE),
-        "phimoe": _like("llama", "Phimoe", **_MOE),
         "granitemoe": _like("llama", "GraniteMoe", **_MOE),
         "ernie4_5_moe": _like("llama", "Ernie4_5_Moe", **_MOE, moe_num_experts=4, moe_layer_start_index=1, moe_k=2),
         "hunyuan_v1_moe": _like("qwen3", "HunYuanMoEV1", **_MOE, moe_topk=2),
-        "flex_olmo": _like("llama", "FlexOlmo", **_MOE),
         "minimax_m2": _like("qwen3", "MiniMaxM2", **_MOE),
         "gpt_oss": _like("qwen3", "GptOss", **_MOE),
         "glm4_moe": _like("qwen3", "Glm4Moe", **_MOE, n_routed_experts=4, first_k_dense_replace=1),
+    },
+    "mixtral": {
+        "phimoe": _like("llama", "Phimoe", **_MOE),
+        "flex_olmo": _like("llama", "FlexOlmo", **_MOE),
     },
     "deepseek_v3": {
         "deepseek_v2": _like("deepseek_v3", "DeepseekV2", q_lora_rank=None),
@@ -279,9 +281,10 @@ _MORE: dict[str, dict[str, Recipe]] = {
 
 _ZOO: dict[str, dict[str, str]] = {
     "llama": {
-        **{name: name for name in ("llama", "mistral", "qwen2", "qwen3", "smollm3", "phi3")},
+        **{name: name for name in ("llama", "mistral", "qwen2", "qwen3", "smollm3")},
         "qwen2_vl_text": "qwen2_vl",
     },
+    "phi3": {"phi3": "phi3"},
     "gemma": {
         "gemma": "gemma",
         "gemma2": "gemma2",

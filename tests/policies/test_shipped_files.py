@@ -21,6 +21,7 @@ EXPECTED = (
     "mamba",
     "mixtral",
     "moe",
+    "phi3",
     "resnet",
     "t5",
     "vit",
@@ -58,7 +59,7 @@ def test_header_says_what_the_file_is_for_and_how_its_numbers_are_printed(name: 
 @pytest.mark.parametrize("name", [name for name in EXPECTED if name != "general"])
 def test_family_policies_stand_on_general(name: str) -> None:
     policy = load_policy(name)
-    assert policy.extends == (("moe", "general") if name == "mixtral" else ("general",))
+    assert policy.extends == (*{"mixtral": ("moe",), "phi3": ("llama",)}.get(name, ()), "general")
     kept_everywhere = {"attention", "routing", "collectives", "host-copies", "norm-statistics"}
     assert kept_everywhere <= {rule.id for rule in policy.rules if rule.origin == "general"}
     assert "alternate" not in {rule.do for rule in policy.rules if rule.id in ("matmuls", "experts")}

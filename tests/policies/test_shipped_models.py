@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:layers of .* share keys and valu
 
 QUICK = (
     "llama-llama",
-    "llama-phi3",
+    "phi3-phi3",
     "llama-Llama3Model",
     "gemma-gemma2",
     "gemma-gemma3_text",

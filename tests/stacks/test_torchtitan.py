@@ -9,7 +9,7 @@ What each runs and keeps (three layers; FLOPs of forward and backward, bytes kep
     titan selective                   28,508,160  220,356   its list of ops has no attention of the CPU
     titan selective, with that op     28,114,944  246,468
     sac, attention and 2nd matmuls    28,114,944  221,892   the last matmul, which nobody reads, is let go
-    sac selective (llama)             27,328,512  246,468
+    sac selective (llama)             27,328,512  247,236
 """
 
 from __future__ import annotations
