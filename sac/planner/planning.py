@@ -28,7 +28,7 @@ from sac.planner.search import Progress
 from sac.planner.simplify import read_share, simplified
 from sac.planner.sizes import plan_sizes
 from sac.planner.step_time import plain_step_seconds
-from sac.planner.write_policy import on_host, plain_baselines
+from sac.planner.write_policy import on_host, plain_baselines, selective
 from sac.policy.model import Policy
 from sac.region.rng import random_state_kept
 
@@ -227,7 +227,8 @@ def plan(
                 made = simplified(planner, made, share)
             if sizes is not None:
                 return replace(made, step_s=plain_step_seconds(planner) + made.point.seconds)
-            return replace(made, baselines=(*plain_baselines(planner), *on_host(planner, made)))
+            beside = (*plain_baselines(planner), selective(planner), *on_host(planner, made))
+            return replace(made, baselines=beside)
 
         with random_state_kept(model.parameters() if real else ()):  # without data, nothing is drawn on a GPU
             return planned(placed, device, make, progress, real=real)

@@ -61,15 +61,19 @@ def baselines(planner: Planner) -> tuple[Point, ...]:
         saved = {path: frozenset(_saved(one, label)) for one in planner.profiles for path in one.paths}
         return _by_hand(planner, label, saved)
 
-    return (*plain_baselines(planner), usual(ATTENTION_ALTERNATE), usual(ATTENTION_MATMULS))
+    return (*plain_baselines(planner), selective(planner), usual(ATTENTION_ALTERNATE), usual(ATTENTION_MATMULS))
+
+
+def selective(planner: Planner) -> Point:
+    """Run a step under the shipped policy of the model's family, and return its cost."""
+    return _by_hand(planner, SELECTIVE, planner.saved_by(family_policy(planner.model)))
 
 
 def plain_baselines(planner: Planner) -> tuple[Point, ...]:
-    """Return the costs of none, full, ``selective`` (by a step), and full in every second layer."""
+    """Return the costs of none, full, and full in every second layer, for which no step has to be run."""
     return (
         planner.point(NONE, planner.without_checkpointing),
         planner.point("full", planner.every_nth(1)),
-        _by_hand(planner, SELECTIVE, planner.saved_by(family_policy(planner.model))),
         planner.point(EVERY_SECOND_LAYER, planner.every_nth(2)),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,7 @@ def _stack(axes: Any, found: PeakBreakdown) -> None:
 # -- The picture of a plan: recompute time over peak memory; needs the ``tools`` extra
 
 _BLACK, _RED, _BLUE, *_OTHERS = COLOURS
-_MARKERS = "ovsD^"
+_MARKERS = "ovsPD^X<"
 
 
 def save_plan_picture(made: Plan, title: str, path: str | Path) -> Path:
@@ -132,7 +133,7 @@ def save_plan_picture(made: Plan, title: str, path: str | Path) -> Path:
         [seconds * 1e3 for _, seconds in curve],
         color=_BLUE, marker=".", linewidth=1.6, drawstyle="steps-post", label="plans for other budgets",
     )  # fmt: skip
-    for point, marker, colour in zip(made.baselines, _MARKERS, (_BLACK, *_OTHERS), strict=False):
+    for point, marker, colour in zip(made.baselines, _MARKERS, cycle((_BLACK, *_OTHERS)), strict=False):
         _mark(axes, point, marker, colour, size=8)
     _mark(axes, made.point, "*", _RED, size=18)
     axes.axvline(made.budget / MIB, color=_RED, linestyle="--", linewidth=1, label=f"budget {bytes_text(made.budget)}")

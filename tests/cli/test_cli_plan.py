@@ -23,7 +23,7 @@ from tests.unit.planner.plan_models import stack
 ROOT = Path(__file__).parents[2]
 LLAMA = ROOT / "examples" / "llama-3.2-1b.json"
 MODELS = "tests.unit.planner.plan_models"
-BASELINES = ["none", "full", SELECTIVE, EVERY_SECOND_LAYER, ATTENTION_ALTERNATE, ATTENTION_MATMULS]
+BASELINES = ["none", "full", EVERY_SECOND_LAYER, SELECTIVE, ATTENTION_ALTERNATE, ATTENTION_MATMULS]
 REAL = "see that it runs without sac; if it does, but not without data: sac.plan(…, real=True), or --real"
 
 
@@ -74,7 +74,9 @@ def test_a_table_with_the_plan_the_baselines_and_the_curve(
         "--modes none,full,selective,./mine.yaml"
     )
     assert "picture: c.svg\n" in streams.err
-    assert Path("c.svg").read_text().startswith("<?xml")
+    picture = Path("c.svg").read_text()
+    assert picture.startswith("<?xml")
+    assert all(f"<!-- {label}: " in picture for label in ("plan", *BASELINES))
     assert sac.load_policy("./mine.yaml").plan is not None
 
 

@@ -13,7 +13,7 @@ from tests.support.script_runs import run_script_alone
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 WAYS = [
-    "none", "full", "every 2nd layer full", "attention + every 2nd matmul", "attention + all matmuls",
+    "none", "full", "every 2nd layer full", "selective", "attention + every 2nd matmul", "attention + all matmuls",
     "every 3rd layer full", "every 4th layer full",
 ]  # fmt: skip
 

@@ -35,7 +35,7 @@ def test_commands_run_and_print_what_the_page_shows(
         printed.append(capsys.readouterr().out)
     shown = WITHOUT_TIMES.findall(snippets(PAGE, "console")[0])
     found = WITHOUT_TIMES.findall("\n".join(line.rstrip() for line in printed[0].splitlines()))
-    assert len(shown) == 14
+    assert len(shown) == 15
     assert found == shown
     assert (tmp_path / "curve.svg").exists()
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import sac
+from sac.blocks.install import regions_of
 from sac.planner.choices import policy_for
 from sac.planner.fakes import fake_build, fake_copy, fake_inputs, fake_mode
 from sac.planner.plan_file import Plan, make_plan
@@ -26,6 +27,7 @@ from sac.planner.write_policy import (
     curve,
     forward_seconds,
     seconds_text,
+    selective,
     with_alternatives,
     write_policy,
 )
@@ -36,6 +38,8 @@ from tests.support.model_zoo import tiny
 from tests.unit.planner.plan_models import stack
 
 SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in ("gpt2", "t5")]  # dropout, two stacks
+
+MORE = ("gemma3", "phi3", "mamba2")
 
 
 @cache
@@ -167,10 +171,37 @@ def test_no_baseline_is_faster_than_the_plan_for_its_peak(planner: Planner) -> N
         assert make_plan(planner, max(point.peak, planner.least().peak)).point.seconds <= point.seconds * (1 + 1e-9)
 
 
+@pytest.mark.usefixtures("few_choices")
+@pytest.mark.parametrize("family", ["bert", "vit", *(pytest.param(one, marks=pytest.mark.slow) for one in MORE)])
+def test_no_shipped_policy_is_faster_than_the_plan_for_its_peak(family: str) -> None:
+    one = planner_of(family)
+    point = selective(one)
+    assert point.is_checked
+    budget = max(point.peak, one.least().peak)
+    assert make_plan(one, budget).point.seconds <= point.seconds * (1 + 1e-9)
+
+
+def test_selective_holds_what_the_regions_themselves_keep() -> None:
+    """Its decisions are those of the regions; phi3 chooses by layer, and its layers are of one group."""
+    one = prepare(*tiny("phi3"))
+    assert len(one.profiles) == 1
+    point = selective(one)
+    assert len({*point.choice}) == 2
+    found = kept_of("phi3", "selective") - kept_of("phi3", "full")
+    assert point.kept - one.point("full", one.every_nth(1)).kept == found
+
+
+def kept_of(family: str, value: str) -> int:
+    model, inputs = tiny(family)
+    sac.apply(model, value)
+    model(**inputs)
+    return sum(one.region.stats.saved_bytes for one in regions_of(model))
+
+
 def test_baselines_save_what_their_names_say(small: Planner) -> None:
     by_label = {point.label: point for point in baselines(small)}
     assert list(by_label) == [
-        "none", "full", "every 2nd layer full", "attention + every 2nd matmul", ATTENTION_MATMULS
+        "none", "full", "every 2nd layer full", "selective", "attention + every 2nd matmul", ATTENTION_MATMULS
     ]  # fmt: skip
     assert by_label["none"].flops == by_label[ATTENTION_MATMULS].flops == 0
     full = by_label["full"].flops
