@@ -222,9 +222,9 @@ def test_other_ops_than_those_planned_for_are_refused() -> None:
 def test_regions_list_no_ops_in_the_steps_of_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     counted = Mock(side_effect=OpTraceRecorder)
     monkeypatch.setattr("sac.recompute.regions.OpTraceRecorder", counted)
-    policy = sac.plan(Model(), INPUTS, "50%")
+    made = make_plan(prepare(Model(), INPUTS), "50%")
     assert not counted.called
-    sac.apply(Model(), policy)(*INPUTS)
+    sac.apply(Model(), made.policy)(*INPUTS)
     assert counted.called
 
 
