@@ -29,10 +29,10 @@ _log = logging.getLogger(__name__)
 # A large op would take seconds and gigabytes. It is run at a smaller size instead: one dimension, wherever it occurs
 # in the call, is divided. What the kernel then allocates in addition to its results is multiplied by as much (once more
 # for each time that the dimension occurs in one tensor) and added to the results, whose sizes are known. So kernels
-# that allocate nothing else, such as matrix products, are predicted exactly. Scratch in proportion to the size is, too;
-# a fixed amount, such as a buffer per thread, is predicted too high. The size stays far above those at which kernels
-# choose between algorithms. An op that does not run at a smaller size counts with its results and a copy of each
-# argument.
+# that allocate nothing else, such as matrix products, are predicted exactly. Scratch in proportion to the size is
+# predicted a little too high, since blocks of larger operands may be padded more; a fixed amount, such as a buffer per
+# thread, is predicted much too high. The size stays far above those at which kernels choose between algorithms. An op
+# that does not run at a smaller size counts with its results and a copy of each argument.
 #
 # oneDNN's kernel for LSTMs packs the data for its backward into a buffer whose size only the kernel knows; a tensor
 # without data does not have this buffer. The backward, run on such tensors, crashes the process (torch 2.13). So the op
@@ -42,6 +42,8 @@ _PACKS_BYTES = "aten::mkldnn_rnn_layer"
 
 # Ops with an argument that counts elements: with zeros, the kernel would leave out most of its work.
 _COUNTS = {"aten::_embedding_bag_backward": 4, "aten::_embedding_bag_dense_backward": 3}
+
+_MARGIN = Fraction(9, 8)  # of scratch
 
 LARGE_BYTES = 64 * 2**20  # of the arguments and results of a call
 LARGE_FLOPS = 2 * 10**9
@@ -143,7 +145,8 @@ def estimated_peaks(calls: Sequence[SizedCall]) -> list[int]:
         rises = _measured([smaller for smaller, _ in tried.values()])
         for (index, (smaller, factor)), rise in zip(tried.items(), rises, strict=True):
             if rise is not None:
-                found[index] = calls[index].made_bytes + ceil(max(0, rise - smaller.made_bytes) * factor)
+                scratch = max(0, rise - smaller.made_bytes) * factor * _MARGIN
+                found[index] = calls[index].made_bytes + ceil(scratch)
         failed = {index for index, rise in zip(tried, rises, strict=True) if rise is None}
         left = {index: ways for index, ways in left.items() if index in failed}
     return found
@@ -154,7 +157,11 @@ def _smaller(call: SizedCall) -> Iterator[tuple[SizedCall, Fraction]]:
 
     Attention gets fewer rows only: its kernel chooses the size of its scratch by the length, and a smaller number of
     heads may not fit the number of key heads, which the kernel does not check (torch 2.13: the process crashes).
+    Convolutions run on one row first, however large it is: their kernels are chosen by all other sizes.
     """
+    if "convolution" in call.func.name():
+        rows = call.args[0].shape[0]
+        yield call.divided(rows, 1) if rows > 1 else call, Fraction(rows)
     metas = (*call.read, *call.made)
     much = max(Fraction(call.bytes, LARGE_BYTES), Fraction(call.flops, LARGE_FLOPS))
     sizes = [size for one in metas for size in (one.shape[:1] if "attention" in call.func.name() else one.shape)]

@@ -403,7 +403,8 @@ def _spread(one: int, rounds: int, count: int) -> int:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Suppress sac's warnings about the planner's copy of the model."""
+    """Suppress warnings about the planner's copy of the model: those of sac, and FSDP2's about views in each step."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SacWarning)
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
         yield

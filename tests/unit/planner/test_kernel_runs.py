@@ -21,6 +21,15 @@ from tests.unit.planner.truth import model_named
 ATEN = torch.ops.aten
 X, W, TOKENS = torch.zeros(1024, 96), torch.zeros(96, 2048), torch.zeros(4, 512, dtype=torch.long)
 HEADS = torch.zeros(2, 32, 256, 16)
+BF = torch.zeros(64, 64, dtype=torch.bfloat16).t()
+PLANES = [torch.zeros(2, 3, 224, 224, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
+CONVOLVED: tuple[Any, ...] = ([16, 16], [0, 0], [1, 1], False, [0, 0], 1)
+
+
+def _kernel(planes: Tensor) -> tuple[Tensor, Tensor]:
+    return planes.new_zeros(48, 3, 16, 16), planes.new_zeros(48)
+
+
 EXACT: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "a pointwise op": (ATEN.mul.Tensor, (X, X)),
     "a softmax": (ATEN._log_softmax.default, (X, 1, False)),
@@ -42,6 +51,18 @@ ABOVE: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "a sum": (ATEN.sum.dim_IntList, (X, [0])),
     "a layer norm": (ATEN.native_layer_norm.default, (X, [96], None, None, 1e-5)),
     "a sort": (ATEN.sort.default, (X,)),
+    "a narrow product in bfloat16": (
+        ATEN.addmm.default,
+        (*(torch.zeros(*s).bfloat16() for s in ((64,), (4096, 64))), BF),
+    ),
+    **{f"a convolution, {one.dtype}": (ATEN.convolution.default, (one, *_kernel(one), *CONVOLVED)) for one in PLANES},
+    **{
+        f"its backward, {one.dtype}": (
+            ATEN.convolution_backward.default,
+            (one.new_zeros(2, 48, 14, 14), one, _kernel(one)[0], [48], *CONVOLVED, [True, True, True]),
+        )
+        for one in PLANES
+    },
 }
 
 
@@ -85,10 +106,23 @@ def test_a_dimension_is_divided_wherever_it_occurs() -> None:
     assert TensorMeta((96, 5), (0, 1), torch.float32).divided(96, 12) == TensorMeta((12, 5), (0, 1), torch.float32)
 
 
-def test_a_step_with_estimates_is_never_below_the_exact_one(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("Llama", torch.float32),
+        ("ViT", torch.float32),
+        ("Mamba2", torch.bfloat16),
+        ("DeepSeek-V3", torch.bfloat16),
+        ("Whisper", torch.bfloat16),
+    ],
+)
+def test_a_step_with_estimates_is_never_below_the_exact_one(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(kernel_runs, "LARGE_BYTES", 2**14)
-    model, inputs = model_named("Llama")
-    turned = fake_copy(model, mode := fake_mode())
+    model, inputs = model_named(name)
+    inputs = {key: one.to(dtype) if one.is_floating_point() else one for key, one in inputs.items()}
+    turned = fake_copy(model.to(dtype), mode := fake_mode())
     blocks = [(block.path, block.module) for block in find_blocks(turned)]
     peaks = []
     for is_exact in (True, False):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -103,6 +104,14 @@ def test_the_peak_of_a_rank_is_what_was_predicted(name: str) -> None:
 
 def _experts(model: nn.Module) -> list[nn.Module]:
     return [module for name, module in model.named_modules() if name.endswith("mlp.experts")]
+
+
+def test_fsdp_warns_of_no_views_in_each_step() -> None:
+    with fake_ranks(4), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        planner = prepare(_model(num_hidden_layers=2), _tokens(), parallelize=parallelized(2, 2))
+        planner.run(planner.everywhere(lambda group: 0))
+    assert not [one for one in told if "view tensor" in str(one.message)]
 
 
 def _of_rank_with_experts(
