@@ -19,7 +19,7 @@ from sac.planner.profile import Entry, Need, RegionProfile
 from sac.policy.model import Decision, Policy, Rule
 from sac.recompute.op_trace import OpTraceRecorder, signature
 from sac.recompute.recorder import ReplayRecorder, new_tensors
-from sac.recompute.regions import Region, RegionGroup
+from sac.recompute.regions import Region, RegionCall, RegionGroup
 from sac.recompute.replay import ReplayFrame
 from sac.recompute.table import CallSite, DecisionTable, resolve_policy
 from sac.recompute.tape import Tape
@@ -290,20 +290,13 @@ class ProfiledRegion(Region):
         self._block = block
         self._seen: set[Any] = set()  # signatures of profiled inputs
 
-    def _replay_frame(
-        self,
-        function: Callable[..., Any],
-        owners: tuple[nn.Module, ...],
-        settings: Settings,
-        signature: Any,
-        inputs: RegionInputs,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> tuple[ReplayFrame, ReplayRecorder]:
-        block = self._block if signature not in self._seen else None
-        recorder = _ThriftyRecorder(block, self.group.table, self.path, owners, settings)
-        recorder.begin(inputs, inputs.leaves_of(args, kwargs))
-        frame = ReplayFrame(function, self.path, recorder, owners, settings, give_up=self._refuse, given_up=str)
+    def _replay_frame(self, call: RegionCall) -> tuple[ReplayFrame, ReplayRecorder]:
+        block = self._block if call.signature not in self._seen else None
+        recorder = _ThriftyRecorder(block, self.group.table, self.path, call.owners, call.settings)
+        recorder.begin(call.inputs, call.inputs.leaves_of(call.args, call.kwargs))
+        frame = ReplayFrame(
+            call.function, self.path, recorder, call.owners, call.settings, give_up=self._refuse, given_up=str
+        )
         return frame, recorder
 
     def _refuse(self, reason: str) -> None:

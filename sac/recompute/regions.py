@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -66,6 +66,18 @@ class RegionGroup:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RegionGroup:
         return self  # what the group has learnt is also true of copies of its regions
+
+
+class RegionCall(NamedTuple):
+    """One call of a region. ``signature``: of the function and its inputs, None if no evidence is kept for the call."""
+
+    function: Callable[..., Any]
+    owners: tuple[nn.Module, ...]
+    settings: Settings
+    signature: Any
+    inputs: RegionInputs
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
 
 class Region:
@@ -129,7 +141,7 @@ class Region:
             inputs.store(settings.input_storing, args, kwargs, self.path)
         if table.offloads:
             inputs.follow(args, kwargs)
-        frame, recorder = self._frame(function, owners, settings, signature, inputs, args, kwargs)
+        frame, recorder = self._frame(RegionCall(function, owners, settings, signature, inputs, args, kwargs))
         frame.attributes, attributes = attributes, None
         try:
             output = frame.run(inputs, args, kwargs)
@@ -154,54 +166,37 @@ class Region:
             self.stats.take(None, frame.input_bytes)
         return output
 
-    def _frame(
-        self,
-        function: Callable[..., Any],
-        owners: tuple[nn.Module, ...],
-        settings: Settings,
-        signature: Any,
-        inputs: RegionInputs,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> tuple[Frame | ReentrantFrame, _AnyRecorder | None]:
+    def _frame(self, call: RegionCall) -> tuple[Frame | ReentrantFrame, _AnyRecorder | None]:
         """Return the frame that runs one call, and its recorder if it needs one; see Note [Evidence]."""
-        table = self.group.table
+        table, settings, signature = self.group.table, call.settings, call.signature
         is_known = signature is not None and signature in self.evidence.needs_no_mode and not table.saves_everything
         records = not is_known or self.evidence.needs_recorder or table.decides_on_ops or settings.engine == REPLAY
         if records and self._is_replayed(settings):
-            return self._replay_frame(function, owners, settings, signature, inputs, args, kwargs)
+            return self._replay_frame(call)
         self.stats.engine = RERUN if records else ""
         recorder: _AnyRecorder | None = None
         if records or table.matches_modules:
-            recorder = self._recorder(owners, settings, signature, inputs, sees_ops=records)
+            recorder = self._recorder(call, sees_ops=records)
         native = library()
         if recorder is None and native is not None and not settings.use_reentrant and not table.saves_everything:
-            recorder = NativeWatch(native, table, self.path, inputs, watches_writes=settings.freeze_buffers)
+            recorder = NativeWatch(native, table, self.path, call.inputs, watches_writes=settings.freeze_buffers)
         frame_type: Any = Frame if native is None else partial(NativeFrame, native)
         frame: Frame | ReentrantFrame = (ReentrantFrame if settings.use_reentrant else frame_type)(
-            function, self.path, recorder, owners, settings
+            call.function, self.path, recorder, call.owners, settings
         )
         frame.is_evidence = records and not (self.evidence.needs_recorder or table.decides_on_ops)
         return frame, recorder
 
-    def _replay_frame(
-        self,
-        function: Callable[..., Any],
-        owners: tuple[nn.Module, ...],
-        settings: Settings,
-        signature: Any,
-        inputs: RegionInputs,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> tuple[ReplayFrame, ReplayRecorder]:
+    def _replay_frame(self, call: RegionCall) -> tuple[ReplayFrame, ReplayRecorder]:
+        settings, signature = call.settings, call.signature
         verifies = settings.verify == ALWAYS or (settings.verify == FIRST and signature not in self.evidence.verified)
-        layout = self.group.evidence.layouts.get(inputs.signature)
+        layout = self.group.evidence.layouts.get(call.inputs.signature)
         op_trace = self._new_trace()
         native = library() if op_trace is None else None  # the library shows no op to Python
         recorder: ReplayRecorder = (ReplayRecorder if native is None else partial(NativeReplayRecorder, native))(
             self.group.table,
             self.path,
-            owners,
+            call.owners,
             settings,
             op_trace,
             verifies=verifies,
@@ -211,14 +206,14 @@ class Region:
         if self.group.table.matches_modules:
             known = self.evidence.modules.get((REPLAY, signature))
             recorder.modules = SavedModules(self.group.table, self.path, settings, known, is_taped=True)
-        recorder.begin(inputs, inputs.leaves_of(args, kwargs))
+        recorder.begin(call.inputs, call.inputs.leaves_of(call.args, call.kwargs))
         give_up = partial(self._give_up, settings.engine == REPLAY)
         if signature is not None:
             remember(self.evidence.verified, signature)
         self.stats.engine = REPLAY
         frame_type: Any = ReplayFrame if native is None else partial(NativeReplayFrame, native)
         frame: ReplayFrame = frame_type(
-            function, self.path, recorder, owners, settings, give_up=give_up, given_up=self._given_up
+            call.function, self.path, recorder, call.owners, settings, give_up=give_up, given_up=self._given_up
         )
         return frame, recorder
 
@@ -253,27 +248,25 @@ class Region:
     def _given_up(self) -> str:
         return self.group.evidence.not_replayable
 
-    def _recorder(
-        self, owners: tuple[nn.Module, ...], settings: Settings, signature: Any, inputs: RegionInputs, *, sees_ops: bool
-    ) -> RerunRecorder | ModuleRecorder:
-        table = self.group.table
+    def _recorder(self, call: RegionCall, *, sees_ops: bool) -> RerunRecorder | ModuleRecorder:
+        table, settings = self.group.table, call.settings
         modules, not_recomputed = None, frozenset[int]()
         if table.matches_modules:
-            evidence = self.evidence.modules.get(signature)
+            evidence = self.evidence.modules.get(call.signature)
             modules = SavedModules(table, self.path, settings, evidence)
             if evidence is None:
-                modules.evidence.not_recomputed = saved_modules(owners, table)
+                modules.evidence.not_recomputed = saved_modules(call.owners, table)
             not_recomputed = modules.evidence.not_recomputed
             if not sees_ops:
                 module_recorder = ModuleRecorder(modules, not_recomputed)
-                module_recorder.begin(inputs)
+                module_recorder.begin(call.inputs)
                 return module_recorder
         op_trace = self._new_trace()
         native = library()
         recorder = (RerunRecorder if native is None else partial(NativeRerunRecorder, native))(
             table,
             self.path,
-            owners,
+            call.owners,
             op_trace,
             freeze_buffers=settings.freeze_buffers,
             early_stop=settings.early_stop,
@@ -281,7 +274,7 @@ class Region:
             not_recomputed=not_recomputed,
             verifies=settings.verify != NEVER,
         )
-        recorder.begin(inputs)
+        recorder.begin(call.inputs)
         return recorder
 
     def _take_evidence(
