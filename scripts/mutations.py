@@ -47,7 +47,7 @@ MUTATIONS = (
         1,
         _RNG,
         "random states stay those of the forward",
-        "            put_back(present)\n",
+        "            stack.callback(put_back, states_of([generator for generator, _ in self._states]))\n",
         "            pass\n",
     ),
     Mutation(
@@ -205,8 +205,8 @@ MUTATIONS = (
         1,
         "region/rng.py",
         "random.random() stays where recomputation left it",
-        "            if not _equal(read(), present):",
-        "            if _equal(read(), present):",
+        "    if not _equal(read(), state):",
+        "    if _equal(read(), state):",
     ),
     # 2, never saves what cannot be saved
     Mutation(

@@ -488,19 +488,12 @@ class AmbientState:
 
         Torch-function modes come last, so that they see the region's calls and not those of sac.
         """
-        if self.rng is not None:
-            stack.enter_context(self.rng)
-        if self.host_rng is not None:
-            stack.enter_context(self.host_rng)
-        if self.provided is not None:
-            self.provided.enter_on(stack)
-        self.reachable.enter_on(stack)
-        self.module_state.enter_on(stack)
-        if self.fp8 is not None:
-            self.fp8.enter_on(stack)
-        self.flags.enter_on(stack)
-        self.variables.enter_on(stack)
-        self.thread.enter_on(stack)
+        for state in (
+            *(self.rng, self.host_rng, self.provided, self.reachable, self.module_state),
+            *(self.fp8, self.flags, self.variables, self.thread),
+        ):
+            if state is not None:
+                state.enter_on(stack)
 
     def process_flags(self) -> UndoStack:
         """Return a context in which the flags of the process are those of the forward: all that single ops read."""

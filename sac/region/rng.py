@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -111,16 +110,6 @@ class NamedStates:
         put_back(self.generators)
 
 
-def put_trackers_back(trackers: Sequence[tuple[Any, NamedStates]]) -> UndoStack:
-    """Restore each tracker's states; closing the returned stack undoes this."""
-    with UndoStack() as undo:
-        for tracker, states in trackers:
-            undo.callback(put_back, states_of([generator for generator, _ in states.generators]))
-            undo.callback(NamedStates(tracker, states.defaults).put_on, tracker)
-            states.put_on(tracker)
-        return undo.pop_all()
-
-
 def _error(found: str, expected: str) -> ConfigError:
     return ConfigError(Problem("get_rng_state_tracker", found, expected=expected))
 
@@ -140,7 +129,7 @@ def _error(found: str, expected: str) -> ConfigError:
 
 
 class RngSnapshot:
-    """States of the generators that a region may draw from; a context that restores them. See Note [Random states].
+    """States of the generators that a region may draw from. See Note [Random states].
 
     ``tensors``: the default generators of their devices are included, in addition to those of the CPU and of the
     current device. ``also``: generators that the region's modules and arguments hold.
@@ -149,7 +138,7 @@ class RngSnapshot:
     graph is captured: torch does not allow reading or setting a generator's state then.
     """
 
-    __slots__ = ("_accelerators", "_entered", "_states", "_trackers")
+    __slots__ = ("_accelerators", "_states", "_trackers")
 
     def __init__(
         self, tensors: Iterable[torch.Tensor], settings: Settings, also: Sequence[torch.Generator] = ()
@@ -170,8 +159,6 @@ class RngSnapshot:
         except RuntimeError as error:
             _blame_capture(error)
             raise
-        # A list: a region can be recomputed inside its own recomputation (a gradient taken in the region).
-        self._entered: list[tuple[States, UndoStack | None]] = []
 
     @property
     def states(self) -> States:
@@ -180,35 +167,23 @@ class RngSnapshot:
 
     def put_back(self) -> None:
         """Restore the captured states of all generators permanently."""
-        if self._trackers:
-            put_trackers_back([(tracker_of(getter), states) for getter, states in self._trackers])
-        put_back(self._states)
+        with UndoStack() as stack:
+            self.enter_on(stack)
+            stack.pop_all()
 
-    def __enter__(self) -> None:
+    def enter_on(self, stack: UndoStack) -> None:
+        """Restore the captured states; restore the current ones when ``stack`` is left."""
         try:
-            present = states_of([generator for generator, _ in self._states])
-            undo = None
-            if self._trackers:
-                undo = put_trackers_back([(tracker_of(getter), states) for getter, states in self._trackers])
-            self._entered.append((present, undo))
-            try:
-                put_back(self._states)
-            except BaseException:
-                self.__exit__(None, None, None)
-                raise
+            stack.callback(put_back, states_of([generator for generator, _ in self._states]))
+            for getter, states in self._trackers:
+                tracker = tracker_of(getter)
+                stack.callback(put_back, states_of([generator for generator, _ in states.generators]))
+                stack.callback(NamedStates(tracker, states.defaults).put_on, tracker)
+                states.put_on(tracker)
+            put_back(self._states)
         except RuntimeError as error:
             _blame_capture(error)
             raise
-
-    def __exit__(
-        self, cls: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        present, undo = self._entered.pop()
-        try:
-            if undo is not None:
-                undo.close()
-        finally:
-            put_back(present)
 
 
 def generators_now(settings: Settings) -> list[torch.Generator]:
@@ -284,9 +259,9 @@ Writer = Callable[[Any], Any]
 
 
 class HostRandomState:
-    """States of Python's ``random``, of ``numpy.random`` and of ``others``; a context that restores them."""
+    """States of Python's ``random``, of ``numpy.random`` and of ``others``."""
 
-    __slots__ = ("_entered", "_states")
+    __slots__ = ("_states",)
 
     def __init__(self, others: Iterable[Any] = ()) -> None:
         pairs = _PYTHON.pairs() + _NUMPY.pairs()
@@ -294,7 +269,6 @@ class HostRandomState:
             if (pair := reader_of(other)) is not None:
                 pairs.append(pair)
         self._states = [(read, write, read()) for read, write in pairs]
-        self._entered: list[list[Any]] = []  # a list: a region can be recomputed inside its own recomputation
 
     def has_moved(self) -> bool:
         """Return whether one of the generators has advanced since this was made."""
@@ -304,7 +278,6 @@ class HostRandomState:
         """Return the current states of the same generators."""
         found = HostRandomState.__new__(HostRandomState)
         found._states = [(read, write, read()) for read, write, _ in self._states]
-        found._entered = []
         return found
 
     def put_back(self) -> None:
@@ -312,17 +285,18 @@ class HostRandomState:
         for _, write, state in self._states:
             write(state)
 
-    def __enter__(self) -> None:
-        present = [read() for read, _, _ in self._states]
-        self._entered.append(present)
-        for (_, write, state), now in zip(self._states, present, strict=True):
-            if state is not now and not _equal(state, now):
+    def enter_on(self, stack: UndoStack) -> None:
+        """Restore the captured states; restore the current ones when ``stack`` is left."""
+        for read, write, state in self._states:
+            present = read()
+            stack.callback(_set_to, read, write, present)
+            if state is not present and not _equal(state, present):
                 write(state)
 
-    def __exit__(self, *error: Any) -> None:
-        for (read, write, _), present in zip(self._states, self._entered.pop(), strict=True):
-            if not _equal(read(), present):
-                write(present)
+
+def _set_to(read: Reader, write: Writer, state: Any) -> None:
+    if not _equal(read(), state):
+        write(state)
 
 
 class _Python:

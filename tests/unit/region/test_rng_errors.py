@@ -12,6 +12,7 @@ import sac
 from sac.errors import ConfigError, RegionError
 from sac.full import RngTracker
 from sac.region import rng
+from sac.region.undo import UndoStack
 from tests.support.runs import Noted
 from tests.support.trackers import MAKERS, TiedGenerator, TiedTracker, draws, filled, leaf, states_of
 
@@ -142,11 +143,11 @@ def test_entering_that_fails_half_way_undoes_what_it_did():
             torch.rand(3)
     before = (states_of(first), states_of(second), settings.generators[0].get_state().tolist())
     second.refusals = (1,)
-    with pytest.raises(Failure):
-        snapshot.__enter__()
+    with pytest.raises(Failure), UndoStack() as stack:
+        snapshot.enter_on(stack)
     assert (states_of(first), states_of(second), settings.generators[0].get_state().tolist()) == before
-    with snapshot:
-        pass
+    with UndoStack() as stack:
+        snapshot.enter_on(stack)
     assert (states_of(first), states_of(second), settings.generators[0].get_state().tolist()) == before
 
 
@@ -166,8 +167,8 @@ def test_a_generator_that_takes_no_state_leaves_the_others_as_they_were():
     with tracker.fork():
         torch.rand(3)
     before, Refusing.refuses = states_of(tracker), True
-    with pytest.raises(Failure):
-        snapshot.__enter__()
+    with pytest.raises(Failure), UndoStack() as stack:
+        snapshot.enter_on(stack)
     assert states_of(tracker) == before
 
 
@@ -179,10 +180,11 @@ def test_leaving_goes_on_after_an_error_of_one_tracker():
         torch.rand(3)
     before = states_of(first)
     second.refusals = (2,)
-    snapshot.__enter__()
+    stack = UndoStack()
+    snapshot.enter_on(stack)
     assert states_of(first) != before
     with pytest.raises(Failure):
-        snapshot.__exit__(None, None, None)
+        stack.close()
     assert states_of(first) == before
 
 

@@ -18,6 +18,7 @@ from sac.errors import RegionError
 from sac.full import FullConfig, RngTracker
 from sac.region import rng
 from sac.region.rng import HostRandomState
+from sac.region.undo import UndoStack
 from tests.support.blocks import FunctionBlock, Stack, policy, save, selective
 from tests.support.recording import Recorder
 from tests.support.runs import Noted
@@ -346,7 +347,8 @@ def test_pythons_own_generator(draw: Callable[[], Any], is_seen: bool, monkeypat
         drawn = draw()
         assert before.has_moved()
         after = random.getstate()
-        with before:
+        with UndoStack() as stack:
+            before.enter_on(stack)
             assert draw() == drawn
             random.random()
         assert random.getstate() == after
