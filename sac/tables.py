@@ -13,14 +13,17 @@ from html import escape
 # -- Numbers in human-readable units
 
 
+def in_units(count: float, units: Sequence[str], step: int) -> str:
+    """Return ``count`` in the largest of ``units`` that it reaches; each is ``step`` times the one before."""
+    size, at = float(count), 0
+    while abs(size) >= step and at < len(units) - 1:
+        size, at = size / step, at + 1
+    return f"{size:.1f} {units[at]}" if at else f"{count} {units[0]}"
+
+
 def flops_text(count: float) -> str:
     """Return a count of floating-point operations in decimal units: ``3.2 GFLOP``."""
-    size = float(count)
-    for unit in ("FLOP", "kFLOP", "MFLOP", "GFLOP"):
-        if abs(size) < 1000:
-            return f"{count} FLOP" if unit == "FLOP" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TFLOP"
+    return in_units(count, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP"), 1000)
 
 
 def time_text(milliseconds: float) -> str:

@@ -195,9 +195,9 @@ class InstalledForward(ABC):
         return self.before if self.before is not None else partial(type(self.module).forward, self.module)
 
     @property
-    @abstractmethod
     def regions(self) -> tuple[Region, ...]:
-        """The regions that this forward runs, in order."""
+        """The regions that this forward runs, in order; none if it only watches or moves what is saved."""
+        return ()
 
     @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

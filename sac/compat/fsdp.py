@@ -32,7 +32,7 @@ from sac.config import DEFAULT_CONFIG, CallOptions, FullConfig, settings_of
 from sac.errors import ConfigError, ModelError, Problem, listing
 from sac.policy.model import Policy
 from sac.recompute.module_tracker import TrackedForward
-from sac.recompute.regions import FULL, Region
+from sac.recompute.regions import FULL
 from sac.recompute.torch_checkpoint import checkpoint_contexts
 from sac.torch_private import wrap_for_checkpointing
 
@@ -99,11 +99,6 @@ def offload_wrapper(module: nn.Module) -> nn.Module:
 
 class OffloadedForward(InstalledForward):
     """Runs a module that is not a region, and moves what autograd saves in it to host memory."""
-
-    @property
-    def regions(self) -> tuple[Region, ...]:
-        """There are none."""
-        return ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""

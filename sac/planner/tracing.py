@@ -83,11 +83,6 @@ class _Profiled(InstalledForward):
         self.found: RegionProfile | None = None
         self._table = table
 
-    @property
-    def regions(self) -> tuple[Region, ...]:
-        """Empty: the block is only observed."""
-        return ()
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block, and profile it if it has no profile yet."""
         if not torch.is_grad_enabled():
@@ -141,7 +136,6 @@ class _ProfileTrace(OpTraceRecorder):
     def __init__(self) -> None:
         super().__init__()
         self.sizes: dict[int, _Sizes] = {}
-        self._seen: set[int] = set()
 
     def add(
         self,

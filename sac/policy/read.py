@@ -28,6 +28,7 @@ from sac.policy.model import (
 )
 from sac.policy.patterns import PathPattern
 from sac.policy.syntax import Findings, ListNode, MapNode, Node, Scalar, describe, shown
+from sac.tables import in_units
 
 # -- Sizes in bytes as readable text
 
@@ -62,12 +63,7 @@ def parse_bytes(text: str) -> int:
 
 def bytes_text(count: int) -> str:
     """Return a byte count in binary units: ``1.5 MiB``."""
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024:
-            return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
+    return in_units(count, ("B", "KiB", "MiB", "GiB", "TiB"), 1024)
 
 
 # -- Words, texts and numbers: readers that add problems to the findings and then return None

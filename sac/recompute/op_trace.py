@@ -75,42 +75,33 @@ class OpTraceRecorder:
         name = op_name(site.op)
         count = self._calls.get((site.path, name), 0)
         self._calls[site.path, name] = count + 1
-        tensor = first_tensor(out)
-        self.rows.append(
-            OpTraceRow(
-                module=site.path,
-                op=name,
-                call=count if call is None else call,
-                decision=decision.value,
-                rule=rule.rule.id if rule is not None else "",
-                reason=_reason(site, rule, decision),
-                bytes=0 if site.is_view else sum(map(storage_bytes, tensors_of(out))),
-                flops=flops_of(site.op, args, kwargs, out),
-                shape=tuple(tensor.shape) if tensor is not None else (),
-                dtype=str(tensor.dtype).removeprefix("torch.") if tensor is not None else "",
-            )
-        )
+        size = 0 if site.is_view else sum(map(storage_bytes, tensors_of(out)))
+        flops = flops_of(site.op, args, kwargs, out)
+        called = site.path, name, count if call is None else call
+        self._append(called, decision, rule, _reason(site, rule, decision), size, flops, first_tensor(out))
 
     def add_module(
         self, call_key: tuple[str, int], rule: ResolvedRule, module: nn.Module, out: Any, *, kept_bytes: int, flops: int
     ) -> None:
         """Append a call of a module that is saved as a whole; ``out`` is what it returned."""
         tensor = first_tensor(out if isinstance(out, torch.Tensor) else tree_leaves(out))
-        path, number = call_key
-        self.rows.append(
-            OpTraceRow(
-                module=path,
-                op=f"module {type(module).__name__}",
-                call=number,
-                decision=rule.decision.value,
-                rule=rule.rule.id,
-                reason=f"rule {rule.rule.id}",
-                bytes=kept_bytes,
-                flops=flops,
-                shape=tuple(tensor.shape) if tensor is not None else (),
-                dtype=str(tensor.dtype).removeprefix("torch.") if tensor is not None else "",
-            )
-        )
+        called = call_key[0], f"module {type(module).__name__}", call_key[1]
+        self._append(called, rule.decision, rule, f"rule {rule.rule.id}", kept_bytes, flops, tensor)
+
+    def _append(
+        self,
+        called: tuple[str, str, int],
+        decision: Decision,
+        rule: ResolvedRule | None,
+        reason: str,
+        size: int,
+        flops: int,
+        result: torch.Tensor | None,
+    ) -> None:
+        rule_id = rule.rule.id if rule is not None else ""
+        shape = tuple(result.shape) if result is not None else ()
+        dtype = str(result.dtype).removeprefix("torch.") if result is not None else ""
+        self.rows.append(OpTraceRow(*called, decision.value, rule_id, reason, size, flops, shape, dtype))
 
 
 def signature(rows: Iterable[OpTraceRow]) -> str:
