@@ -222,8 +222,8 @@ def _flags() -> Iterator[Flag]:
     yield _attention, _put_attention
     yield attention_choice, _put_attention_choice
     if HAS_PRECISIONS:
-        yield _precision((("cuda", "matmul"), ("mkldnn", "matmul")), _MATMUL_WORDS, set_matmul_precision)
-        yield _precision((("cuda", "conv"), ("cuda", "rnn")), _CUDNN_WORDS, set_cudnn_tf32)
+        yield _precision(("cuda", "matmul"), ("mkldnn", "matmul"), _MATMUL_WORDS, set_matmul_precision)
+        yield _precision(("cuda", "conv"), ("cuda", "rnn"), _CUDNN_WORDS, set_cudnn_tf32)
 
 
 def _attention() -> Any:
@@ -278,7 +278,7 @@ def _put_attention_choice(wanted: AttentionChoice | None) -> None:
 # Precisions also have an older interface, `set_float32_matmul_precision` and `allow_tf32`, which sets the newer one
 # too. torch raises if the older one is read while the two differ (2.13). sac reads the newer one, and updates the older
 # one if it can express both the current value and the wanted value.
-_Precisions = tuple[str, ...]
+_Precisions = tuple[str, str]
 _UNSET = ("none", "ieee")
 _MATMUL_WORDS: dict[_Precisions, str] = {
     **{(cuda, cpu): "highest" for cuda in _UNSET for cpu in _UNSET},
@@ -291,15 +291,15 @@ _CUDNN_WORDS: dict[_Precisions, bool] = {
 }
 
 
-def _precision(kernels: tuple[tuple[str, str], ...], words: dict[_Precisions, Any], put_older: Any) -> Flag:
+def _precision(first: tuple[str, str], second: tuple[str, str], words: dict[_Precisions, Any], put_older: Any) -> Flag:
     def read() -> _Precisions:
-        return tuple(get_precision(*one) for one in kernels)
+        return get_precision(*first), get_precision(*second)
 
     def put(wanted: _Precisions) -> None:
         if wanted in words and read() in words:
             put_older(words[wanted])
-        for one, precision in zip(kernels, wanted, strict=True):
-            set_precision(*one, precision)
+        set_precision(*first, wanted[0])
+        set_precision(*second, wanted[1])
 
     return read, put
 
