@@ -356,8 +356,8 @@ MUTATIONS = (
         5,
         _RECORD,
         "a recomputation writes to the value that is served",
-        "data.clone() if one.written else data.detach()",
-        "data.detach()",
+        "one.value, one.written = one.fetch().clone(), True",
+        "one.value = one.fetch().clone()",
     ),
     Mutation(
         "object-not-copied",
