@@ -22,8 +22,9 @@ def context_fn(policy: PolicySource, module: nn.Module | None = None) -> Callabl
 
     ``policy`` is anything that ``sac.load_policy`` accepts. torch's checkpoint carries it out by rerun, with the same
     exactness as under ``sac.apply``. Rules that match modules or layers need ``module``, the checkpointed block: its
-    sub-modules are then tracked while they run (``sac.remove`` removes the tracking). The position of the block in a
-    model is unknown here, so rules with ``blocks`` are refused, and the ops that a plan was made for are not compared.
+    sub-modules are then tracked while they run (``sac.remove`` removes the tracking). Without it, optional ones that
+    save match nothing. The position of the block in a model is unknown here, so rules with ``blocks`` are refused, and
+    the ops that a plan was made for are not compared.
 
     Raises ``PolicyError`` for an invalid policy or one that offloads, ``ConfigError`` if a rule needs ``module`` and it
     is missing, and ``ModelError`` if ``module`` does not provide what a rule needs.
@@ -31,15 +32,17 @@ def context_fn(policy: PolicySource, module: nn.Module | None = None) -> Callabl
     resolved = usable_policy(load_policy(policy))
     if offloading := _offloading(resolved.policy):
         raise PolicyError(offloading)
-    needing = [one.rule for one in resolved.rules if one.rule.module is not None or one.rule.is_for_some_regions]
+    needing = [one for one in resolved.rules if one.rule.module is not None or one.rule.is_for_some_regions]
     if module is None:
-        if needing:
-            raise ConfigError([_needs_module(rule) for rule in needing])
-        return partial(checkpoint_contexts, _table_of(resolved, 0), "")
-    located = [rule for rule in needing if rule.blocks]
+        needed = [one.rule for one in needing if not (one.rule.optional and one.always_saves)]
+        if needed:
+            raise ConfigError([_needs_module(rule) for rule in needed])
+        left = tuple(one for one in resolved.rules if one not in needing)
+        return partial(checkpoint_contexts, resolved.table(one.index for one in left), "")
+    located = [one.rule for one in needing if one.rule.blocks]
     if located:
         raise ModelError([_needs_model(rule) for rule in located])
-    table = _table(resolved, module, needing)
+    table = _table(resolved, module, [one.rule for one in needing])
     track_modules([module])
     return partial(checkpoint_contexts, table, "", module)
 

@@ -57,6 +57,17 @@ def test_sources_of_a_policy(source: Any) -> None:
     assert_same(*gradients)
 
 
+def test_optional_rules_on_modules_match_nothing_without_the_module() -> None:
+    """Not even `module: ""`: without the module it is unknown in which one an op runs."""
+    attention = save("attention", id="attention")
+    optional = [save("matmul", id=f"optional-{at}", module=at, optional=True) for at in ("", "mlp.**")]
+    with_them, without = policy(*optional, attention), policy(attention)
+    assert products(with_them, "context_fn") == products(without, "context_fn")
+    assert products(with_them, "context_fn with module") < products(without, "context_fn with module")
+    with pytest.raises(sac.SacError, match='rule "optional-mlp" speaks of module'):
+        sac.context_fn(policy({**optional[1], "id": "optional-mlp", "do": "recompute"}, save("matmul", id="rest")))
+
+
 def test_hugging_face_checkpointing_takes_it() -> None:
     gradients = []
     for own in (False, True):
