@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 from sac.recompute.schedule import ReplaySchedule, Wanted, schedule_replay
 from sac.recompute.tape import BareTape
@@ -41,6 +41,7 @@ class Entry:
     writes: tuple[int, ...] = ()
     savable: bool = False  # a policy may save it, and saving it would hold memory
     must_save: bool = False  # saved whatever the policy says
+    is_inside: ClassVar[bool] = False  # of a module that is saved as a whole: a profile has none
     is_collective: bool = False
     is_view: bool = False
     is_causal: bool = False  # attention whose kernel skips the keys after each query
