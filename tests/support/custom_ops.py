@@ -138,7 +138,16 @@ def _write(buffer: Tensor, values: np.ndarray[Any, Any]) -> None:
         buffer.copy_(torch.from_numpy(np.ascontiguousarray(values)))
 
 
-class TanhByOutVariant(torch.autograd.Function):
+class Tanh(torch.autograd.Function):
+    """The derivative, from the result that a subclass saves in its forward."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (out,) = ctx.saved_tensors
+        return grad * (1 - out * out)
+
+
+class TanhByOutVariant(Tanh):
     """An `empty_like` buffer that an out-variant op fills, kept for backward."""
 
     @staticmethod
@@ -148,13 +157,8 @@ class TanhByOutVariant(torch.autograd.Function):
         ctx.save_for_backward(out)
         return out
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (out,) = ctx.saved_tensors
-        return grad * (1 - out * out)
 
-
-class TanhByRawKernel(torch.autograd.Function):
+class TanhByRawKernel(Tanh):
     """A raw kernel writes into an `empty_like` buffer: the dispatcher sees only the allocation."""
 
     @staticmethod
@@ -163,11 +167,6 @@ class TanhByRawKernel(torch.autograd.Function):
         _write(out, np.tanh(_numpy(x)))
         ctx.save_for_backward(out)
         return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (out,) = ctx.saved_tensors
-        return grad * (1 - out * out)
 
 
 class SquareByAccumulation(torch.autograd.Function):
