@@ -174,7 +174,8 @@ def simulated(model: Model, machine: Machine, tokens: int) -> Iterator[Result]:
         problems = [layer.problem(layer.options(decisions, inputs=inputs), link, layers) for inputs in ways]
         found = [plan for one in problems if (plan := one.best(budget)) is not None]
         plan = min(found, key=lambda plan: plan.clocked.seconds, default=None)
-        return Result("", plan, min(one.bound(budget) for one in problems))
+        window = plan.windows.in_flight if plan is not None else 0
+        return Result("", plan, min(one.bound(budget, window) for one in problems))
 
     full, selective = run(FULL), run(SELECTIVE)
     yield Result("none", run(NONE))

@@ -124,9 +124,9 @@ class LinkProblem:
             return None
         return self._annealed(min(found, key=lambda plan: plan.clocked.seconds), budget)
 
-    def bound(self, budget: int) -> float:
-        """Return a lower bound of the seconds of a step within the budget."""
-        window = max(windows.in_flight for windows in self.windows())
+    def bound(self, budget: int, in_flight: int = 0) -> float:
+        """Return a lower bound of the seconds of a step within the budget, with a window of up to ``in_flight``."""
+        window = max(in_flight, *(windows.in_flight for windows in self.windows()))
         best = 0.0
         for price in PRICES:
             of_byte = price / self.link.down

@@ -90,7 +90,7 @@ class OffloadPlanner:
             section = self._section(found.windows, inputs=inputs)
             point = self._point("plan", found.choice, found.clocked, section)
             if point.peak <= budget:
-                bound = problem.bound(budget)
+                bound = problem.bound(budget, found.windows.in_flight)
                 seconds, busy = found.clocked.seconds, found.clocked.busy
                 return Offloaded(point, self.choices, section, seconds, bound, busy)
             aim -= point.peak - budget

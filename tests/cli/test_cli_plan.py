@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 import sac
+from sac.planner import link_rates, link_search
 from sac.planner.budget import LEGAL_BUDGET
 from sac.planner.cost import load_calibration
 from sac.planner.devices import DEVICES
 from sac.planner.fakes import fake_build, fake_mode
+from sac.planner.offloading import EVERYTHING, FULL_ON_HOST
 from sac.planner.write_policy import ATTENTION_ALTERNATE, ATTENTION_MATMULS, EVERY_SECOND_LAYER, SELECTIVE
 from sac.tools.cli import main
 from sac.tools.models import Scale, load_model
@@ -109,6 +112,25 @@ def test_json_has_all_of_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     assert found["optimizer_bytes"] == 2 * 4 * sum(p.numel() for p in stack()[0].parameters())
     assert [row["label"] for row in baselines] == BASELINES
     assert out.read_text() == found["policy"]
+
+
+def test_with_a_link_values_wait_on_the_host(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link_rates, "LIMITS", replace(link_rates.LIMITS, smallest=1))
+    monkeypatch.setattr(link_search, "CHANGES", 300)
+    wanted = arguments("stack", "--seq", "32", "--budget", "10%", "--link", "20GB/s", "--host-memory", "1MiB")
+    assert main([*wanted, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [row["label"] for row in found["baselines"][-2:]] == [FULL_ON_HOST, EVERYTHING]
+    assert all(row["host_bytes"] > 0 for row in found["baselines"][-2:])
+    assert 0 <= found["plan"]["host_bytes"] <= 1 << 20
+    assert found["plan"]["stall_s"] >= 0
+    assert found["plan"]["fits"]
+    assert main(wanted) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].endswith("; link to the host: 20 GB/s down, 20 GB/s up, 1.0 MiB of host memory")
+    assert lines[3].split()[-3:] == ["host", "stall", "fits"]
 
 
 @pytest.mark.usefixtures("few_choices")
