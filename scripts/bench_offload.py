@@ -1,6 +1,6 @@
 """What offloading gains on GPUs: simulated steps of Llama models on devices with different links to the host.
 
-    scripts/bench_offload.py            # all models and devices, about two minutes; --toy: one of them
+    scripts/bench_offload.py            # all models and devices, some minutes; --toy: one of them
 
 Each step is simulated region by region with the clock of `sac plan` (Note [The clock of transfers]). Nothing runs on a
 GPU. The layers have fused norms and flash attention, in bf16; of activations, only those of the layers count.
