@@ -229,7 +229,8 @@ class Planner:
 
     def saved_by(self, policy: Policy) -> dict[str, frozenset[int]]:
         """Return the entries that ``policy`` saves in each region, by path; runs the copy forward once."""
-        return saved_by(policy, self.model, self.profiles, lambda: call(self.model, self.inputs))
+        with self.ledger():  # it runs ops that fake tensors refuse
+            return saved_by(policy, self.model, self.profiles, lambda: call(self.model, self.inputs))
 
     def measure(self) -> None:
         """Run steps until each choice of each group has occurred in one; a step measures one choice per layer.

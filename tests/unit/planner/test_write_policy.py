@@ -39,7 +39,7 @@ from tests.unit.planner.plan_models import stack
 
 SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in ("gpt2", "t5")]  # dropout, two stacks
 
-MORE = ("gemma3", "phi3", "mamba2")
+MORE = ("gemma3", "phi3", "qwen3_moe", "mamba2")
 
 
 @cache
