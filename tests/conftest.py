@@ -31,6 +31,12 @@ def random_state_is_left_alone() -> Iterator[None]:
     torch.set_rng_state(before)
 
 
+@pytest.fixture(autouse=True)
+def no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing on stderr depends on how long a command takes: progress is shown after seconds."""
+    monkeypatch.setattr("sac.tools.render.PROGRESS_AFTER_S", 3600.0)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def first_step_is_behind() -> None:
     """torch 2.13 keeps some tensors of the first step that a dispatch mode sees in a process, with or without us."""

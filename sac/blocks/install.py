@@ -131,7 +131,7 @@ def _compiled_problem(paths: list[str]) -> Problem:
 
 def _of_no_call(rule: Rule) -> Problem:
     what = "module" if rule.matches_module else "op"
-    return _idle(rule, rule.where(), f"matched no {what} in any region of the model", what)
+    return _idle(rule.where(), what, found=f'rule "{rule.id}" matched no {what} in any region of the model')
 
 
 def _of_no_place(blocks: Sequence[Block], rule: Rule) -> Problem:
@@ -143,13 +143,13 @@ def _of_no_place(blocks: Sequence[Block], rule: Rule) -> Problem:
     else:
         within = " and ".join(key for key, given in (("blocks", rule.blocks), ("layers", rule.layers)) if given)
         key, place = "module", f'module "{rule.module.text}"{f" in its {within}" if within else ""}, which'
-    return _idle(rule, rule.where(key), f"speaks of {place} no region has", "module")
+    return _idle(rule.where(key), "module", found=f'rule "{rule.id}" speaks of {place} no region has')
 
 
-def _idle(rule: Rule, where: str, found: str, what: str) -> Problem:
+def _idle(where: str, what: str, *, found: str) -> Problem:
     """Return the problem of a rule without effect; ``what`` is there none of: op, module."""
     fix = f"`sac trace` lists the {what}s there are; mark the rule `optional: true` if it may match nothing"
-    return Problem(where, f'rule "{rule.id}" {found}', fix=fix)
+    return Problem(where, found, fix=fix)
 
 
 # -- Instance-level forwards: installing and removing regions
