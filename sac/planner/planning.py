@@ -198,8 +198,9 @@ def plan(
     _refuse_other_devices(model)
     import_solver()
     share = None if simplify is None else read_share(simplify)
-    to_host = link_of(figures_of(model, device), link=link, host=host_memory)
-    if to_host is not None:
+    to_host = None
+    if link is not None or host_memory is not None:
+        to_host = link_of(figures_of(model, device), link=link, host=host_memory)
         refuse_with_link("link", real=real, simplifies=share is not None)
 
     def plan_of(inputs: Any, progress: Progress | None = None) -> Plan:

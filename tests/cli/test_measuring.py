@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import sac
 from sac.errors import ConfigError, ModelError, PolicyError
+from sac.policy.model import Policy
 from tests.support.blocks import llama_stack, policy, save, selective, tokens
 from tests.support.training import built
 
@@ -83,7 +84,7 @@ def test_labels_are_the_words_of_a_config() -> None:
 
 def test_one_word_is_one_mode_and_values_with_one_label_have_a_row_each() -> None:
     assert [row.mode for row in sac.compare(built(llama_stack), tokens(), "full", steps=2).rows] == ["none", "full"]
-    plans = [replace(sac.load_policy(name), name="planned") for name in ("general", "llama")]
+    plans = [replace(sac.load_policy("general"), name="planned"), Policy("planned")]
     found = sac.compare(built(llama_stack), tokens(), plans, steps=2)
     assert [row.mode for row in found.rows] == ["none", "planned", "planned (2)"]
     assert len({row.kept_bytes for row in found.rows}) == 3
@@ -133,7 +134,7 @@ def test_a_policy_is_saved_and_read_back(tmp_path: Path) -> None:
 
 def test_a_policy_shows_its_rules() -> None:
     policy = sac.load_policy("general")
-    assert repr(policy) == "<Policy general: 8 rules, everything else: recompute; print() shows all>"
+    assert repr(policy) == "<Policy general: 13 rules, everything else: recompute; print() shows all>"
     assert str(policy).splitlines()[-1] == "everything else: recompute; layers: all"
     assert sum(line.startswith("  matmuls ") for line in policy.table().splitlines()) == 1
     assert is_html(policy._repr_html_())

@@ -18,9 +18,9 @@ pytestmark = pytest.mark.slow
 
 SAID = """\
 decided otherwise, per step, most time first on an NVIDIA A100 SXM, 80 GB (of this device, times are not known):
-  saving aten.native_dropout in blocks.0-2 (x3) would spare its time for 2.3 KiB
-  saving down aten.addmm in blocks.0-2 (x3) would spare 15.4 kFLOP for 960 B
+  recomputing aten.native_dropout in blocks.0-2 (x3) would free 2.3 KiB for its time
   recomputing up aten.addmm in blocks.0-2 (x3) would free 1.9 KiB for 15.4 kFLOP
+  recomputing aten.native_dropout, call 1 in blocks.0-2 (x3) would free 1.2 KiB for its time
 device: 'sim:0' cannot be measured
     legal: cpu, cuda
 Model: its parameters are on sim, whose ops and memory the planner does not know
