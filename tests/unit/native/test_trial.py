@@ -164,10 +164,22 @@ def test_an_interpreter_that_is_gone(library_file: Path, monkeypatch: pytest.Mon
 # -- Locks
 
 
+def is_free(path: Path) -> bool:
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
+
+
 def test_a_lock_that_nobody_holds_is_taken(tmp_path: Path) -> None:
+    told: list[str] = []
     for _ in range(2):  # the second time, the file of the lock is there
-        with turn(tmp_path / "lock", 0.0, pytest.fail):
-            pass
+        with turn(tmp_path / "lock", 0.0, lambda: told.append("waiting")):
+            assert not is_free(tmp_path / "lock")
+        assert is_free(tmp_path / "lock")
+    assert told == []
 
 
 def test_a_lock_that_is_held_for_too_long_is_passed_by(tmp_path: Path) -> None:
@@ -182,16 +194,22 @@ def test_a_lock_that_is_held_for_too_long_is_passed_by(tmp_path: Path) -> None:
 def test_the_lock_of_a_process_that_died_is_free(tmp_path: Path) -> None:
     if not (child := os.fork()):
         with turn(tmp_path / "lock", 0.0):
-            os._exit(1)
-    os.waitpid(child, 0)
-    with turn(tmp_path / "lock", 0.0, pytest.fail):
-        pass
+            os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    told: list[str] = []
+    with turn(tmp_path / "lock", 0.0, lambda: told.append("waiting")):
+        assert not is_free(tmp_path / "lock")
+    assert told == []
 
 
 def test_files_that_cannot_be_locked_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unsupported(*arguments: object) -> None:
         raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr(fcntl, "flock", unsupported)
-    with turn(tmp_path / "lock", 60.0, pytest.fail):
-        pass
+    told: list[str] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", unsupported)
+        with turn(tmp_path / "lock", 60.0, lambda: told.append("waiting")):
+            patch.undo()
+            assert is_free(tmp_path / "lock")
+    assert told == []
