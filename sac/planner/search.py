@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -230,7 +230,8 @@ class Planner:
     def saved_by(self, policy: Policy) -> dict[str, frozenset[int]]:
         """Return the entries that ``policy`` saves in each region, by path; runs the copy forward once."""
         with self.ledger():  # it runs ops that fake tensors refuse
-            return saved_by(policy, self.model, self.profiles, lambda: call(self.model, self.inputs))
+            alike = None if self.repeats else self.alike
+            return saved_by(policy, self.model, self.profiles, lambda: call(self.model, self.inputs), alike)
 
     def measure(self) -> None:
         """Run steps until each choice of each group has occurred in one; a step measures one choice per layer.
@@ -329,18 +330,28 @@ class Planner:
 
 
 def saved_by(
-    policy: Policy, model: nn.Module, profiles: Sequence[RegionProfile], forward: Callable[[], Any]
+    policy: Policy,
+    model: nn.Module,
+    profiles: Sequence[RegionProfile],
+    forward: Callable[[], Any],
+    alike: AlikeLayers | None = None,
 ) -> dict[str, frozenset[int]]:
     """Return the entries that ``policy`` saves in each region of ``profiles``, by path, as the regions decide.
 
-    ``forward`` runs ``model`` once.
+    ``forward`` runs ``model`` once. Of ``alike`` layers with one profile and the same rules, one runs.
     """
     with quiet():
         apply(model, {"mode": "selective", "policy": policy, "verify": NEVER, "engine": REPLAY})
         try:
-            with torch.enable_grad():
+            groups = {one.region.path: one.region.group for one in regions_of(model)}
+            numbers = {path: number for number, profile in enumerate(profiles) for path in profile.paths}
+            first: dict[Any, str] = {}
+            for path, group in groups.items():
+                first.setdefault((id(group), numbers.get(path)), path)
+            repeated = () if alike is None else alike.links.keys() & groups.keys() - {*first.values()}
+            with torch.enable_grad(), alike.leaving_out([*repeated]) if alike is not None else nullcontext():
                 forward()
-            traces = {one.region.path: one.region.group.op_trace for one in regions_of(model)}
+            traces = {path: group.op_trace for path, group in groups.items()}
         finally:
             remove(model)
     calls = {

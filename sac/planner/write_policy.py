@@ -57,9 +57,22 @@ def baselines(planner: Planner) -> tuple[Point, ...]:
     the 1st, 3rd, 5th … in forward order, as with ``do: alternate``.
     """
 
+    attention, products = resolve_ops(("attention",)), resolve_ops(_PRODUCTS)
+
+    def saved(profile: RegionProfile, label: str) -> Iterator[int]:
+        turn = 0
+        for entry in profile.candidates:
+            op = find_op(entry.op)
+            if op is not None and attention.matches(op):
+                yield entry.number
+            elif op is not None and products.matches(op):
+                if label == ATTENTION_MATMULS or turn % 2 == 0:
+                    yield entry.number
+                turn += 1
+
     def usual(label: str) -> Point:
-        saved = {path: frozenset(_saved(one, label)) for one in planner.profiles for path in one.paths}
-        return _by_hand(planner, label, saved)
+        of_profile = [(one.paths, frozenset(saved(one, label))) for one in planner.profiles]
+        return _by_hand(planner, label, {path: entries for paths, entries in of_profile for path in paths})
 
     return (*plain_baselines(planner), selective(planner), usual(ATTENTION_ALTERNATE), usual(ATTENTION_MATMULS))
 
@@ -112,19 +125,6 @@ def _by_hand(planner: Planner, label: str, saved: Mapping[str, frozenset[int]]) 
     choice = tuple(at[path] for path in planner.step.paths)
     beside.run(choice)
     return beside.point(label, choice)
-
-
-def _saved(profile: RegionProfile, label: str) -> Iterator[int]:
-    attention, products = resolve_ops(("attention",)), resolve_ops(_PRODUCTS)
-    turn = 0
-    for entry in profile.candidates:
-        op = find_op(entry.op)
-        if op is not None and attention.matches(op):
-            yield entry.number
-        elif op is not None and products.matches(op):
-            if label == ATTENTION_MATMULS or turn % 2 == 0:
-                yield entry.number
-            turn += 1
 
 
 # -- A plan as a commented policy file
