@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from html import escape
 from typing import Any
 
@@ -44,13 +44,14 @@ class Trace:
     """The decision for each op of a model under a config value; ``print`` shows a table per region group.
 
     ``rows`` are in the order of the forward, sizes in bytes. ``alternatives``: the other decisions that would change
-    the most time.
+    the most time. ``offloaded``: what became of values that rules offload, by region group.
     """
 
     model: str
     value: str
     rows: tuple[OpTraceRow, ...]
     alternatives: tuple[Alternative, ...] = ()
+    offloaded: Mapping[str, tuple[Offloaded, ...]] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the trace as plain values."""
@@ -67,7 +68,8 @@ class Trace:
         lines = [f"{self.model} under {self.value}", ""]
         for region, rows in self.regions().items():
             table = _decision_table(rows)
-            lines += [region, table.text(screen_width()), *(f"  {line}" for line in _totals(rows)), ""]
+            totals = [*_totals(rows), *_offload_lines(self.offloaded.get(region, ()))]
+            lines += [region, table.text(screen_width()), *(f"  {line}" for line in totals), ""]
         return "\n".join([*lines, wrapped_text(_otherwise(self.alternatives), screen_width())]).rstrip("\n")
 
     def __repr__(self) -> str:
@@ -82,7 +84,7 @@ class Trace:
             for row in rows:
                 sums[row.reason] = sums.get(row.reason, 0) + (row.bytes if row.decision != "recompute" else 0)
             chart = bars([(reason, size, bytes_text(size)) for reason, size in sums.items() if size])
-            totals = "<br>".join(map(escape, _totals(rows)))
+            totals = "<br>".join(map(escape, [*_totals(rows), *_offload_lines(self.offloaded.get(region, ()))]))
             parts.append(
                 f"<p>{escape(region)}: bytes of saved results</p>{chart}{_decision_table(rows).html()}{totals}"
             )
@@ -91,7 +93,12 @@ class Trace:
 
 def trace_of(model: nn.Module, name: str, value: str) -> Trace:
     """Return the trace of a model whose regions have run; ``name`` and ``value`` are how it names them."""
-    return Trace(name, value, decisions_of(model), _alternatives(model))
+    moved = {
+        group_label([one.path for one in regions]): tuple(filter(None, map(_offloaded, alike(regions))))
+        for _, regions in regions_by_group(model)
+    }
+    offloaded = {region: found for region, found in moved.items() if found}
+    return Trace(name, value, decisions_of(model), _alternatives(model), offloaded)
 
 
 def _alternatives(model: nn.Module) -> tuple[Alternative, ...]:
@@ -180,6 +187,18 @@ class UnmatchedOp:
 
 
 @dataclass(frozen=True, slots=True)
+class Offloaded:
+    """What became of values that rules offload in some regions of one group, per region: by rule, and the waits.
+
+    ``stall_ms``: milliseconds for which streams waited for copies, of inputs too; None where the device cannot time it.
+    """
+
+    regions: str
+    rules: tuple[OffloadUse, ...]
+    stall_ms: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class KindReport:
     """The numbers of one region group, per region; bytes are those of the last call, each whole storage counted once.
 
@@ -191,7 +210,8 @@ class KindReport:
     ``input_host_bytes``: inputs kept in host memory for a device, in addition to ``input_bytes``.
     ``dead_bytes``: saved by decision, then freed at the end of forward because backward can never read them.
     ``offloads``: what became of what rules offload; ``saved_bytes`` counts what stayed on the device, not what has
-    moved to the host.
+    moved to the host. ``stall_ms``: milliseconds for which streams waited for copies of inputs and of offloaded values,
+    at the mean of the regions; None where nothing was copied or the device cannot time it.
     ``engine``: the engine of the last call, ``replay`` or ``rerun``; empty if none was needed. ``no_replay``: why
     regions of this group are no longer replayed.
     """
@@ -211,6 +231,7 @@ class KindReport:
     engine: str = ""
     no_replay: str = ""
     offloads: tuple[OffloadUse, ...] = ()
+    stall_ms: float | None = None
 
     @property
     def offloaded_bytes(self) -> int:
@@ -262,12 +283,18 @@ class Report:
         """Bytes of inputs that all regions together hold in host memory for devices."""
         return sum(kind.input_host_bytes * kind.count for kind in self.kinds)
 
+    @property
+    def stall_ms(self) -> float | None:
+        """Milliseconds of one step for which streams waited for copies; None where the device cannot time it."""
+        found = [kind.stall_ms * kind.count for kind in self.kinds if kind.stall_ms is not None]
+        return sum(found) if found else None
+
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain values."""
         plain = asdict(self)
         for kind, told in zip(self.kinds, plain["kinds"], strict=True):
             told["kept_bytes"] = kind.kept_bytes
-        totals = ("kept_bytes", "input_host_bytes", "offloaded_bytes")
+        totals = ("kept_bytes", "input_host_bytes", "offloaded_bytes", "stall_ms")
         return {**plain, **{name: getattr(self, name) for name in totals}}
 
     def __str__(self) -> str:
@@ -305,13 +332,18 @@ class Report:
         return found
 
     def scalars(self, prefix: str = "sac/") -> dict[str, float]:
-        """Return figures for the logger of a trainer, in bytes over all regions: kept, of inputs, and per rule."""
+        """Return figures for the logger of a trainer, in bytes over all regions: kept, of inputs, and per rule.
+
+        ``stall_ms``, if the device has timed it, is in milliseconds.
+        """
         rules = {f"saved_bytes/{rule}": size for rule, size in self.saved_bytes_by_rule().items() if size}
-        totals = {"kept_bytes": self.kept_bytes, "input_bytes": self._input_bytes()}
+        totals: dict[str, float] = {"kept_bytes": self.kept_bytes, "input_bytes": self._input_bytes()}
         if self.input_host_bytes:
             totals["input_host_bytes"] = self.input_host_bytes
         if self.offloaded_bytes:
             totals["offloaded_bytes"] = self.offloaded_bytes
+        if self.stall_ms is not None:
+            totals["stall_ms"] = self.stall_ms
         return {f"{prefix}{name}": float(size) for name, size in (totals | rules).items()}
 
     def _input_bytes(self) -> int:
@@ -333,7 +365,8 @@ def report(model: nn.Module) -> Report:
     """Return a report of what the regions of ``model`` kept in their last forward with grad, in bytes.
 
     For a model without regions (mode none, an idle pipeline stage, ``sac.apply`` never called) the report has mode
-    ``none`` and is empty. Before the first forward all numbers are 0.
+    ``none`` and is empty. Before the first forward all numbers are 0. If values or inputs wait on the host, the report
+    waits for the device, to read how long it has waited for copies.
     """
     forwards = list(regions_of(model))
     if not forwards:
@@ -390,11 +423,28 @@ def _kind_report(regions: Sequence[Region]) -> KindReport:
         compiled_graphs=stats.compiled_graphs,
         engine=stats.engine,
         no_replay=group.evidence.not_replayable,
-        offloads=tuple(
-            replace(one, rule=group.table.rule_name(rule), held_bytes={**one.held_bytes})
-            for rule, one in sorted(stats.offloads.items())
-        ),
+        offloads=_offload_uses(regions[-1]),
+        stall_ms=_stall_ms(regions),
     )
+
+
+def _offload_uses(region: Region) -> tuple[OffloadUse, ...]:
+    table, found = region.group.table, region.stats.offloads
+    return tuple(
+        replace(found[rule], rule=table.rule_name(rule), held_bytes={**found[rule].held_bytes})
+        for rule in sorted(found)
+    )
+
+
+def _stall_ms(regions: Sequence[Region]) -> float | None:
+    found = [one.stats.stalls.milliseconds() for one in regions if one.stats.stalls is not None]
+    timed = [one for one in found if one is not None]
+    return sum(timed) / len(regions) if timed else None
+
+
+def _offloaded(regions: Sequence[Region]) -> Offloaded | None:
+    uses = _offload_uses(regions[-1])
+    return Offloaded(group_label(one.path for one in regions), uses, _stall_ms(regions)) if uses else None
 
 
 def _traced(group: RegionGroup) -> TracedCalls | None:
@@ -445,6 +495,20 @@ def _kind_lines(kind: KindReport, never: Sequence[str]) -> list[str]:
     return lines
 
 
+def _offload_lines(found: Sequence[Offloaded]) -> Iterator[str]:
+    for one in found:
+        where = f"{one.regions}: " if len(found) > 1 else ""
+        yield from (f"{where}{line}" for line in _rule_lines(one.rules, one.stall_ms))
+
+
+def _rule_lines(rules: Sequence[OffloadUse], stall_ms: float | None) -> Iterator[str]:
+    """Yield what became of what each rule offloads, and the time for which streams waited for copies."""
+    for one in rules:
+        yield f"offloaded by {'' if one.rule == 'default' else 'rule '}{one.rule}: {_offload_text(one)}"
+    if stall_ms is not None:
+        yield f"waits for copies, per region: {stall_ms:.2f} ms"
+
+
 def _offload_text(one: OffloadUse) -> str:
     spared = f", of which {bytes_text(one.spared_bytes)} were still on the device" if one.spared_bytes else ""
     parts = [f"{bytes_text(one.host_bytes)} to host memory{spared}"] if one.host_bytes else []
@@ -462,8 +526,7 @@ def _eager_lines(kind: KindReport, never: Sequence[str]) -> Iterable[str]:
     for use in kind.rules:
         if use.hits:
             yield f"  rule {use.rule}: {count_text(use.hits, 'call')}, {bytes_text(use.saved_bytes)} saved"
-    for one in kind.offloads:
-        yield f"  offloaded by {'' if one.rule == 'default' else 'rule '}{one.rule}: {_offload_text(one)}"
+    yield from (f"  {line}" for line in _rule_lines(kind.offloads, kind.stall_ms))
     idle = [use.rule for use in kind.rules if not use.hits and use.rule not in never]
     if idle and kind.has_run:
         yield f"  rules without a call here: {', '.join(idle)}"

@@ -21,6 +21,7 @@ from sac.policy.model import Decision, PlannedRegion
 from sac.recompute.table import NO_RULE as NO_RULE
 from sac.recompute.table import CallSite, DecisionTable, ResolvedRule, first_tensor
 from sac.stores.offload import OffloadUse
+from sac.stores.stalls import Stalls
 from sac.tensors import storage_bytes, tensors_of
 from sac.torch_private import tree_leaves
 
@@ -147,8 +148,9 @@ class RegionStats:
     """What the last call of one region kept. Two are equal if their bytes, calls of ops and graphs are.
 
     ``input_host_bytes``: of inputs kept in host memory for a device. ``compiled_graphs``: those of ``torch.compile``
-    that the first call ran. ``offloads``: what became of what rules offload, by rule. ``engine``: that of the last
-    call, empty if it needed none. ``native_ops``: those that the C++ library recorded.
+    that the first call ran. ``offloads``: what became of what rules offload, by rule. ``stalls``: the waits for copies;
+    None if nothing could be copied. ``engine``: that of the last call, empty if it needed none. ``native_ops``: those
+    that the C++ library recorded.
     """
 
     calls: int = field(default=0, compare=False)
@@ -159,6 +161,7 @@ class RegionStats:
     engine: str = field(default="", compare=False)
     native_ops: int = field(default=0, compare=False)
     offloads: Mapping[int, OffloadUse] = field(default_factory=dict)
+    stalls: Stalls | None = field(default=None, compare=False)
 
     @property
     def by_rule(self) -> dict[int, int]:

@@ -158,6 +158,7 @@ class Region:
         if settings.input_storing is not None or table.offloads:
             inputs.finish(settings.input_storing, args, kwargs, output)
         self.stats.offloads = frame.offloads
+        self.stats.stalls = inputs.call.stalls if inputs.call is not None else None
         if isinstance(recorder, (RerunRecorder, ReplayRecorder)):
             self._take_evidence(recorder, frame, signature)
         elif isinstance(recorder, ModuleRecorder):

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
+from sac.stores.stalls import Stalls
 from sac.torch_private import NO_TASK, current_graph_task_id, gather_into, when_backward_ends, will_execute_node
 
 # Note [Prefetched gathers]
@@ -78,13 +79,15 @@ class Gatherable(Protocol):
 class CallNode:
     """One region call and the calls before it; see Note [Prefetched gathers].
 
-    ``copies``: the values in host memory that its backward reads, in the order of the forward.
+    ``copies``: the values in host memory that its backward reads, in the order of the forward. ``stalls``: how long
+    streams have waited for these.
     """
 
-    __slots__ = ("__weakref__", "_before", "_shares", "copies")
+    __slots__ = ("__weakref__", "_before", "_shares", "copies", "stalls")
 
     def __init__(self) -> None:
         self.copies: list[weakref.ref[Any]] = []
+        self.stalls = Stalls()
         self._shares: list[weakref.ref[Gatherable]] = []
         self._before: list[tuple[Any, list[weakref.ref[CallNode]]]] = []  # node of an input, calls found from it
 

@@ -20,6 +20,7 @@ from sac.policy.model import OffloadSection
 from sac.policy.read import bytes_text
 from sac.stores.host_limit import default_limit
 from sac.stores.prefetch import CallNode
+from sac.stores.stalls import UNTIMED, timed_events
 from sac.torch_private import NO_TASK, current_graph_task_id, when_backward_ends
 
 # Note [Transfers]
@@ -290,6 +291,7 @@ class Transfers:
         self.is_async = module is not None
         self._module = module if module is not None else _OneStream()
         self._down, self._up = self._module.Stream(device), self._module.Stream(device)
+        self._new_event = timed_events(module)  # Note [Stalls]
         share = limits.host if isinstance(limits.host, float) else None
         self.pool = HostPool(self.host_memory, int(limits.host) if share is None else default_limit(share))
         self._is_full = False
@@ -397,7 +399,8 @@ class Transfers:
         current = self.current()
         if copy.source is not None:
             if current != copy.home:
-                current.wait_event(copy.down)
+                with self._timing(copy, current, copy.down):
+                    current.wait_event(copy.down)
             self._free_source(copy)
 
     def look(self, copy: HostCopy) -> torch.Tensor:
@@ -409,7 +412,8 @@ class Transfers:
                 if copy.target is None:
                     self._bring_up(self._siblings(copy), task)
                 found, home = copy.target, copy.target_home
-                current.wait_event(copy.up)
+                with self._timing(copy, current, copy.up):
+                    current.wait_event(copy.up)
             assert found is not None
             if current != home and all(current != reader for reader in copy.readers):
                 copy.readers.append(current)
@@ -431,7 +435,8 @@ class Transfers:
                 self._free_target(copy)  # the caller's memory has to belong to its stream
             if copy.target is None:
                 self._bring_up([copy], task)
-            current.wait_event(copy.up)
+            with self._timing(copy, current, copy.up):
+                current.wait_event(copy.up)
             found, copy.target, copy.task = copy.target, None, task
             assert found is not None
             return found
@@ -508,13 +513,27 @@ class Transfers:
 
     def _free_source(self, copy: HostCopy) -> None:
         if copy.source is not None:
-            _wait_for_all(copy.home, copy.down, copy.readers)
+            self._wait_for_all(copy, copy.home, copy.down)
             copy.source = None
 
     def _free_target(self, copy: HostCopy) -> None:
         if copy.target is not None:
-            _wait_for_all(copy.target_home, copy.up, copy.readers)
+            self._wait_for_all(copy, copy.target_home, copy.up)
             copy.target = None
+
+    def _wait_for_all(self, copy: HostCopy, home: Any, event: Any) -> None:
+        """Let the stream ``home``, whose memory is about to be freed, wait for a copy and for other streams' reads."""
+        with self._timing(copy, home, event):
+            home.wait_event(event)
+        for reader in copy.readers:
+            if reader != home:
+                home.wait_stream(reader)
+
+    def _timing(self, copy: HostCopy, stream: Any, event: Any) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which ``stream`` waits for ``copy``; see Note [Stalls]."""
+        if self._new_event is None or copy.call is None:
+            return UNTIMED
+        return copy.call.stalls.around(stream, event, self._new_event)
 
     def _in_flight(self) -> int:
         return sum(_size(one()) for one in self._flying)
@@ -536,14 +555,6 @@ def _size(copy: HostCopy | None) -> int:
 def _waits(copy: HostCopy | None, task: int) -> bool:
     """Return whether ``copy`` was brought up and has not been asked for in this backward."""
     return copy is not None and copy.target is not None and copy.task != task
-
-
-def _wait_for_all(home: Any, event: Any, readers: list[Any]) -> None:
-    """Let the stream ``home``, whose memory is about to be freed, wait for a copy and for other streams' reads."""
-    home.wait_event(event)
-    for reader in readers:
-        if reader != home:
-            home.wait_stream(reader)
 
 
 def _free_targets(copies: Iterable[weakref.ref[HostCopy]]) -> None:

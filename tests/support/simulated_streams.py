@@ -58,13 +58,17 @@ class Memory:
 class Event:
     """What a stream knew when it recorded this, and its time."""
 
-    def __init__(self, simulation: Simulation, knows: Clock, seconds: float) -> None:
+    def __init__(self, simulation: Simulation) -> None:
         self.simulation = simulation
-        self.knows = knows
-        self.seconds = seconds
+        self.knows: Clock = {}
+        self.seconds = 0.0
 
     def synchronize(self) -> None:
+        self.simulation.log.append("the host waits")
         self.simulation.learn(HOST, self.knows)
+
+    def elapsed_time(self, other: Event) -> float:
+        return (other.seconds - self.seconds) * 1e3
 
 
 class Stream:
@@ -74,9 +78,12 @@ class Stream:
         self.simulation = simulation
         self.name = name
 
-    def record_event(self) -> Event:
-        self.simulation.log.append(f"{self.name} records")
-        return Event(self.simulation, dict(self.simulation.clocks[self.name]), self.simulation.seconds[self.name])
+    def record_event(self, event: Event | None = None) -> Event:
+        if event is None:  # those with times say nothing of the order
+            self.simulation.log.append(f"{self.name} records")
+        event = event or Event(self.simulation)
+        event.knows, event.seconds = dict(self.simulation.clocks[self.name]), self.simulation.seconds[self.name]
+        return event
 
     def wait_event(self, event: Event) -> None:
         self.simulation.log.append(f"{self.name} waits")
@@ -92,7 +99,7 @@ class Stream:
 class Simulation(TorchDispatchMode):
     """See above. `races` holds what was found, `log` who recorded, waited and copied, in order.
 
-    It stands in for torch's device module too: `Stream`, `stream` and `current_stream` are those of `torch.cuda`.
+    It stands in for torch's device module too: `Stream`, `Event`, `stream` and so on are those of `torch.cuda`.
     """
 
     def __init__(self, bytes_per_second: float = float("inf")) -> None:
@@ -117,6 +124,9 @@ class Simulation(TorchDispatchMode):
         self.made += 1
         self.late[f"side {self.made}"] = deque()
         return self.stream_named(f"side {self.made}")
+
+    def Event(self, enable_timing: bool = False) -> Event:
+        return Event(self)
 
     @contextlib.contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
