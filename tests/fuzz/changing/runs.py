@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import warnings
@@ -11,17 +12,20 @@ from random import Random
 from types import ModuleType
 from typing import Any
 
+import pytest
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import sac
 from sac.errors import SacError
 from tests.fuzz.changing.comparing import differences, seeded, state_of
 from tests.fuzz.changing.programs import Program, draw_program, write_program
+from tests.support.simulated_streams import simulated_streams
 
 EQUAL, LIMIT, REFUSED, WRONG, UNSEEN, ERROR = "equal", "limit", "refused", "wrong", "unseen", "error"
-ENGINES = ("auto", "replay")  # which have to be right on every program
+ENGINES = ("auto", "replay", "offload")  # which have to be right on every program; the last on a simulated device
 MODES = (
     "modules",
+    "offload modules",
     "rerun",
     "full",
     "checkpoint",
@@ -51,6 +55,14 @@ WHOLE_MODULES: tuple[tuple[dict[str, Any], ...], ...] = (
     ({"module": "inside_*", "do": "save"},),
     ({"module": "{fc,drop,norm,emb}_*", "do": "alternate"}, {"ops": "matmul", "do": "save"}),
     ({"module": "**.{fc,layers}_*", "do": "save"},),
+)
+PLAIN_ENGINES = ("auto", "replay")
+OFFLOADING = ("offload", "offload modules")
+WINDOWS: tuple[dict[str, Any], ...] = (
+    {"min_bytes": 1, "in_flight": 0, "ahead": "1MiB"},
+    {"min_bytes": 1, "in_flight": 0, "ahead": 0},
+    {"min_bytes": 1, "in_flight": "1KiB", "ahead": "1KiB"},
+    {"min_bytes": 64, "in_flight": "512B", "ahead": 0},
 )
 
 
@@ -130,20 +142,48 @@ def value_of(way: str, seed: int) -> dict[str, Any]:
         return value | ({"store": "host", "keep": "all"} if pick.random() < 0.1 else {})
     rules = [
         {"id": f"rule-{at}", **rule, **({"optional": True} if pick.random() < 0.9 else {})}
-        for at, rule in enumerate(pick.choice(WHOLE_MODULES if way == "modules" else RULES))
+        for at, rule in enumerate(pick.choice(WHOLE_MODULES if "modules" in way else RULES))
     ]
-    default = "save" if pick.random() < 0.1 else "recompute"
-    if default == "save":
+    keeping = "offload" if way in OFFLOADING else "save"
+    rules = [{**rule, "do": offloading(rule["do"], pick)} if way in OFFLOADING else rule for rule in rules]
+    default = keeping if pick.random() < 0.1 else "recompute"
+    if default != "recompute":
         rules = [
             {**rule, "do": "recompute"} if pick.random() < 0.5 and "module" not in rule else rule for rule in rules
         ]
     policy = {"schema": "sac/v1", "name": "drawn", "default": default, **({"rules": rules} if rules else {})}
     value = {"mode": "selective", "blocks": ["blocks.*"], "policy": policy}
-    if way in (*ENGINES, "modules", "rerun"):
-        value["engine"] = pick.choice(ENGINES) if way == "modules" else way
+    if way in OFFLOADING:
+        policy["offload"] = pick.choice(WINDOWS) | {"inputs": pick.random() < 0.3}
+        value["host_memory"] = pick.choice(["64MiB", "64MiB", "2KiB"])
+    if way in (*ENGINES, "modules", "rerun", "offload modules"):
+        value["engine"] = way if way in PLAIN_ENGINES or way == "rerun" else pick.choice(PLAIN_ENGINES)
+        if way == "offload modules":
+            value["engine"] = pick.choice((*PLAIN_ENGINES, "rerun"))
         value["verify"] = pick.choice(["first", "first", "first", "always", "never"])
         value["early_stop"] = pick.random() < 0.8
     return value
+
+
+def offloading(do: str, pick: Random) -> Any:
+    """The decision of a rule in a program that offloads."""
+    return (
+        {"alternate": pick.choice([["offload", "recompute"], ["recompute", "offload"]])}
+        if do == "alternate"
+        else "offload"
+    )
+
+
+@contextlib.contextmanager
+def on_its_device(way: str) -> Iterator[None]:
+    """A simulated device, if the way offloads; an error at the end if an access was unordered."""
+    if way not in OFFLOADING:
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        with simulated_streams(patch) as device:
+            yield
+        assert device.races == [], device.races[:3]
 
 
 def put(way: str, value: dict[str, Any], module: ModuleType, model: Any) -> None:
@@ -172,12 +212,13 @@ def outcome(prepared: Prepared, way: str) -> Outcome:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            for found in _shown(prepared.source, functools.partial(put, way, value)):
-                differing = differences(prepared.expected[step], found)
-                if differing:
-                    kind = UNSEEN if prepared.hidden and way not in ENGINES else WRONG
-                    return Outcome(kind, step, ", ".join(differing))
-                step += 1
+            with on_its_device(way):
+                for found in _shown(prepared.source, functools.partial(put, way, value)):
+                    differing = differences(prepared.expected[step], found)
+                    if differing:
+                        kind = UNSEEN if prepared.hidden and way not in ENGINES else WRONG
+                        return Outcome(kind, step, ", ".join(differing))
+                    step += 1
         except Exception as error:
             return Outcome(_kind_of(error, prepared, way), step, f"{type(error).__name__}: {error}")
     if step < len(prepared.expected):
