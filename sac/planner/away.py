@@ -78,6 +78,9 @@ class _TransfersWithoutData(Transfers):
         return self._empty.new_empty(copy.size)
 
 
+MAKES_TARGETS = _TransfersWithoutData.new_target.__code__  # what it makes is for values that come back
+
+
 class TransfersWithoutData(TransfersByDevice):
     """The transfers of one step of a plan, under the policy's limits; see Note [Transfers without data]."""
 

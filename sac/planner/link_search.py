@@ -99,7 +99,7 @@ class LinkProblem:
 
     def fits(self, found: LinkPlan, budget: int) -> bool:
         """Return whether a plan is within the budgets of device and host."""
-        return found.peak <= budget and (self.link.host is None or found.clocked.host <= self.link.host)
+        return found.peak <= budget and self.link.has_room(found.clocked.host)
 
     def windows(self) -> list[Windows]:
         """Return the limits to try."""

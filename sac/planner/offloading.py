@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import copy
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from sac.planner.choices import Choice
 from sac.planner.layers import MemoryConstraint
-from sac.planner.link_search import LinkOption, LinkProblem, Row
+from sac.planner.link_search import LinkOption, LinkPlan, LinkProblem, Row
 from sac.planner.profile import Engine, RegionProfile
 from sac.planner.search import Planner, Point
 from sac.planner.step_time import region_times
@@ -58,13 +59,33 @@ class OffloadPlanner:
         self.planner = planner
         self.link = link
         self.times: StepTimes = region_times(planner)
-        found = [
+        self._take(
             _with_offloading(profile, choices, planner.pricing.run_by, link.smallest)
             for profile, choices in zip(planner.profiles, planner.choices, strict=True)
-        ]
-        self._known = tuple(tuple(known for _, known in of_group) for of_group in found)  # index without offloading
-        self.choices = tuple(tuple(choice for choice, _ in of_group) for of_group in found)
-        self._beside = planner.knowing(self.choices)
+        )
+
+    def _take(self, found: Iterable[Sequence[tuple[Choice, int]]]) -> None:
+        """Use these choices of each group, each with the index of that without offloading among the planner's."""
+        pairs = tuple(map(tuple, found))
+        self.known = tuple(tuple(known for _, known in of_group) for of_group in pairs)
+        self.choices = tuple(tuple(choice for choice, _ in of_group) for of_group in pairs)
+        self._beside = self.planner.knowing(self.choices)
+
+    def among(self, planner: Planner, found: Iterable[Sequence[tuple[Choice, int]]]) -> OffloadPlanner:
+        """Return a planner that has the choices ``found`` instead, of those of ``planner``, which knows more."""
+        other = copy.copy(self)
+        other.planner = planner
+        other._take(found)
+        return other
+
+    def estimated(self, choice: tuple[int, ...], section: OffloadSection) -> LinkPlan:
+        """Return what the clock says of a choice under the limits of ``section``, and its estimated peak."""
+        return self._problem(inputs=section.inputs).run(choice, _windows(section))
+
+    def measured(self, label: str, choice: tuple[int, ...], section: OffloadSection) -> tuple[Point, Clocked]:
+        """Run a step with a choice; return its costs, and what the clock says of it."""
+        clocked = self.estimated(choice, section).clocked
+        return self._point(label, choice, clocked, section), clocked
 
     def plan(self, budget: int) -> Offloaded | None:
         """Return the fastest plan found whose step is within ``budget`` bytes; None if there is none."""
@@ -130,7 +151,7 @@ class OffloadPlanner:
                         choice.sent,
                         own_input if choice.keep is not None else 0,
                     )
-                    for choice, known in zip(choices, self._known[group], strict=True)
+                    for choice, known in zip(choices, self.known[group], strict=True)
                 )
             )
         away = [0]
@@ -140,10 +161,30 @@ class OffloadPlanner:
         for moment, constraint in zip(step.moments, step.constraints(), strict=True):
             own = constraint.own
             if own is not None:
-                own = tuple(own[known] for known in self._known[groups[moment.position]])
+                own = tuple(own[known] for known in self.known[groups[moment.position]])
             base = constraint.base - away[moment.position]
             rows.append(Row(MemoryConstraint(base, constraint.upto, own), moment.position, moment.in_backward))
         return LinkProblem(groups, tuple(options), tuple(rows), self.times, self.link)
+
+
+def _windows(section: OffloadSection) -> Windows:
+    return Windows(
+        LIMITS.in_flight if section.in_flight is None else section.in_flight,
+        LIMITS.ahead if section.ahead is None else section.ahead,
+    )
+
+
+def sending(profile: RegionProfile, choice: Choice, wanted: frozenset[int], engine: Engine, smallest: int) -> Choice:
+    """Return ``choice`` with those of the entries ``wanted`` on the host that can leave the device."""
+    units = _units(profile, choice, engine, smallest) if choice.keep is not None else []
+    leaving = [unit for unit in units if unit[0] <= wanted]
+    entries = frozenset[int]().union(*(one for one, _ in leaving))
+    return _on_host(choice, entries, tuple(size for _, sizes in leaving for size in sizes))
+
+
+def _on_host(choice: Choice, entries: frozenset[int], sent: tuple[int, ...]) -> Choice:
+    label = f"{choice.label}, {len(entries)} on the host" if entries else choice.label
+    return replace(choice, label=label, bytes=choice.bytes - sum(sent), offloaded=entries, sent=sent)
 
 
 def _all_offloaded(choices: Sequence[Choice]) -> int:
@@ -166,9 +207,7 @@ def _with_offloading(
         choice = choices[at]
         assert choice.keep is not None
         for entries, sent in _parts(profile, choice, engine, smallest):
-            label = f"{choice.label}, {len(entries)} on the host" if entries else choice.label
-            offloaded = replace(choice, label=label, bytes=choice.bytes - sum(sent), offloaded=entries, sent=sent)
-            found.append((offloaded, at))
+            found.append((_on_host(choice, entries, sent), at))
     found.sort(key=lambda one: (one[0].bytes, sum(one[0].sent), one[0].seconds))
     front: list[tuple[Choice, int]] = []
     for one, at in found:

@@ -16,6 +16,7 @@ from sac.planner.peak import PeakBreakdown
 from sac.planner.pricing import Pricing
 from sac.planner.profile import RegionProfile
 from sac.planner.search import Planner, Point
+from sac.planner.step_time import plain_step_seconds
 from sac.planner.transfer_clock import Link
 from sac.policy.model import Policy
 from sac.policy.read import bytes_text
@@ -50,6 +51,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     step_s: float | None = None  # if asked for: the predicted seconds of a whole step
     link: Link | None = None  # if values may wait on the host
+    offloaded: Offloaded | None = None  # if some do
     explained: tuple[PeakBreakdown, ...] = ()  # if asked for: the peak of the plan, and of the choice with the least
 
 
@@ -113,7 +115,7 @@ def make_plan(
     return Plan(
         replace(policy, offload=section), point, allowed, min(least.peak, point.peak), most.peak, planner.profiles,
         choices, planner.pricing, planner.step.static, planner.step.extra, planner.groups, planner.step.paths,
-        planner.times, notes=tuple(notes), link=link,
+        planner.times, notes=tuple(notes), link=link, offloaded=offloaded,
     )  # fmt: skip
 
 
@@ -133,16 +135,16 @@ def refuse_to_offload(planner: Planner, *, same_layers: bool) -> None:
         raise PlanError(problems)
 
 
-def refuse_with_link(where: str, *, real: bool = False, simplifies: bool = False, explains: bool = False) -> None:
-    """Raise ``PlanError`` for what cannot be asked for together with a link; ``where`` names it in messages."""
-    reasons = {
-        "steps on real tensors do not show what leaves a device": real,
-        "simplifying does not know what is on the host": simplifies,
-        "an explanation does not know what is on the host": explains,
-    }
-    problems = [Problem(where, reason, fix="leave one of the two out") for reason, is_so in reasons.items() if is_so]
-    if problems:
-        raise PlanError(problems)
+def refuse_with_link(where: str, *, real: bool) -> None:
+    """Raise ``PlanError`` for steps on real tensors together with a link; ``where`` names it in messages."""
+    if real:
+        found = "steps on real tensors do not show what leaves a device"
+        raise PlanError(Problem(where, found, fix="leave one of the two out"))
+
+
+def with_step_seconds(planner: Planner, made: Plan) -> Plan:
+    """Return the plan with the predicted seconds of a whole step, in which it may wait for copies."""
+    return replace(made, step_s=plain_step_seconds(planner) + made.point.seconds + made.point.stall)
 
 
 def notes_on(offloaded: Offloaded) -> list[str]:
@@ -161,12 +163,13 @@ def notes_on(offloaded: Offloaded) -> list[str]:
 
 def explained(planner: Planner, made: Plan) -> Plan:
     """Return the plan with what is alive at its peak, and at the least peak that was found if that is lower."""
-    planner = planner.knowing(made.choices)
+    beside, section = planner.knowing(made.choices), made.policy.offload
+    planner = planner if section is not None else beside  # choices that offload are not numbered as those before
     planner.progress(0, 3, "the least peak")
     planner.run(planner.least().choice)
     least = min(planner.records, key=lambda choice: planner.point("least", choice).peak)
     planner.progress(1, 3, "what is alive at the peak")
-    found = [planner.explain(made.point.choice, made.point.label)]
+    found = [beside.explain(made.point.choice, made.point.label, section)]
     if planner.point("least", least).peak < made.point.peak:
         planner.progress(2, 3, "what is alive at the least peak")
         found.append(planner.explain(least, "least"))

@@ -21,13 +21,12 @@ from sac.planner.devices import Device
 from sac.planner.fakes import Inputs, is_on_meta, off_meta
 from sac.planner.gpu_ops import lowered_to, not_lowered
 from sac.planner.link_rates import link_of
-from sac.planner.plan_file import Plan, make_plan, refuse_with_link
+from sac.planner.plan_file import Plan, make_plan, refuse_with_link, with_step_seconds
 from sac.planner.plan_view import policy_of_sizes, policy_with_figures
 from sac.planner.prepare import figures_of, prepare, refuse_unfit
 from sac.planner.search import Progress
 from sac.planner.simplify import read_share, simplified
 from sac.planner.sizes import plan_sizes
-from sac.planner.step_time import plain_step_seconds
 from sac.planner.write_policy import on_host, plain_baselines, selective
 from sac.policy.model import Policy
 from sac.region.rng import random_state_kept
@@ -201,7 +200,7 @@ def plan(
     to_host = None
     if link is not None or host_memory is not None:
         to_host = link_of(figures_of(model, device), link=link, host=host_memory)
-        refuse_with_link("link", real=real, simplifies=share is not None)
+        refuse_with_link("link", real=real)
 
     def plan_of(inputs: Any, progress: Progress | None = None) -> Plan:
         given, placed = _given(inputs), model
@@ -227,7 +226,7 @@ def plan(
             if share is not None:
                 made = simplified(planner, made, share)
             if sizes is not None:
-                return replace(made, step_s=plain_step_seconds(planner) + made.point.seconds)
+                return with_step_seconds(planner, made)
             beside = (*plain_baselines(planner), selective(planner), *on_host(planner, made))
             return replace(made, baselines=beside)
 

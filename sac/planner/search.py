@@ -107,9 +107,13 @@ class Planner:
         self.step.learn(record, choice)
         return record
 
-    def explain(self, choice: tuple[int, ...], label: str) -> PeakBreakdown:
-        """Run a step with this choice once more, and return what is alive at its peak; see ``StepModel.peak_of``."""
-        with self._applied(choice, lists_ops=True):
+    def explain(self, choice: tuple[int, ...], label: str, section: OffloadSection | None = None) -> PeakBreakdown:
+        """Run a step with this choice once more, and return what is alive at its peak; see ``StepModel.peak_of``.
+
+        ``section``: that of ``run_offloading``, if values leave the device.
+        """
+        transfers = None if section is None else TransfersWithoutData(section, None)
+        with self._applied(choice, lists_ops=True, section=section, transfers=transfers):
             found = explained_step(
                 self.model,
                 self.inputs,
@@ -120,13 +124,13 @@ class Planner:
                 warm_up=self._warms_up,
                 accumulates=self.accumulates,
             )
-        record = self.run(choice)
-        others = self.step.in_flight - 1
+        others = self.step.in_flight - 1  # none, if values leave the device
+        of_others = others * self.step.others_of(self.run(choice)) if others else 0
         return with_more(
             found,
             (
                 AliveRow(OPTIMIZER, "(model)", "", "", 1, self.step.extra),
-                AliveRow(IN_FLIGHT, "(model)", "", "", others, others * self.step.others_of(record)),
+                AliveRow(IN_FLIGHT, "(model)", "", "", others, of_others),
             ),
         )
 

@@ -36,6 +36,10 @@ class Link:
     host: int | None = None
     smallest: int = 1 << 20
 
+    def has_room(self, size: int) -> bool:
+        """Return whether so many bytes may wait on the host."""
+        return self.host is None or size <= self.host
+
     def __str__(self) -> str:
         room = "" if self.host is None else f", {bytes_text(self.host)} of host memory"
         return f"{self.down / 1e9:.4g} GB/s down, {self.up / 1e9:.4g} GB/s up{room}"

@@ -22,7 +22,7 @@ from sac.planner.devices import Device, device_at_hand, device_named
 from sac.planner.fakes import Build, call, fake_build, fake_inputs, fake_mode
 from sac.planner.link_rates import link_of
 from sac.planner.parallel import Experts, Stage, parallelized, ranks_of, sent, stage_of
-from sac.planner.plan_file import Plan, explained, make_plan, refuse_with_link
+from sac.planner.plan_file import Plan, explained, make_plan, refuse_with_link, with_step_seconds
 from sac.planner.plan_view import heading_of, heading_of_sizes, notes_of, table_of
 from sac.planner.planning import needs_lowering, planned
 from sac.planner.prepare import prepare
@@ -31,7 +31,6 @@ from sac.planner.sharding import fake_ranks
 from sac.planner.simplify import read_share, simplified
 from sac.planner.sizes import PlannedSizes, notes_of_sizes, plan_sizes, refuse_share, table_of_sizes
 from sac.planner.step import Sends
-from sac.planner.step_time import plain_step_seconds
 from sac.planner.transfer_clock import Link
 from sac.planner.write_policy import forward_seconds, with_alternatives, write_policy
 from sac.policy.read import bytes_text
@@ -249,7 +248,7 @@ def _made(
         if request.simplify is not None:
             made = simplified(planner, made, read_share(request.simplify))
         if request.sizes is not None:
-            return replace(made, step_s=plain_step_seconds(planner) + made.point.seconds)
+            return with_step_seconds(planner, made)
         if request.explain is not None:
             made = explained(planner, made)
         made = with_alternatives(planner, made, same_layers=request.same_layers)
@@ -328,8 +327,7 @@ def _link(request: PlanRequest, device: Device, calibration: Calibration | None)
 def _check_with_link(request: PlanRequest) -> None:
     given = request.link is not None or request.link_share is not None or request.host_memory is not None
     if given:
-        simplifies, explains = request.simplify is not None, request.explain is not None
-        refuse_with_link("--link", real=request.real, simplifies=simplifies, explains=explains)
+        refuse_with_link("--link", real=request.real)
 
 
 def _check_link(request: PlanRequest) -> None:

@@ -176,9 +176,7 @@ def test_training(given: list[str], text: str, capsys: pytest.CaptureFixture[str
         (["--calibration", "nowhere"], "nowhere: the file cannot be read: No such file or directory"),
         (["--out", "nowhere/p.yaml"], "nowhere/p.yaml: the file cannot be written: No such file or directory"),
         (
-            ["--link", "5", "--link-share", "0%", "--host-memory", "x", "--explain"],
-            "--link: an explanation does not know what is on the host\n"
-            "    fix: leave one of the two out\n"
+            ["--link", "5", "--link-share", "0%", "--host-memory", "x"],
             'link: "5" is not the rate of a link\n'
             '    legal: bytes per second, "55GB/s"; to the host and back, "295GB/s,342GB/s"; or "listed"\n'
             'link_share: "0%" is not a share of the link\n'

@@ -127,8 +127,9 @@ def test_with_a_link_values_wait_on_the_host(
     assert 0 <= found["plan"]["host_bytes"] <= 1 << 20
     assert found["plan"]["stall_s"] >= 0
     assert found["plan"]["fits"]
-    assert main(wanted) == 0
+    assert main([*wanted, "--simplify", "5%", "--explain"]) == 0
     lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("plan: ") for line in lines)
     assert lines[1].endswith("; link to the host: 20 GB/s down, 20 GB/s up, 1.0 MiB of host memory")
     assert lines[3].split()[-3:] == ["host", "stall", "fits"]
 

@@ -17,9 +17,11 @@ from sac.planner.fake_op_cache import FakeOpCache
 from sac.planner.fakes import fake_copy, fake_inputs, fake_mode
 from sac.planner.live_bytes import Ledger
 from sac.planner.offloading import EVERYTHING, FULL_ON_HOST, OffloadPlanner
-from sac.planner.plan_file import Plan, make_plan
+from sac.planner.peak import FETCHED_ACTIVATIONS
+from sac.planner.plan_file import Plan, explained, make_plan, notes_on
 from sac.planner.prepare import prepare
 from sac.planner.search import Planner
+from sac.planner.simplify import simplified
 from sac.planner.step import run_step
 from sac.planner.transfer_clock import Link
 from sac.planner.write_policy import write_policy
@@ -137,6 +139,39 @@ def test_baselines(planner):
     assert full.kept < planner.point("full", planner.every_nth(1)).kept
     assert everything.host > full.host
     assert everything.seconds < full.seconds
+
+
+def test_an_explanation_is_of_the_planned_peak(planner, planned):
+    made = explained(planner, planned)
+    first, *rest = made.explained
+    assert first.peak_bytes == sum(row.bytes for row in first.rows) == made.point.peak
+    assert all(least.peak_bytes < made.point.peak for least in rest)
+    assert any(row.category == FETCHED_ACTIVATIONS for row in first.curve.rows)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.02, 0.3])
+def test_a_simplified_plan_offloads_within_the_time_and_the_budget(planner, planned, monkeypatch, share):
+    found = simplified(planner, planned, share)
+    assert len(found.policy.rules) < len(planned.policy.rules) or found is planned
+    assert found is not planned or not share
+    assert found.policy.offload == planned.policy.offload
+    assert found.offloaded.step_s <= (1 + share) * planned.offloaded.step_s
+    assert found.point.is_checked
+    assert found.point.peak <= found.budget
+    told = [note for note in found.notes if note.startswith("the step is predicted to take ")]
+    assert told == [notes_on(found.offloaded)[0]]
+    ledger = replace(planner.knowing(found.choices), ledger=lambda: Ledger(1, None, FakeOpCache(), on_host=False))
+    record, host = ledger.run_offloading(found.point.choice, found.policy.offload)
+    value = selective(policy(), engine="auto", verify="never") | {"policy": found.policy}
+    assert host == found.point.host
+    assert record.peak - record.static == peak_on_a_device(value, monkeypatch)
+
+
+def test_a_simplified_plan_stays_within_the_host(planner, planned):
+    more = simplified(planner, planned, 0.02).point.host
+    assert more > planned.point.host
+    tight = make_plan(planner, "10%", link=replace(LINK, host=planned.point.host))
+    assert simplified(planner, tight, 0.02).point.host <= planned.point.host
 
 
 def test_what_cannot_offload_is_refused(planner):
