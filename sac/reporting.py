@@ -306,8 +306,7 @@ class Report:
             lines.append(f"of each region's inputs: {self.kept_inputs}")
         for kind in self.kinds:
             lines += _kind_lines(kind, self.zero_hit_rules)
-        if self.zero_hit_rules:
-            lines.append(f"rules without a call: {', '.join(self.zero_hit_rules)}")
+        lines += without_call(self.zero_hit_rules)
         lines += _otherwise(self.alternatives)
         if self.left_alone:
             lines.append(f"frozen, left alone: {group_label(self.left_alone)}")
@@ -475,6 +474,11 @@ def _unmatched(group: RegionGroup) -> Iterable[UnmatchedOp]:
     return (UnmatchedOp(op, *amounts) for op, amounts in dearest[:UNMATCHED_SHOWN])
 
 
+def without_call(rules: Sequence[str], label: str = "rules without a call") -> list[str]:
+    """Return the line that lists ``rules``; none if there are none."""
+    return [f"{label}: {', '.join(rules)}"] if rules else []
+
+
 def _kind_lines(kind: KindReport, never: Sequence[str]) -> list[str]:
     """Return the lines of one region group; ``never``: rules without a call in any group, listed elsewhere."""
     lines = list(_eager_lines(kind, never)) if kind.calls or not kind.has_run else []
@@ -527,9 +531,9 @@ def _eager_lines(kind: KindReport, never: Sequence[str]) -> Iterable[str]:
         if use.hits:
             yield f"  rule {use.rule}: {count_text(use.hits, 'call')}, {bytes_text(use.saved_bytes)} saved"
     yield from (f"  {line}" for line in _rule_lines(kind.offloads, kind.stall_ms))
-    idle = [use.rule for use in kind.rules if not use.hits and use.rule not in never]
-    if idle and kind.has_run:
-        yield f"  rules without a call here: {', '.join(idle)}"
+    if kind.has_run:
+        idle = [use.rule for use in kind.rules if not use.hits and use.rule not in never]
+        yield from without_call(idle, "  rules without a call here")
     if kind.dead_bytes:
         yield f"  freed, since backward never reads it: {bytes_text(kind.dead_bytes)}"
     if kind.no_replay:

@@ -15,7 +15,7 @@ from sac.planner.peak import CATEGORIES, Curve, short_op
 from sac.policy.model import Policy, limits_of
 from sac.policy.read import bytes_text
 from sac.recompute.op_trace import OpTraceRow
-from sac.reporting import Report, group_label
+from sac.reporting import Report, group_label, without_call
 from sac.tables import count_text, flops_text
 from sac.tools.comparison import Comparison, GroupDecisions, ModeResult
 
@@ -267,9 +267,7 @@ def _policies(rows: Sequence[ModeResult]) -> str:
 def _policy(number: int, row: ModeResult, policy: Policy, report: Report) -> str:
     swatch = f'<span class="swatch" style="background: var(--mode-{number % _COLOURS})"></span>'
     named = f" <small>policy {escape(policy.name)}</small>" if policy.name != row.mode else ""
-    rest = [f"everything else: {policy.default.value}"]
-    if report.zero_hit_rules:
-        rest.append(f"rules without a call: {', '.join(report.zero_hit_rules)}")
+    rest = [f"everything else: {policy.default.value}", *without_call(report.zero_hit_rules)]
     columns = ("rule", "what it matches", "calls", "per region", "all regions")
     head = "".join(_header(name, is_right=place > 1) for place, name in enumerate(columns))
     otherwise = "".join(f"<li>{escape(str(one))}</li>" for one in report.alternatives)
