@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from sac.torch_private import UnseenByModes, neg_view
+from sac.torch_private import UnseenByModes
 
 # -- Storages, version and metadata of a tensor
 
@@ -180,42 +180,6 @@ def placed_on(storage: torch.UntypedStorage, tensor: torch.Tensor) -> torch.Tens
     guard = UnseenByModes() if UnseenByModes is not None else None
     try:
         return tensor.new_empty(0).set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
-    finally:
-        del guard
-
-
-def laid_out(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return the values of a plain tensor in the memory layout of ``like``, made unseen by any mode.
-
-    No two elements of ``like``, for example a tensor on the meta device, share a place in memory.
-    """
-    guard = UnseenByModes() if UnseenByModes is not None else None
-    try:
-        fresh = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=tensor.device)
-        found = fresh.conj() if like.is_conj() else fresh
-        found = neg_view(found) if like.is_neg() else found
-        found.copy_(tensor)
-        tell_of(fresh)
-        return found.detach()
-    finally:
-        del guard
-
-
-def layout_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return a tensor without data that has the memory layout of ``tensor``, a plain one, for ``laid_out``.
-
-    None if several elements of ``tensor`` may share a place in memory.
-    """
-    end = 0
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1 and stride <= end:
-            return None
-        end += (size - 1) * stride
-    guard = UnseenByModes() if UnseenByModes is not None else None
-    try:
-        empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-        empty = empty.conj() if tensor.is_conj() else empty
-        return neg_view(empty) if tensor.is_neg() else empty
     finally:
         del guard
 

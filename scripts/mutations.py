@@ -626,7 +626,7 @@ MUTATIONS = (
     Mutation(
         "layout-refused",
         12,
-        "stores/store.py",
+        "stores/layout.py",
         "contiguous inputs are kept whole, in silence",
         "if stride[i] < extent:",
         "if stride[i] <= extent:",

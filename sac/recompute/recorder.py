@@ -158,9 +158,9 @@ def figures_of_tape(
                 dead[address] = storage_bytes(part)
                 freed.setdefault(address, []).append(value)
     for handle in loose:
-        if isinstance(handle.value, Tensor):
+        if (found := handle.on_device) is not None:
             rule = rule_at.get(handle.storage, NO_RULE)
-            for part in tensor_parts(handle.value):
+            for part in tensor_parts(found):
                 sizes.setdefault(storage_address(part), (storage_bytes(part), rule))
     rules = dict.fromkeys(rule_of.values(), 0)
     for size, rule in sizes.values():
@@ -1171,7 +1171,7 @@ class ReplayRecorder(TapeRecorder, Recorder):
             whole = (tensor for value, tensor in held.items() if value not in parts)
             addresses = {storage_address(part) for tensor in whole for part in tensor_parts(tensor)}
             compact([*parts.values(), *(handle for handle in loose if handle.storage not in addresses)])
-            tape.kept.update((value, one.value) for value, one in parts.items() if isinstance(one.value, Tensor))
+            tape.kept.update((value, one.on_device) for value, one in parts.items() if one.on_device is not None)
         if layout is not None and sizes is not None and layout.sizes == sizes:
             self.figures = layout.figures
         else:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from sac.outer_hooks import OuterPacked
+from sac.stores.layout import distributed_again, distribution_of, local_of
 from sac.stores.prefetch import CallNode
-from sac.stores.store import distributed_again, distribution_of, local_of
 from sac.stores.transfers import HostCopy, TransfersByDevice
 from sac.torch_private import FakeTensor, UnseenByModes, neg_view, storage_use_count
 

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from sac.outer_hooks import OuterPacked, PackHooks, fetch, pack_with_outer_hooks
+from sac.stores.layout import Layout
 from sac.tensors import (
     copy_of,
     detached,
-    laid_out,
-    layout_of,
     placed_on,
+    shares_storage,
     storage_bytes,
     storage_sizes,
+    tell_of,
     version_of,
     version_watch,
 )
+from sac.torch_private import UnseenByModes
 
 # Note [Saved tensors]
 #
@@ -28,13 +31,32 @@ from sac.tensors import (
 # these verbs:
 #
 #   copy                   the region is about to write to it: hold a copy, and give out copies
-#   compact                hold a copy if it is a small part of its storage, which it would pin
+#   compact                hold a copy if it is a small part of its storage, which it would pin; ``fetch`` restores
+#                          its layout, by which kernels choose their order of summation (Note [Laid flat])
 #   pack, look_at/offload  let something else hold it: the saved-tensor hooks around the region, or the host
 #   fetch                  return it
 #   drop                   release it
 #
 # What others can write to is watched: `watched` shares its version counter, and `version` is what the counter was.
 # A copy is not watched, because nobody else has it.
+
+
+@dataclass(frozen=True, slots=True)
+class Compacted:
+    """A copy of the elements of a small part of a storage. ``fetch`` restores the part in memory of its own."""
+
+    flat: torch.Tensor | OuterPacked
+    layout: Layout
+
+    def fetch(self) -> torch.Tensor:
+        """Return the tensor in its layout, unseen by any mode."""
+        flat = fetch(self.flat)
+        guard = UnseenByModes() if UnseenByModes is not None else None
+        try:
+            with torch.no_grad():
+                return tell_of(self.layout.restore(flat))
+        finally:
+            del guard
 
 
 class SavedTensor:
@@ -46,7 +68,7 @@ class SavedTensor:
 
     __slots__ = tuple[str, ...]()  # those of subclasses, or of the C++ library
     # The defaults are class attributes: there is one handle per tensor that autograd saves, and few need them all.
-    value: torch.Tensor | OuterPacked | None = None
+    value: torch.Tensor | OuterPacked | Compacted | None = None
     watched: torch.Tensor | None = None
     version = 0
     is_external = False
@@ -59,41 +81,51 @@ class SavedTensor:
         """Whether it was written to without being copied first."""
         return self.watched is not None and version_of(self.watched) != self.version
 
+    @property
+    def on_device(self) -> torch.Tensor | None:
+        """The tensor that it holds on the device, if any: the saved one, or its elements."""
+        value = self.value.flat if type(self.value) is Compacted else self.value
+        return value if isinstance(value, torch.Tensor) else None
+
+    def exchange(self, held: torch.Tensor | OuterPacked) -> None:
+        """Hold ``held`` instead of ``on_device``."""
+        self.value = Compacted(held, self.value.layout) if type(self.value) is Compacted else held
+
     def sizes(self) -> dict[int, int]:
         """Return the bytes of each storage that it holds on the device, by address."""
-        return storage_sizes(self.value) if isinstance(self.value, torch.Tensor) else {}
+        held = self.on_device
+        return {} if held is None else storage_sizes(held)
 
     def copy(self, storages: dict[int, torch.UntypedStorage]) -> None:
         """Hold a copy from now on; ``storages`` holds the copies made so far."""
         if isinstance(self.value, torch.Tensor) and not (self.is_external or self.written):
             self.value, self.watched, self.written = copied(self.value, storages), None, True
 
-    def replace(self, dense: torch.Tensor) -> None:
-        """Hold ``dense``, a copy, instead of a part of a larger storage."""
-        self.value, self.watched = dense, None
-
     def pack_with_outer_hooks(self, hooks: PackHooks) -> None:
         """Hand the tensor to the saved-tensor hooks around the region."""
-        if isinstance(self.value, torch.Tensor):
-            self.value = pack_with_outer_hooks(self.value, hooks)
+        if (held := self.on_device) is not None:
+            self.exchange(pack_with_outer_hooks(held, hooks))
             self.watched = version_watch(self.watched) if self.watched is not None and self.watches_packed else None
 
     def look_at(self, work: Any, rule: int | None) -> None:
         """Show the tensor, which ``rule`` saved, to ``work``, an ``Offloading``."""
-        if isinstance(self.value, torch.Tensor) and not self.is_external:
+        held = self.on_device
+        if held is not None and not self.is_external:
             if self.was_changed:
-                work.exclude(self.value)
+                work.exclude(held)
                 return
-            if self.watched is self.value:  # a leaf is held itself: who else holds the same tensor could not be counted
-                self.value = self.watched = detached(self.value)
-            work.look_at(self.value, rule)
+            if self.watched is held:  # a leaf is held itself: who else holds the same tensor could not be counted
+                self.value = self.watched = held = detached(held)
+            work.look_at(held, rule)
 
     def offload(self, work: Any) -> None:
         """Hold instead of the tensor what ``work``, an ``Offloading``, has made of it."""
-        if isinstance(self.value, torch.Tensor) and not self.is_external:
-            packed = work.packed(self.value)
-            if packed is not self.value:
-                self.value, self.watched = packed, None
+        held = self.on_device
+        if held is not None and not self.is_external:
+            packed = work.packed(held)
+            if packed is not held:
+                self.exchange(packed)
+                self.watched = None
 
     def fetch(self, at_hand: AtHand | None = None) -> torch.Tensor:
         """Return the tensor; ``at_hand`` is the result of ``fetch_recomputed``, which gives it away."""
@@ -122,35 +154,14 @@ class SavedTensor:
 
 
 class SavedResult(SavedTensor):
-    """A result of an op or a module. Only ops of the region write to an op's result, and recorders see those.
+    """A result of an op or a module. Only ops of the region write to an op's result, and recorders see those."""
 
-    If it is compacted, ``fetch`` restores its layout: kernels choose their order of summation by it.
-    """
-
-    __slots__ = ("_layout", "value", "version", "watched", "written")
+    __slots__ = ("value", "version", "watched", "written")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.value = detached(tensor)
         self.watched = None
         self.written = False
-        self._layout: torch.Tensor | None = None  # without data: the original layout, if `value` has another
-
-    def replace(self, dense: torch.Tensor) -> None:
-        """See ``SavedTensor``."""
-        if type(self.value) is torch.Tensor and (layout := layout_of(self.value)) is not None:
-            self._layout = layout
-            super().replace(dense)
-
-    def fetch(self, at_hand: AtHand | None = None) -> torch.Tensor:
-        """See ``SavedTensor``."""
-        found, layout = super().fetch(at_hand), self._layout
-        if layout is None or (found.stride(), found.is_conj(), found.is_neg()) == (
-            layout.stride(),
-            layout.is_conj(),
-            layout.is_neg(),
-        ):
-            return found
-        return laid_out(found, layout)
 
 
 Held = Iterable[tuple[SavedTensor, int | None]]  # with the index of the rule that saved it
@@ -163,8 +174,8 @@ def fetch_recomputed(held: Held) -> AtHand:
     Called before a recomputation activates its own hooks and modes: the ops and modules of the outer region do not
     belong to this one.
     """
-    packed = [(one, one.value) for one, _ in held if isinstance(one.value, OuterPacked)]
-    return {id(one): value.fetch() for one, value in packed if value.is_recomputed}
+    inner = ((one, one.value.flat if type(one.value) is Compacted else one.value) for one, _ in held)
+    return {id(one): one.fetch() for one, value in inner if isinstance(value, OuterPacked) and value.is_recomputed}
 
 
 class Alias(torch.autograd.Function):
@@ -193,7 +204,8 @@ def copied(tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage]) -> t
 def compact(saved: Iterable[SavedTensor]) -> None:
     """Let those that are small parts of a storage hold copies, so that they do not pin it.
 
-    Not those that were written to: backward has to see that.
+    Not those that were written to: backward has to see that. Nor those whose layout could not be restored, with all
+    others in the same storage.
     """
     groups: defaultdict[int, list[SavedTensor]] = defaultdict(list)
     for one in saved:
@@ -202,10 +214,22 @@ def compact(saved: Iterable[SavedTensor]) -> None:
     for group in groups.values():
         views: dict[Any, Any] = {_view_of(one.value): one.value for one in group}
         size = sum(view.numel() * view.element_size() for view in views.values())
-        if size < max(map(storage_bytes, views.values())) and not any(one.was_changed for one in group):
-            copies = {view: tensor.clone(memory_format=torch.preserve_format) for view, tensor in views.items()}
+        if (
+            size < max(map(storage_bytes, views.values()))
+            and not any(one.was_changed for one in group)
+            and all(map(Layout.fits, views.values()))
+        ):
+            copies = {view: _compacted(tensor) for view, tensor in views.items()}
             for one in group:
-                one.replace(copies[_view_of(one.value)])
+                one.value, one.watched = copies[_view_of(one.value)], None
+
+
+@torch.no_grad()
+def _compacted(tensor: torch.Tensor) -> torch.Tensor | Compacted:
+    layout, flat = Layout.of(detached(tensor))
+    if shares_storage(flat, [tensor]):
+        flat = flat.clone()
+    return layout.restore(flat) if layout.is_view_of(flat) else Compacted(flat, layout)
 
 
 def _view_of(tensor: Any) -> Any:

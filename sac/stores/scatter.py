@@ -14,9 +14,10 @@ import torch.distributed as dist
 from sac.errors import ConfigError, Problem, RegionError
 from sac.outer_hooks import PackHooks
 from sac.policy.syntax import shown
+from sac.stores.layout import is_dtensor
 from sac.stores.prefetch import CallNode, Gather
 from sac.stores.saved_tensor import AtHand
-from sac.stores.store import ArgumentInfo, InputStore, OnDevice, StoredTensor, is_dtensor
+from sac.stores.store import ArgumentInfo, InputStore, OnDevice, StoredTensor
 from sac.torch_private import NO_TASK, current_graph_task_id, named_process_group
 
 # -- The process group

@@ -11,7 +11,6 @@ from torch import Tensor
 
 import sac
 from sac.recompute.autocast import is_custom_op
-from sac.tensors import laid_out, layout_of
 from tests.support.blocks import FunctionBlock, Stack, policy, save, selective, square
 from tests.support.training import assert_same_training, built
 from tests.support.whole_module_blocks import WIDTH, Apply, whole
@@ -148,28 +147,3 @@ def test_a_small_part_of_a_result_does_not_hold_all_of_it() -> None:
     result = PROGRAMS[name][0](model.blocks[0].part, x).numel() * 4
     inside = WIDTH * WIDTH * 4  # its argument, which the product in it reads
     assert sac.report(model).kinds[0].saved_bytes == result + inside
-
-
-VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
-    "transposed": lambda x: x.t(),
-    "columns": lambda x: x[:, ::2],
-    "conjugated": lambda x: x.conj()[1:],
-    "negated": lambda x: x.conj().imag,
-    "one element": lambda x: x[1, 1],
-    "empty": lambda x: x[:0],
-}
-
-
-@pytest.mark.parametrize("name", VIEWS)
-def test_a_copy_is_laid_out_as_what_it_was_copied_from(name: str) -> None:
-    view = VIEWS[name](torch.randn(6, 6, dtype=torch.complex64))
-    layout = layout_of(view)
-    assert layout is not None
-    again = laid_out(view.clone(), layout)
-    assert torch.equal(again, view)
-    assert (again.stride(), again.is_conj(), again.is_neg()) == (view.stride(), view.is_conj(), view.is_neg())
-
-
-@pytest.mark.parametrize("view", [torch.zeros(1).expand(3), torch.zeros(8).unfold(0, 4, 2)])
-def test_elements_that_share_a_place_have_no_layout_of_their_own(view: Tensor) -> None:
-    assert layout_of(view) is None

@@ -23,8 +23,8 @@ from torch.nn import functional as F
 import sac
 from sac.config import CallOptions, settings_of
 from sac.full import FullConfig
+from sac.stores.layout import Layout
 from sac.stores.scatter import StoredShare
-from sac.stores.store import Layout
 from tests.support.blocks import Stack
 from tests.support.rank_programs import SummedOverRanks
 from tests.support.ranks import run_ranks

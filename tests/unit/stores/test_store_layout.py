@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sac.stores.store import Layout
+from sac.stores.layout import Layout
 
 DTYPES = (
     torch.float32,

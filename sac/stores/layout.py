@@ -1,0 +1,165 @@
+"""The memory layout of a tensor: its elements laid flat, and the tensor restored from them."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from sac.torch_private import FakeTensor, neg_view
+
+# Note [Laid flat]
+#
+# A tensor's elements are kept as one flat tensor, in memory order. The last bits of a kernel's result may depend on the
+# strides, and on the address modulo 64 (matrix products of MKL do). So both are restored:
+#
+#   dense, dimensions in any order (contiguous, transposed, channels_last)   flat and restored tensor are views
+#   repeated along a dimension (expand: stride 0)                            repeated elements are kept once
+#   with gaps (a slice)                                                      kept without the gaps, restored with them
+#
+# Tensors that overlap in another way (unfold, as_strided) cannot be laid flat. The bits for lazy conjugation and
+# negation are removed before and set again after. For a DTensor, the local tensor is laid flat.
+
+_ALIGNMENT = 64  # bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Shape and strides of a tensor that was laid flat; see Note [Laid flat].
+
+    ``once`` is the shape without repetition. ``order``: its dimensions with more than one element, outermost first.
+    ``extent``: the number of elements from the first to the last, gaps included. ``misalignment``: the address modulo
+    64. ``distributed``: the mesh, placements, shape and strides that turn the local tensor into a DTensor.
+    """
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    once: tuple[int, ...]
+    order: tuple[int, ...]
+    extent: int
+    misalignment: int
+    conjugate: bool
+    negative: bool
+    distributed: Distribution | None = None
+
+    @staticmethod
+    def fits(tensor: torch.Tensor) -> bool:
+        """Return whether the tensor can be laid flat: a plain strided one, or a DTensor whose local tensor is one."""
+        local = local_of(tensor)
+        if type(local) not in (torch.Tensor, FakeTensor) or local.layout is not torch.strided or local.is_quantized:
+            return False
+        once, order = _without_repetition(local)
+        return _extent(once, local.stride(), order) > 0
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> tuple[Layout, torch.Tensor]:
+        """Return the layout of ``tensor``, which has to fit, and its elements as a flat tensor or view."""
+        local = local_of(tensor)
+        once, order = _without_repetition(local)
+        layout = Layout(
+            shape=local.shape,
+            stride=local.stride(),
+            once=once,
+            order=order,
+            extent=_extent(once, local.stride(), order),
+            misalignment=_misalignment(local),
+            conjugate=local.is_conj(),
+            negative=local.is_neg(),
+            distributed=distribution_of(tensor),
+        )
+        return layout, layout._flatten(local)
+
+    def _flatten(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.conjugate:
+            tensor = tensor.conj()
+        if self.negative:
+            tensor = neg_view(tensor)
+        elements = prod(self.once)
+        if elements and elements < self.extent:
+            tensor = self._ordered(tensor.as_strided(self.once, self.stride)).contiguous()
+        return tensor.as_strided((elements,), (1,))
+
+    def is_view_of(self, flat: torch.Tensor) -> bool:
+        """Return whether ``restore`` returns a view of ``flat``, without new memory."""
+        return not flat.numel() or (flat.numel() == self.extent and _misalignment(flat) == self.misalignment)
+
+    def restore(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return the restored tensor; it may share the memory of ``flat``."""
+        tensor = flat
+        if not self.is_view_of(flat):
+            tensor = self._memory(flat)
+            ordered = self._ordered(tensor.as_strided(self.once, self.stride))
+            ordered.copy_(flat.view(ordered.shape))
+        tensor = tensor.as_strided(self.shape, self.stride)
+        if self.negative:
+            tensor = neg_view(tensor)
+        if self.conjugate:
+            tensor = tensor.conj()
+        return tensor if self.distributed is None else distributed_again(tensor, self.distributed)
+
+    def _memory(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return memory of this extent and misalignment, with the device and dtype of ``flat``."""
+        memory = flat.new_empty(self.extent + _ALIGNMENT // flat.element_size())
+        skipped = (self.misalignment - _misalignment(memory)) % _ALIGNMENT // flat.element_size()
+        return memory[skipped : skipped + self.extent]
+
+    def _ordered(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return ``tensor``, of shape ``once``, with its dimensions in memory order, outermost first."""
+        single = tuple(i for i in range(len(self.once)) if i not in self.order)
+        return tensor.permute(single + self.order)
+
+
+def _misalignment(tensor: torch.Tensor) -> int:
+    """Return by how many bytes a tensor misses the alignment of memory; one without data has none."""
+    return 0 if type(tensor) is FakeTensor else tensor.data_ptr() % _ALIGNMENT
+
+
+def _without_repetition(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shape with repeated dimensions once, and its dimensions of several elements, outermost first."""
+    stride = tensor.stride()
+    once = tuple(1 if step == 0 and size > 1 else size for size, step in zip(tensor.shape, stride, strict=True))
+    return once, tuple(sorted((i for i, size in enumerate(once) if size > 1), key=lambda i: stride[i], reverse=True))
+
+
+def _extent(shape: tuple[int, ...], stride: tuple[int, ...], order: tuple[int, ...]) -> int:
+    """Return the number of elements from the first to the last of a strided tensor, 1 if empty, 0 if they overlap."""
+    extent = 1
+    for i in reversed(order) if 0 not in shape else ():
+        if stride[i] < extent:
+            return 0
+        extent += (shape[i] - 1) * stride[i]
+    return extent
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the local tensor of a DTensor, or any other tensor unchanged."""
+    return tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+
+
+Distribution = tuple[Any, Any, torch.Size, tuple[int, ...]]
+
+
+def distribution_of(tensor: torch.Tensor) -> Distribution | None:
+    """Return what turns the local tensor into this DTensor: mesh, placements, shape, strides; None if it is none."""
+    if not is_dtensor(tensor):
+        return None
+    return tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()  # type: ignore[attr-defined]
+
+
+def distributed_again(local: torch.Tensor, distribution: Distribution) -> torch.Tensor:
+    """Return the DTensor of a local tensor."""
+    mesh, placements, shape, stride = distribution
+    cls = sys.modules["torch.distributed.tensor"].DTensor
+    whole: torch.Tensor = cls.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+    return whole
+
+
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Return whether ``tensor`` is a DTensor, without importing ``torch.distributed.tensor``."""
+    if type(tensor) is torch.Tensor:
+        return False
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
