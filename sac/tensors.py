@@ -175,11 +175,19 @@ def copy_of(storage: torch.UntypedStorage) -> torch.UntypedStorage:
         del guard
 
 
-def placed_on(storage: torch.UntypedStorage, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a plain tensor in ``storage`` with the offset, shape and strides of ``tensor``, unseen by any mode."""
+Place = tuple[int, torch.Size, tuple[int, ...]]  # offset in the storage, shape and strides
+
+
+def place_of(tensor: torch.Tensor) -> Place:
+    """Return where a plain tensor lies in its storage."""
+    return int(tensor.storage_offset()), tensor.shape, tensor.stride()
+
+
+def placed_on(storage: torch.UntypedStorage, tensor: torch.Tensor, place: Place | None = None) -> torch.Tensor:
+    """Return a plain tensor like ``tensor`` in ``storage``, at ``place`` or at its own, unseen by any mode."""
     guard = UnseenByModes() if UnseenByModes is not None else None
     try:
-        return tensor.new_empty(0).set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+        return tensor.new_empty(0).set_(storage, *(place or place_of(tensor)))
     finally:
         del guard
 

@@ -32,12 +32,11 @@ from sac.recompute.tape import SMALL_NUMEL, TENSOR_HOLE, Tape, as_reads, cast_of
 from sac.recompute.whole_modules import SavedModuleCall, SavedModules, SavingPass
 from sac.region.frame import Handle, Handles, Progress, Recorder
 from sac.region.inputs import RegionInputs
-from sac.region.module_state import ModuleState, other_bytes, small_bytes
+from sac.region.module_state import MOST_COPIED_BYTES_UNRECORDED, ModuleState, Spare, small_bytes
 from sac.region.rng import RngSnapshot, States, state_of, states_of
 from sac.region.settings import AUTO, Settings
 from sac.stores.saved_tensor import Held, SavedResult, compact
 from sac.tensors import (
-    copy_of,
     describe,
     detached,
     equal,
@@ -821,8 +820,6 @@ def _is_constant(tape: Tape, entry: int, tensor: Tensor, evidence: GroupEvidence
 
 # -- The recorder's interface to the frame
 
-_SMALL_BYTES = 1 << 9  # the same limit as for buffers that a region without a recorder copies
-
 
 class ReplayRecorder(TapeRecorder, Recorder):
     """Applies a decision table to one region call that is replayed in backward; the ``Recorder`` of ``ReplayFrame``."""
@@ -858,8 +855,7 @@ class ReplayRecorder(TapeRecorder, Recorder):
         self._buffers: frozenset[int] | None = None  # ids of the owners' buffers, computed on first use
         self._routed: list[SavedRoutingResult] = []  # after the forward: routing calls with their kept results
         self._keeps_persistent = True
-        # Address of a storage -> version of a small external tensor, the tensor, and a copy of its data.
-        self._external_copies: dict[int, tuple[int, Tensor, torch.UntypedStorage]] = {}
+        self._external: dict[int, Spare] = {}  # small external tensors that replay reads, by address of the storage
         # Roots of inputs and parameters, which the region or the model holds anyway.
         self._persistent_roots: set[int] = set()
 
@@ -1069,7 +1065,7 @@ class ReplayRecorder(TapeRecorder, Recorder):
         self.snapshots, self._routed, self._places = WriteGuard(), [], {}
         self._left = {}
         self.checksums = None
-        self._external_copies = {}
+        self._external = {}
 
     @property
     def has_collectives(self) -> bool:
@@ -1121,16 +1117,13 @@ class ReplayRecorder(TapeRecorder, Recorder):
         """Copy an external tensor that replay reads, if it is small: it may be written to before the replay."""
         if type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_inference():
             storage = tensor.untyped_storage()
-            if storage._cdata not in self.snapshots and storage.nbytes() <= _SMALL_BYTES:
-                self._external_copies[storage._cdata] = tensor._version, detached(tensor), copy_of(storage)
+            if storage._cdata not in self.snapshots and storage.nbytes() <= MOST_COPIED_BYTES_UNRECORDED:
+                self._external[storage._cdata] = Spare(detached(tensor), MOST_COPIED_BYTES_UNRECORDED)
 
     def changed_external(self) -> dict[int, torch.UntypedStorage]:
         """Return the forward's data of small external tensors that were written to since, by address of the storage."""
-        return {
-            address: copy
-            for address, (version, watch, copy) in self._external_copies.items()
-            if watch._version != version or other_bytes(copy, watch.untyped_storage())
-        }
+        changed = ((address, one.copy) for address, one in self._external.items() if one.was_changed)
+        return {address: copy for address, copy in changed if copy is not None}
 
     def _check_kept(self) -> None:
         """Check that no unseen write has modified a saved result: the policy's results are kept without a copy."""

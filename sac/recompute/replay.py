@@ -26,6 +26,7 @@ from sac.tensors import (
     describe,
     detached,
     layout_key,
+    placed_on,
     storage_address,
     storage_bytes,
     tensors_of,
@@ -111,7 +112,7 @@ def _load(
         if address in before:
             if address not in copies:
                 copies[address] = copy_of(before[address])
-            values[value] = tensor.new_empty(0).set_(copies[address], *_place(layout_key(tensor)))
+            values[value] = placed_on(copies[address], tensor)
             continue
         if tape.roots[value] in tape.writers:
             raise CannotReplay("the data of a tensor that the region has written to has moved")
@@ -123,11 +124,6 @@ def _load(
     for value in schedule.kept:
         if tape.roots[value] in schedule.written:
             values[value] = values[value].clone()
-
-
-def _place(geometry: tuple[Any, ...]) -> tuple[Any, ...]:
-    shape, stride, offset, _ = geometry
-    return offset, shape, stride
 
 
 class PythonRunner:
@@ -259,9 +255,9 @@ def _made(marker: Any, rest: Any, reads: list[Any]) -> Tensor:
 
 
 def _alias(tensor: Tensor, geometry: tuple[Any, ...]) -> Tensor:
-    *_, dtype = geometry
+    shape, stride, offset, dtype = geometry
     found: Tensor = torch.empty(0, dtype=dtype, device=tensor.device)
-    return found.set_(tensor.untyped_storage(), *_place(geometry))
+    return found.set_(tensor.untyped_storage(), offset, shape, stride)
 
 
 # -- The frame of a replayed region

@@ -14,12 +14,12 @@ from torch import nn
 from sac.errors import Problem, RegionError
 from sac.outer_hooks import PackHooks
 from sac.region.fingerprint import PLAIN, FunctionFingerprint, tensor_signature
-from sac.region.module_state import UnseenWriteError, other_bytes, spare_copy
+from sac.region.module_state import UnseenWriteError, spare_of
 from sac.region.python_state import attributes_in, holds_state
 from sac.stores.prefetch import CallNode
 from sac.stores.saved_tensor import SavedTensor
 from sac.stores.store import InputStoring, StoredInput, check_releasable, is_worth_it
-from sac.tensors import describe, placed_on, shares_storage, storage_sizes, version_of
+from sac.tensors import describe, shares_storage, storage_sizes, version_of
 from sac.torch_private import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
 
 # -- One tensor input of a region
@@ -45,7 +45,7 @@ class SavedInput(SavedTensor):
         self.version = version_of(tensor)
         self.written = False
         self.stored: StoredInput | None = None
-        self.spare = None if self.needs_grad else spare_copy(tensor)
+        self.spare = None if self.needs_grad else spare_of(tensor)
 
     def copy(self, storages: dict[int, torch.UntypedStorage]) -> None:
         """See ``SavedTensor``."""
@@ -104,8 +104,9 @@ class SavedInput(SavedTensor):
 
     def _checked(self, path: str) -> torch.Tensor:
         data = self.fetch()
-        if self.spare is not None and (self.was_changed or other_bytes(self.spare, data.untyped_storage())):
-            return placed_on(self.spare, data)
+        if self.spare is not None and self.spare.was_changed:
+            assert self.spare.copy is not None
+            return self.spare.placed_on(self.spare.copy)
         if self.was_changed:
             assert self.watched is not None
             raise RegionError(

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from sac.errors import Problem, RegionError, SacWarning
 from sac.region.tables import TablesHolder
 from sac.region.undo import UndoStack
-from sac.tensors import copy_of, describe, has_graph, storage_address, version_of
+from sac.tensors import copy_of, describe, has_graph, place_of, placed_on, storage_address, version_of
 
 # -- Module state of a region
 
@@ -53,7 +53,7 @@ from sac.tensors import copy_of, describe, has_graph, storage_address, version_o
 # it.
 
 _MOST_COPIED_BYTES = 1 << 16
-_MOST_COPIED_BYTES_UNRECORDED = 1 << 9  # the usual call: copying a counter is cheap enough, a position table is not
+MOST_COPIED_BYTES_UNRECORDED = 1 << 9  # the usual call: copying a counter is cheap enough, a position table is not
 
 Bound = dict[str, Any]
 
@@ -113,7 +113,7 @@ class ModuleState:
         self._buffers: list[tuple[nn.Module, Bound]] = []
         self._watched: list[_Watched] = []
         if freeze_buffers:
-            most = _MOST_COPIED_BYTES if recorded else _MOST_COPIED_BYTES_UNRECORDED
+            most = _MOST_COPIED_BYTES if recorded else MOST_COPIED_BYTES_UNRECORDED
             self._buffers = [(owner, {**held}) for owner in owners if (held := owner._buffers)]
             self._watched = [
                 _Watched(one, most, id(owner) in not_recomputed) for owner, one in _plain_tensors(self._buffers)
@@ -180,7 +180,7 @@ class ModuleState:
         buffers in each forward.
         """
         for one in self._watched:
-            if one.was_written or one.has_copy or not one.was_changed:
+            if one.was_written or one.copy is not None or not one.was_changed:
                 continue
             problem = Problem(
                 where=where or "region",
@@ -203,7 +203,7 @@ class ModuleState:
         NumPy and ``data`` do that. At which op the data changed is not known.
         """
         running = self._written is None
-        return {one.address for one in self._watched if (one.was_written_unseen() if running else one.was_unseen)}
+        return {one.address for one in self._watched if (one.was_written_unseen if running else one.was_unseen)}
 
     def at_start(self, address: int) -> torch.UntypedStorage | None:
         """Return the copy of the storage at ``address`` from before the forward; None if there is none."""
@@ -211,7 +211,7 @@ class ModuleState:
 
     def without_copy(self) -> dict[int, torch.Tensor]:
         """Return the tensors of which there is no copy and whose version has not moved, by storage address."""
-        watched = (one.tensor for one in self._watched if not (one.has_copy or one.was_written))
+        watched = (one.tensor for one in self._watched if one.copy is None and not one.was_written)
         return {storage_address(one): one for one in (*self._held, *watched)}
 
     def copies(self) -> dict[int, torch.UntypedStorage] | None:
@@ -276,68 +276,69 @@ class ModuleState:
         return any(value is tensor for _, held in self._buffers for value in held.values())
 
 
-class _Watched:
-    """A tensor that the region can write to: its version, its storage, and a copy if it has at most ``most`` bytes.
+class Spare:
+    """A tensor that others may write to before backward, with a copy of its storage if that has at most ``most`` bytes.
 
-    ``was_written``: after ``close``, whether the forward wrote to it. If it did not, a small copy is still kept: other
-    code may write to the tensor before backward.
+    A ``WriteGuard`` copies before a write that the recorder sees; this copy is there from the start.
     """
 
-    __slots__ = (
-        "_geometry",
-        "_storage",
-        "_version",
-        "copy",
-        "is_lost",
-        "is_not_recomputed",
-        "is_reported",
-        "tensor",
-        "was_unseen",
-        "was_written",
-    )
+    __slots__ = ("_place", "_storage", "_version", "copy", "tensor")
 
-    def __init__(self, tensor: torch.Tensor, most: int, is_apart: bool) -> None:
+    def __init__(self, tensor: torch.Tensor, most: int) -> None:
         self.tensor = tensor
-        self.is_not_recomputed = is_apart
         self._version = version_of(tensor)
         self._storage = storage = tensor.untyped_storage()
-        self._geometry = tensor.storage_offset(), tensor.shape, tensor.stride()
+        self._place = place_of(tensor)
         self.copy = copy_of(storage) if storage.nbytes() <= most else None
-        self.was_written = self.was_unseen = self.is_lost = self.is_reported = False
 
-    def close(self) -> None:
-        """The forward is over."""
-        version = version_of(self.tensor)
-        self.was_unseen = version == self._version and self.was_written_unseen()
-        self.was_written = version != self._version or self.was_moved or self.was_unseen
-        self.is_lost = self.copy is None and version != self._version
-        if not self.was_written and self.copy is not None and self.copy.nbytes() > _MOST_COPIED_BYTES_UNRECORDED:
-            self.copy = None
+    @property
+    def address(self) -> int:
+        """The address of the storage that it had at the start."""
+        address: int = self._storage._cdata
+        return address
 
+    @property
+    def was_moved(self) -> bool:
+        """Whether it has another storage now (``tensor.data = ...``)."""
+        return bool(self.tensor.untyped_storage()._cdata != self._storage._cdata)
+
+    @property
     def was_written_unseen(self) -> bool:
         """Whether a small tensor has been written to through NumPy or ``data``, which does not move its version."""
         return self.copy is not None and type(self.tensor) is torch.Tensor and other_bytes(self.copy, self._storage)
 
     @property
-    def address(self) -> int:
-        """The address of the storage that it had in the forward."""
-        address: int = self._storage._cdata
-        return address
-
-    @property
-    def has_copy(self) -> bool:
-        """Whether its values from before the forward can be restored."""
-        return self.copy is not None
-
-    @property
     def was_changed(self) -> bool:
-        """Whether it was written to or got another storage (``buffer.data = ...``) since this object was made."""
-        return version_of(self.tensor) != self._version or self.was_moved or self.was_written_unseen()
+        """Whether it was written to or got another storage since this object was made."""
+        return version_of(self.tensor) != self._version or self.was_moved or self.was_written_unseen
 
-    @property
-    def was_moved(self) -> bool:
-        """Whether it has another storage now."""
-        return bool(self.tensor.untyped_storage()._cdata != self._storage._cdata)
+    def placed_on(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """Return a tensor in ``storage`` at the place that this one had in its own."""
+        return placed_on(storage, self.tensor, self._place)
+
+
+class _Watched(Spare):
+    """A tensor that the region can write to.
+
+    ``was_written``: after ``close``, whether the forward wrote to it. If it did not, a small copy is still kept: other
+    code may write to the tensor before backward.
+    """
+
+    __slots__ = ("is_lost", "is_not_recomputed", "is_reported", "was_unseen", "was_written")
+
+    def __init__(self, tensor: torch.Tensor, most: int, is_apart: bool) -> None:
+        super().__init__(tensor, most)
+        self.is_not_recomputed = is_apart
+        self.was_written = self.was_unseen = self.is_lost = self.is_reported = False
+
+    def close(self) -> None:
+        """The forward is over."""
+        is_other_version = version_of(self.tensor) != self._version
+        self.was_unseen = not is_other_version and self.was_written_unseen
+        self.was_written = is_other_version or self.was_moved or self.was_unseen
+        self.is_lost = self.copy is None and is_other_version
+        if not self.was_written and self.copy is not None and self.copy.nbytes() > MOST_COPIED_BYTES_UNRECORDED:
+            self.copy = None
 
     def enter_on(self, stack: UndoStack) -> None:
         """Restore its data from before the forward; restore the current data when ``stack`` is left."""
@@ -346,7 +347,7 @@ class _Watched:
         storage, copy = self._storage, self.copy
         if self.was_moved:
             stack.callback(setattr, self.tensor, "data", self.tensor.data)
-            self.tensor.data = self.tensor.new_empty(0).set_(storage, *self._geometry)
+            self.tensor.data = self.placed_on(storage)
         if copy is not None and copy.nbytes() == storage.nbytes():
             stack.overwrite(storage, copy)
 
@@ -381,17 +382,16 @@ def other_bytes(copy: torch.UntypedStorage, storage: torch.UntypedStorage) -> bo
 def small_bytes(storage: torch.UntypedStorage) -> bytes | None:
     """Return what a small storage on the CPU holds; None for all others."""
     size = storage.nbytes()
-    if not 0 < size <= _MOST_COPIED_BYTES_UNRECORDED or storage.device.type != "cpu":
+    if not 0 < size <= MOST_COPIED_BYTES_UNRECORDED or storage.device.type != "cpu":
         return None
     return ctypes.string_at(storage.data_ptr(), size)
 
 
-def spare_copy(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """Return a copy of a small tensor's storage; None for other tensors."""
-    if not _is_own(tensor):
+def spare_of(tensor: torch.Tensor) -> Spare | None:
+    """Return a small tensor with its copy; None for other tensors."""
+    if not _is_own(tensor) or tensor.untyped_storage().nbytes() > MOST_COPIED_BYTES_UNRECORDED:
         return None
-    storage = tensor.untyped_storage()
-    return copy_of(storage) if storage.nbytes() <= _MOST_COPIED_BYTES_UNRECORDED else None
+    return Spare(tensor, MOST_COPIED_BYTES_UNRECORDED)
 
 
 def _is_own(value: torch.Tensor) -> bool:
