@@ -20,7 +20,7 @@ from sac.recompute.regions import OutputAnchor, anchored
 from sac.region.compiled_graphs import nodes_between, saved_without_hooks
 from sac.region.frame import OTHER_LAYOUT, WRITTEN_LATER
 from sac.region.settings import Settings
-from sac.tensors import plain_address, version_of
+from sac.tensors import place_of, plain_address, version_of
 from sac.torch_private import SHOWS_SAVED_TENSORS, tree_leaves
 
 # Note [Discarded outputs]
@@ -49,7 +49,8 @@ _open: weakref.WeakValueDictionary[int | None, Discardable] = weakref.WeakValueD
 class Discardable:
     """The tensors that one region call returned: the forward's until ``discard``, recomputed ones after it.
 
-    ``anchor``: what the forward left behind; see Note [Discarded outputs].
+    ``anchor``: what the forward left behind; see Note [Discarded outputs]. These are not saved tensors: until
+    ``discard`` their user holds them, after it nobody does, and a ``Lent`` is but a place in memory to come.
     """
 
     __slots__ = ("__weakref__", "_layouts", "_memories", "_nodes", "_remembered", "_tensors", "_versions")
@@ -129,7 +130,7 @@ class Lent:
         self._lender = lender
         self._index = index
         self._dtype = tensor.dtype
-        self._place = (tensor.storage_offset(), tensor.shape, tensor.stride())
+        self._place = place_of(tensor)
 
     def fetch(self) -> torch.Tensor:
         """Return the tensor, in memory that it shares with other fetches."""

@@ -6,6 +6,7 @@ from collections import defaultdict, deque
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from sac.checksums import Sums, same, sums_of
@@ -17,19 +18,16 @@ from sac.recompute.table import CallSite, DecisionTable, run_op
 from sac.recompute.whole_modules import SavedModules, ServingPass
 from sac.region.frame import OTHER_KIND, NoEarlyStop, Progress
 from sac.region.undo import UndoStack
-from sac.tensors import cloned, describe, map_tensors, tensors_of
+from sac.stores.saved_tensor import AtHand, SavedResult, fetch_recomputed
+from sac.tensors import describe, detached, map_tensors, tensors_of
 
 
 @dataclass(frozen=True, slots=True)
 class SavedRoutingResult:
-    """A call of an op that may return another result the second time, and its results in forward.
-
-    ``written``: whether the region writes to one of the results, so that each recomputation needs a copy.
-    """
+    """A call of an op that may return another result the second time, and its results in forward."""
 
     site: CallSite
-    outputs: list[Tensor]
-    written: bool
+    outputs: list[SavedResult]
     sums: Sums  # checksums of the results, if the call is verified
 
 
@@ -59,6 +57,8 @@ class PythonRecomputeMode(RegionMode):
         return ServingPass(self._modules, {}, self) if self._modules is not None else None
 
     def __enter__(self) -> PythonRecomputeMode:
+        routed = (one for waiting in self._waiting.values() for call in waiting for one in call.outputs)
+        self._fetched = fetch_recomputed((one, None) for one in routed)
         self._snapshots.enter_on(self._undo)
         super().__enter__()
         return self
@@ -79,15 +79,19 @@ class PythonRecomputeMode(RegionMode):
             self.progress.stop_before(written_tensors(site, args, kwargs) if site.writes else ())
         out = run_op(site, args, kwargs)
         if self._waiting.get(site):
-            out = in_place_of(self._region, self._waiting[site].popleft(), out)
+            out = in_place_of(self._region, self._waiting[site].popleft(), out, self._fetched)
         self.progress.after_op()
         return out
 
 
-def in_place_of(region: str, one: SavedRoutingResult, out: Any) -> Any:
-    """Return the saved results of ``one`` in place of ``out``, the present result; ``region`` is the region's name."""
+def in_place_of(region: str, one: SavedRoutingResult, out: Any, fetched: AtHand) -> Any:
+    """Return the saved results of ``one`` in place of ``out``, the present result; ``region`` is the region's name.
+
+    ``fetched``: the result of ``fetch_recomputed``.
+    """
+    saved = [result.fetch(fetched) for result in one.outputs]
     # The op has run, so that generators have advanced as in forward; its result of the forward replaces the new one.
-    for found, kept in zip(tensors_of(out), one.outputs, strict=True):
+    for found, kept in zip(tensors_of(out), saved, strict=True):
         if found.shape != kept.shape or found.dtype != kept.dtype:
             raise RegionError(
                 Problem(
@@ -96,9 +100,15 @@ def in_place_of(region: str, one: SavedRoutingResult, out: Any) -> Any:
                     fix=OTHER_KIND,
                 )
             )
-    if one.sums and not same(one.sums, sums_of(one.outputs)):
+    if one.sums and not same(one.sums, sums_of(saved)):
         if not same(one.sums, sums_of(out)):
             raise RegionError(overwritten_problem(region, one.site.op))
         return out
-    outputs = iter(one.outputs)
-    return map_tensors(out, lambda _: cloned(next(outputs)) if one.written else next(outputs).detach())
+    storages: dict[int, torch.UntypedStorage] = {}
+    outputs = iter(zip(one.outputs, saved, strict=True))
+
+    def own(_: Tensor) -> Tensor:
+        result, data = next(outputs)
+        return result.own(detached(data), storages)
+
+    return map_tensors(out, own)

@@ -854,6 +854,7 @@ class ReplayRecorder(TapeRecorder, Recorder):
         self._owners = owners
         self._buffers: frozenset[int] | None = None  # ids of the owners' buffers, computed on first use
         self._routed: list[SavedRoutingResult] = []  # after the forward: routing calls with their kept results
+        self._routing_results: dict[int, SavedResult] = {}  # after the forward: these results, by value
         self._keeps_persistent = True
         self._external: dict[int, Spare] = {}  # small external tensors that replay reads, by address of the storage
         # Roots of inputs and parameters, which the region or the model holds anyway.
@@ -1009,8 +1010,7 @@ class ReplayRecorder(TapeRecorder, Recorder):
         self._routed = [
             SavedRoutingResult(
                 site,
-                [tape.kept[value] for value in values],
-                written=any(tape.roots[value] not in self._kept_in for value in values),
+                [self._saved_routing(value) for value in values],
                 sums=tuple(total for value in values for total in self._routing_sums.get(value, ())),
             )
             for site, values in self._routing
@@ -1028,6 +1028,11 @@ class ReplayRecorder(TapeRecorder, Recorder):
             self.figures = self.figures.with_more(self.modules.evidence.bytes_inside)
         tape.close()
 
+    def _saved_routing(self, value: int) -> SavedResult:
+        self._routing_results[value] = saved = SavedResult(self.tape.kept[value])
+        saved.written = self.tape.roots[value] not in self._kept_in
+        return saved
+
     def wanted(self, handles: list[int]) -> list[Wanted]:
         """Return what the tape knows of these handles, without those that were modified after the save."""
         saved_at = self._places
@@ -1040,13 +1045,14 @@ class ReplayRecorder(TapeRecorder, Recorder):
         )
 
     def held(self) -> Held:
-        """See ``Recorder.held``. Results of routing ops stay: a fallback to Python holds them too."""
-        kept: dict[int, Any] = self.tape.kept
-        routed = {value for _, values in self._routing for value in values}
-        for value in [one for one in kept if one not in routed]:
-            if isinstance(kept[value], Tensor):
-                kept[value] = SavedResult(kept[value])
-            yield kept[value], self._rules.get(value)
+        """See ``Recorder.held``. Rules that offload let the results of routing ops stay, as plans expect."""
+        kept, routed = self.tape.kept, self._routing_results
+        for value, one in kept.items():
+            if isinstance(one, Tensor):
+                kept[value] = SavedResult(one)
+        for value, saved in {**kept, **routed}.items():
+            if not (self.offloads and value in routed):
+                yield saved, self._rules.get(value)
         if self.modules is not None:
             yield from self.modules.held()
 
@@ -1063,6 +1069,7 @@ class ReplayRecorder(TapeRecorder, Recorder):
         self.tape.drop()
         self.schedule = None
         self.snapshots, self._routed, self._places = WriteGuard(), [], {}
+        self._routing_results = {}
         self._left = {}
         self.checksums = None
         self._external = {}
@@ -1148,7 +1155,7 @@ class ReplayRecorder(TapeRecorder, Recorder):
                     self.tape.fail(f"replay would hold what the policy does not save ({describe(tensor)})")
 
     def _is_large(self, value: int) -> bool:
-        return self.tape.kept[value].numel() > SMALL_NUMEL
+        return bool(self.tape.kept[value].numel() > SMALL_NUMEL)
 
     def _release(self, kept: list[Handle]) -> None:
         """Keep only the values that replay starts from, and count their bytes."""
@@ -1172,7 +1179,7 @@ class ReplayRecorder(TapeRecorder, Recorder):
             self.figures = figures_of_tape(tape.kept, [*held, *routed], loose, self._rules, self.hits)
             if layout is not None:
                 layout.sizes, layout.figures = sizes, self.figures
-        tape.kept = held | parts
+        tape.kept = held | parts | {value: one for value, one in self._routing_results.items() if value in held}
         self.random_states.close(
             {step.number for step in self.schedule.steps} if self.schedule is not None and tape.states else set()
         )

@@ -194,7 +194,9 @@ class Tape:
         self.writes: dict[int, tuple[int, ...]] = {}  # entry -> roots that it writes to
         self.leaves: dict[int, Leaf] = {}
         self.constants: set[int] = set()  # values made from Python numbers
-        self.kept: dict[int, Tensor] = {}
+        # During the forward these are tensors, which ops read and the C++ library puts here. After it they are held
+        # until backward: as a `SavedResult` where something else may hold one (hooks around the region, the host).
+        self.kept: dict[int, Any] = {}
         self.kept_in: dict[int, list[int]] = {}  # root -> kept values that no op has written to since
         self.unpacked_early: set[int] = set()  # roots with a value that the region's own forward has unpacked
         self.overwritten: set[int] = set()  # kept values that an unseen write has modified

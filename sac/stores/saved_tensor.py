@@ -49,12 +49,14 @@ class Compacted:
     layout: Layout
 
     def fetch(self) -> torch.Tensor:
-        """Return the tensor in its layout, unseen by any mode."""
+        """Return the tensor in its layout; if it is plain, unseen by any mode."""
         flat = fetch(self.flat)
-        guard = UnseenByModes() if UnseenByModes is not None else None
+        is_plain = type(flat) is torch.Tensor  # a fake tensor needs its mode
+        guard = UnseenByModes() if UnseenByModes is not None and is_plain else None
         try:
             with torch.no_grad():
-                return tell_of(self.layout.restore(flat))
+                restored = self.layout.restore(flat)
+                return tell_of(restored) if guard is not None else restored
         finally:
             del guard
 

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import sac
@@ -78,3 +80,30 @@ def test_a_value_that_differs_in_one_backward_is_trusted_in_none_after_it(rule: 
         warnings.simplefilter("ignore", SacWarning)
         ours = gradients(model, calls=2)
     assert all(map(torch.equal, gradients(stack(doubled_unseen), calls=2), ours))
+
+
+@pytest.mark.parametrize("outcome", ["replayed", "runs as Python"])
+def test_a_routing_result_waits_in_the_hands_of_the_hooks_around_the_region(outcome: str) -> None:
+    """Nothing else holds it, whether its replay starts from it or the region's Python asks for it."""
+    memory: list[StorageWeakRef] = []
+
+    def body(block: FunctionBlock, x: Tensor) -> Tensor:
+        values, index = (x @ block.a + (OFFSET if outcome != "replayed" else 0)).topk(3)
+        memory.append(StorageWeakRef(index.untyped_storage()))
+        return x + (x @ block.b).gather(1, index).sin().sum(1, keepdim=True) * values.cos().sum()
+
+    def run(model: Stack, x: Tensor) -> Any:
+        with saved_tensors_hooks(Tensor.clone, lambda packed: packed):
+            out = model(x)
+        held.append([not one.expired() for one in memory])
+        memory.clear()
+        return out
+
+    held: list[list[bool]] = []
+    expected = gradients(stack(body), run)
+    held.clear()
+    model = install(stack(body), selective(policy(save("matmul"))), "apply, replay")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SacWarning)
+        assert all(map(torch.equal, expected, gradients(model, run)))
+    assert not any(map(any, held)), held
