@@ -746,7 +746,7 @@ class TapeRecorder:
         leaf = self.tape.leaf(root) if root is not None else None
         if leaf is not None and leaf.position >= 0:
             assert self._inputs is not None
-            self._inputs.copy_storage(address)
+            self._inputs.copy(address)
             self._wrote_inputs = True
         elif (leaf is not None and leaf.is_persistent) or isinstance(tensor, nn.Parameter):
             if gathers(site) or type(tensor) not in (Tensor, nn.Parameter):

@@ -326,7 +326,7 @@ class RerunState:
     def _snapshot(self, address: int, tensor: torch.Tensor, site: CallSite) -> None:
         origin = self.value_ids.source(tensor)
         if origin == "input" and self.inputs is not None:
-            self.inputs.copy_storage(address)
+            self.inputs.copy(address)
             self.inputs_written = True
         elif address in self.snapshots or tensor.layout is not torch.strided:
             return
@@ -669,7 +669,7 @@ class ForwardMode(RegionMode):
         for position, kept in call.result.writes:
             for number, part in enumerate(tensor_parts(kept.held)):
                 value_ids.name_output(part, hash((value_id, "written", position, number)), False)
-        for number, kept in enumerate(call.result.kept):
+        for number, kept in enumerate(call.result.tensors):
             kept.indices = value_ids.name_new(kept.held, hash((value_id, number)))
         if self.op_trace is not None:
             kept_bytes = sum({**call.inside, **call.result_sizes()}.values())

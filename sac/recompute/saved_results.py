@@ -21,7 +21,7 @@ from sac.region.python_state import ReachableState
 from sac.region.rng import HostRandomState, RngSnapshot, generators_now, put_back, state_of, states_of
 from sac.region.settings import Settings
 from sac.region.writes import give_history
-from sac.stores.saved_tensor import AtHand, SavedResult, compact
+from sac.stores.saved_tensor import AtHand, SavedLeaves, SavedResult, compact
 from sac.tensors import (
     detached,
     equal,
@@ -40,14 +40,15 @@ class Serving:
     """One recomputation's call of a saved module.
 
     ``given``: the leaves of its arguments. ``name`` is called with each kept value and the tensor that now holds it.
-    ``fetched``: values that were fetched in advance, by the id of the leaf. ``storages``: the copies made for the call
-    so far.
+    ``fetched``: values that were fetched in advance, by the id of the leaf. ``storages`` and ``made``: the copies and
+    the tensors made for the call so far.
     """
 
     given: list[Any]
     name: Callable[[SavedLeaf, torch.Tensor], None]
     fetched: AtHand
     storages: dict[int, torch.UntypedStorage] = field(default_factory=dict)
+    made: dict[SavedLeaf, torch.Tensor] = field(default_factory=dict)
 
 
 class SavedLeaf(SavedResult):
@@ -73,10 +74,11 @@ class SavedLeaf(SavedResult):
         return self.value
 
     def made(self, serving: Serving) -> torch.Tensor:
-        """Return the tensor for one recomputation."""
-        tensor = self._tensor(serving)
-        serving.name(self, tensor)
-        return tensor
+        """Return the tensor for one recomputation: one tensor, however often the module returned it."""
+        if self not in serving.made:
+            serving.made[self] = tensor = self._tensor(serving)
+            serving.name(self, tensor)
+        return serving.made[self]
 
     def _tensor(self, serving: Serving) -> torch.Tensor:
         data = self.fetch(serving.fetched)
@@ -131,7 +133,10 @@ class ArgumentView:
 
 
 class HoldingObject:
-    """An object with tensors in its attributes, for example a dataclass."""
+    """An object with tensors in its attributes, for example a dataclass.
+
+    Unlike a ``SavedObject`` among a region's arguments, whose tensors keep their graph, it gets other tensors.
+    """
 
     __slots__ = ("_attributes", "_kind")
 
@@ -201,18 +206,20 @@ def tensors_within(value: Any, depth: int = 0) -> list[torch.Tensor]:
     return found
 
 
-class ModuleResult:
+class ModuleResult(SavedLeaves):
     """What one call of a saved module left behind; see the Note. ``where`` names the module in messages."""
 
-    __slots__ = ("_arguments", "_leaves", "_spec", "_storages", "_views", "kept", "packs_before", "where", "writes")
+    __slots__ = ("_known", "_leaves", "_spec", "_storages", "_views", "where", "writes")
+    tensors: list[SavedLeaf]
 
     def __init__(self, out: Any, given: list[Any], before: list[int], where: str) -> None:
         self.where = where
-        self.packs_before = 0
-        self.kept: list[SavedLeaf] = []
-        self._arguments = {id(leaf): call_key for call_key, leaf in enumerate(given) if type(leaf) not in PLAIN}
-        plain = [(call_key, leaf) for call_key, leaf in enumerate(given) if type(leaf) in (torch.Tensor, Parameter)]
-        self._storages = {storage_address(leaf): (call_key, leaf) for call_key, leaf in plain}
+        self.tensors = []
+        self._known: dict[int, Any] = {
+            id(leaf): Argument(position) for position, leaf in enumerate(given) if type(leaf) not in PLAIN
+        }
+        plain = [(position, leaf) for position, leaf in enumerate(given) if type(leaf) in (torch.Tensor, Parameter)]
+        self._storages = {storage_address(leaf): (position, leaf) for position, leaf in plain}
         self._views: list[ArgumentView] = []
         self._spec: Any = None
         if isinstance(out, torch.Tensor):
@@ -221,26 +228,27 @@ class ModuleResult:
             leaves, self._spec = tree_flatten(out)
             self._leaves = [self._keep(leaf, 0) for leaf in leaves]
         self.writes: list[tuple[int, SavedLeaf]] = [
-            (call_key, SavedLeaf(leaf))
-            for call_key, leaf in enumerate(given)
-            if isinstance(leaf, torch.Tensor) and version_of(leaf) != before[call_key]
+            (position, SavedLeaf(leaf))
+            for position, leaf in enumerate(given)
+            if isinstance(leaf, torch.Tensor) and version_of(leaf) != before[position]
         ]
-        self.kept += [kept for _, kept in self.writes]
-        self._arguments, self._storages = {}, {}
+        self.tensors += [kept for _, kept in self.writes]
+        self._known, self._storages = {}, {}
 
     def _keep(self, leaf: Any, depth: int) -> Any:
         """Return what is kept for one leaf of the result."""
         if type(leaf) in PLAIN:
             return leaf
-        if id(leaf) in self._arguments:
-            return Argument(self._arguments[id(leaf)])
+        if id(leaf) in self._known:
+            return self._known[id(leaf)]
         if isinstance(leaf, torch.Tensor):
             found = self._storages.get(storage_address(leaf)) if type(leaf) is torch.Tensor else None
             if found is not None and _lies_in(leaf, found[1]):
                 self._views.append(ArgumentView(leaf, found[1], found[0]))
                 return self._views[-1]
-            self.kept.append(SavedLeaf(leaf))
-            return self.kept[-1]
+            self._known[id(leaf)] = kept = SavedLeaf(leaf)
+            self.tensors.append(kept)
+            return kept
         return leaf if isinstance(leaf, _OPAQUE) or depth == _DEEPEST else self._keep_object(leaf, depth)
 
     def _keep_object(self, leaf: Any, depth: int) -> Any:
@@ -248,17 +256,12 @@ class ModuleResult:
             inside: Any = [*leaf.values()] if isinstance(leaf, dict) else [*leaf]
             if any(isinstance(one, torch.Tensor) for one in tree_leaves(inside)):
                 raise RegionError(_hidden(leaf, self.where))
-        count = len(self.kept)
-        attributes = {}
+        attributes: dict[str, tuple[list[Any], Any]] = {}
         for name, value in attributes_of(leaf).items():
             leaves, spec = tree_flatten(value)
             attributes[name] = [self._keep(one, depth + 1) for one in leaves], spec
-        return HoldingObject(type(leaf), attributes) if len(self.kept) > count else leaf
-
-    @property
-    def was_changed(self) -> bool:
-        """Whether a kept tensor was written to since without being copied first."""
-        return any(kept.was_changed for kept in self.kept)
+        parts = [part for leaves, _ in attributes.values() for part in leaves]
+        return HoldingObject(type(leaf), attributes) if any(isinstance(part, STANDING) for part in parts) else leaf
 
     def serves(self, given: list[Any]) -> bool:
         """Return whether ``build`` gives what the module would return for these leaves of its arguments.
@@ -266,36 +269,21 @@ class ModuleResult:
         It does not if a kept tensor was written to without a copy, if a needed value was released, or if the argument
         of a returned view has another layout than in forward.
         """
-        if self.was_changed or any(kept.value is None for kept in self.kept):
+        if self.was_changed or any(kept.value is None for kept in self.tensors):
             return False
         return all(view.fits(given) for view in self._views)
 
-    def copy(self) -> None:
-        """Hold copies, because the region writes to what the module returned."""
-        storages: dict[int, torch.UntypedStorage] = {}
-        for kept in self.kept:
-            kept.copy(storages)
-
     def compact(self) -> None:
         """Hold small parts of a large storage as copies, so that they do not pin all of it."""
-        compact(kept for kept in self.kept if type(kept.value) is torch.Tensor and not kept.is_external)
-
-    def addresses(self) -> set[int]:
-        """Return the addresses of the held storages."""
-        return {address for kept in self.kept for address in kept.sizes()}
+        compact(kept for kept in self.tensors if type(kept.value) is torch.Tensor and not kept.is_external)
 
     def build(self, serving: Serving) -> Any:
         """Return what the module would have returned, and write to its arguments as it would have."""
-        for call_key, written in self.writes:
-            written.write_to(serving.given[call_key], serving)
-            serving.name(written, serving.given[call_key])
+        for position, written in self.writes:
+            written.write_to(serving.given[position], serving)
+            serving.name(written, serving.given[position])
         leaves = [made(leaf, serving) for leaf in self._leaves]
         return leaves[0] if self._spec is None else tree_unflatten(leaves, self._spec)
-
-    def drop(self) -> None:
-        """Release everything that is held."""
-        for kept in self.kept:
-            kept.drop()
 
 
 def _lies_in(tensor: torch.Tensor, argument: torch.Tensor) -> bool:

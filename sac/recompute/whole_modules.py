@@ -123,7 +123,7 @@ class SavedModuleCall:
 
     def result_sizes(self) -> dict[int, int]:
         """Return the bytes of each storage that is kept of its result, by address."""
-        kept = self.result.kept if self.result is not None else []
+        kept = self.result.tensors if self.result is not None else []
         return {address: size for one in kept if not one.is_external for address, size in one.sizes().items()}
 
     def drop(self) -> None:
@@ -169,7 +169,7 @@ class SavedModules:
         """A saved module has returned."""
         assert call.result is not None
         self.calls[call.call_key] = call
-        self._owners.update(dict.fromkeys(call.result.addresses(), call))
+        self._owners.update(dict.fromkeys(call.result.sizes(), call))
         if call.call_key in self.evidence.differentiated:
             call.result.drop()
         elif call.call_key in self.evidence.copies:
@@ -189,7 +189,7 @@ class SavedModules:
     def addresses(self) -> set[int]:
         """Return the addresses of the held storages."""
         results = [call.result for call in self.calls.values() if call.result is not None]
-        return {address for result in results for address in result.addresses()}
+        return {address for result in results for address in result.sizes()}
 
     def before_write(self, address: int) -> None:
         """The region is about to write to the storage at ``address``."""
@@ -222,7 +222,7 @@ class SavedModules:
     def held(self) -> Held:
         """Yield each kept tensor, and what autograd holds inside of modules that are offloaded, with its rule."""
         for call in self.calls.values():
-            for kept in call.result.kept if call.result is not None else ():
+            for kept in call.result.tensors if call.result is not None else ():
                 if not kept.is_external:
                     yield kept, call.rule.index
             for reference in call.handles:
@@ -399,7 +399,7 @@ class ServingPass:
         before = versions_of(given)
         out = self._run_again(forward, args, kwargs)
         again = ModuleResult(out, given, before, call.result.where)
-        for kept, former in zip(again.kept, call.result.kept, strict=True):
+        for kept, former in zip(again.tensors, call.result.tensors, strict=True):
             if isinstance(kept.value, torch.Tensor):
                 self._name_again(former, kept.value)
         return out

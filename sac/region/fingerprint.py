@@ -62,19 +62,6 @@ def _forget(dead: WeakIdentity, living: dict[int, WeakIdentity] = _living) -> No
         del living[dead.address]
 
 
-def attributes_of(value: Any) -> dict[str, Any]:
-    """Return the attributes of an object, including slots."""
-    held = dict(getattr(value, "__dict__", ()))
-    for cls in type(value).__mro__:
-        slots = vars(cls).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if name.startswith("__") and not name.endswith("__"):
-                name = f"_{cls.__name__.lstrip('_')}{name}"  # as Python mangles it
-            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
-                held[name] = getattr(value, name)
-    return held
-
-
 @lru_cache(maxsize=1024)
 def names_in(code: types.CodeType) -> tuple[str, ...]:
     """Return the names that code, or code inside it, looks up as globals or attributes, each once."""
@@ -101,6 +88,31 @@ def by_class(ask: Callable[[Any], _Answer]) -> Callable[[Any], _Answer]:
         return answer
 
     return remembered
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object: those in its dict and in ``__slots__``."""
+    held = getattr(value, "__dict__", None)
+    found = dict(held) if type(held) is dict else {}
+    for name, slot in slots_of(type(value)).items():
+        try:
+            found[name] = slot.__get__(value)
+        except AttributeError:  # not set
+            continue
+    return found
+
+
+def _slots_of(cls: Any) -> dict[str, Any]:
+    """Return the descriptors of the attributes that objects of a class keep in ``__slots__``, by name."""
+    found: dict[str, Any] = {}
+    for base in cls.__mro__:
+        for name, descriptor in vars(base).items() if "__slots__" in vars(base) else ():
+            if type(descriptor) is types.MemberDescriptorType and name not in ("__dict__", "__weakref__"):
+                found.setdefault(name, descriptor)
+    return found
+
+
+slots_of = by_class(_slots_of)
 
 
 def without_installed(name: str, value: Any) -> Any:

@@ -13,11 +13,11 @@ from torch import nn
 
 from sac.errors import Problem, RegionError
 from sac.outer_hooks import PackHooks
-from sac.region.fingerprint import PLAIN, FunctionFingerprint, tensor_signature
+from sac.region.fingerprint import PLAIN, FunctionFingerprint, attributes_of, tensor_signature
 from sac.region.module_state import UnseenWriteError, spare_of
-from sac.region.python_state import attributes_in, holds_state
+from sac.region.python_state import holds_state
 from sac.stores.prefetch import CallNode
-from sac.stores.saved_tensor import SavedTensor
+from sac.stores.saved_tensor import SavedLeaves, SavedTensor
 from sac.stores.store import InputStoring, StoredInput, check_releasable, is_worth_it
 from sac.tensors import describe, shares_storage, storage_sizes, version_of
 from sac.torch_private import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
@@ -184,7 +184,7 @@ def _copied(one: Any, copies: dict[int, Any], tensors: dict[int, torch.Tensor]) 
         return one
     try:
         twin = copy.copy(one)
-        attributes = attributes_in(one)
+        attributes = attributes_of(one)
     except Exception:  # its class cannot be copied (a lock) or inspected: forward and recomputation share the object
         return one
     copies[id(one)] = twin
@@ -206,7 +206,7 @@ def _copied(one: Any, copies: dict[int, Any], tensors: dict[int, torch.Tensor]) 
 # -- All inputs of one region call
 
 
-class RegionInputs:
+class RegionInputs(SavedLeaves):
     """Arguments of one region call in any structure; tensors are kept without their graph.
 
     ``signature``: the input signature (Note [Which function is it]), equal for equal uses; None where no other use can
@@ -215,7 +215,8 @@ class RegionInputs:
     the order of backward, if something of it is kept elsewhere.
     """
 
-    __slots__ = ("_keywords", "_leaves", "_objects", "_spec", "call", "owners", "signature", "tensors")
+    __slots__ = ("_keywords", "_leaves", "_objects", "_spec", "call", "owners", "signature")
+    tensors: list[SavedInput]
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         leaves: list[Any] = [*args, *kwargs.values()]
@@ -325,16 +326,14 @@ class RegionInputs:
             for address in kept.sizes()
         }
 
-    def copy_storage(self, address: int) -> None:
-        """The region is about to write to the storage at ``address``: keep copies of the inputs in it."""
+    def copy(self, address: int | None = None) -> None:
+        """See ``SavedLeaves``. A copy in a store is enough if it is the only input in that storage."""
         inside = [kept for kept in self.tensors if not kept.written and address in kept.sizes()]
         if len(inside) == 1 and inside[0].stored is not None:
             inside[0].stored.tensor.settle()
             inside[0].written = True
-            return
-        storages: dict[int, torch.UntypedStorage] = {}
-        for kept in inside:  # on one copy: a write through one of them changes the others too
-            kept.copy(storages)
+        else:
+            super().copy(address)
 
     def rebuild(
         self, path: str, start: Start | None = None
@@ -379,11 +378,8 @@ class RegionInputs:
 
     def bytes_among(self, tensors: Iterable[torch.Tensor]) -> int:
         """Return the bytes of the inputs' storages that hold some of ``tensors``, each counted once."""
-        sizes: dict[int, int] = {}
-        for kept in self.tensors:
-            sizes.update(kept.sizes())
         held = {address for tensor in tensors for address in storage_sizes(tensor)}
-        return sum(size for address, size in sizes.items() if address in held)
+        return sum(size for address, size in self.sizes().items() if address in held)
 
     def drop(self) -> None:
         """Release the data: no recomputation will come."""

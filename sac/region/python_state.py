@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from sac.native.load import library
-from sac.region.fingerprint import PLAIN, by_class, without_installed
+from sac.region.fingerprint import PLAIN, by_class, slots_of, without_installed
 from sac.region.globals_in_code import MISSING, Globals, globals_of_class, globals_of_code, is_library, is_users
 from sac.region.rng import is_random_source
 from sac.region.tables import STANDARD_COUNT, AttributesHolder, Holder, TablesHolder
@@ -1050,28 +1050,6 @@ def _dict_of(value: Any) -> Any:
         return None
 
 
-def attributes_in(value: Any) -> dict[str, Any]:
-    """Return the attributes of an object: those in its dict and in ``__slots__``."""
-    held = _dict_of(value)
-    found = dict(held) if type(held) is dict else {}
-    for name, slot in slots_of(type(value)).items():
-        try:
-            found[name] = slot.__get__(value)
-        except AttributeError:  # not set
-            continue
-    return found
-
-
-def _slots_of(cls: Any) -> dict[str, Any]:
-    """Return the descriptors of the attributes that objects of a class keep in ``__slots__``, by name."""
-    found: dict[str, Any] = {}
-    for base in cls.__mro__:
-        for name, descriptor in vars(base).items() if "__slots__" in vars(base) else ():
-            if type(descriptor) is types.MemberDescriptorType and name not in ("__dict__", "__weakref__"):
-                found.setdefault(name, descriptor)
-    return found
-
-
 def _is_open_class(cls: Any) -> bool:
     """Return whether objects of a class hold user state: the class is not from torch, sac or the standard library.
 
@@ -1082,7 +1060,6 @@ def _is_open_class(cls: Any) -> bool:
     return issubclass(cls, _PLAIN_HOLDERS) or is_users(cls)
 
 
-slots_of = by_class(_slots_of)
 _is_open = by_class(_is_open_class)
 
 

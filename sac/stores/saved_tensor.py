@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -164,6 +164,37 @@ class SavedResult(SavedTensor):
         self.value = detached(tensor)
         self.watched = None
         self.written = False
+
+
+class SavedLeaves:
+    """A structure whose tensors are held: the arguments of a region, or what a module returned. ``tensors``: these."""
+
+    __slots__ = ("tensors",)
+    tensors: Sequence[SavedTensor]
+
+    @property
+    def was_changed(self) -> bool:
+        """Whether one of the tensors was written to without being copied first."""
+        return any(kept.was_changed for kept in self.tensors)
+
+    def sizes(self) -> dict[int, int]:
+        """Return the bytes of each storage that the tensors hold on the device, by address."""
+        return {address: size for kept in self.tensors for address, size in kept.sizes().items()}
+
+    def copy(self, address: int | None = None) -> None:
+        """The region writes to the storage at ``address``, or perhaps to all of them: hold copies.
+
+        Tensors in one storage are copied onto one: a write through one of them changes the others too.
+        """
+        storages: dict[int, torch.UntypedStorage] = {}
+        for kept in self.tensors:
+            if not kept.written and (address is None or address in kept.sizes()):
+                kept.copy(storages)
+
+    def drop(self) -> None:
+        """Release the tensors."""
+        for kept in self.tensors:
+            kept.drop()
 
 
 Held = Iterable[tuple[SavedTensor, int | None]]  # with the index of the rule that saved it

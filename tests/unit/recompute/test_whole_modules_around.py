@@ -27,7 +27,7 @@ from tests.promises.test_05_backward_often import (
 from tests.support.blocks import FunctionBlock, Stack, llama_stack, policy, save, selective, square, with_dropout
 from tests.support.recording import Recorder
 from tests.support.training import assert_same, assert_same_training, built, train
-from tests.support.whole_module_blocks import EVERY, RUNS, Apply, number_of_run, stack_of, whole
+from tests.support.whole_module_blocks import EVERY, RUNS, Apply, Output, number_of_run, stack_of, whole
 from tests.unit.recompute.test_threads import backward_elsewhere
 
 VALUES = {
@@ -440,3 +440,20 @@ def test_state_of_the_users_own_stands_where_a_saved_module_left_it() -> None:
 
     value = {**ALONE, "state": (counter,)}
     assert_same_training(build, value, steps=3, make_input=square)
+
+
+@pytest.mark.parametrize("rules", [[], [save("matmul")]], ids=["modules alone", "modules and ops"])
+def test_a_tensor_that_the_module_returned_twice_is_one_tensor_again(rules: list[Any]) -> None:
+    def part(part: Any, x: Tensor) -> Any:
+        h = (x @ part.weight).sin()
+        return h, Output(h, x)
+
+    def body(block: Any, x: Tensor) -> Tensor:
+        a = x.exp()
+        h, output = block.part(a)
+        return h.cos() * x if h is output.hidden and output.extra is a else h.cos()
+
+    def build() -> Stack:
+        return Stack(FunctionBlock(body, part=Apply(part)))
+
+    assert_same_training(build, selective(policy(whole("part"), *rules), engine="rerun"), steps=3, make_input=square)
