@@ -370,10 +370,10 @@ def _is_true(value: Any) -> bool:
     return value is True
 
 
-def _word_key(name: str, words: tuple[str, ...], what: str, meaning: str, *, values: str = "", default: str) -> Key:
+def _word_key(name: str, words: tuple[str, ...], what: str, meaning: str, *, default: str) -> Key:
     """Return a key whose value is one of ``words``; ``what`` as in ``_check_word``."""
     check = partial(_check_word, words=words, what=what)
-    return Key(name, default, _checked(check, word_of), meaning, values or _in_code(words), words)
+    return Key(name, default, _checked(check, word_of), meaning, _in_code(words), words)
 
 
 def _flag_key(name: str, meaning: str, *, default: bool, refused_by: Refusal | None = None) -> Key:

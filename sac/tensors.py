@@ -184,8 +184,8 @@ def place_of(tensor: torch.Tensor) -> Place:
 
 
 def placed_on(storage: torch.UntypedStorage, tensor: torch.Tensor, place: Place | None = None) -> torch.Tensor:
-    """Return a plain tensor like ``tensor`` in ``storage``, at ``place`` or at its own, unseen by any mode."""
-    guard = UnseenByModes() if UnseenByModes is not None else None
+    """Return a tensor like ``tensor`` in ``storage``, at ``place`` or at its own; plain ones unseen by any mode."""
+    guard = UnseenByModes() if UnseenByModes is not None and type(tensor) in (Tensor, Parameter) else None
     try:
         return tensor.new_empty(0).set_(storage, *(place or place_of(tensor)))
     finally:

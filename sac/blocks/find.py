@@ -322,12 +322,12 @@ def _is_scripted(node: Node) -> Problem:
     )
 
 
-def _largest_lists(model: nn.Module, limit: int = 3) -> list[tuple[str, str]]:
+def _largest_lists(model: nn.Module) -> list[tuple[str, str]]:
     """Return path and description of the lists with the most children."""
     classes = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
     lists = [node for node in walk(model) if isinstance(node.module, classes) and len(node.module)]
     lists.sort(key=lambda node: -len(node.module._modules))
-    return [(node.path, _described(node)) for node in lists[:limit]]
+    return [(node.path, _described(node)) for node in lists[:3]]
 
 
 def _described(node: Node) -> str:

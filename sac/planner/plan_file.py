@@ -59,7 +59,6 @@ def make_plan(
     planner: Planner,
     budget: Any,
     *,
-    name: str = "planned",
     title: str = "",
     same_layers: bool = False,
     link: Link | None = None,
@@ -110,7 +109,7 @@ def make_plan(
         + (f", with {planner.step.extra} bytes of optimizer state" if planner.step.extra else "")
     )
     policy = policy_for(
-        planner.profiles, choices, planner.groups, planner.step.paths, point.choice, name, made_for=made_for
+        planner.profiles, choices, planner.groups, planner.step.paths, point.choice, "planned", made_for=made_for
     )
     return Plan(
         replace(policy, offload=section), point, allowed, min(least.peak, point.peak), most.peak, planner.profiles,

@@ -67,11 +67,9 @@ class Findings:
         """Record one problem at ``location``."""
         self._found.append((location, Problem(str(location), found, expected, nearest, fix)))
 
-    def stop(
-        self, location: SourceLocation, found: str, *, expected: str = "", nearest: str = "", fix: str = ""
-    ) -> NoReturn:
+    def stop(self, location: SourceLocation, found: str, *, expected: str = "", fix: str = "") -> NoReturn:
         """Record a problem after which nothing can be read, and raise all problems found."""
-        self.add(location, found, expected=expected, nearest=nearest, fix=fix)
+        self.add(location, found, expected=expected, fix=fix)
         raise PolicyError(self.problems())
 
     def problems(self) -> tuple[Problem, ...]:

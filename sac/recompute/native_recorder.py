@@ -17,6 +17,7 @@ from sac.recompute.module_tracker import RegionMode
 from sac.recompute.op_trace import NO_RULE
 from sac.recompute.recorder import ReplayRecorder, TapeMode
 from sac.recompute.replay import Before, Fill, ReplayFrame, run_unusual, wait
+from sac.recompute.rerun import LIFT_FRESH
 from sac.recompute.schedule import ReplaySchedule
 from sac.recompute.table import CallSite
 from sac.recompute.tape import Leaf, Tape
@@ -356,7 +357,7 @@ def is_recorded_natively(site: CallSite) -> bool:
         or site.is_unrecorded
         or site.is_custom_op
         or site.is_collective
-        or site.op is torch.ops.aten.lift_fresh.default
+        or site.op is LIFT_FRESH
         or type(site.op) is not OpOverload
         or site.op.namespace not in ("aten", "prims")
         or site.savable_if is not None

@@ -24,7 +24,7 @@ from sac.recompute.forward_state import WriteGuard
 from sac.recompute.module_tracker import RegionMode, TrackedForward
 from sac.recompute.op_trace import NO_RULE, OpTraceRecorder, SavedFigures
 from sac.recompute.parameter_only import NOT_PARAMETERS, ParameterOnlyValues, is_large
-from sac.recompute.rerun import default_generators, written_tensors
+from sac.recompute.rerun import LIFT_FRESH, generators_of, written_tensors
 from sac.recompute.saved_results import tensors_within
 from sac.recompute.schedule import ReplaySchedule, TapeLayout, Wanted, schedule_replay
 from sac.recompute.table import CallSite, DecisionTable, ResolvedRule, decide, gathers, run_op
@@ -391,12 +391,6 @@ class TapeMode(RegionMode):
         return site.run(*args, **kwargs)
 
 
-def generators_of(args: Any, kwargs: Any) -> list[torch.Generator]:
-    """Return the generators that an op with these arguments may draw from: the passed ones, else the default ones."""
-    passed = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
-    return passed or default_generators(args, kwargs)
-
-
 def new_tensors(out: Any) -> list[Tensor]:
     """Return the tensors of an op's result, in order."""
     return [out] if isinstance(out, Tensor) else tensors_of(out)
@@ -404,7 +398,6 @@ def new_tensors(out: Any) -> list[Tensor]:
 
 # -- The recorder's interface to the dispatch mode
 
-_LIFT_FRESH = torch.ops.aten.lift_fresh.default
 UNSEEN_WRITE = "the forward wrote to a tensor that an op reads in a way that no mode sees (NumPy)"
 
 
@@ -581,7 +574,7 @@ class TapeRecorder:
             self.random_states.after(entry, runs_again=not decision.keeps)
         if site.traits.is_factory and count:
             tape.factories[first] = entry
-        elif site.op is _LIFT_FRESH and (constant := tape.known(out)) is not None:
+        elif site.op is LIFT_FRESH and (constant := tape.known(out)) is not None:
             self.keep(constant, out)  # made from Python numbers, which are not arguments of any op
             tape.constants.add(constant)
         if self._being_written:

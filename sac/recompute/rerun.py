@@ -447,6 +447,12 @@ def default_generators(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[to
     return list(found.values())
 
 
+def generators_of(args: Any, kwargs: Any) -> list[torch.Generator]:
+    """Return the generators that an op with these arguments may draw from: the passed ones, else the default ones."""
+    passed = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
+    return passed or default_generators(args, kwargs)
+
+
 def written_tensors(site: CallSite, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Return the tensors among the arguments that the call site's op writes to."""
     traits = site.traits
@@ -562,7 +568,7 @@ def _is_tensor(description: Any) -> bool:
 
 # -- Dispatch modes: one decides and holds in forward, one serves in recomputation
 
-_LIFT_FRESH = torch.ops.aten.lift_fresh.default
+LIFT_FRESH = torch.ops.aten.lift_fresh.default
 
 
 class StopsEarly(Protocol):
@@ -620,7 +626,7 @@ class ForwardMode(RegionMode):
             state.reads_values = state.reads_values or site.reads_value
             state.value_ids.see(args)
             out = site.run(*args, **kwargs)
-            if site.is_view and func is _LIFT_FRESH:
+            if site.is_view and func is LIFT_FRESH:
                 state.value_ids.name_constant(out)
             if self.op_trace is not None:
                 self.op_trace.add(site, None, Decision.RECOMPUTE, args, kwargs, out)
@@ -694,7 +700,7 @@ class ForwardMode(RegionMode):
         state = self.state
         before = []
         if site.draws and site.may_save:
-            before = states_of(_generators(args, kwargs))
+            before = states_of(generators_of(args, kwargs))
         out = run_op(site, args, kwargs)
         state.may_save = state.may_save or site.may_save
         call = state.calls[site]
@@ -777,7 +783,7 @@ class RecomputeMode(RegionMode):
         if site.is_bookkeeping:
             value_ids.see(args)
             out = site.run(*args, **kwargs)
-            if site.is_view and func is _LIFT_FRESH:
+            if site.is_view and func is LIFT_FRESH:
                 value_ids.name_constant(out)
             return out
         if progress.done:
@@ -894,11 +900,6 @@ def _relabel(
 ) -> None:
     for index, part in enumerate(_written_parts(site, args, kwargs)):
         value_ids.name_output(part, hash((signature, "written", index)), external, made_of)
-
-
-def _generators(args: Any, kwargs: Any) -> list[torch.Generator]:
-    passed = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
-    return passed or default_generators(args, kwargs)
 
 
 def _aliases(args: Any, kwargs: Any, out: Any) -> bool:
