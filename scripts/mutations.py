@@ -251,10 +251,10 @@ MUTATIONS = (
     Mutation(
         "views-apart",
         3,
-        "region/inputs.py",
+        "stores/saved_tensor.py",
         "of two inputs in one storage only one is copied",
-        "for kept in inside:",
-        "for kept in inside[:1]:",
+        "                kept.copy(storages)\n",
+        "                return kept.copy(storages)\n",
     ),
     Mutation(
         "stop-before-fill",
@@ -384,7 +384,11 @@ MUTATIONS = (
         "compact([handle for handle in kept if not handle.is_external and handle.storage not in addresses])",
     ),
     Mutation(
-        "replay-holds-all", 6, _RECORDER, "values that replay does not start from stay", "tape.kept = held | parts"
+        "replay-holds-all",
+        6,
+        _RECORDER,
+        "values that replay does not start from stay",
+        "tape.kept = held | parts | routed",
     ),
     Mutation(
         "replay-runs-saved",

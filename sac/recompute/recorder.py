@@ -1168,11 +1168,12 @@ class ReplayRecorder(TapeRecorder, Recorder):
         if layout is not None and sizes is not None and layout.sizes == sizes:
             self.figures = layout.figures
         else:
-            routed = (value for _, values in self._routing for value in values)
-            self.figures = figures_of_tape(tape.kept, [*held, *routed], loose, self._rules, self.hits)
+            stays = [*held, *self._routing_results]
+            self.figures = figures_of_tape(tape.kept, stays, loose, self._rules, self.hits)
             if layout is not None:
                 layout.sizes, layout.figures = sizes, self.figures
-        tape.kept = held | parts | {value: one for value, one in self._routing_results.items() if value in held}
+        routed = {value: one for value, one in self._routing_results.items() if value in held}
+        tape.kept = held | parts | routed
         self.random_states.close(
             {step.number for step in self.schedule.steps} if self.schedule is not None and tape.states else set()
         )

@@ -113,8 +113,10 @@ class Layout:
 
 
 def _misalignment(tensor: torch.Tensor) -> int:
-    """Return by how many bytes a tensor misses the alignment of memory; one without data has none."""
-    return 0 if type(tensor) is FakeTensor else tensor.data_ptr() % _ALIGNMENT
+    """Return by how many bytes a tensor misses the alignment of memory; a storage without data begins aligned."""
+    if type(tensor) is FakeTensor:
+        return int(tensor.storage_offset()) * tensor.element_size() % _ALIGNMENT
+    return tensor.data_ptr() % _ALIGNMENT
 
 
 def _without_repetition(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -139,6 +139,21 @@ def test_a_plan_has_room_for_copies_of_buffers() -> None:
         assert measured(model, INPUTS, put_on(made.policy)).peak + made.static <= made.point.peak <= made.budget
 
 
+@pytest.mark.parametrize("part", [slice(1, 5), slice(1, None, 3)], ids=str)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_small_parts_of_results_take_new_memory_when_backward_reads_them(part: slice, dim: int) -> None:
+    """Their elements are kept, without the gaps between them, and laid out in backward as they were."""
+
+    def between(hidden: Tensor) -> Tensor:
+        return hidden + hidden.narrow(dim, 0, 9)[(slice(None),) * dim + (part,)].square().sum()
+
+    class Reading(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return between(self.up(x)).sum(1, keepdim=True) + x
+
+    assert_true(Model(*(Reading() for _ in range(3))), INPUTS, put_on(saving("matmul")))
+
+
 def test_a_frozen_first_layer_and_a_frozen_embedding() -> None:
     model, inputs = model_named("Llama", 3)
     model.get_input_embeddings().requires_grad_(False)

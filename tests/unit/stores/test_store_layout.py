@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from sac.stores.layout import Layout
 
@@ -165,3 +166,13 @@ def test_what_fits():
     from torch.testing._internal.two_tensor import TwoTensor
 
     assert not Layout.fits(TwoTensor(torch.ones(2), torch.ones(2)))
+
+
+def test_a_fake_tensor_has_the_layout_of_the_real_one():
+    real = torch.randn(8, 24)
+    with FakeTensorMode():
+        fake = torch.randn(8, 24)
+        for view in (lambda x: x[1:], lambda x: x[2:4], lambda x: x[:, 3:5], lambda x: x.flatten()[5:9]):
+            layout, _ = Layout.of(view(fake))
+            with unset_fake_temporarily():
+                assert layout == Layout.of(view(real))[0]
