@@ -13,6 +13,7 @@ from torch import nn
 from sac.errors import PlanError, Problem
 from sac.planner.profile import Entry, RegionProfile
 from sac.planner.step import StepPhase, StepRecord
+from sac.planner.tracing import earliest
 
 # Note [One plan for several ranks]
 #
@@ -92,6 +93,7 @@ def _profile(several: tuple[RegionProfile, ...]) -> RegionProfile:
         first,
         entries=tuple(_entry(first.name, alike) for alike in _aligned(one.entries for one in several)),
         bytes=_most(tuple(one.bytes for one in several)),
+        until=earliest(several),
     )
 
 
@@ -116,4 +118,7 @@ def _phase(several: tuple[StepPhase, ...]) -> StepPhase:
     if len({(one.part, one.position) for one in several}) > 1:
         _differ("the order of their regions")
     before, peak, after = (max(getattr(one, name) for one in several) for name in ("before", "peak", "after"))
-    return replace(several[0], before=before, peak=peak, after=after)
+    rises: tuple[tuple[int, int], ...] = ()
+    if len({tuple(entry for entry, _ in one.rises) for one in several}) == 1:
+        rises = tuple(map(max, zip(*(one.rises for one in several), strict=True)))
+    return replace(several[0], before=before, peak=peak, after=after, rises=rises)

@@ -105,11 +105,16 @@ class FittedForward(RegionForward):
         if observation is None:
             return call(*args, **kwargs)
         observation.enter(self.block.path, args, kwargs)
+        if isinstance(self.region, ProfiledRegion):
+            self.region.after_op = observation.after_op
         try:
             output = call(*args, **kwargs)
         except BaseException:
             observation.fail()
             raise
+        finally:
+            if isinstance(self.region, ProfiledRegion):
+                self.region.after_op = None
         observation.leave(output)
         return output
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
 
 import torch
 
@@ -18,7 +20,7 @@ from sac.planner.layers import BudgetTooSmallError, MemoryConstraint, assign
 from sac.planner.pareto import pareto
 from sac.planner.pricing import Pricing
 from sac.planner.profile import RegionProfile
-from sac.planner.step import BACKWARD, BETWEEN, FORWARD, StepRecord
+from sac.planner.step import BACKWARD, BETWEEN, FORWARD, StepPhase, StepRecord
 from sac.policy.model import Policy
 from sac.policy.read import bytes_text
 from sac.region.settings import REPLAY
@@ -29,7 +31,8 @@ from sac.tables import seconds_text
 # The step was observed under full recomputation. What another choice changes is known from the tape of the region
 # (Note [Profiles]), from above:
 # - It leaves behind the storages that replay starts from, or for no checkpointing those that autograd saves.
-# - While its forward runs, these are alive in addition to what is alive in any case.
+# - While its forward runs, these are alive in addition to what is alive in any case: the observed forwards are measured
+#   at each op, and of each storage it is known until when it was alive (`forward_bytes`).
 # - In its backward, everything that autograd saves is there at once after the replay, whatever was kept. On top come
 #   storages that are only the start of a replay, those that backward has already read when the replay begins, and what
 #   is alive between the steps of the replay (`replay_bytes`).
@@ -57,6 +60,28 @@ def _needed(profile: RegionProfile) -> set[int]:
 
 def _bytes_of(profile: RegionProfile, roots: Collection[int]) -> int:
     return sum(profile.bytes[root] for root in roots)
+
+
+def forward_bytes(profile: RegionProfile, choice: Choice) -> list[int]:
+    """Return the most bytes by which a forward under ``choice`` may exceed one under full recomputation at each entry.
+
+    The last number is for the time after all entries. All that a policy saves is held until then, needed or not, and
+    what is written to later once more.
+    """
+    held, copied = _needed(profile), set[int]()
+    if choice.keep is not None:
+        made = (value for number in choice.keep.saved for value in profile.entries[number].makes)
+        held = {profile.roots[value] for value in (*made, *profile.recomputed(choice.keep.saved).held)}
+        copied = {root for entry in profile.entries for root in entry.writes}
+    used = dict(enumerate(profile.until))  # the last entry during which a storage is there in any case
+    for entry in profile.entries:
+        for root in (*(profile.roots[value] for value in (*entry.reads, *entry.makes)), *entry.writes):
+            used[root] = max(used.get(root, -1), entry.number)
+    more = [0] * (len(profile.entries) + 1)
+    for root in held - {profile.roots[value] for value in profile.routed}:
+        begins = profile.maker.get(root, 0) if root in copied else used[root] + 1
+        more[begins] += profile.bytes[root]
+    return [*accumulate(more)]
 
 
 def replay_bytes(profile: RegionProfile, choice: Choice, inputs: int) -> int:
@@ -142,14 +167,13 @@ class Fitted:
 
 
 @dataclass(frozen=True, slots=True)
-class _Moment:
-    """A phase of a step: its peak under full recomputation, in bytes, and what other choices change of it.
+class _Place:
+    """Where in a step a phase is: what decides which choices count in it.
 
     ``alive``: how many calls of each region are between their forward and their backward. ``own``: the region whose
     forward or backward it is, if any.
     """
 
-    peak: int
     alive: tuple[int, ...]
     own: int | None
     in_backward: bool
@@ -159,6 +183,8 @@ class _Moment:
         """The region before which all have one call more alive, as in a step of one forward."""
         if self.own is not None:
             return self.own
+        if not self.alive[0]:
+            return 0
         return next((at for at, count in enumerate(self.alive) if count != self.alive[0]), len(self.alive))
 
     @property
@@ -167,16 +193,25 @@ class _Moment:
         return max(max(0, count - (at < self.upto)) for at, count in enumerate(self.alive))
 
 
-def _moments(record: StepRecord, places: Mapping[str, int]) -> Iterator[_Moment]:
-    """Yield the phases of a step; ``places``: the number of each region."""
-    numbers = [places[path] for path in record.paths]
+@dataclass(frozen=True, slots=True)
+class _Moment:
+    """The phases at a place: their peak in bytes under full recomputation, and what the choices of its region add."""
+
+    place: _Place
+    peak: int
+    more: tuple[int, ...] | None
+
+
+def _places(record: StepRecord, numbers: Mapping[str, int]) -> Iterator[_Place]:
+    """Yield the place of each phase of a step; ``numbers``: that of each region."""
+    regions = [numbers[path] for path in record.paths]
     with_backward = {phase.position for phase in record.phases if phase.part == BACKWARD}
-    alive = [0] * len(places)
+    alive = [0] * len(numbers)
     for phase in record.phases:
-        own = None if phase.part == BETWEEN else numbers[phase.position]
+        own = None if phase.part == BETWEEN else regions[phase.position]
         if own is not None and phase.part == BACKWARD:
             alive[own] -= 1
-        yield _Moment(phase.peak, tuple(alive), own, phase.part == BACKWARD)
+        yield _Place(tuple(alive), own, phase.part == BACKWARD)
         if own is not None and phase.part == FORWARD and phase.position in with_backward:
             alive[own] += 1
 
@@ -214,12 +249,13 @@ class Fitting:
             for profile, choices in zip(profiles, self.choices, strict=True)
         ]
         self._more, self._replay = self._predicted(record)
-        peaks: dict[_Moment, int] = {}
-        for one in _moments(record, {path: at for at, path in enumerate(self.paths)}):
-            key = replace(one, peak=0)
-            peaks[key] = max(one.peak + extra, peaks.get(key, 0))
-        self._moments = [replace(key, peak=high) for key, high in peaks.items()]
-        self.in_flight = max(count for one in self._moments for count in one.alive)
+        self._risen: dict[Any, tuple[int, ...]] = {}  # known results of ``_in_forward``
+        phases: dict[_Place, list[StepPhase]] = {}
+        places = _places(record, {path: at for at, path in enumerate(self.paths)})
+        for place, phase in zip(places, record.phases, strict=True):
+            phases.setdefault(place, []).append(phase)
+        self._moments = [self._moment(place, alike, extra) for place, alike in phases.items()]
+        self.in_flight = max(count for one in self._moments for count in one.place.alive)
 
     def _predicted(self, record: StepRecord) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
         """Return, for each region and choice, what it holds and what its backward takes, above full recomputation."""
@@ -242,10 +278,25 @@ class Fitting:
         """Whether there is a choice besides full recomputation."""
         return any(len(self.choices[group]) > 1 for group in self.groups)
 
-    def _own(self, moment: _Moment) -> tuple[int, ...] | None:
-        if moment.own is None:
-            return None
-        return (self._replay if moment.in_backward else self._more)[moment.own]
+    def _moment(self, place: _Place, phases: Sequence[StepPhase], extra: int) -> _Moment:
+        peak = max(phase.peak for phase in phases)
+        if place.own is None or place.in_backward:
+            return _Moment(place, peak + extra, None if place.own is None else self._replay[place.own])
+        more = [*zip(*{self._in_forward(place.own, phase, peak) for phase in phases}, strict=True)]
+        return _Moment(place, peak + extra, tuple(map(max, more)))
+
+    def _in_forward(self, own: int, phase: StepPhase, peak: int) -> tuple[int, ...]:
+        """Return by how much a forward of the region ``own`` exceeds ``peak`` under each of its choices."""
+        group = self.groups[own]
+        profile = self.profiles[group]
+        # Not observed op by op, or calls differ: all that a choice adds may be there at the peak.
+        seen = phase.rises if phase.rises and profile.until else ((-1, phase.peak - phase.before),)
+        rises = tuple((entry, phase.before + rise - peak) for entry, rise in seen)
+        if (group, rises) not in self._risen:
+            each = [forward_bytes(profile, choice) for choice in self.choices[group][1:]]
+            found = (max(rise + more[entry] for entry, rise in rises) for more in each)
+            self._risen[group, rises] = phase.peak - peak, *found
+        return self._risen[group, rises]
 
     def peak_of(self, choice: Sequence[int]) -> int:
         """Return the predicted peak of a choice, in bytes."""
@@ -256,9 +307,9 @@ class Fitting:
         more = [sizes[one] for sizes, one in zip(self._more, choice, strict=True)]
         found = []
         for moment in self._moments:
-            own = self._own(moment)
-            live = moment.peak + sum(count * size for count, size in zip(moment.alive, more, strict=True))
-            found.append(live + (own[choice[moment.own]] if own is not None and moment.own is not None else 0))
+            place, own = moment.place, moment.more
+            live = moment.peak + sum(count * size for count, size in zip(place.alive, more, strict=True))
+            found.append(live + (own[choice[place.own]] if own is not None and place.own is not None else 0))
         return found
 
     def least(self) -> int:
@@ -267,12 +318,12 @@ class Fitting:
 
     def _assign(self, allowed: int) -> tuple[int, ...]:
         """Return the fastest choice within ``allowed`` bytes, which are no fewer than the least peak."""
-        further = [moment.further for moment in self._moments]
+        further = [moment.place.further for moment in self._moments]
         if not any(further):
             return self._assign_beside(further, 0, allowed, None)
         # What all regions hold together for one more forward is bounded in turn by some amounts.
         most = sum(max(sizes) for sizes in self._more)
-        room = min((allowed - one.peak) // one.further for one in self._moments if one.further)
+        room = min((allowed - one.peak) // count for one, count in zip(self._moments, further, strict=True) if count)
         best: tuple[float, tuple[int, ...]] = (math.inf, (0,) * len(self.paths))
         for part in range(_PARTS + 1):
             bound = min(most, room) * part // _PARTS
@@ -284,7 +335,7 @@ class Fitting:
     def _assign_beside(self, further: Sequence[int], others: int, allowed: int, most: int | None) -> tuple[int, ...]:
         """Return the fastest choice if each further forward holds ``others`` bytes, and this one ``most`` at most."""
         constraints = [
-            MemoryConstraint(one.peak + count * others, one.upto, self._own(one))
+            MemoryConstraint(one.peak + count * others, one.place.upto, one.more)
             for one, count in zip(self._moments, further, strict=True)
         ]
         if most is not None:
@@ -302,8 +353,11 @@ class Fitting:
             faster = []
             for at, times in enumerate(self._seconds):
                 now = found[at]
-                others = [pair for pair in zip(live, self._moments, strict=True) if pair[1].own != at]
-                room = min(((allowed - level) // one.alive[at] for level, one in others if one.alive[at]), default=0)
+                others = [(level, one.place) for level, one in zip(live, self._moments, strict=True)]
+                room = min(
+                    ((allowed - level) // one.alive[at] for level, one in others if one.alive[at] and one.own != at),
+                    default=0,
+                )
                 for other, time in enumerate(times):
                     if time < times[now] and self._more[at][other] - self._more[at][now] <= room:
                         faster.append((times[now] - time, at, other))

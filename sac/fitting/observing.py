@@ -69,11 +69,12 @@ class _Token:
 
 @dataclass(slots=True)
 class _Cut:
-    """The phase that begins at a mark, and the bytes of gradients there."""
+    """The phase that begins at a mark, or goes on ``after`` an entry of a tape, and the bytes of gradients there."""
 
     part: str
     position: int
     made: int
+    after: int | None = None
 
 
 class Observation:
@@ -133,6 +134,11 @@ class Observation:
                 break
         self._cut(FORWARD, position, self._cuts[-1].made)
 
+    def after_op(self, entry: int) -> None:
+        """The op of an entry of the tape of the region that was entered last has run."""
+        self._meter.mark()
+        self._cuts.append(replace(self._cuts[-1], after=entry))
+
     def leave(self, output: Any) -> None:
         """The forward of the region that was entered last is over."""
         position = len(self._paths) - 1
@@ -184,11 +190,18 @@ class Observation:
             return None
         phases, before = [], levels[self._from - 1].live if self._from else self._live
         cuts = self._cuts[self._from : -1]  # the last phase is what came after backward
-        for cut, level in zip(cuts, levels[self._from : -1], strict=True):
-            phases.append(StepPhase(cut.part, cut.position, before, level.peak, level.live))
-            before = level.live
+        rises: list[tuple[int, int]] = []
+        for cut, end, level in zip(cuts, self._cuts[self._from + 1 :], levels[self._from : -1], strict=True):
+            if cut.after is None:
+                rises = []
+            rises.append((-1 if end.after is None else end.after, level.peak - before))
+            if end.after is None:
+                peak = before + max(rise for _, rise in rises)
+                several = tuple(rises) if len(rises) > 1 else ()
+                phases.append(StepPhase(cut.part, cut.position, before, peak, level.live, several))
+                before = level.live
         kept = next(phase.before for phase in phases if phase.part == BACKWARD)
         peak = max(phase.peak for phase in phases)
         record = StepRecord(tuple(self._paths), tuple(phases), self._live, kept, peak)
-        made = tuple(cut.made for cut in cuts)
+        made = tuple(cut.made for cut in cuts if cut.after is None)
         return Observed(record, self._live, self._started_with, made, tuple(self.shapes))

@@ -74,6 +74,8 @@ class RegionProfile:
 
     ``paths`` are the regions of the group, in forward order, and ``layers`` their positions in the stack ``stack``.
     ``results``: roots of what the region returns; ``input_bytes``: of its first floating-point argument.
+    ``until``: per value, if it is a root that was seen alive, the last entry after which it was alive in the forward
+    under full recomputation; otherwise -1. Empty if calls ran different ops.
     """
 
     name: str
@@ -88,6 +90,7 @@ class RegionProfile:
     stack_size: int = 0
     results: frozenset[int] = frozenset()
     input_bytes: int = 0
+    until: tuple[int, ...] = field(default=(), compare=False)
     maker: dict[int, int] = field(init=False, compare=False, repr=False)
     tape: BareTape = field(init=False, compare=False, repr=False)
 

@@ -26,6 +26,9 @@ class StepPhase:
 
     Positions count the calls of regions in forward order. Between regions, ``position`` is the number of regions whose
     forward is over and whose backward has not ended. ``before``, ``peak`` and ``after`` are live bytes.
+
+    ``rises``: of a forward that was observed op by op, for each entry of its tape the peak since the entry before it,
+    in bytes above ``before``; the last one, of entry -1, is that after all entries.
     """
 
     part: str
@@ -33,6 +36,7 @@ class StepPhase:
     before: int
     peak: int
     after: int
+    rises: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -136,6 +137,9 @@ class _ProfileTrace(OpTraceRecorder):
     def __init__(self) -> None:
         super().__init__()
         self.sizes: dict[int, _Sizes] = {}
+        self.after_op: Callable[[int], None] | None = None
+        self.until: dict[int, int] = {}  # root -> the last entry after which it was alive
+        self._alive: dict[int, weakref.ref[Tensor]] = {}
 
     def add(
         self,
@@ -158,6 +162,23 @@ class _ProfileTrace(OpTraceRecorder):
         moved = 0 if site.is_view else moved_bytes(args, kwargs, out)
         causal = is_causal(site.op, args, kwargs)
         self.sizes[entry] = _Sizes(row.call, row.flops, moved, results, row.shape, row.dtype, causal)
+        if self.after_op is not None:
+            self.after_op(entry)
+            self._look(entry, out)
+
+    def _look(self, entry: int, out: Any) -> None:
+        """Note which values are alive now that an op has returned ``out``."""
+        tape, alive = self.tape, self._alive
+        for tensor in tensors_of(out):
+            value = tape.known(tensor)
+            if value is not None:
+                alive[value] = weakref.ref(tensor)
+        for value, reference in [*alive.items()]:
+            found = reference()
+            if found is not None and storage_bytes(found):
+                self.until[tape.roots[value]] = entry
+            else:
+                del alive[value]
 
 
 class _ProfilingRecorder(ReplayRecorder):
@@ -245,6 +266,7 @@ class _ProfilingRecorder(ReplayRecorder):
             signature=signature(self.op_trace.rows),
             stack=block.stack,
             stack_size=block.stack_size,
+            until=tuple(self.op_trace.until.get(value, -1) for value in range(len(roots))),
         )
 
 
@@ -275,8 +297,11 @@ class _ThriftyRecorder(_ProfilingRecorder):
 class ProfiledRegion(Region):
     """A region that is recomputed in full, and profiled: ``profile`` is what its policy may save.
 
-    If its calls differ in size, the profile has the largest sizes.
+    If its calls differ in size, the profile has the largest sizes. ``after_op`` is called with the number of each entry
+    of a call's tape whose op has run.
     """
+
+    after_op: Callable[[int], None] | None = None
 
     def __init__(self, block: Block, group: RegionGroup) -> None:
         super().__init__(group, block.path)
@@ -287,6 +312,7 @@ class ProfiledRegion(Region):
     def _replay_frame(self, call: RegionCall) -> tuple[ReplayFrame, ReplayRecorder]:
         block = self._block if call.signature not in self._seen else None
         recorder = _ThriftyRecorder(block, self.group.table, self.path, call.owners, call.settings)
+        recorder.op_trace.after_op = self.after_op
         recorder.begin(call.inputs, call.inputs.leaves_of(call.args, call.kwargs))
         frame = ReplayFrame(
             call.function, self.path, recorder, call.owners, call.settings, give_up=self._refuse, given_up=str
@@ -304,7 +330,15 @@ class ProfiledRegion(Region):
         if recorder.profile is not None:
             known = self.profile
             self.profile = recorder.profile if known is None else _larger(known, recorder.profile)
+        elif self.profile is not None and not _is_of(self.profile, recorder.tape):
+            self.profile = replace(self.profile, until=())
         self.stats.take(recorder.figures, frame.input_bytes)
+
+
+def _is_of(profile: RegionProfile, tape: Tape) -> bool:
+    """Return whether a call with this tape has run the ops of ``profile``."""
+    sites = ((op_name(site.op) if type(site) is CallSite else "") for site in tape.sites)
+    return [*zip(sites, map(tuple, tape.reads), strict=True)] == [(one.op, one.reads) for one in profile.entries]
 
 
 def _larger(one: RegionProfile, other: RegionProfile) -> RegionProfile:
@@ -313,7 +347,14 @@ def _larger(one: RegionProfile, other: RegionProfile) -> RegionProfile:
     parts = [
         (profile.roots, profile.needs, [(e.op, e.reads, e.makes) for e in profile.entries]) for profile in (one, other)
     ]
-    return replace(larger, bytes=tuple(map(max, one.bytes, other.bytes))) if parts[0] == parts[1] else larger
+    if parts[0] != parts[1]:
+        return replace(larger, until=())
+    return replace(larger, bytes=tuple(map(max, one.bytes, other.bytes)), until=earliest((one, other)))
+
+
+def earliest(profiles: Iterable[RegionProfile]) -> tuple[int, ...]:
+    """Return the ``until`` that holds for several profiles with the same ops; nothing if one of them has none."""
+    return tuple(map(min, zip(*(one.until for one in profiles), strict=False)))
 
 
 def merged(profiles: Sequence[RegionProfile]) -> tuple[RegionProfile, ...]:
@@ -328,6 +369,7 @@ def merged(profiles: Sequence[RegionProfile]) -> tuple[RegionProfile, ...]:
             of_group[0],
             paths=tuple(path for one in of_group for path in one.paths),
             layers=tuple(layer for one in of_group for layer in one.layers),
+            until=earliest(of_group),
         )
         for of_group in groups.values()
     )

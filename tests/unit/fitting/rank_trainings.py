@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sac
 from sac.memory_timeline import measure_memory
+from tests.stacks.pipelines import stage_numbers
 from tests.support.blocks import llama_stack
 from tests.support.prompt_collectives import prompt_collectives
 from tests.unit.fitting.small_training import DIM, Language, X, Y, built, controller_of, within
@@ -87,7 +88,7 @@ def staged(schedule: str, budgets: Any) -> tuple[list[int], list[torch.Tensor], 
     parameters, and the least peak and what is in flight by its plan.
     """
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    numbers = [rank] if schedule in ("ScheduleGPipe", "Schedule1F1B") else [rank, rank + ranks]
+    numbers = stage_numbers(schedule, rank, ranks)
     count = ranks * len(numbers)
     parts = nn.ModuleList(_part(number, count) for number in numbers)
     if budgets is not None:

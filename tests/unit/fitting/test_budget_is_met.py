@@ -16,9 +16,12 @@ from sac.errors import ConfigError, ModelError, PlanError, SacWarning
 from sac.fitting.meters import CpuMeter
 from sac.policy.read import bytes_text
 from sac.torch_private import profiler_is_on
+from tests.support.blocks import llama_stack
 from tests.unit.fitting.small_training import (
+    DIM,
     LAYERS,
     VOCABULARY,
+    Language,
     X,
     Y,
     built,
@@ -39,6 +42,24 @@ def test_peak_is_within_the_budget_and_uses_most_of_the_room(part: float, passes
     assert max(found.peaks) <= budget
     assert max(found.peaks) - low >= 0.8 * (budget - low)
     assert found.is_equal(trained(None, passes=passes))
+
+
+@pytest.mark.parametrize("part", [0.2, 0.4, 0.6, 0.9])
+def test_few_layers_use_most_of_the_room(part: float) -> None:
+    def two_layers() -> Language:
+        model = built()
+        model.body = llama_stack(2, DIM, 4)
+        return model
+
+    plain = trained(None, model=two_layers())
+    low, high = max(trained("full", model=two_layers()).peaks), max(plain.peaks)
+    budget = int(low + part * (high - low))
+    found = trained(within(budget), model=two_layers())
+    fitted = controller_of(found.model).fitted
+    assert fitted is not None
+    assert low + 0.8 * (budget - low) <= max(found.peaks) <= fitted.peak <= budget
+    assert max(found.peaks) - low >= 0.99 * (fitted.peak - low)
+    assert found.is_equal(plain)
 
 
 def test_least_budget_is_that_of_full_recomputation() -> None:
