@@ -164,10 +164,11 @@ def _read(copy: HostCopy, geometry: Geometry) -> torch.Tensor:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    if type(tensor) is FakeTensor:  # in a plan's steps
-        return tensor.layout is torch.strided
-    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+    kind = type(tensor)
+    if (kind is not torch.Tensor and kind is not FakeTensor) or tensor.layout is not torch.strided:
         return False
+    if kind is FakeTensor:  # in a plan's steps
+        return True
     try:
         tensor.untyped_storage().data_ptr()
     except RuntimeError:  # the zero tensors of forward mode have no memory

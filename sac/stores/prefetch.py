@@ -80,14 +80,16 @@ class CallNode:
     """One region call and the calls before it; see Note [Prefetched gathers].
 
     ``copies``: the values in host memory that its backward reads, in the order of the forward. ``stalls``: how long
-    streams have waited for these.
+    streams have waited for these. ``looked_ahead_in``: the transfers and the backward that have last brought up what
+    comes after this call.
     """
 
-    __slots__ = ("__weakref__", "_before", "_shares", "copies", "stalls")
+    __slots__ = ("__weakref__", "_before", "_shares", "copies", "looked_ahead_in", "stalls")
 
     def __init__(self) -> None:
         self.copies: list[weakref.ref[Any]] = []
         self.stalls = Stalls()
+        self.looked_ahead_in: tuple[Any, int] = None, NO_TASK
         self._shares: list[weakref.ref[Gatherable]] = []
         self._before: list[tuple[Any, list[weakref.ref[CallNode]]]] = []  # node of an input, calls found from it
 

@@ -338,9 +338,11 @@ class Transfers:
                 if call is not None:
                     call.add_copy(copy)
                 self._flying.append(weakref.ref(copy))
-            while self._flying and self._in_flight() > self.limits.in_flight:
+            flying = self._in_flight()
+            while self._flying and flying > self.limits.in_flight:
                 oldest = self._flying.popleft()()
                 if oldest is not None:
+                    flying -= _size(oldest)
                     self._free_source(oldest)
             return copies
 
@@ -410,7 +412,7 @@ class Transfers:
             found, home = copy.source, copy.home
             if found is None:
                 if copy.target is None:
-                    self._bring_up(self._siblings(copy), task)
+                    self._bring_up(self._siblings(copy, task), task)
                 found, home = copy.target, copy.target_home
                 with self._timing(copy, current, copy.up):
                     current.wait_event(copy.up)
@@ -434,7 +436,7 @@ class Transfers:
             if copy.target is not None and current != copy.target_home:
                 self._free_target(copy)  # the caller's memory has to belong to its stream
             if copy.target is None:
-                self._bring_up([copy], task)
+                self._bring_up(self._siblings(copy, task), task)
             with self._timing(copy, current, copy.up):
                 current.wait_event(copy.up)
             found, copy.target, copy.task = copy.target, None, task
@@ -454,12 +456,15 @@ class Transfers:
             return target
 
     def look_ahead(self, call: CallNode) -> None:
-        """Bring up what backward reads after ``call``, within the limit."""
+        """Backward has come to ``call``: bring up what it reads next, within the limit; once in each backward."""
         task = current_graph_task_id()
         if task == NO_TASK or when_backward_ends is None:
             return
         with self._lock:
-            self._early = [one for one in self._early if _waits(one(), task)]
+            if call.looked_ahead_in == (self, task):
+                return
+            call.looked_ahead_in = self, task
+            self._early = [one for one in self._early if _waits(one(), task, call)]
             room = self.limits.ahead - self._in_flight() - sum(_size(one()) for one in self._early)
             for upcoming in islice(call.upcoming(), _CALLS_AHEAD):
                 batch = []
@@ -486,9 +491,10 @@ class Transfers:
         if copy.is_pooled:
             self.pool.give(copy.buffer)
 
-    def _siblings(self, copy: HostCopy) -> list[HostCopy]:
-        """Return ``copy`` and those others of its region call that have to come up too."""
-        others = copy.call.copies if copy.call is not None else ()
+    def _siblings(self, copy: HostCopy, task: int) -> list[HostCopy]:
+        """Return ``copy`` and, in a backward, those others of its region call that have to come up too."""
+        ends = task != NO_TASK and when_backward_ends is not None  # so that they are freed again
+        others = copy.call.copies if copy.call is not None and ends else ()
         alive = (reference() for reference in others)
         more = (one for one in alive if one is not None and one is not copy and one.transfers is self)
         return [copy, *(one for one in more if one.source is None and one.target is None)]
@@ -552,9 +558,9 @@ def _size(copy: HostCopy | None) -> int:
     return copy.size if copy is not None and not (copy.source is None and copy.target is None) else 0
 
 
-def _waits(copy: HostCopy | None, task: int) -> bool:
-    """Return whether ``copy`` was brought up and has not been asked for in this backward."""
-    return copy is not None and copy.target is not None and copy.task != task
+def _waits(copy: HostCopy | None, task: int, call: CallNode) -> bool:
+    """Return whether ``copy`` was brought up, for other calls than ``call``, and not asked for in this backward."""
+    return copy is not None and copy.target is not None and copy.task != task and copy.call is not call
 
 
 def _free_targets(copies: Iterable[weakref.ref[HostCopy]]) -> None:

@@ -158,6 +158,54 @@ def test_without_room_ahead_nothing_is_brought_up_early(simulation: Simulation):
     assert [line for line, _ in itertools.groupby(turns)] == ["side 2 copies", "main waits"] * 3
 
 
+def test_a_read_outside_of_a_backward_leaves_nothing_on_the_device(simulation: Simulation):
+    transfers = Transfers(torch.device("cpu"), simulation, TransferLimits(in_flight=0, ahead=0))
+    before = simulation.device_bytes
+    copies = transfers.put([torch.full((1000,), value, dtype=torch.uint8) for value in (1, 2)], CallNode())
+    assert copies[0].look()[0] == 1
+    simulation.free_dead()
+    assert simulation.device_bytes == before
+
+
+class Looks(torch.autograd.Function):
+    """A region whose backward takes its input, then reads its values."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, stored: Any, copies: list[Any]) -> torch.Tensor:
+        ctx.rest = stored, copies
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        stored, copies = ctx.rest
+        stored.take()
+        stored.transfers.look_ahead(stored.call)
+        for copy in copies:
+            copy.look()
+        return grad * 1, None, None
+
+
+def test_what_a_region_needs_comes_up_before_what_the_next_ones_need(simulation: Simulation):
+    """Its input and its values together, and once; as in Note [The clock of transfers]."""
+    transfers = Transfers(torch.device("cpu"), simulation, TransferLimits(in_flight=0, ahead=1 << 20))
+    x = torch.ones(1, requires_grad=True)
+    for size in (300, 200, 100):
+        call = CallNode()
+        call.follow(x)
+        stored = transfers.put_one(torch.zeros(size + 1, dtype=torch.uint8))
+        stored.call = call
+        call.add_copy(stored)
+        stored.settle()
+        x = Looks.apply(x, stored, transfers.put([torch.zeros(size, dtype=torch.uint8)] * 1, call))
+        call.mark([x])
+    came: list[int] = []
+    plain = transfers.copy_up
+    transfers.copy_up = lambda copy, target: came.append(copy.size) or plain(copy, target)
+    x.backward()
+    assert came[:2] == [101, 100]
+    assert sorted(came) == [100, 101, 200, 201, 300, 301]
+
+
 # Host memory
 
 
