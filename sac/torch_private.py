@@ -399,6 +399,14 @@ def is_traced() -> bool:
     return torch.compiler.is_compiling() or any(torch._C._get_dispatch_mode(key) is not None for key in _TRACING)
 
 
+_FAKE: Any = getattr(_mode_keys, "FAKE", None)
+
+
+def fake_mode_is_active() -> bool:
+    """Return whether all ops run without data now: DTensor finds the layout of a result in this way. 2.1 to 2.13."""
+    return _FAKE is not None and torch._C._get_dispatch_mode(_FAKE) is not None
+
+
 def partitioner_budget() -> float:
     """Return the memory budget that the user has set for torch's partitioner, 1.0 by default; 2.4 to 2.13."""
     import torch._functorch.config

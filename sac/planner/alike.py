@@ -239,7 +239,8 @@ def expanded(
             phases.append(StepPhase(part, position + shift, level, level + high, level + after))
             level += after
     kept = record.kept + sum(change[3] for position in left for change in forwards[source[position]])
-    return StepRecord(tuple(paths), tuple(phases), record.static, kept, max(phase.peak for phase in phases))
+    peak = max(phase.peak for phase in phases)
+    return StepRecord(tuple(paths), tuple(phases), record.static, kept, peak, record.gathered)
 
 
 def _parts_of(record: StepRecord) -> tuple[list[_Change], list[list[_Change]], list[list[_Change]]] | None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from sac.errors import PlanError, Problem
 from sac.memory_timeline import mark, measure_memory
 from sac.ops.names import op_name
+from sac.tensors import tensors_of
 from sac.torch_private import tree_leaves, tree_map_only
 
 _log = logging.getLogger(__name__)
@@ -42,6 +43,9 @@ _PACKS_BYTES = "aten::mkldnn_rnn_layer"
 
 # Ops with an argument that counts elements: with zeros, the kernel would leave out most of its work.
 _COUNTS = {"aten::_embedding_bag_backward": 4, "aten::_embedding_bag_dense_backward": 3}
+
+# Ops whose results somebody has to wait for: torch keeps each result until then, and warns at the end of the process.
+_MUST_WAIT = ("_c10d_functional", "_c10d_functional_autograd")
 
 _MARGIN = Fraction(9, 8)  # of scratch
 
@@ -200,7 +204,10 @@ def _run(calls: Sequence[SizedCall], failed: set[int]) -> None:
             if (place := _COUNTS.get(call.func.name())) is not None:
                 args[place].fill_(1)
             mark(f"begin {index}")
-            call.func(*args, **kwargs)
+            out = call.func(*args, **kwargs)
+            if call.func.namespace in _MUST_WAIT:
+                for result in tensors_of(out):
+                    torch.ops._c10d_functional.wait_tensor(result)
         except Exception:  # (zeros are not a legal input of some ops)
             _log.debug("%s does not run on zeros: its scratch is not known", call.func)
             failed.add(index)

@@ -23,6 +23,7 @@ from sac.torch_private import (
     FakeTensor,
     FakeTensorMode,
     current_graph_task_id,
+    fake_mode_is_active,
     storage_use_count,
     tensor_use_count,
     tree_map_only,
@@ -91,9 +92,12 @@ class KernelWorkspace:
 # Note [What the ledger counts]
 #
 # A storage counts from the end of the op that made it until it is freed, with its own bytes, rounded up to the
-# allocator's block size if there is one. Written arguments and results located in known storages are not new. A resized
-# storage, as in FSDP2, counts with its new size. The memory that a kernel allocates and frees while it runs is not a
-# tensor of any op; `KernelWorkspace` knows it (Note [Kernel workspace]).
+# allocator's block size if there is one. An op on tensors that wrap others, such as DTensors, counts as the ops into
+# which it is divided: each works on one rank's share, and there may be collectives and copies between them. Ops by
+# which DTensor only finds the layout of a result, in a fake mode of its own, do not count. Written arguments and
+# results located in known storages are not new. A resized storage, as in FSDP2, counts with its new size. The memory
+# that a kernel allocates and frees while it runs is not a tensor of any op; `KernelWorkspace` knows it (Note [Kernel
+# workspace]).
 # On the CPU, two more things count whose creation the dispatcher does not see: the states of random generators, and
 # numbers. For `x * 0.5`, autograd saves the number as a tensor of eight bytes.
 
@@ -133,6 +137,7 @@ class Ledger(BareMode):
         self._numbers = _Numbers(self) if on_host else None
         self.fakes = fakes or FakeOpCache()
         self._storages: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._gathered: set[int] = set()  # storages that have been resized
         for is_fake in (False, True):
             _counts_of_unshared(is_fake)  # cannot be found out once a backward runs
         self._zeros = 0  # address of the storage that the last op filled with zeros
@@ -187,6 +192,11 @@ class Ledger(BareMode):
         parts = [part for tensor in tensors if tensor is not None for part in tensor_parts(tensor)]
         return sum(self._storages[key][1] for key in {part.untyped_storage()._cdata for part in parts})
 
+    @property
+    def gathered(self) -> int:
+        """The bytes of whole parameters, which FSDP2 gathers and frees by resizing their storages."""
+        return sum(self._storages[key][1] for key in self._gathered if key in self._storages)
+
     def _size(self, storage: torch.UntypedStorage) -> int:
         return -(-storage.nbytes() // self.block_bytes) * self.block_bytes
 
@@ -197,6 +207,7 @@ class Ledger(BareMode):
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
             out = resize(storage, size)
+            ledger._gathered.add(storage._cdata)
             if storage._cdata in ledger._storages:
                 ledger._has_resized(storage._cdata, ledger._size(storage))
             return out
@@ -217,6 +228,7 @@ class Ledger(BareMode):
             ledger = mine()
             if ledger is not None and (found := ledger._storages.pop(key, None)) is not None:
                 ledger.live -= found[1]
+                ledger._gathered.discard(key)
 
         return freed
 
@@ -234,6 +246,10 @@ class Ledger(BareMode):
         if func is DEVICE and (device := device_of(args[0])) is not None:
             return device
         if func.namespace == "prim":
+            return func(*args, **(kwargs or {}))
+        if any(one is not FakeTensor and hasattr(one, "__tensor_flatten__") for one in types):
+            return NotImplemented  # its ops on the tensors inside come here
+        if fake_mode_is_active():
             return func(*args, **(kwargs or {}))
         before = self.live
         if func is _INDEX_PUT and _is_gradient_of_index(args, self._zeros):

@@ -28,6 +28,7 @@ from sac.planner.memory import StepModel
 from sac.planner.peak import IN_FLIGHT, OPTIMIZER, AliveRow, PeakBreakdown, explain, with_more
 from sac.planner.pricing import Pricing
 from sac.planner.profile import RegionProfile
+from sac.planner.sharding import shard_again
 from sac.planner.step import StepRecord, run_step
 from sac.planner.step_log import StepLog, inputs_among
 from sac.policy.model import Decision, OffloadSection, Policy
@@ -235,7 +236,9 @@ class Planner:
         """Return the entries that ``policy`` saves in each region, by path; runs the copy forward once."""
         with self.ledger():  # it runs ops that fake tensors refuse
             alike = None if self.repeats else self.alike
-            return saved_by(policy, self.model, self.profiles, lambda: call(self.model, self.inputs), alike)
+            found = saved_by(policy, self.model, self.profiles, lambda: call(self.model, self.inputs), alike)
+        shard_again(self.model)
+        return found
 
     def measure(self) -> None:
         """Run steps until each choice of each group has occurred in one; a step measures one choice per layer.

@@ -44,7 +44,7 @@ class StepRecord:
     """The memory of one step in bytes. ``paths``: the region at each position. ``static``: parameters, buffers, inputs.
 
     ``kept`` is the live bytes at the end of the forward, ``peak`` the maximum over forward and backward; both include
-    ``static``.
+    ``static``. ``gathered``: how many bytes of ``kept`` are parameters that FSDP2 has gathered.
     """
 
     paths: tuple[str, ...]
@@ -52,6 +52,7 @@ class StepRecord:
     static: int
     kept: int
     peak: int
+    gathered: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +157,23 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
+# Note [Steps before the step]
+#
+# The first call of a region is recorded, and frees what it no longer needs earlier than the next ones, which hold it
+# until the region ends. That seldom matters, since a region's backward holds as much. It does where the peak is in the
+# forward: where a tensor-parallel rank scatters or gathers.
+# The gradients of earlier micro-batches have the sizes of the parameters, but for tensor parallelism: DTensor does not
+# divide the gradient of an embedding (torch 2.13).
+# So for tensor parallelism a step runs before the step, and leaves its gradients there if gradients accumulate. With
+# FSDP2, which divides gradients itself and whose gathered parameters are higher, it does not.
+
+
+def _is_split(model: nn.Module) -> bool:
+    """Return whether ``model`` has DTensors as parameters, and not because of FSDP2."""
+    is_sharded = any(hasattr(module, "set_reshard_after_forward") for module in model.modules())
+    return not is_sharded and any(hasattr(type(one), "__tensor_flatten__") for one in model.parameters())
+
+
 def run_step(
     model: nn.Module,
     inputs: Inputs,
@@ -171,13 +189,15 @@ def run_step(
 
     ``regions`` are the modules at whose borders the step is divided into phases. The model may be fake
     (Note [Fake tensors]). ``warm_up``: run another step first, because regions that save everything are recorded in
-    their first call only. ``accumulates``: gradients of an earlier step exist and count as static.
+    their first call only. ``accumulates``: gradients of an earlier step exist and count as static; see
+    Note [Steps before the step].
     """
     with ExitStack() as stack:
         stack.enter_context(_collector_paused())
         stack.enter_context(ledger)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        if accumulates:
+        is_split = _is_split(model)
+        if accumulates and not is_split:
             for parameter in trained:
                 parameter.grad = torch.zeros_like(parameter)
         gradients = [parameter.grad for parameter in trained]
@@ -196,7 +216,9 @@ def run_step(
             )
             stack.callback(entered.remove)
             stack.callback(module.register_forward_hook(marks.leave).remove)
-        for _ in range(2 if warm_up else 1):
+        for number in range(2 if warm_up or is_split else 1):
+            if number and is_split and accumulates:
+                static += ledger.size_of(parameter.grad for parameter in trained)
             marks.begin()
             ledger.reached(FORWARD)
             torch.set_rng_state(state)
@@ -205,7 +227,7 @@ def run_step(
                 loss = scalar_loss(output, loss_fn)
             del output
             marks.cut(BETWEEN, len(marks.paths))
-            kept = ledger.live
+            kept, gathered = ledger.live, ledger.gathered
             ledger.reached(BACKWARD)
             received = torch.empty_like(loss) if isinstance(loss_fn, Sends) else None
             run_backward(model, loss, received)
@@ -226,4 +248,4 @@ def run_step(
             for window, levels in zip(marks.phases, marks.levels, strict=True)
         ]
     peak = max(window.peak for window in marks.phases)
-    return StepRecord(tuple(marks.paths), tuple(marks.phases), static, kept, peak)
+    return StepRecord(tuple(marks.paths), tuple(marks.phases), static, kept, peak, gathered)

@@ -1,7 +1,8 @@
-"""Collectives that hold no memory after they have ended, so that a measured peak does not depend on the clock.
+"""Collectives that take no memory but their results, so that a measured peak does not depend on gloo or the clock.
 
-gloo's threads hold the tensors of a collective a little after the wait for it has ended, and a peak may count them, or
-not. Inside `prompt_collectives()`, those of tensor parallelism return when the thread has dropped its tensors.
+gloo copies the input of a reduce-scatter and the result of an all-gather, which NCCL does not, and its threads hold the
+tensors of a collective a little after the wait for it has ended. Inside `prompt_collectives()`, those of tensor
+parallelism make no such copies, and return when the thread has dropped its tensors.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
@@ -32,24 +34,35 @@ def _all_reduce(tensor: Tensor, reduce_op: str, group_name: str) -> Tensor:
 
 
 def _all_gather(tensor: Tensor, group_size: int, group_name: str) -> Tensor:
-    tensor = tensor.contiguous()
+    group, tensor = _group(group_name), tensor.contiguous()
     result = tensor.new_empty(group_size * len(tensor), *tensor.shape[1:])
-    return _until_dropped(lambda: dist.all_gather_into_tensor(result, tensor, _group(group_name)), result, tensor)
+    for number, share in enumerate(result.chunk(group_size)):
+        if number == group.rank():
+            share.copy_(tensor)
+        _until_dropped(partial(dist.broadcast, share, group=group, group_src=number), share)
+    return result
 
 
 def _reduce_scatter(tensor: Tensor, reduce_op: str, group_size: int, group_name: str) -> Tensor:
     assert reduce_op == "sum"
-    tensor = tensor.contiguous()
-    result = tensor.new_empty(len(tensor) // group_size, *tensor.shape[1:])
-    return _until_dropped(lambda: dist.reduce_scatter_tensor(result, tensor, group=_group(group_name)), result, tensor)
+    group, tensor = _group(group_name), tensor.contiguous()
+    scratch = _scratch(tensor.shape, tensor.dtype).copy_(tensor)
+    _until_dropped(lambda: dist.all_reduce(scratch, group=group), scratch)
+    return scratch.chunk(group_size)[group.rank()].clone()
 
 
-def _until_dropped(collective: Callable[[], object], result: Tensor, *read: Tensor) -> Tensor:
-    before = [one._use_count() for one in (result, *read)]
+@cache
+def _scratch(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Memory that the first step makes, and all others use."""
+    return torch.empty(shape, dtype=dtype)
+
+
+def _until_dropped(collective: Callable[[], object], tensor: Tensor) -> Tensor:
+    before = tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     collective()
-    while [one._use_count() for one in (result, *read)] != before:
+    while (tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) != before:
         time.sleep(0.001)
-    return result
+    return tensor
 
 
 def _group(name: str) -> dist.ProcessGroup:
