@@ -100,7 +100,9 @@ class FullConfig:
             object.__setattr__(self, name, value)
         object.__setattr__(self, "transfers", TransfersByDevice(self.host_memory))
         if "contiguous" in self.stores and self.num_checkpoints is not None:
-            object.__setattr__(self, "buffer", ContiguousBuffer(self.num_checkpoints, on_host="host" in self.stores))
+            on_host, transfers = "host" in self.stores, self.transfers
+            buffer = ContiguousBuffer(self.num_checkpoints, on_host=on_host, transfers=transfers)
+            object.__setattr__(self, "buffer", buffer)
         elif "host" in self.stores:
             object.__setattr__(self, "host", OnHost(self.transfers))
 
@@ -212,18 +214,30 @@ def settings_of(
     )
 
 
-def offloading(settings: Settings, policy: Policy, transfers: TransfersByDevice | None) -> Settings:
-    """Return ``settings`` with what ``policy`` says on values in host memory; ``transfers`` copy them, if given."""
+def offloading(settings: Settings, config: FullConfig, policy: Policy, transfers: TransfersByDevice | None) -> Settings:
+    """Return ``settings``, those of ``config``, with what ``policy`` says on values in host memory.
+
+    ``transfers`` copy them, if given. Inputs that wait on the host share their pool and limits.
+    """
     section, own = policy.offload, settings.transfers
     if section is None and transfers is None:
         return settings
     made = transfers or TransfersByDevice(own.host, strict=own.strict, section=section)
-    inputs = settings.input_storing
-    if inputs is None and section is not None and section.inputs:
-        inputs = InputStoring(OnHost(made))
-    elif inputs is not None and isinstance(inputs.store, OnHost):
-        inputs = replace(inputs, store=OnHost(made))  # one pool for both
+    inputs, every = settings.input_storing, section is not None and section.inputs
+    if inputs is not None:
+        inputs = replace(inputs, store=_by(made, inputs.store, every=every))
+    elif every:
+        inputs = InputStoring(OnHost(made), config.keep)
     return replace(settings, transfers=made, input_storing=inputs)
+
+
+def _by(transfers: TransfersByDevice, store: InputStore, *, every: bool) -> InputStore:
+    """Return ``store`` with what it keeps on the host copied by ``transfers``; ``every``: it keeps everything there."""
+    if isinstance(store, Scattered):
+        return store.with_inner(_by(transfers, store.inner, every=every))
+    if isinstance(store, ContiguousBuffer):
+        return ContiguousBuffer(store.num_checkpoints, on_host=store.on_host or every, transfers=transfers)
+    return OnHost(transfers) if every or isinstance(store, OnHost) else store
 
 
 def _keeping(config: FullConfig, group: Any, compared: VerifiedOnce) -> InputStoring | None:

@@ -78,7 +78,7 @@ def apply(
     refuse_existing_checkpointing(model)
     policy = FULL if config.mode == "full" else (config.policy or family_policy(model))
     resolved = usable_policy(policy)
-    settings = offloading(settings, policy, transfers)
+    settings = offloading(settings, config.full, policy, transfers)
     blocks, notes, stage = _choose_blocks(model, config, policy)
     if not blocks:
         warnings.warn(notes[0], SacWarning, stacklevel=_USER)

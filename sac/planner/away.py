@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -14,37 +16,72 @@ from sac.stores.transfers import HostBuffer, HostCopy, HostPool, TransferLimits,
 #
 # What is on the device at each moment depends on the order of calls and on sizes, never on time (Note [Transfers]). So
 # a step on tensors without data, with the same limits, measures it to the byte: the very code that starts copies and
-# frees memory runs. Only the bytes themselves are missing, and the host memory that would hold them.
+# frees memory, and that cuts pinned memory into buffers, runs. Only the bytes themselves are missing, and the host
+# memory that would hold them.
+
+
+@dataclass(frozen=True, slots=True)
+class HostUse:
+    """The host memory of a step in bytes: the most that has waited at once, and what the pool has to pin for it.
+
+    If some values found no room within the limit, ``pinned`` is the limit and the bytes of these.
+    """
+
+    waiting: int = 0
+    pinned: int = 0
+
+
+class _Sized:
+    """Host memory of which only the size is there. It is cut as a flat tensor of bytes is."""
+
+    __slots__ = ("size", "used")
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.used = 0  # by the value that waits in it
+
+    def numel(self) -> int:
+        """Return the number of bytes."""
+        return self.size
+
+    def __getitem__(self, part: slice) -> _Sized:
+        return _Sized(len(range(self.size)[part]))
 
 
 class _NoHostMemory(HostPool):
-    """Gives out buffers without memory, within the limit."""
+    """Cuts the slabs of a real pool, without memory, and counts."""
 
     def __init__(self, limit: int | None) -> None:
-        super().__init__(lambda size: torch.empty(0), limit)
-        self.most = 0  # of the bytes that were in use
+        make: Any = _Sized
+        super().__init__(make, limit)
+        self._waiting = self._most = self._missing = 0
 
     def take(self, size: int) -> HostBuffer | None:
-        """Return a buffer; None if the limit does not allow for it."""
-        if self.limit is not None and self.slab_bytes + size > self.limit:
-            return None
-        self.slab_bytes += size
-        self.most = max(self.most, self.slab_bytes)
-        return _Sized(size)
+        """See ``HostPool.take``."""
+        found = super().take(size)
+        if found is None:
+            self._missing += size
+        else:
+            _of(found).used = size
+            self._waiting += size
+            self._most = max(self._most, self._waiting)
+        return found
 
     def give(self, buffer: HostBuffer) -> None:
-        """Take the buffer back."""
-        self.slab_bytes -= buffer.size if isinstance(buffer, _Sized) else 0
+        """See ``HostPool.give``."""
+        self._waiting -= _of(buffer).used
+        super().give(buffer)
+
+    @property
+    def use(self) -> HostUse:
+        """What the step has used so far."""
+        return HostUse(self._most, (self.limit or 0) + self._missing if self._missing else self.slab_bytes)
 
 
-class _Sized(HostBuffer):
-    """A buffer that knows its size only."""
-
-    __slots__ = ("size",)
-
-    def __init__(self, size: int) -> None:
-        super().__init__(torch.empty(0, device="meta"))
-        self.size = size
+def _of(buffer: HostBuffer) -> _Sized:
+    memory: Any = buffer.memory
+    assert isinstance(memory, _Sized)
+    return memory
 
 
 class _TransfersWithoutData(Transfers):
@@ -65,6 +102,9 @@ class _TransfersWithoutData(Transfers):
         """See ``Transfers.put_one``."""
         self._empty = source.new_empty(0)
         return super().put_one(source, buffer)
+
+    def _tell_full(self, size: int) -> None:
+        """Do nothing: the pool counts what finds no room."""
 
     def copy_down(self, copy: HostCopy) -> None:
         """Do nothing: there is no data."""
@@ -95,6 +135,7 @@ class TransfersWithoutData(TransfersByDevice):
         return found
 
     @property
-    def host_bytes(self) -> int:
-        """The most bytes that have waited on the host at once."""
-        return sum(one.pool.most for one in self._of.values() if one and isinstance(one.pool, _NoHostMemory))
+    def host_use(self) -> HostUse:
+        """The host memory that the step has used."""
+        used = [one.pool.use for one in self._of.values() if one and isinstance(one.pool, _NoHostMemory)]
+        return HostUse(sum(one.waiting for one in used), sum(one.pinned for one in used))

@@ -26,7 +26,7 @@ from sac.stores.transfers import LIMITS
 # The search (Note [The search with a link]) estimates bytes: a choice leaves behind what it saves, less what it sends.
 # Inputs on the host are missing wherever they are not needed. Then a step is run in which the transfers of the policy
 # really take place, without data (Note [Transfers without data]). Its peak is that of the plan. If it is above the
-# budget, the search runs again with less.
+# budget, or host memory has no room for the buffers of what waits there, the search runs again with less.
 
 FULL_ON_HOST = "full + inputs on the host"
 EVERYTHING = "offload everything"
@@ -110,11 +110,15 @@ class OffloadPlanner:
                 return None
             section = self._section(found.windows, inputs=inputs)
             point = self._point("plan", found.choice, found.clocked, section)
-            if point.peak <= budget:
+            more = 0 if self.link.has_room(point.pinned) else point.pinned - (self.link.host or 0)
+            if more:  # of values stayed on the device: buffers in host memory are larger than what waits in them
+                problem = replace(problem, link=replace(self.link, host=max(0, found.clocked.host - more)))
+            elif point.peak <= budget:
                 bound = problem.bound(budget, found.windows.in_flight)
                 seconds, busy = found.clocked.seconds, found.clocked.busy
                 return Offloaded(point, self.choices, section, seconds, bound, busy)
-            aim -= point.peak - budget
+            else:
+                aim = found.peak - (point.peak - budget)  # less than the estimate, so another plan is found
         return None
 
     def _section(self, windows: Windows, *, inputs: bool) -> OffloadSection:
@@ -122,7 +126,7 @@ class OffloadPlanner:
         return OffloadSection(inputs, smallest, windows.in_flight, windows.ahead)
 
     def _point(self, label: str, choice: tuple[int, ...], clocked: Clocked, section: OffloadSection) -> Point:
-        record, host = self._beside.run_offloading(choice, section)
+        record, host = self._beside.run_offloading(choice, section, self.link.host)
         picked = [self.choices[group][one] for group, one in zip(self.planner.groups, choice, strict=True)]
         return Point(
             label,
@@ -132,7 +136,8 @@ class OffloadPlanner:
             flops=sum(one.flops for one in picked),
             seconds=sum(one.seconds for one in picked),
             is_checked=True,
-            host=host,
+            host=host.waiting,
+            pinned=host.pinned,
             stall=clocked.stall,
         )
 

@@ -234,15 +234,18 @@ def expert_parallel(model: nn.Module, mesh: Any, experts: Experts) -> list[nn.Mo
         raise PlanError(Problem("--ep", found, "transformers 5.23 or newer")) from None
     declared: Mapping[str, str] = getattr(model, "ep_plan", None) or {}
     patterns = [_pattern(one) for one, style in declared.items() if style == "ep_dispatch_experts"]
-    found_ones = [one for name, one in model.named_modules() if any(pattern.fullmatch(name) for pattern in patterns)]
+    found_ones: list[Any] = [
+        one for name, one in model.named_modules() if any(pattern.fullmatch(name) for pattern in patterns)
+    ]
     if not found_ones:
         found = f"{type(model).__name__} has no experts whose division it declares (`ep_plan`)"
         raise PlanError(Problem("--ep", found, "mixtures of experts of Hugging Face"))
+    counts = dict.fromkeys(module.num_experts for module in found_ones)
+    undivided = [f"{experts.ranks} ranks do not divide {count} experts" for count in counts if count % experts.ranks]
+    if undivided:  # before any module is changed
+        raise PlanError(Problem("--ep", found) for found in undivided)
     for module in found_ones:
-        count: int = module.num_experts
-        if count % experts.ranks:
-            raise PlanError(Problem("--ep", f"{experts.ranks} ranks do not divide {count} experts"))
-        share = count // experts.ranks
+        share = module.num_experts // experts.ranks
         first = share * mesh["ep"].get_local_rank()
         for name, whole in [*module.named_parameters(recurse=False)]:
             mine = whole.detach()[first : first + share].clone()

@@ -93,7 +93,7 @@ def make_plan(
                 plain_s = offloading.times.total + planner.point("plan", chosen).seconds
                 offloaded = offloaded if offloaded.step_s < (1 - _WORTH) * plain_s else None
         if too_small is not None and offloaded is None:
-            raise too_small
+            raise too_small if link is None else _also_over(link, too_small)
     else:
         notes.append(NEEDS_NONE)
     if planner.workspace is not None and (count := len(planner.workspace.estimated)):
@@ -153,7 +153,7 @@ def notes_on(offloaded: Offloaded) -> list[str]:
     notes = [
         f"the step is predicted to take {step}, of which it waits {stall} for copies; no plan within this budget takes "
         f"less than {seconds_text(bound)} ({1 - bound / offloaded.step_s:.1%} less)",
-        f"{bytes_text(point.host)} of pinned host memory per process are needed",
+        f"{bytes_text(point.pinned)} of pinned host memory per process are needed",
     ]
     if offloaded.busy > _SATURATED:
         notes.append(f"the link to the host is saturated: it is busy for {offloaded.busy:.0%} of the forward")
@@ -238,6 +238,13 @@ def _too_small(planner: Planner, budget: int, least: Point) -> TooSmallError:
         f", where checkpointing holds {bytes_text(least.kept)}"
     )
     return TooSmallError(Problem("budget", f"{found}: {why}", f"{least.peak} bytes or more", fix=_FIXES), least.peak)
+
+
+def _also_over(link: Link, error: TooSmallError) -> TooSmallError:
+    """Return the error for a budget that no plan found meets by offloading over ``link`` either."""
+    (problem,) = error.problems
+    found = f"{problem.found}; offloading over the link to the host ({link}), no plan was found that fits"
+    return TooSmallError(replace(problem, found=found), error.least)
 
 
 _FIXES = "give more, or shrink the batch, the sequence, or what checkpointing cannot: shard parameters, chunk the loss"

@@ -19,7 +19,7 @@ from sac.blocks.paths import parts_of
 from sac.errors import ModelError, SacWarning
 from sac.ops.registry import find_op
 from sac.planner.alike import AlikeLayers, expanded
-from sac.planner.away import TransfersWithoutData
+from sac.planner.away import HostUse, TransfersWithoutData
 from sac.planner.choices import Choice, policy_for, policy_to_try
 from sac.planner.fakes import Inputs, call
 from sac.planner.layers import BudgetTooSmallError, assign, assign_alike
@@ -65,6 +65,7 @@ class Point:
     seconds: float
     is_checked: bool = False
     host: int = 0  # bytes that wait in host memory
+    pinned: int = 0  # bytes of host memory that have to be pinned for them
     stall: float = 0.0  # seconds in which the step waits for copies
 
 
@@ -150,14 +151,16 @@ class Planner:
     def _modules(self) -> list[tuple[str, nn.Module]]:
         return [(block.path, block.module) for block in self.blocks]
 
-    def run_offloading(self, choice: tuple[int, ...], section: OffloadSection) -> tuple[StepRecord, int]:
-        """Run a step in which values leave the device, as ``section`` says; return the most bytes on the host too.
+    def run_offloading(
+        self, choice: tuple[int, ...], section: OffloadSection, limit: int | None = None
+    ) -> tuple[StepRecord, HostUse]:
+        """Run a step in which values leave the device, as ``section`` says; return its use of host memory too.
 
-        See Note [Transfers without data]. Nothing is learnt from it.
+        ``limit``: the bytes that may be pinned. See Note [Transfers without data]. Nothing is learnt from it.
         """
-        transfers = TransfersWithoutData(section, None)
+        transfers = TransfersWithoutData(section, limit)
         with self._applied(choice, section=section, transfers=transfers):
-            return self._step(self.ledger()), transfers.host_bytes
+            return self._step(self.ledger()), transfers.host_use
 
     def _step(self, ledger: Ledger, at_end: Callable[[], None] = lambda: None) -> StepRecord:
         return run_step(

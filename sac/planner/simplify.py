@@ -47,7 +47,7 @@ def simplified(planner: Planner, made: Plan, share: float) -> Plan:
         walk.append(better)
     for way in reversed(walk[1:]):
         found = way.measured(made)
-        if found.point.peak <= made.budget and (made.link is None or made.link.has_room(found.point.host)):
+        if found.point.peak <= made.budget and (made.link is None or made.link.has_room(found.point.pinned)):
             fewer = f"{count_text(len(way.rules), 'rule')} instead of {len(start.rules)}"
             note = f"simplified: {fewer}, for {seconds_text(max(0.0, way.seconds - start.seconds))} more"
             policy = replace(made.policy, rules=way.rules)

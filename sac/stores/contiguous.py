@@ -176,24 +176,26 @@ _TAKEN = Problem(
 class ContiguousBuffer(InputStore):
     """One buffer of ``num_checkpoints`` equal slots, allocated for the first input with its size, dtype and device.
 
-    ``on_host``: the buffer is in host memory, pinned if the device has streams. The buffer is reallocated if an input
-    of another size, dtype or device comes while every slot is free. Under saved-tensor hooks around a region
-    (``save_on_cpu``, an outer region) no slot is taken: the hooks decide where the input is stored. (A reentrant region
-    has no hooks, so regions inside it do take slots while it is recomputed.) Copying or unpickling a buffer gives an
-    empty one with the same settings.
+    ``on_host``: the buffer is in host memory, pinned if the device has streams; ``transfers`` copy into it. The
+    buffer is reallocated if an input of another size, dtype or device comes while every slot is free. Under
+    saved-tensor hooks around a region (``save_on_cpu``, an outer region) no slot is taken: the hooks decide where
+    the input is stored. (A reentrant region has no hooks, so regions inside it do take slots while it is
+    recomputed.) Copying or unpickling a buffer gives an empty one with the same settings.
     """
 
-    def __init__(self, num_checkpoints: int, *, on_host: bool = False) -> None:
+    def __init__(
+        self, num_checkpoints: int, *, on_host: bool = False, transfers: TransfersByDevice | None = None
+    ) -> None:
         self.num_checkpoints = num_checkpoints
         self.on_host = on_host
-        self._under_hooks = OnHost() if on_host else OnDevice()
-        self._transfers = TransfersByDevice()
+        self._transfers = transfers if transfers is not None else TransfersByDevice()
+        self._under_hooks = OnHost(self._transfers) if on_host else OnDevice()
         self._slots: Slots | None = None
         self._tickets = itertools.count()
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _empty_buffer, (self.num_checkpoints, self.on_host)
+        return _empty_buffer, (self.num_checkpoints, self.on_host, self._transfers)
 
     def put(self, flat: torch.Tensor, name: Callable[[], str]) -> StoredTensor:
         """Copy ``flat`` into a free slot.
@@ -233,8 +235,8 @@ class ContiguousBuffer(InputStore):
         return slots
 
 
-def _empty_buffer(num_checkpoints: int, on_host: bool) -> ContiguousBuffer:
-    return ContiguousBuffer(num_checkpoints, on_host=on_host)
+def _empty_buffer(num_checkpoints: int, on_host: bool, transfers: TransfersByDevice) -> ContiguousBuffer:
+    return ContiguousBuffer(num_checkpoints, on_host=on_host, transfers=transfers)
 
 
 def _misfit(slots: Slots, flat: torch.Tensor, name: str) -> Problem:

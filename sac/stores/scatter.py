@@ -268,6 +268,10 @@ class Scattered(InputStore):
     def __reduce__(self) -> tuple[Any, ...]:
         return _unpickled, (reference_to(self.group), self.inner, _anew(self.verify), self.prefetch)
 
+    def with_inner(self, inner: InputStore) -> Scattered:
+        """Return a store over the same group, whose shares ``inner`` keeps."""
+        return Scattered(self.group, inner, verify=self.verify, prefetch=self.prefetch)
+
     def accepts(self, tensor: torch.Tensor) -> bool:
         """Return whether the group can gather the tensor, and all ranks have the same tensor.
 

@@ -123,9 +123,10 @@ class HostBuffer:
 class HostPool:
     """Host buffers in size classes, cut from slabs.
 
-    torch rounds pinned memory up to a power of two, so slabs have such sizes. There are eight classes between powers of
-    two: at most an eighth of a buffer is wasted. ``make`` allocates bytes. ``limit``: of all slabs; None: no limit.
-    ``failure``: why ``make`` has failed, which is taken for the limit.
+    torch rounds pinned memory up to a power of two, so slabs have such sizes. There are eight classes between
+    powers of two: at most an eighth of a buffer is wasted, and of a slab what is too small for further buffers.
+    ``make`` allocates bytes. ``limit``: of all slabs; None: no limit. ``failure``: why ``make`` has failed, which
+    is taken for the limit.
     """
 
     def __init__(self, make: Callable[[int], torch.Tensor], limit: int | None = None, *, slab: int = 64 * MIB) -> None:

@@ -27,6 +27,7 @@ from sac.planner.transfer_clock import Link
 from sac.planner.write_policy import write_policy
 from sac.policy.load import load_policy
 from sac.policy.model import Decision, OffloadSection
+from sac.stores.transfers import HostPool
 from tests.support.blocks import ENGINES, Stack, llama_stack, policy, selective
 from tests.support.simulated_streams import simulated_streams
 from tests.support.training import assert_same_training, built
@@ -125,11 +126,55 @@ def test_the_written_plan_is_the_plan(planned, tmp_path):
     assert f"{planned.policy.offload.in_flight}" in path.read_text()
 
 
-def test_what_fits_the_host_is_offloaded(planner, planned):
-    room = planned.point.host // 2
+@pytest.mark.parametrize("share", [0.5, 1.5])
+def test_what_fits_the_host_is_offloaded(planner, planned, share):
+    """Buffers are larger than what waits in them, so in the smaller room nothing is worth it."""
+    room = int(planned.point.host * share)
     found = make_plan(planner, "10%", link=replace(LINK, host=room))
-    assert found.point.host <= room
+    assert found.point.host <= found.point.pinned <= room
+    assert found.point.host > 0 or share < 1
     assert found.point.peak <= found.budget
+
+
+def test_a_plan_counts_the_pinned_memory_of_a_training():
+    """Within the same limit as many values find room, and slabs take as many bytes."""
+    for size, limit in ((9 << 20, 90 << 20), (9 << 20, 256 << 20), (36 << 20, None), (72 << 20, 300 << 20), (5, 64)):
+        real = HostPool(lambda size: torch.empty(size, dtype=torch.uint8, device="meta"), limit)
+        planned = TransfersWithoutData(OffloadSection(), limit).of(torch.device("cuda")).pool
+        taken = [[pool.take(size) for _ in range(10)] for pool in (real, planned)]
+        fit = [sum(one is not None for one in some) for some in taken]
+        assert fit[0] == fit[1]
+        assert planned.use.waiting == fit[0] * size
+        assert planned.use.pinned == (real.slab_bytes if fit[0] == 10 else limit + (10 - fit[0]) * size)
+        for one in filter(None, taken[1]):
+            planned.give(one)
+        assert planned.is_idle()
+        assert planned.take(size) is not None or not fit[0]
+        assert planned.use.waiting == fit[0] * size
+
+
+def test_what_was_above_the_budget_is_not_tried_again(planner, planned, monkeypatch):
+    """Steps may need more than the search has estimated; each further search has to return something smaller."""
+    tried: list[Any] = []
+
+    def above(self: OffloadPlanner, label: str, choice: tuple[int, ...], *more: Any) -> Any:
+        tried.append((choice, more))
+        return replace(planned.point, peak=planned.budget + 1)
+
+    monkeypatch.setattr(OffloadPlanner, "_point", above)
+    monkeypatch.setattr("sac.planner.link_search.CHANGES", 200)
+    assert OffloadPlanner(planner, LINK).plan(planned.budget) is None
+    assert len(tried) > 2
+    assert all(one not in tried[:at] for at, one in enumerate(tried))
+
+
+def test_a_budget_that_no_plan_over_the_link_meets(planner):
+    with pytest.raises(PlanError) as caught:
+        make_plan(planner, 10_000, link=LINK)
+    assert (
+        "; offloading over the link to the host (2 GB/s down, 2 GB/s up), no plan was found that fits\n    legal: "
+        in str(caught.value)
+    )
 
 
 def test_baselines(planner):
@@ -163,7 +208,7 @@ def test_a_simplified_plan_offloads_within_the_time_and_the_budget(planner, plan
     ledger = replace(planner.knowing(found.choices), ledger=lambda: Ledger(1, None, FakeOpCache(), on_host=False))
     record, host = ledger.run_offloading(found.point.choice, found.policy.offload)
     value = selective(policy(), engine="auto", verify="never") | {"policy": found.policy}
-    assert host == found.point.host
+    assert (host.waiting, host.pinned) == (found.point.host, found.point.pinned)
     assert record.peak - record.static == peak_on_a_device(value, monkeypatch)
 
 

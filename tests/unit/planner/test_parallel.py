@@ -288,6 +288,19 @@ def test_experts_that_cannot_be_divided(family: str, experts: Experts, text: str
     assert str(error.value) == text
 
 
+def test_experts_are_checked_before_any_is_divided() -> None:
+    model = _model("mixtral", num_hidden_layers=3)
+    first, *others = _experts(model)
+    for count, one in zip((3, 5), others, strict=True):
+        one.num_experts = count
+    before = [(name, one.shape) for name, one in model.named_parameters()]
+    with fake_ranks(2), pytest.raises(PlanError) as error:
+        parallelized(None, None, experts=Experts(2, 64))(model)
+    assert str(error.value) == "--ep: 2 ranks do not divide 3 experts\n--ep: 2 ranks do not divide 5 experts"
+    assert [(name, one.shape) for name, one in model.named_parameters()] == before
+    assert first.num_experts == 4
+
+
 # -- Pipeline stages
 
 MICRO_BATCHES = 4

@@ -292,9 +292,10 @@ def test_limits_of_the_policy(device):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("store", ["whole", "host"])
+@pytest.mark.parametrize("store", ["whole", "host", "contiguous", "contiguous+host"])
 def test_inputs_on_the_host_by_the_policy(device, engine, store):
-    value = selective({**POLICIES["products"], "offload": {"inputs": True}}, engine=engine, store=store)
+    slots = {"num_checkpoints": 2} if "contiguous" in store else {}
+    value = selective({**POLICIES["products"], "offload": {"inputs": True}}, engine=engine, store=store, **slots)
     assert_same_training(llama_stack, value, make_input=tokens)
     model = sac.apply(built(llama_stack), value)
     model(*tokens())
