@@ -99,8 +99,7 @@ def tensor_parallel(model: nn.Module, mesh: Any, *, sequence: bool = False) -> N
         owner, _, name = first.rpartition(".")
         whole = getattr(model.get_submodule(owner), name)
         for other in others:
-            owner, _, name = other.rpartition(".")
-            setattr(model.get_submodule(owner), name, whole)
+            _replace(model, other, whole)
 
 
 def _styles_of(model: nn.Module) -> dict[str, str]:
@@ -383,6 +382,6 @@ def stage_of(model: nn.Module, inputs: Inputs | Mapping[str, Any], stage: Stage)
     return given
 
 
-def _replace(model: nn.Module, path: str, by: nn.Module) -> None:
+def _replace(model: nn.Module, path: str, by: Any) -> None:
     owner, _, name = path.rpartition(".")
     setattr(model.get_submodule(owner), name, by)

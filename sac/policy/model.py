@@ -342,12 +342,13 @@ class Policy:
     def table(self) -> str:
         """Return a table as text: of a plan its cost next to the usual choices, otherwise a row per rule."""
         made, width = self.figures, screen_width()
-        above = (self._title(),) if made is None else made.heading
+        above = (self.title(),) if made is None else made.heading
         table = self._rules() if made is None else made.table
-        below = (self._rest(),) if made is None else made.notes
+        below = (self.rest(),) if made is None else made.notes
         return "\n".join([wrapped_text(above, width), table.text(width), wrapped_text(below, width)])
 
-    def _title(self) -> str:
+    def title(self) -> str:
+        """Return one line with source, name, parents and families of models."""
         family = f", for {', '.join(self.models)}" if self.models else ""
         parents = f", extends {', '.join(self.extends)}" if self.extends else ""
         return f"{self.source}: policy {self.name}{parents}{family}"
@@ -365,7 +366,8 @@ class Policy:
         ]
         return Table(_RULE_COLUMNS, tuple(rows), optional=("of policy",))
 
-    def _rest(self) -> str:
+    def rest(self) -> str:
+        """Return one line with the default, and how layers are counted."""
         return f"everything else: {self.default.value}; layers: {layers_text(self.layers)}"
 
     def __str__(self) -> str:
@@ -379,7 +381,7 @@ class Policy:
     def _repr_html_(self) -> str:
         made = self.figures
         if made is None:
-            return f"<p>{escape(self._title())}</p>{self._rules().html()}<p>{escape(self._rest())}</p>"
+            return f"<p>{escape(self.title())}</p>{self._rules().html()}<p>{escape(self.rest())}</p>"
         heading, notes = ("<br>".join(map(escape, lines)) for lines in (made.heading, made.notes))
         return f"<p>{heading}</p>{made.table.html()}<p>peak of one step</p>{bars(made.bars)}<p>{notes}</p>"
 

@@ -63,7 +63,9 @@ class SavedLeaf(SavedResult):
         super().__init__(tensor)
         self.is_external = tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
         self.needs_grad = tensor.requires_grad
-        self.value = self.watched = tensor if self.is_external else detached(tensor)
+        if self.is_external:
+            self.value = tensor
+        self.watched = self.held
         self.version = version_of(tensor)
         self.indices: list[tuple[int, int]] = []
 

@@ -37,6 +37,9 @@ from sac.torch_private import UnseenByModes
 #   fetch                  return it
 #   drop                   release it
 #
+# The tensors of one structure (the arguments of a region, what a module returned) are `SavedLeaves`. During a forward
+# the tape holds plain tensors instead: the C++ library writes to it, and an op that reads one needs nothing else.
+#
 # What others can write to is watched: `watched` shares its version counter, and `version` is what the counter was.
 # A copy is not watched, because nobody else has it.
 

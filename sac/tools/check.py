@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from sac.policy.load import load_policy
-from sac.policy.model import Policy, Rule, layers_text, limits_of
+from sac.policy.model import Policy, Rule, limits_of
 from sac.recompute.table import resolve_policy
 from sac.tables import Table, screen_width
 
@@ -32,12 +32,10 @@ def check_file(source: str, *, verbose: bool, as_json: bool) -> int:
     if as_json:
         print(json.dumps(_as_dict(policy, rules), indent=2))
         return 0
-    family = f", for {', '.join(policy.models)}" if policy.models else ""
-    parents = f", extends {', '.join(policy.extends)}" if policy.extends else ""
-    print(f"{policy.source}: policy {policy.name}{parents}{family}")
+    print(policy.title())
     table = Table(COLUMNS, tuple(map(_cells, rules)), right=("names here",), optional=("place", "of policy"))
     print(table.text(screen_width()))
-    print(f"everything else: {policy.default.value}; layers: {layers_text(policy.layers)}")
+    print(policy.rest())
     _print_missing(rules, verbose=verbose)
     return 0
 
