@@ -54,7 +54,8 @@ class Compacted:
     def fetch(self) -> torch.Tensor:
         """Return the tensor in its layout; if it is plain, unseen by any mode."""
         flat = fetch(self.flat)
-        is_plain = type(flat) is torch.Tensor  # a fake tensor needs its mode
+        # A fake tensor needs its mode, and a DTensor its class.
+        is_plain = type(flat) is torch.Tensor and self.layout.distributed is None
         guard = UnseenByModes() if UnseenByModes is not None and is_plain else None
         try:
             with torch.no_grad():
