@@ -77,19 +77,19 @@ class Layout:
             tensor = tensor.conj()
         if self.negative:
             tensor = neg_view(tensor)
-        elements = prod(self.once)
-        if elements and elements < self.extent:
+        if self.has_gaps:
             tensor = self._ordered(tensor.as_strided(self.once, self.stride)).contiguous()
-        return tensor.as_strided((elements,), (1,))
+        return tensor.as_strided((prod(self.once),), (1,))
 
-    def is_view_of(self, flat: torch.Tensor) -> bool:
-        """Return whether ``restore`` returns a view of ``flat``, without new memory."""
-        return not flat.numel() or (flat.numel() == self.extent and _misalignment(flat) == self.misalignment)
+    @property
+    def has_gaps(self) -> bool:
+        """Whether the elements have others between them."""
+        return 0 < prod(self.once) < self.extent
 
     def restore(self, flat: torch.Tensor) -> torch.Tensor:
         """Return the restored tensor; it may share the memory of ``flat``."""
         tensor = flat
-        if not self.is_view_of(flat):
+        if flat.numel() and (self.has_gaps or _misalignment(flat) != self.misalignment):
             tensor = self._memory(flat)
             ordered = self._ordered(tensor.as_strided(self.once, self.stride))
             ordered.copy_(flat.view(ordered.shape))

@@ -241,8 +241,7 @@ def copied(tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage]) -> t
 def compact(saved: Iterable[SavedTensor]) -> None:
     """Let those that are small parts of a storage hold copies, so that they do not pin it.
 
-    Not those that were written to: backward has to see that. Nor those whose layout could not be restored, with all
-    others in the same storage.
+    Not those that were written to: backward has to see that.
     """
     groups: defaultdict[int, list[SavedTensor]] = defaultdict(list)
     for one in saved:
@@ -251,22 +250,24 @@ def compact(saved: Iterable[SavedTensor]) -> None:
     for group in groups.values():
         views: dict[Any, Any] = {_view_of(one.value): one.value for one in group}
         size = sum(view.numel() * view.element_size() for view in views.values())
-        if (
-            size < max(map(storage_bytes, views.values()))
-            and not any(one.was_changed for one in group)
-            and all(map(Layout.fits, views.values()))
-        ):
+        if size < max(map(storage_bytes, views.values())) and not any(one.was_changed for one in group):
             copies = {view: _compacted(tensor) for view, tensor in views.items()}
             for one in group:
                 one.value, one.watched = copies[_view_of(one.value)], None
 
 
 @torch.no_grad()
-def _compacted(tensor: torch.Tensor) -> torch.Tensor | Compacted:
-    layout, flat = Layout.of(detached(tensor))
-    if shares_storage(flat, [tensor]):
-        flat = flat.clone()
-    return layout.restore(flat) if layout.is_view_of(flat) else Compacted(flat, layout)
+def _compacted(tensor: torch.Tensor) -> Any:
+    if Layout.fits(tensor):
+        layout, flat = Layout.of(detached(tensor))
+        if shares_storage(flat, [tensor]):
+            flat = flat.clone()
+        return Compacted(flat, layout) if layout.has_gaps else layout.restore(flat)
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_quantized:
+        return tensor.clone(memory_format=torch.preserve_format)  # a subclass has a layout of its own
+    steps = zip(tensor.shape, tensor.stride(), strict=True)  # its elements overlap: copy all from the first to the last
+    whole = detached(tensor).as_strided((1 + sum((size - 1) * step for size, step in steps),), (1,))
+    return _compacted(whole).as_strided(tensor.shape, tensor.stride())
 
 
 def _view_of(tensor: Any) -> Any:

@@ -71,7 +71,9 @@ def test_backward_reads_it_in_its_layout(name: str, engine: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ["replay", "rerun"])
-@pytest.mark.parametrize(("name", "elements"), [("columns", 3 * WIDTH), ("repeated", WIDTH), ("rows", 2 * WIDTH)])
+@pytest.mark.parametrize(
+    ("name", "elements"), [("columns", 3 * WIDTH), ("repeated", WIDTH), ("rows", 2 * WIDTH), ("overlapping", WIDTH)]
+)
 def test_the_region_keeps_no_more_than_its_elements(name: str, elements: int, engine: str) -> None:
     _, _, model = layouts(VIEWS[name], selective(policy(save("matmul")), engine=engine))
     kind = sac.report(model).kinds[0]
