@@ -15,8 +15,8 @@ from torch import Tensor
 
 from sac.errors import PlanError, Problem
 from sac.memory_timeline import mark, measure_memory
+from sac.ops.facts import traits_of
 from sac.ops.names import op_name
-from sac.tensors import tensors_of
 from sac.torch_private import tree_leaves, tree_map_only
 
 _log = logging.getLogger(__name__)
@@ -35,6 +35,9 @@ _log = logging.getLogger(__name__)
 # thread, is predicted much too high. The size stays far above those at which kernels choose between algorithms. An op
 # that does not run at a smaller size counts with its results and a copy of each argument.
 #
+# A collective is not run, since other ranks would have to meet in it: it counts with its results. What the library that
+# sends them allocates is not known.
+#
 # oneDNN's kernel for LSTMs packs the data for its backward into a buffer whose size only the kernel knows; a tensor
 # without data does not have this buffer. The backward, run on such tensors, crashes the process (torch 2.13). So the op
 # is refused.
@@ -43,9 +46,6 @@ _PACKS_BYTES = "aten::mkldnn_rnn_layer"
 
 # Ops with an argument that counts elements: with zeros, the kernel would leave out most of its work.
 _COUNTS = {"aten::_embedding_bag_backward": 4, "aten::_embedding_bag_dense_backward": 3}
-
-# Ops whose results somebody has to wait for: torch keeps each result until then, and warns at the end of the process.
-_MUST_WAIT = ("_c10d_functional", "_c10d_functional_autograd")
 
 _MARGIN = Fraction(9, 8)  # of scratch
 
@@ -109,7 +109,12 @@ class SizedCall:
     @property
     def is_large(self) -> bool:
         """Whether the call takes too long, or too much memory, to be run in order to be measured."""
-        return self.bytes > LARGE_BYTES or self.flops > LARGE_FLOPS
+        return not self.is_collective and (self.bytes > LARGE_BYTES or self.flops > LARGE_FLOPS)
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether ranks meet in the call."""
+        return traits_of(self.func).is_collective
 
     def divided(self, size: int, into: int) -> SizedCall:
         """Return the call with each dimension of ``size`` elements reduced to ``into``; also numbers that name it."""
@@ -136,8 +141,12 @@ def refuse_packed(func: Any) -> None:
 
 
 def peaks_of(calls: Sequence[SizedCall]) -> list[int]:
-    """Run each call on zeros and return the bytes by which memory rises meanwhile, results included."""
-    return [found or 0 for found in _measured(calls)]
+    """Run each call on zeros and return the bytes by which memory rises meanwhile, results included.
+
+    Collectives are not run; see Note [Kernel workspace].
+    """
+    rises = iter(_measured([call for call in calls if not call.is_collective]))
+    return [call.made_bytes if call.is_collective else next(rises) or 0 for call in calls]
 
 
 def estimated_peaks(calls: Sequence[SizedCall]) -> list[int]:
@@ -204,10 +213,7 @@ def _run(calls: Sequence[SizedCall], failed: set[int]) -> None:
             if (place := _COUNTS.get(call.func.name())) is not None:
                 args[place].fill_(1)
             mark(f"begin {index}")
-            out = call.func(*args, **kwargs)
-            if call.func.namespace in _MUST_WAIT:
-                for result in tensors_of(out):
-                    torch.ops._c10d_functional.wait_tensor(result)
+            call.func(*args, **kwargs)
         except Exception:  # (zeros are not a legal input of some ops)
             _log.debug("%s does not run on zeros: its scratch is not known", call.func)
             failed.add(index)

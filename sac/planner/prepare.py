@@ -25,7 +25,7 @@ from sac.planner.pareto import pareto
 from sac.planner.pricing import Pricing
 from sac.planner.profile import RegionProfile
 from sac.planner.search import Planner, Progress, quiet
-from sac.planner.sharding import QuickChunks, shard_again
+from sac.planner.sharding import QuickChunks, refuse_senders, shard_again
 from sac.planner.tracing import CannotProfile, profile_regions
 from sac.tensors import storage_bytes
 from sac.torch_private import MODULE_STAND_IN, tree_leaves
@@ -59,6 +59,8 @@ def prepare(
         raise PlanError(Problem("in_flight", f"{in_flight!r} micro-batches", "1, 2, 3, …"))
     if loss_fn is not None and not callable(loss_fn):
         raise PlanError(Problem("loss_fn", f"a {type(loss_fn).__name__} cannot be called", "a function of the output"))
+    if parallelize is not None and not real:
+        refuse_senders()
     figures = figures_of(model, device)
     told = progress or (lambda done, total, label: None)
     told(0, 4, "copying the model")

@@ -27,8 +27,7 @@ def fake_ranks(count: int) -> Iterator[None]:
     if not dist.is_available():
         raise PlanError(Problem("ranks", "this build of torch has no torch.distributed"))
     if dist.is_initialized():
-        found = "a process group is there already, and a plan for other ranks needs one that sends nothing"
-        raise PlanError(Problem("ranks", found, fix="plan in a process of its own"))
+        raise _needs_silence()
     store = silent_store()
     if store is None:
         found = "this build of torch has no process group that sends nothing"
@@ -38,6 +37,17 @@ def fake_ranks(count: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def _needs_silence() -> PlanError:
+    found = "a process group is there already, and a plan for other ranks needs one that sends nothing"
+    return PlanError(Problem("ranks", found, fix="plan in a process of its own"))
+
+
+def refuse_senders() -> None:
+    """Raise ``PlanError`` if the process group sends data: ranks of a training would wait for each other's plans."""
+    if dist.is_available() and dist.is_initialized() and dist.get_backend() != "fake":
+        raise _needs_silence()
 
 
 def fsdp_over(count: int) -> Callable[[nn.Module], None]:

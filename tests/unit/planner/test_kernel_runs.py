@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import _get_work_registry_size
 
 from sac.blocks.find import find_blocks
 from sac.ops.flops import flops_of
@@ -16,7 +14,6 @@ from sac.planner import kernel_runs
 from sac.planner.fakes import fake_copy, fake_inputs, fake_mode
 from sac.planner.kernel_runs import SizedCall, TensorMeta, estimated_peaks, meta_of, peaks_of
 from sac.planner.live_bytes import KernelWorkspace, Ledger
-from sac.planner.sharding import fake_ranks
 from sac.planner.step import run_step
 from sac.torch_private import tree_map_only
 from tests.unit.planner.truth import model_named
@@ -136,15 +133,15 @@ def test_a_step_with_estimates_is_never_below_the_exact_one(
     assert all(estimated >= exact for exact, estimated in zip(*peaks, strict=True))
 
 
-def test_a_collective_that_is_measured_is_waited_for() -> None:
-    """Else torch warns of it when the process ends."""
+def test_collectives_count_with_their_results_and_are_not_run() -> None:
+    """Other ranks would have to meet in them: there is not even a process group here."""
     ops, x = torch.ops._c10d_functional, torch.zeros(4, 8)
-    with fake_ranks(2):
-        before = _get_work_registry_size()
-        rest = 2, dist.group.WORLD.group_name  # type: ignore[union-attr]
-        calls = [
-            SizedCall(ops.all_gather_into_tensor.default, (meta_of(x), *rest), {}, (), 0),
-            SizedCall(ops.reduce_scatter_tensor.default, (meta_of(x), "sum", *rest), {}, (), 0),
-        ]
-        assert peaks_of(calls) == [256, 64]
-        assert _get_work_registry_size() == before
+    made = meta_of(torch.zeros(8, 8)), meta_of(torch.zeros(2, 8))
+    calls = [
+        SizedCall(ops.all_gather_into_tensor.default, (meta_of(x), 2, "nobody"), {}, made[:1], 0),
+        SizedCall(ATEN.mul.Tensor, (meta_of(x), meta_of(x)), {}, (meta_of(x),), 0),
+        SizedCall(ops.reduce_scatter_tensor.default, (meta_of(x), "sum", 2, "nobody"), {}, made[1:], 0),
+        SizedCall(ops.wait_tensor.default, (made[1],), {}, (), 0),
+    ]
+    assert peaks_of(calls) == [256, 128, 64, 0]
+    assert not calls[0].is_large

@@ -198,3 +198,29 @@ def test_a_process_group_that_is_there_is_left_alone():
         "ranks: a process group is there already, and a plan for other ranks needs one that sends nothing\n"
         "    fix: plan in a process of its own"
     )
+
+
+def _plan_beside_training(kind):
+    """Plan on one rank of two, while the other goes on; return the error, or whether the plan has a policy."""
+    model = Model()
+    if kind == "split":
+        _split(2)(model)
+    if dist.get_rank():
+        return None
+    try:
+        return len(
+            sac.plan(model, inputs(), "50%", parallelize=fsdp_over(2) if kind == "to be sharded" else None).rules
+        )
+    except PlanError as error:
+        return str(error)
+
+
+def test_one_rank_of_a_training_cannot_plan_for_ranks_that_it_would_send_to():
+    assert run_ranks(2, _plan_beside_training, "to be sharded")[0] == (
+        "ranks: a process group is there already, and a plan for other ranks needs one that sends nothing\n"
+        "    fix: plan in a process of its own"
+    )
+
+
+def test_one_rank_of_a_training_plans_a_tensor_parallel_model_alone():
+    assert run_ranks(2, _plan_beside_training, "split")[0] > 0
