@@ -115,7 +115,7 @@ def _record(several: tuple[StepRecord, ...]) -> StepRecord:
 
 
 def _phase(several: tuple[StepPhase, ...]) -> StepPhase:
-    if len({(one.part, one.position) for one in several}) > 1:
+    if len({(one.part, one.position, one.ended) for one in several}) > 1:
         _differ("the order of their regions")
     before, peak, after = (max(getattr(one, name) for one in several) for name in ("before", "peak", "after"))
     rises: tuple[tuple[int, int], ...] = ()

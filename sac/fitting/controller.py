@@ -105,17 +105,19 @@ class FittedForward(RegionForward):
         if observation is None:
             return call(*args, **kwargs)
         observation.enter(self.block.path, args, kwargs)
-        if isinstance(self.region, ProfiledRegion):
-            self.region.after_op = observation.after_op
+        frame = None
+        region = self.region if isinstance(self.region, ProfiledRegion) else None
+        if region is not None:
+            region.after_op = observation.after_op
         try:
             output = call(*args, **kwargs)
         except BaseException:
             observation.fail()
             raise
         finally:
-            if isinstance(self.region, ProfiledRegion):
-                self.region.after_op = None
-        observation.leave(output)
+            if region is not None:
+                frame, region.frame, region.after_op = region.frame, None, None
+        observation.leave(output, frame)
         return output
 
 

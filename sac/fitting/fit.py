@@ -209,8 +209,8 @@ def _places(record: StepRecord, numbers: Mapping[str, int]) -> Iterator[_Place]:
     alive = [0] * len(numbers)
     for phase in record.phases:
         own = None if phase.part == BETWEEN else regions[phase.position]
-        if own is not None and phase.part == BACKWARD:
-            alive[own] -= 1
+        for position in phase.ended:
+            alive[regions[position]] -= 1
         yield _Place(tuple(alive), own, phase.part == BACKWARD)
         if own is not None and phase.part == FORWARD and phase.position in with_backward:
             alive[own] += 1

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sac.fitting.meters import Meter
 from sac.planner.step import BACKWARD, BETWEEN, FORWARD, StepPhase, StepRecord
-from sac.torch_private import NO_TASK, current_graph_task_id, tree_leaves, when_backward_ends
+from sac.torch_private import NO_TASK, current_graph_task_id, graph_is_retained, tree_leaves, when_backward_ends
 
 # Note [An observed step]
 #
@@ -22,6 +22,9 @@ from sac.torch_private import NO_TASK, current_graph_task_id, tree_leaves, when_
 # whatever the order of their backwards is: those of two losses, or of the micro-batches that a pipeline stage has in
 # flight. So do passes that follow one another and accumulate gradients: what is kept of one (its loss, what a stage has
 # computed) is there in the next one.
+#
+# A backward that retains its graph may be the first part of one that a schedule divides: for the inputs, and later for
+# the weights, which no hook sees begin. What the region keeps is there until the frame of its call has gone.
 #
 # The hooks belong to the graph, and hold the token of the step: when the graph is freed without a backward, the token
 # goes, and with it the step.
@@ -74,6 +77,7 @@ class _Cut:
     part: str
     position: int
     made: int
+    ended: tuple[int, ...] = ()
     after: int | None = None
 
 
@@ -90,6 +94,9 @@ class Observation:
         self._cuts = [_Cut(BETWEEN, 0, self._started_with)]
         self._token: Any = None
         self._waiting: list[int] = []  # positions whose backward has not begun
+        self._frames: dict[int, Any] = {}  # weak references to those of calls, by position
+        self._retained: set[int] = set()  # positions whose backward has begun, and whose graph stays
+        self._is_divided = False  # backwards may have come after those that were seen to begin
         self._tasks: set[int] = set()  # backwards that are running
         self._ended = self._failed = False
         self._from = 0  # the cut that the step begins with
@@ -101,6 +108,7 @@ class Observation:
         self._from = len(self._cuts) - 1
         self._live, self._started_with, self.shapes = live, self._cuts[-1].made, [shapes]
         self._paths, self._waiting, self._token = [], [], None
+        self._frames, self._retained, self._is_divided = {}, set(), False
         self._ended = self._failed = False
 
     @property
@@ -137,11 +145,13 @@ class Observation:
     def after_op(self, entry: int) -> None:
         """The op of an entry of the tape of the region that was entered last has run."""
         self._meter.mark()
-        self._cuts.append(replace(self._cuts[-1], after=entry))
+        self._cuts.append(replace(self._cuts[-1], ended=(), after=entry))
 
-    def leave(self, output: Any) -> None:
-        """The forward of the region that was entered last is over."""
+    def leave(self, output: Any, frame: Any = None) -> None:
+        """The forward of the region that was entered last is over; ``frame``: a weak reference to that of its call."""
         position = len(self._paths) - 1
+        if frame is not None:
+            self._frames[position] = frame
         token, self._new = self._new, None
         has_graph = False
         for tensor in tree_leaves(output):
@@ -157,9 +167,12 @@ class Observation:
         self._new = None
         self._failed = True
 
-    def _cut(self, part: str, position: int, made: int | None = None) -> None:
+    def _cut(self, part: str, position: int, made: int | None = None, ended: tuple[int, ...] = ()) -> None:
         self._meter.mark()
-        self._cuts.append(_Cut(part, position, self._gradients() if made is None else made))
+        gone = {one for one in self._retained if self._frames[one]() is None}
+        self._retained -= gone
+        made = self._gradients() if made is None else made
+        self._cuts.append(_Cut(part, position, made, (*ended, *sorted(gone))))
 
     def _begin_backward(self, token: _Token, position: int, gradient: Tensor) -> None:
         is_current = self._token is not None and self._token() is token
@@ -170,7 +183,12 @@ class Observation:
         if task != NO_TASK and task not in self._tasks and when_backward_ends is not None:
             self._tasks.add(task)
             when_backward_ends(partial(self._end_task, task))
-        self._cut(BACKWARD, position)
+        if position in self._frames and task != NO_TASK and graph_is_retained():
+            self._retained.add(position)
+            self._is_divided = True
+            self._cut(BACKWARD, position)
+        else:
+            self._cut(BACKWARD, position, ended=(position,))
 
     def _end_backward(self, token: _Token, position: int, gradient: Tensor) -> None:
         if (self._cuts[-1].part, self._cuts[-1].position) == (BACKWARD, position):
@@ -189,16 +207,19 @@ class Observation:
         if not self.is_whole or len(levels) != len(self._cuts):
             return None
         phases, before = [], levels[self._from - 1].live if self._from else self._live
-        cuts = self._cuts[self._from : -1]  # the last phase is what came after backward
+        cuts = self._cuts[self._from :]
+        afters = [cut.after for cut in cuts[1:]] + [None]
+        if not self._is_divided:  # the last phase is what came after backward
+            del cuts[-1], afters[-1]
         rises: list[tuple[int, int]] = []
-        for cut, end, level in zip(cuts, self._cuts[self._from + 1 :], levels[self._from : -1], strict=True):
+        for cut, after, level in zip(cuts, afters, levels[self._from :], strict=False):
             if cut.after is None:
-                rises = []
-            rises.append((-1 if end.after is None else end.after, level.peak - before))
-            if end.after is None:
+                rises, begin = [], cut
+            rises.append((-1 if after is None else after, level.peak - before))
+            if after is None:
                 peak = before + max(rise for _, rise in rises)
                 several = tuple(rises) if len(rises) > 1 else ()
-                phases.append(StepPhase(cut.part, cut.position, before, peak, level.live, several))
+                phases.append(StepPhase(begin.part, begin.position, before, peak, level.live, several, begin.ended))
                 before = level.live
         kept = next(phase.before for phase in phases if phase.part == BACKWARD)
         peak = max(phase.peak for phase in phases)

@@ -29,6 +29,7 @@ class StepPhase:
 
     ``rises``: of a forward that was observed op by op, for each entry of its tape the peak since the entry before it,
     in bytes above ``before``; the last one, of entry -1, is that after all entries.
+    ``ended``: of a step that was observed, the positions whose values backward needs no longer, from this phase on.
     """
 
     part: str
@@ -37,6 +38,7 @@ class StepPhase:
     peak: int
     after: int
     rises: tuple[tuple[int, int], ...] = ()
+    ended: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,3 +26,15 @@ def test_stages_stay_within_their_budgets_and_use_most_of_the_room(schedule: str
         assert low + 0.8 * (budget - max(least, low)) <= min(peaks) <= budget
         assert flying == in_flight[rank]
         assert all(torch.equal(one, other) for one, other in zip(parameters, none[rank][1], strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble"])
+def test_backwards_in_two_parts(schedule: str) -> None:
+    """What a stage keeps is there until the part of backward for its weights."""
+    full, none = (run_ranks(2, staged, schedule, mode) for mode in ("full", None))
+    lows, highs = ([min(peaks) for peaks, *_ in found] for found in (full, none))
+    budgets = [int(low + 0.6 * (high - low)) for low, high in zip(lows, highs, strict=True)]
+    for low, budget, mine, other in zip(lows, budgets, run_ranks(2, staged, schedule, budgets), none, strict=True):
+        assert low < min(mine[0]) <= budget
+        assert all(torch.equal(one, two) for one, two in zip(mine[1], other[1], strict=True))
