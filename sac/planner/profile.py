@@ -61,11 +61,15 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Recompute:
-    """The cost of a save option: entries that run again, in order, and values that are held, with their bytes."""
+    """The cost of a save option: entries that run again, in order, and values that are held, with their bytes.
+
+    ``copied``: those of held values that a replay copies, since it writes to them.
+    """
 
     entries: tuple[int, ...]
     held: tuple[int, ...]
     bytes: int
+    copied: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,16 +128,17 @@ class RegionProfile:
 
     def recomputed(self, saved: Collection[int], engine: Engine = "replay") -> Recompute:
         """Return what ``engine`` runs again and holds if the entries ``saved``, and those that must be, are saved."""
-        kept = self._kept(saved)
+        kept, copied = self._kept(saved), 0
         if engine == "replay":
             schedule = self._schedule(kept, self.needs)
             again, held = [step.number for step in schedule.steps], {*schedule.kept}
+            copied = sum(self.bytes[value] for value in schedule.kept if self.roots[value] in schedule.written)
         else:
             again = [one.number for one in self.entries[: self.end] if one.number not in saved and not one.must_save]
             held = kept & {need.value for need in self.needs}.union(*(self.entries[number].reads for number in again))
         values = sorted({*held, *self.routed})
         storages = {self.roots[value]: self.bytes[value] for value in values}
-        return Recompute(tuple(again), tuple(values), sum(storages.values()))
+        return Recompute(tuple(again), tuple(values), sum(storages.values()), copied)
 
     def late_replay(self, saved: Collection[int]) -> tuple[int, tuple[int, ...]]:
         """Return when the replay begins if exactly the entries ``saved`` are saved, and the values it starts from.

@@ -64,7 +64,7 @@ def _trained(seed: int, value: Any) -> tuple[int, list[Tensor]]:
     return peak, results
 
 
-@pytest.mark.parametrize("seed", [4, 11, 21, 29, 52, 73, 99])
+@pytest.mark.parametrize("seed", [4, 11, 21, 29, 73, 99, 355])
 def test_budget_is_met(seed: int) -> None:
     """Some of them save what is written to later, or results that backward does not need: both take room in forward."""
     (low, _), (high, expected) = (_trained(seed, mode) for mode in ("full", None))
