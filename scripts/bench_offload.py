@@ -1,6 +1,7 @@
 """What offloading gains on GPUs: simulated steps of Llama models on devices with different links to the host.
 
     scripts/bench_offload.py            # all models and devices, some minutes; --toy: one of them
+    scripts/bench_offload.py --host     # instead, the processor time that offloading takes per tensor, measured here
 
 Each step is simulated region by region with the clock of `sac plan` (Note [The clock of transfers]). Nothing runs on a
 GPU. The layers have fused norms and flash attention, in bf16; of activations, only those of the layers count.
@@ -9,23 +10,33 @@ GPU. The layers have fused norms and flash attention, in bf16; of activations, o
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
+import statistics
 import sys
-from collections.abc import Iterable, Iterator
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import FrameType
+from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+from torch import Tensor, nn
 
+import sac
 from sac.planner.calibrate import time_link
 from sac.planner.cost import CUDNN_ATTENTION, MATMUL, MEMORY, PRIORS
 from sac.planner.devices import DEVICES, Device
 from sac.planner.layers import MemoryConstraint
 from sac.planner.link_search import LinkOption, LinkPlan, LinkProblem, Row
 from sac.planner.transfer_clock import Link, StepTimes, Windows
-from sac.stores.transfers import LIMITS
+from sac.stores import transfers
+from sac.stores.transfers import LIMITS, TransferLimits, Transfers
 from sac.tables import Table
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -240,11 +251,145 @@ def break_even() -> Table:
     return Table(columns, tuple(rows), right=columns[2:])
 
 
+# -- The processor time of the host
+
+
+class NoStream:
+    """A stream, an event and their module, on a device that does nothing."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def wait(self, *args: Any) -> None:
+        """Do nothing."""
+
+    wait_stream = wait_event = synchronize = wait
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or self
+
+    def current_stream(self, device: Any = None) -> NoStream:
+        return self
+
+    def stream(self, stream: Any) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    Stream = Event = property(lambda self: lambda *args, **kwargs: NoStream())
+
+
+class Products(nn.Module):
+    """A block of small products, each of which is kept."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 16) / 4)
+        self.count = count
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.count):
+            x = (x @ self.weight).sin()
+        return x
+
+
+REGIONS = 8
+
+
+def step_of(do: str, count: int) -> Callable[[], None]:
+    """Return a step of regions of ``count`` products each, under a rule that says ``do``; some have been run."""
+    model = nn.Module()
+    model.blocks = nn.ModuleList(Products(count) for _ in range(REGIONS))
+    rules = [{"id": "products", "ops": "matmul", "do": do}]
+    policy = {"schema": "sac/v1", "name": "products", "rules": rules}
+    sac.apply(model, {"mode": "selective", "verify": "never", "policy": policy})
+    x = torch.randn(16, 16, requires_grad=True)
+
+    def step() -> None:
+        h = x
+        for block in model.blocks:
+            h = block(h)
+        h.sum().backward()
+
+    for _ in range(4):
+        step()
+    return step
+
+
+@contextlib.contextmanager
+def idle_device() -> Iterator[None]:
+    """Take the CPU for a device whose streams and copies take no time."""
+    with contextlib.ExitStack() as stack:
+        limits = TransferLimits(smallest=1, in_flight=0, ahead=1 << 14, host=1 << 28)
+        for owner, name, value in (
+            (transfers, "has_own_memory", lambda device: True),
+            (transfers, "streams_of", lambda device: NoStream()),
+            (transfers, "LIMITS", limits),
+            (Transfers, "host_memory", lambda self, size: torch.empty(size, dtype=torch.uint8)),
+            (Transfers, "copy_down", lambda self, copy: None),
+            (Transfers, "copy_up", lambda self, copy, target: None),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, value))
+        yield
+
+
+def bytecodes(step: Callable[[], None]) -> int:
+    """Return how many bytecodes of sac's own a step runs."""
+    count, own = 0, str(Path(sac.__file__).parent)
+
+    def inside(frame: FrameType, event: str, arg: Any) -> Any:
+        nonlocal count
+        count += event == "opcode"
+        return inside
+
+    def called(frame: FrameType, event: str, arg: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(own):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return inside
+
+    before = sys.gettrace()
+    threading.settrace(called)
+    sys.settrace(called)
+    try:
+        step()
+    finally:
+        sys.settrace(before)
+        threading.settrace(None)  # type: ignore[arg-type]
+    return count
+
+
+def bytecodes_per_tensor() -> float:
+    """Return how many bytecodes more a step takes for each tensor that it offloads and does not save."""
+    with idle_device():
+        few, many = ([bytecodes(step_of(do, count)) for do in ("save", "offload")] for count in (8, 24))
+    return ((many[1] - many[0]) - (few[1] - few[0])) / (16 * REGIONS)
+
+
+def microseconds_per_tensor(rounds: int = 40) -> float:
+    """Return the processor time, torch's calls included, that a step takes more for each tensor that it offloads."""
+    with idle_device():
+        steps = {(do, count): step_of(do, count) for do in ("save", "offload") for count in (8, 24)}
+        taken: dict[tuple[str, int], list[float]] = {key: [] for key in steps}
+        for _ in range(rounds):
+            for key, step in steps.items():
+                begin = time.process_time()
+                step()
+                taken[key].append(time.process_time() - begin)
+    middle = {key: statistics.median(of) for key, of in taken.items()}
+    many, few = (middle["offload", count] - middle["save", count] for count in (24, 8))
+    return (many - few) / (16 * REGIONS) * 1e6
+
+
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--toy", action="store_true", help="one model of four layers on one device")
-    toy = parser.parse_args().toy
+    parser.add_argument("--host", action="store_true", help="the processor time of the host per tensor, instead")
+    given = parser.parse_args()
+    toy = given.toy
+    if given.host:
+        torch.set_num_threads(1)
+        print(f"{microseconds_per_tensor():.0f} µs and {bytecodes_per_tensor():.0f} bytecodes per offloaded tensor")
+        return
     if torch.cuda.is_available():
         rates = time_link(torch.device("cuda"))
         if rates is not None:

@@ -111,34 +111,48 @@ class _OneStream:
 
 
 class HostBuffer:
-    """Flat host memory; ``used`` is the event after the last copy that used it."""
+    """Flat host memory; ``used``: the events after the last copies that used it."""
 
     __slots__ = ("memory", "used")
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
-        self.used: Any = None
+        self.used: tuple[Any, ...] = ()
 
 
 class HostPool:
     """Host buffers in size classes, cut from slabs.
 
-    torch rounds pinned memory up to a power of two, so slabs have such sizes. There are eight classes between
-    powers of two: at most an eighth of a buffer is wasted, and of a slab what is too small for further buffers.
-    ``make`` allocates bytes. ``limit``: of all slabs; None: no limit. ``failure``: why ``make`` has failed, which
-    is taken for the limit.
+    torch rounds pinned memory up to a power of two, so slabs have such sizes. There are eight classes between powers of
+    two: at most an eighth of a buffer is wasted, and of a slab what is too small for further buffers. Where sizes
+    change from step to step, the slabs are cut anew.
+
+    ``make`` allocates bytes. ``limit``: of all slabs; None: no limit. ``latest`` returns events after all copies so
+    far. ``failure``: why ``make`` has failed, which is taken for the limit.
     """
 
-    def __init__(self, make: Callable[[int], torch.Tensor], limit: int | None = None, *, slab: int = 64 * MIB) -> None:
+    def __init__(
+        self,
+        make: Callable[[int], torch.Tensor],
+        limit: int | None = None,
+        *,
+        slab: int = 64 * MIB,
+        latest: Callable[[], tuple[Any, ...]] = tuple,
+    ) -> None:
         self.limit = limit
         self.failure = ""
         self.slab_bytes = 0
         self._make = make
         self._slab = slab
+        self._latest = latest
         self._returned: deque[HostBuffer] = deque()
         self._free: dict[int, deque[HostBuffer]] = {}
+        self._slabs: list[torch.Tensor] = []
         self._rest: list[torch.Tensor] = []  # what is left of each slab
+        self._before: tuple[Any, ...] = ()  # the events after the last copies before the slabs were cut
         self._used = 0  # buffers that were taken and not returned
+        self._used_bytes = 0
+        self._most_bytes = 0  # of these since none was in use
 
     @staticmethod
     def size_class(size: int) -> int:
@@ -150,12 +164,24 @@ class HostPool:
         """Return a buffer of at least ``size`` bytes, None if the limit does not allow for it."""
         self._sort_returned()
         size = self.size_class(size)
+        if not self._used:  # a step begins, perhaps with other sizes
+            if not self._free.get(size) or self.slab_bytes > 2 * self._most_bytes + self._slab:
+                self._cut_anew()
+            self._most_bytes = 0
         found = self._of_class(size) or self._cut(size) or self._new(size)
-        if found is None and not self._used:  # all slabs are free, and cut into other sizes: cut new ones
-            self._free, self._rest, self.slab_bytes = {}, [], 0
+        if found is None and not self._used:  # all slabs are free, and too small: make new ones
+            self._free, self._slabs, self._rest, self.slab_bytes = {}, [], [], 0
             found = self._new(size)
-        self._used += found is not None
+        if found is not None:
+            self._used += 1
+            self._used_bytes += found.memory.numel()
+            self._most_bytes = max(self._most_bytes, self._used_bytes)
         return found
+
+    def _cut_anew(self) -> None:
+        """All slabs are free: let them be cut into other sizes."""
+        self._before = self._latest()
+        self._free, self._rest = {}, [*self._slabs]
 
     def give(self, buffer: HostBuffer) -> None:
         """Take ``buffer`` back; its next user waits for ``buffer.used``. May be called from any thread."""
@@ -170,6 +196,7 @@ class HostPool:
         while self._returned:
             buffer = self._returned.popleft()
             self._used -= 1
+            self._used_bytes -= buffer.memory.numel()
             self._free.setdefault(buffer.memory.numel(), deque()).append(buffer)
 
     def _of_class(self, size: int) -> HostBuffer | None:
@@ -183,16 +210,20 @@ class HostPool:
         number = min(fitting)[1]
         rest = self._rest[number]
         self._rest[number] = rest[size:]
-        return HostBuffer(rest[:size])
+        found = HostBuffer(rest[:size])
+        found.used = self._before
+        return found
 
     def _new(self, size: int) -> HostBuffer | None:
         for slab in (max(self._slab, _power_of_two(size)), _power_of_two(size)):  # a small limit allows small slabs
             if self.limit is None or self.slab_bytes + slab <= self.limit:
                 try:
-                    self._rest.append(self._make(slab))
+                    made = self._make(slab)
                 except RuntimeError as error:  # the driver pins no more
                     self.limit, self.failure = self.slab_bytes, str(error).partition("\n")[0]
                     return None
+                self._slabs.append(made)
+                self._rest.append(made)
                 self.slab_bytes += slab
                 return self._cut(size)
         return None
@@ -294,7 +325,9 @@ class Transfers:
         self._down, self._up = self._module.Stream(device), self._module.Stream(device)
         self._new_event = timed_events(module)  # Note [Stalls]
         share = limits.host if isinstance(limits.host, float) else None
-        self.pool = HostPool(self.host_memory, int(limits.host) if share is None else default_limit(share))
+        most = int(limits.host) if share is None else default_limit(share)
+        self._latest: dict[str, Any] = {}  # the last events of both streams: after them, no copy is running
+        self.pool = HostPool(self.host_memory, most, latest=lambda: (*self._latest.values(),))
         self._is_full = False
         self._lock = threading.RLock()
         self._flying: deque[weakref.ref[HostCopy]] = deque()  # sources on the device, the oldest first
@@ -388,14 +421,15 @@ class Transfers:
         self._refuse_capture()
         home = self.current()
         self._down.wait_stream(home)
-        for used in _distinct(copy.buffer.used for copy in copies):
+        for used in _distinct(event for copy in copies for event in copy.buffer.used):
             self._down.wait_event(used)
         with self._module.stream(self._down):
             for copy in copies:
                 self.copy_down(copy)
             event = self._down.record_event()
         for copy in copies:
-            copy.home, copy.down, copy.buffer.used = home, event, event
+            copy.home, copy.down, copy.buffer.used = home, event, (event,)
+        self._latest["down"] = event
 
     def settle(self, copy: HostCopy) -> None:
         """See ``HostCopy.settle``."""
@@ -506,14 +540,15 @@ class Transfers:
         home = self.current()
         targets = [self.new_target(copy) for copy in copies]
         self._up.wait_stream(home)
-        for used in _distinct(copy.buffer.used for copy in copies):
+        for used in _distinct(event for copy in copies for event in copy.buffer.used):
             self._up.wait_event(used)
         with self._module.stream(self._up):
             for copy, target in zip(copies, targets, strict=True):
                 self.copy_up(copy, target)
             event = self._up.record_event()
         for copy, target in zip(copies, targets, strict=True):
-            copy.target, copy.target_home, copy.up, copy.buffer.used = target, home, event, event
+            copy.target, copy.target_home, copy.up, copy.buffer.used = target, home, event, (event,)
+        self._latest["up"] = event
         if task != NO_TASK and when_backward_ends is not None:
             register = when_backward_ends
             register(partial(_free_targets, [weakref.ref(copy) for copy in copies]))
@@ -573,7 +608,7 @@ def _free_targets(copies: Iterable[weakref.ref[HostCopy]]) -> None:
 
 
 def _distinct(events: Iterable[Any]) -> list[Any]:
-    return [*{id(event): event for event in events if event is not None}.values()]
+    return [*{id(event): event for event in events}.values()]
 
 
 class TransfersByDevice:

@@ -32,7 +32,8 @@ from sac.torch_private import UnseenByModes
 
 HOST = "host"
 POISON = 0xA5
-LOOKS_ONLY = (torch.ops.aten.new_empty, torch.ops.aten.empty_like)  # at the shape: they do not read the data
+# At shape and storage: they neither read nor write the data.
+LOOKS_ONLY = (torch.ops.aten.new_empty, torch.ops.aten.empty_like, torch.ops.aten.set_)
 Clock = dict[str, int]
 
 

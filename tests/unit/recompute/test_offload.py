@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,10 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint
 
 import sac
 from sac.blocks.install import regions_of
 from sac.errors import RegionError, SacWarning
+from sac.full import FullConfig
 from sac.region.settings import Settings
 from sac.stores import transfers
 from sac.stores.transfers import TransferLimits
@@ -92,11 +95,27 @@ def routed(block: FunctionBlock, x: Tensor) -> Tensor:
     return (values.softmax(-1) @ x[which[0]]) @ block.b
 
 
+def nested(around: Callable[..., Tensor], block: FunctionBlock, x: Tensor) -> Tensor:
+    """A region inside, of sac or torch, whose gradients are those of its function."""
+    h = around(lambda h: ((h @ block.a).sin() @ block.b).tanh(), x @ block.a)
+    return (h.sin() @ block.b).cos() @ block.a
+
+
+def stack_of(run: Callable[..., Tensor]) -> nn.Module:
+    return Stack(FunctionBlock(run), FunctionBlock(run))
+
+
+NESTED: dict[str, Callable[..., Tensor]] = {
+    "nested, sac": partial(nested, sac.checkpoint),
+    "nested, sac, on the host": partial(nested, partial(sac.checkpoint, config=FullConfig(store="host"))),
+    "nested, torch": partial(nested, partial(checkpoint, use_reentrant=False)),
+}
 PROGRAMS: dict[str, tuple[Callable[[], nn.Module], Callable[..., tuple[Tensor, ...]]]] = {
     "llama": (lambda: with_dropout(llama_stack(), attention=0.2), tokens),
     "in place and a view": (lambda: Stack(FunctionBlock(in_place)), square),
     "views": (lambda: Stack(FunctionBlock(views), FunctionBlock(views)), square),
     "routed": (lambda: Stack(FunctionBlock(routed), FunctionBlock(routed)), square),
+    **{name: (partial(stack_of, run), square) for name, run in NESTED.items()},
     **{defect.id: (defect.build, square) for defect in DEFECTS},
 }
 BACKWARDS = {"once": plain_backward, "inputs, then weights": inputs_then_weights, "twice": gradient_penalty}

@@ -246,6 +246,26 @@ def test_free_slabs_are_cut_anew_when_sizes_change():
     assert pool.slab_bytes <= 1 << 16
 
 
+def test_sizes_that_change_from_step_to_step_do_not_add_up():
+    """As those of sequences; what no longer fits is given back when a step begins."""
+    pool = plain_pool()
+    for size in range(1000, 60_000, 1000):
+        taken = [pool.take(size) for _ in range(20)]
+        needed = sum(buffer.memory.numel() for buffer in taken)
+        assert pool.slab_bytes <= 4 * needed + 2 * (1 << 16)
+        for buffer in taken:
+            pool.give(buffer)
+
+
+def test_sizes_that_take_turns_keep_their_memory():
+    made = []
+    pool = HostPool(lambda size: made.append(size) or torch.empty(size, dtype=torch.uint8), slab=1 << 16)
+    for step in range(10):
+        for buffer in [pool.take(40_000 if step % 2 else 41_000) for _ in range(20)]:
+            pool.give(buffer)
+    assert len(made) == 20
+
+
 def test_host_memory_is_that_of_what_is_offloaded():
     """With slabs that are filled, the pool takes at most 1.15 times the bytes."""
     pool = plain_pool(slab=1 << 24)
