@@ -301,7 +301,8 @@ class Controller:
         if not any(id(one) in mine for group in optimizer.param_groups for one in group["params"]):
             return
         self._optimizers.add(optimizer)
-        if self.observation is not None and not self.observation.waits and current_graph_task_id() == NO_TASK:
+        is_over = self.observation is not None and not self.observation.waits and current_graph_task_id() == NO_TASK
+        if is_over and self._meter.is_here():  # in another thread, the begin of the next pass ends this one
             self._end_pass()
 
     def _end_pass(self) -> None:

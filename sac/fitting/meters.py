@@ -41,6 +41,10 @@ class Meter(ABC):
     def is_free(self) -> bool:
         """Return whether a step can be measured now."""
 
+    def is_here(self) -> bool:
+        """Return whether a step that has begun can be ended in this thread."""
+        return True
+
     @abstractmethod
     def start(self, live: int) -> None:
         """Begin a step, with ``live`` bytes."""
@@ -113,6 +117,10 @@ class CpuMeter(Meter):
     def is_free(self) -> bool:
         """See ``Meter``. A thread has one profiler at most."""
         return not profiler_is_on()
+
+    def is_here(self) -> bool:
+        """See ``Meter``."""
+        return self._memory is None or self._memory.is_here()
 
     def start(self, live: int) -> None:
         """See ``Meter``."""

@@ -50,8 +50,7 @@ class Observed:
     def rebased(self, live: int, gradients: int) -> StepRecord:
         """Return the record of such a step that begins with these bytes, or one that needs more.
 
-        If gradients are there from the start only now, backward finds those that it would have made; see
-        Note [What is there] in planning.py.
+        If gradients are there from the start only now, backward finds those that it would have made.
         """
         others = max(0, (live - gradients) - (self.live - self.gradients))
         more = max(0, gradients - self.gradients)

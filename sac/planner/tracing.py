@@ -20,7 +20,7 @@ from sac.planner.profile import Entry, Need, RegionProfile
 from sac.policy.model import Decision, Policy, Rule
 from sac.recompute.op_trace import OpTraceRecorder, signature
 from sac.recompute.recorder import ReplayRecorder, new_tensors
-from sac.recompute.regions import Region, RegionCall, RegionGroup
+from sac.recompute.regions import PendingCall, Region, RegionGroup
 from sac.recompute.replay import ReplayFrame
 from sac.recompute.table import CallSite, DecisionTable, resolve_policy
 from sac.recompute.tape import Tape
@@ -310,8 +310,9 @@ class ProfiledRegion(Region):
         self._block = block
         self._seen: set[Any] = set()  # signatures of profiled inputs
 
-    def _replay_frame(self, call: RegionCall) -> tuple[ReplayFrame, ReplayRecorder]:
-        block = self._block if call.signature not in self._seen else None
+    def _replay_frame(self, call: PendingCall) -> tuple[ReplayFrame, ReplayRecorder]:
+        is_known = call.signature is not None and call.signature in self._seen  # None equals no other call
+        block = None if is_known else self._block
         recorder = _ThriftyRecorder(block, self.group.table, self.path, call.owners, call.settings)
         recorder.op_trace.after_op = self.after_op
         recorder.begin(call.inputs, call.inputs.leaves_of(call.args, call.kwargs))

@@ -68,8 +68,11 @@ class RegionGroup:
         return self  # what the group has learnt is also true of copies of its regions
 
 
-class RegionCall(NamedTuple):
-    """One call of a region. ``signature``: of the function and its inputs, None if no evidence is kept for the call."""
+class PendingCall(NamedTuple):
+    """A call of a region for which there is no frame yet.
+
+    ``signature``: of the function and its inputs, None if no evidence is kept for the call.
+    """
 
     function: Callable[..., Any]
     owners: tuple[nn.Module, ...]
@@ -141,7 +144,7 @@ class Region:
             inputs.store(settings.input_storing, args, kwargs, self.path)
         if table.offloads:
             inputs.follow(args, kwargs)
-        frame, recorder = self._frame(RegionCall(function, owners, settings, signature, inputs, args, kwargs))
+        frame, recorder = self._frame(PendingCall(function, owners, settings, signature, inputs, args, kwargs))
         frame.attributes, attributes = attributes, None
         try:
             output = frame.run(inputs, args, kwargs)
@@ -167,7 +170,7 @@ class Region:
             self.stats.take(None, frame.input_bytes)
         return output
 
-    def _frame(self, call: RegionCall) -> tuple[Frame | ReentrantFrame, _AnyRecorder | None]:
+    def _frame(self, call: PendingCall) -> tuple[Frame | ReentrantFrame, _AnyRecorder | None]:
         """Return the frame that runs one call, and its recorder if it needs one; see Note [Evidence]."""
         table, settings, signature = self.group.table, call.settings, call.signature
         is_known = signature is not None and signature in self.evidence.needs_no_mode and not table.saves_everything
@@ -188,7 +191,7 @@ class Region:
         frame.is_evidence = records and not (self.evidence.needs_recorder or table.decides_on_ops)
         return frame, recorder
 
-    def _replay_frame(self, call: RegionCall) -> tuple[ReplayFrame, ReplayRecorder]:
+    def _replay_frame(self, call: PendingCall) -> tuple[ReplayFrame, ReplayRecorder]:
         settings, signature = call.settings, call.signature
         verifies = settings.verify == ALWAYS or (settings.verify == FIRST and signature not in self.evidence.verified)
         layout = self.group.evidence.layouts.get(call.inputs.signature)
@@ -249,7 +252,7 @@ class Region:
     def _given_up(self) -> str:
         return self.group.evidence.not_replayable
 
-    def _recorder(self, call: RegionCall, *, sees_ops: bool) -> RerunRecorder | ModuleRecorder:
+    def _recorder(self, call: PendingCall, *, sees_ops: bool) -> RerunRecorder | ModuleRecorder:
         table, settings = self.group.table, call.settings
         modules, not_recomputed = None, frozenset[int]()
         if table.matches_modules:

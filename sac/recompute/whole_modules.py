@@ -305,14 +305,14 @@ class SavingPass:
 
     def call(
         self,
-        call_key: tuple[Place, ResolvedRule],
+        matched: tuple[Place, ResolvedRule],
         forward: TrackedForward,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
         """Run a saved module."""
         modules, watcher = self.modules, self.watcher
-        call = SavedModuleCall(*call_key, self.count_packs())
+        call = SavedModuleCall(*matched, self.count_packs())
         given = given_leaves(args, kwargs)
         if modules.is_taped and watcher is not None:
             modules.calls[call.call_key] = call

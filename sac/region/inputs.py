@@ -15,7 +15,7 @@ from sac.errors import Problem, RegionError
 from sac.outer_hooks import PackHooks
 from sac.region.fingerprint import PLAIN, FunctionFingerprint, attributes_of, tensor_signature
 from sac.region.module_state import UnseenWriteError, spare_of
-from sac.region.python_state import holds_state
+from sac.region.python_state import ITERATORS, copy_of_iterator, holds_state
 from sac.stores.prefetch import CallNode
 from sac.stores.saved_tensor import SavedLeaves, SavedTensor
 from sac.stores.store import InputStoring, StoredInput, check_releasable, is_worth_it
@@ -135,7 +135,8 @@ class SavedInput(SavedTensor):
 #
 # Lists, dicts, tuples and other containers that `torch.utils._pytree` flattens are rebuilt for each recomputation
 # anyway. An object is copied if it holds user state (Note [Python state]): its class is not from torch, sac or the
-# standard library. Objects of those classes are the same in forward and recomputation.
+# standard library. Objects of those classes are the same in forward and recomputation. An iterator is copied too, if
+# that is possible: the region draws from it.
 
 SHARED_STATES = "shared_kv_states"  # the argument through which layers pass on keys and values
 _SHARED = (torch.Tensor, nn.Module, type, str, bytes, int, float)
@@ -161,6 +162,8 @@ class SavedObject:
 
 def is_kept_object(value: Any) -> bool:
     """Return whether an argument that is not a tensor is kept as a copy."""
+    if type(value) in ITERATORS:
+        return True
     return type(value) not in PLAIN and not isinstance(value, _SHARED) and holds_state(value)
 
 
@@ -176,6 +179,9 @@ def _copied(one: Any, copies: dict[int, Any], tensors: dict[int, torch.Tensor]) 
     if type(one) in PLAIN or isinstance(one, _SHARED):
         return one
     if id(one) in copies:
+        return copies[id(one)]
+    if type(one) in ITERATORS:
+        copies[id(one)] = _copied_iterator(one)
         return copies[id(one)]
     if isinstance(one, tuple):
         parts = [_copied(part, copies, tensors) for part in one]
@@ -201,6 +207,13 @@ def _copied(one: Any, copies: dict[int, Any], tensors: dict[int, torch.Tensor]) 
         deque.clear(twin)
         deque.extend(twin, [_copied(value, copies, tensors) for value in one])
     return twin
+
+
+def _copied_iterator(one: Any) -> Any:
+    try:
+        return copy_of_iterator(one)
+    except TypeError:  # it draws from a generator: forward and recomputation share it
+        return one
 
 
 # -- All inputs of one region call

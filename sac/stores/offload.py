@@ -85,13 +85,13 @@ class Offloading:
         self._copies: dict[int, HostCopy] = {}
         self.figures: dict[int, OffloadUse] = {}
 
-    def look_at(self, tensor: torch.Tensor, rule: int | None) -> torch.Tensor:
-        """Count a held tensor; return it. ``rule``: the index of the rule that saved it."""
+    def look_at(self, tensor: torch.Tensor, rule: int | None) -> None:
+        """Count a held tensor. ``rule``: the index of the rule that saved it."""
         part = local_of(tensor)
         if not _is_plain(part):
             if rule in self._rules and rule is not None:
                 self._figures(rule).hold(OTHER_KIND, tensor.numel() * tensor.element_size())
-            return tensor
+            return
         address = part.untyped_storage()._cdata
         group = self._groups.get(address)
         if group is None:
@@ -99,7 +99,6 @@ class Offloading:
         group.references.add(id(part))
         if rule is not None:
             group.rules.add(rule)
-        return tensor
 
     def exclude(self, tensor: torch.Tensor) -> None:
         """Let the storage of ``tensor`` stay: backward has to see that it was written to."""

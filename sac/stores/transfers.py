@@ -358,15 +358,17 @@ class Transfers:
         """
         with self._lock:
             taken = [(source, self.pool.take(source.numel())) for source in sources]
-            if without := sum(source.numel() for source, buffer in taken if buffer is None):
-                self._tell_full(without)
+            without = sum(source.numel() for source, buffer in taken if buffer is None)
             copies = [
                 HostCopy(self, source, buffer, is_pooled=True) if buffer is not None else None
                 for source, buffer in taken
             ]
             del taken
+            if without:  # if this raises, the copies die, and give their buffers back
+                self._tell_full(without)
             made = [copy for copy in copies if copy is not None]
             self._start_down(made)
+            self._flying = deque(one for one in self._flying if _size(one()))  # others have died
             for copy in made:
                 copy.call = call
                 if call is not None:
@@ -432,7 +434,10 @@ class Transfers:
         self._latest["down"] = event
 
     def settle(self, copy: HostCopy) -> None:
-        """See ``HostCopy.settle``."""
+        """See ``HostCopy.settle``.
+
+        Takes no lock: as long as the source is there, only the call that has put it uses the copy.
+        """
         current = self.current()
         if copy.source is not None:
             if current != copy.home:

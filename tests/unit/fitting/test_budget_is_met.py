@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import pickle
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -196,6 +198,57 @@ def test_memory_that_a_later_pass_finds_in_use_is_counted() -> None:
     gradients = sum(parameter.numel() * 4 for parameter in model.parameters())
     assert most[1] - most[0] >= 4 * size
     assert most[1] - most[0] <= 4 * size + gradients
+
+
+def passes_in_threads(model: nn.Module, run: Any) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    for _ in range(4):
+        run(lambda: nn.functional.cross_entropy(model(X).flatten(0, 1), Y.flatten())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_forwards_in_another_thread_than_backward_are_not_observed() -> None:
+    """A profiler belongs to a thread: it is stopped in its own."""
+    plain, model = built(), built()
+    sac.apply(model, within("1GiB"))
+    with ThreadPoolExecutor(1) as pool:
+        for one in (plain, model):
+            passes_in_threads(one, lambda forward: pool.submit(forward).result())
+        assert not pool.submit(profiler_is_on).result()
+    assert controller_of(model).fitted is None
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+
+def test_forwards_in_new_threads_are_not_observed() -> None:
+    def in_new_thread(forward: Any) -> Any:
+        found: list[Any] = []
+        thread = threading.Thread(target=lambda: found.append(forward()))
+        thread.start()
+        thread.join()
+        return found[0]
+
+    plain, model = built(), built()
+    sac.apply(model, within("1GiB"))
+    for one in (plain, model):
+        passes_in_threads(one, in_new_thread)
+    assert controller_of(model).fitted is None
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    assert "no step has been observed yet" in str(sac.report(model))
+
+
+def test_passes_whose_inputs_cannot_be_identified_are_profiled_each() -> None:
+    sizes = []
+    for generator in (None, torch.Generator()):
+        model = built()
+        for module in model.modules():
+            module.generator = generator  # an object that a later call may find changed
+        sac.apply(model, within("1GiB"))
+        for rows in (1, len(X)):
+            model(X[:rows]).square().mean().backward()
+        torch.optim.SGD(model.parameters(), lr=1e-2).step()
+        sizes.append([one.bytes for one in controller_of(model)._profiles])
+    assert sizes[0] == sizes[1]
 
 
 def test_forward_without_backward_is_not_the_first_step() -> None:

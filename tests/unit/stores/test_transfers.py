@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from sac.errors import RegionError
 from sac.stores import transfers as module
 from sac.stores.prefetch import CallNode
 from sac.stores.transfers import HostPool, TransferLimits, Transfers
@@ -229,6 +230,24 @@ def test_buffers_are_used_again():
             pool.give(buffer)
     assert pool.slab_bytes == 1 << 16
     assert pool.is_idle()
+
+
+def test_a_training_leaves_no_references_behind():
+    """What is below the limits is not freed by `put`, but dies with its graph."""
+    transfers = Transfers(torch.device("cpu"), None, TransferLimits(host=1 << 30))
+    for _ in range(50):
+        alive = transfers.put([torch.zeros(64, dtype=torch.uint8) for _ in range(3)])
+    assert len(transfers._flying) <= 2 * len(alive)
+    del alive
+    assert transfers.is_idle()
+
+
+def test_buffers_are_given_back_after_an_error_for_want_of_room():
+    transfers = Transfers(torch.device("cpu"), None, TransferLimits(host=1 << 16, strict=True))
+    with pytest.raises(RegionError, match=r"^host_memory: 96\.0 KiB of values stay on the device"):
+        transfers.put([torch.zeros(48 << 10, dtype=torch.uint8) for _ in range(3)])
+    assert transfers.is_idle()
+    assert transfers.put([torch.zeros(48 << 10, dtype=torch.uint8)]) != [None]
 
 
 def test_slabs_are_powers_of_two_within_the_limit():
