@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from sac.torch_private import UnseenByModes
+from sac.torch_private import UnseenByModes, neg_view
 
 # -- Storages, version and metadata of a tensor
 
@@ -187,7 +187,8 @@ def placed_on(storage: torch.UntypedStorage, tensor: torch.Tensor, place: Place 
     """Return a tensor like ``tensor`` in ``storage``, at ``place`` or at its own; plain ones unseen by any mode."""
     guard = UnseenByModes() if UnseenByModes is not None and type(tensor) in (Tensor, Parameter) else None
     try:
-        return tensor.new_empty(0).set_(storage, *(place or place_of(tensor)))
+        placed = tensor.new_empty(0).set_(storage, *(place or place_of(tensor)))
+        return with_lazy_bits(placed, lazy_bits(tensor))
     finally:
         del guard
 
@@ -247,12 +248,24 @@ def wrapped_parts(tensor: Any) -> list[torch.Tensor]:
 
 
 def layout_key(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return shape, stride, offset and dtype of a tensor in hashable form."""
+    """Return shape, stride, offset, dtype and lazy bits of a tensor in hashable form."""
     if type(tensor) is not Tensor and hasattr(type(tensor), "__tensor_flatten__"):
         return str(tensor.shape), tensor.dtype  # sizes of a jagged tensor are symbols, which have no hash
     if tensor.layout is not torch.strided:
         return tensor.shape, tensor.dtype, tensor.layout
-    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
+    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, lazy_bits(tensor)
+
+
+def lazy_bits(tensor: torch.Tensor) -> int:
+    """Return 1 if the tensor's elements are still to be conjugated, plus 2 if they are still to be negated."""
+    return (1 if tensor.is_conj() else 0) + (2 if tensor.is_neg() else 0)
+
+
+def with_lazy_bits(tensor: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return a view of ``tensor``, which has no lazy bits, with these."""
+    if bits & 1:
+        tensor = tensor.conj()
+    return neg_view(tensor) if bits & 2 else tensor
 
 
 def storage_address(tensor: torch.Tensor) -> int:

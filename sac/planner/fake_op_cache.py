@@ -157,7 +157,7 @@ def _key_beside_data(args: Any, kwargs: Any) -> Any:
 
 def _any_key(value: Any) -> Any:
     if type(value) in (Tensor, Parameter) and value.dim() and value.layout is torch.strided:
-        return "data", layout_key(value), value.device, value.is_conj(), value.is_neg()
+        return "data", layout_key(value), value.device
     return tuple(map(_any_key, value)) if isinstance(value, (list, tuple)) else _key(value)
 
 

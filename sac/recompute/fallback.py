@@ -54,7 +54,7 @@ class PythonRecomputeMode(RegionMode):
 
     def whole_modules(self) -> ServingPass | None:
         """Return the pass that runs modules that are saved as a whole, unseen by the hooks of the region."""
-        return ServingPass(self._modules, {}, self) if self._modules is not None else None
+        return ServingPass(self._modules, {}, self._undo, self) if self._modules is not None else None
 
     def __enter__(self) -> PythonRecomputeMode:
         routed = (one for waiting in self._waiting.values() for call in waiting for one in call.outputs)

@@ -31,6 +31,7 @@ from sac.tensors import (
     storage_bytes,
     tensors_of,
     version_of,
+    with_lazy_bits,
     wrapped_parts,
 )
 from sac.torch_private import BelowAutograd, WithoutAutocast
@@ -255,9 +256,9 @@ def _made(marker: Any, rest: Any, reads: list[Any]) -> Tensor:
 
 
 def _alias(tensor: Tensor, geometry: tuple[Any, ...]) -> Tensor:
-    shape, stride, offset, dtype = geometry
+    shape, stride, offset, dtype, bits = geometry
     found: Tensor = torch.empty(0, dtype=dtype, device=tensor.device)
-    return found.set_(tensor.untyped_storage(), offset, shape, stride)
+    return with_lazy_bits(found.set_(tensor.untyped_storage(), offset, shape, stride), bits)
 
 
 # -- The frame of a replayed region

@@ -40,6 +40,7 @@ from sac.stores.saved_tensor import Held, SavedResult, compact, fetch_recomputed
 from sac.tensors import (
     describe,
     equal,
+    lazy_bits,
     map_tensors,
     storage_address,
     tensor_parts,
@@ -170,7 +171,7 @@ class RerunState:
         )  # signature -> number of calls with it that may be saved
         # Per tensor that autograd saved: value id (None: not compared), whether it is external, its producer, and its
         # offset in elements (-1: not compared).
-        self.packed: list[tuple[int | None, bool, CallSite | None, int]] = []
+        self.packed: list[tuple[int | None, bool, CallSite | None, int, int]] = []
         # Whether all that the region starts from comes back in the same layout, so that parts of it can be told apart.
         self.keeps_layouts = False
         self.inputs: RegionInputs | None = None
@@ -249,7 +250,7 @@ class RerunState:
         is_external, maker = value_id in value_ids.external, value_ids.producers.get(value_id)
         has_place = maker is not None and not is_external and self.keeps_layouts and tensor.layout is torch.strided
         offset = int(tensor.storage_offset()) if has_place else -1
-        self.packed.append((value_id if is_compared else None, is_external, maker, offset))
+        self.packed.append((value_id if is_compared else None, is_external, maker, offset, lazy_bits(tensor)))
         if self.table.saves_everything:
             handle.keep(tensor)
             handle.is_external = value_ids.source(tensor) != "op"
@@ -269,7 +270,8 @@ class RerunState:
         """Do the work of ``pack`` for a tensor subclass, which may have several storages."""
         parts = tensor_parts(tensor)
         value_id = self.value_ids.of(tensor)
-        self.packed.append((value_id, value_id in self.value_ids.external, self.value_ids.producers.get(value_id), -1))
+        known = value_id in self.value_ids.external, self.value_ids.producers.get(value_id)
+        self.packed.append((value_id, *known, -1, lazy_bits(tensor)))
         if self.table.saves_everything:
             handle.keep(tensor)
             handle.is_external = all(self.value_ids.is_persistent(part) for part in parts)
@@ -289,12 +291,14 @@ class RerunState:
                 if self.modules is not None:
                     self.modules.before_write(address)
                 is_input = self.value_ids.source(part) == "input"
-                if self.inside is not None and self.modules is not None and (is_input or address in self.by_storage):
+                is_large = self.modules is not None and address in self.modules.without_copy
+                is_kept = is_input or is_large or address in self.by_storage
+                if self.inside is not None and self.modules is not None and is_kept:
                     self.modules.evidence.keeps_watching = True
                 if address in self.by_storage:
                     if self._look_at_version(part, address):
                         self._copy_saved(address)
-                elif self.inside is None or is_input:
+                elif self.inside is None or is_input or is_large:
                     self._snapshot(address, part, site)
                 if any(handle.storage == address for handle in self._packed_since_op):
                     self.late_write = True
@@ -505,6 +509,22 @@ def other_part_problem(path: str, index: int, tensor: torch.Tensor, maker: CallS
         f"recomputation it is the one that begins at element {tensor.storage_offset()}, {describe(tensor)}",
         fix=OTHER_PATH,
     )
+
+
+def other_bits_problem(path: str, index: int, tensor: torch.Tensor, bits: int) -> Problem:
+    """Return the problem that the ``index``-th tensor that autograd saves is conjugated or negated, or no longer.
+
+    ``bits``: its ``lazy_bits`` in forward.
+    """
+    return Problem(
+        where=path or "region",
+        found=f"saved tensor {index} was a {_LAZY[bits]} of a value in forward; in recomputation it is a "
+        f"{_LAZY[lazy_bits(tensor)]} of it, {describe(tensor)}",
+        fix=OTHER_PATH,
+    )
+
+
+_LAZY = ("plain view", "conjugate", "negative", "negative conjugate")
 
 
 def overwritten_problem(path: str, op: Any) -> Problem:
@@ -764,7 +784,7 @@ class RecomputeMode(RegionMode):
         modules = self.state.modules
         if modules is None:
             return None
-        return ServingPass(modules, self._fetched, self, self.value_ids)
+        return ServingPass(modules, self._fetched, self._undo, self, self.value_ids)
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
@@ -848,13 +868,15 @@ class RecomputeMode(RegionMode):
         """Raise if the ``index``-th tensor that autograd saves is known to be another value than in forward."""
         packed = self.state.packed
         if index < len(packed):
-            value_id, external, maker, offset = packed[index]
+            value_id, external, maker, offset, bits = packed[index]
             if self.state.lenient or value_id is None:
                 return
             seen = self.value_ids.of(tensor)
             tolerated = (external or seen in self.value_ids.external) and seen not in self.state.known
             if value_id == seen and maker is not None and 0 <= offset != tensor.storage_offset():
                 raise RegionError(other_part_problem(self.state.path, index, tensor, maker, offset))
+            if value_id == seen and bits != lazy_bits(tensor):
+                raise RegionError(other_bits_problem(self.state.path, index, tensor, bits))
             if value_id != seen and not tolerated:
                 raise RegionError(
                     swapped_problem(self.state.path, index, tensor, maker, self.value_ids.producers.get(seen))
@@ -967,6 +989,8 @@ class RerunRecorder(Recorder):
     def set_start(self, module_state: ModuleState, handles: Handles) -> None:
         """See ``Recorder.set_start``."""
         self.state.snapshots.at_start = module_state.at_start
+        if self.state.modules is not None:
+            self.state.modules.set_start(module_state)
 
     def forward_mode(self) -> AbstractContextManager[Any]:
         """Return the mode that decides."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,12 +17,15 @@ from sac.errors import Problem, RegionError
 from sac.outer_hooks import active_hooks
 from sac.region.fingerprint import PLAIN, attributes_of
 from sac.region.frame import Handle
+from sac.region.module_state import bind, is_bound, is_own
 from sac.region.python_state import ReachableState
 from sac.region.rng import HostRandomState, RngSnapshot, generators_now, put_back, state_of, states_of
 from sac.region.settings import Settings
-from sac.region.writes import give_history
+from sac.region.undo import UndoStack
+from sac.region.writes import give_history, writes_buffers_unseen
 from sac.stores.saved_tensor import AtHand, SavedLeaves, SavedResult, compact
 from sac.tensors import (
+    copy_of,
     detached,
     equal,
     storage_address,
@@ -172,7 +175,9 @@ def made(leaf: Any, serving: Serving) -> Any:
 #    did;
 #  - a returned argument, or a returned view of one: it is taken from the recomputation's arguments;
 #  - writes to arguments: the values after the call are kept and written again;
-#  - the states of random generators and of the user's state providers after the call.
+#  - the states of random generators and of the user's state providers after the call;
+#  - the contents of buffers and of other tensors that it can reach and has written to, and the buffers that it has
+#    replaced: they are there until the recomputation ends, which began with those of the forward's start.
 #
 # Later in-place writes of the region to a kept tensor must not be part of what is served. A watched call sees such a
 # write in advance (Note [Whole modules]) and copies first; the next calls copy as soon as the module returns. A write
@@ -321,17 +326,25 @@ def generators_at(settings: Settings) -> list[torch.Generator]:
 
 
 class ModuleStates:
-    """The state that ``modules`` change: made before they run, and closed after.
+    """The state that ``modules`` change: made before they run, and closed after. ``reached``: the region's tensors.
 
-    It then holds what changed: the states of generators, and Python state (Note [Python state]). Changes of trackers
-    and of the user's state providers cannot be detected, so these are always restored.
+    It then holds what changed: the states of generators, Python state (Note [Python state]), and tensors. Changes of
+    trackers and of the user's state providers cannot be detected, so these are always restored.
     """
 
-    __slots__ = ("_before", "_host_rng", "_moved", "_provided", "_reachable", "_settings", "_trackers")
+    __slots__ = ("_before", "_host_rng", "_moved", "_provided", "_reachable", "_settings", "_tensors", "_trackers")
 
-    def __init__(self, modules: Sequence[nn.Module], generators: list[torch.Generator], settings: Settings) -> None:
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        reached: Sequence[torch.Tensor],
+        generators: list[torch.Generator],
+        settings: Settings,
+    ) -> None:
         self._settings = settings
         self._reachable = reachable = ReachableState(modules)
+        others = {id(one): one for one in (*reached, *reachable.tensors.values())}
+        self._tensors = ReachedTensors(modules, others.values()) if settings.freeze_buffers else None
         self._host_rng: HostRandomState | None = None
         if settings.preserve_rng_state:
             generators = [*generators, *reachable.generators]
@@ -344,14 +357,17 @@ class ModuleStates:
         self._moved = [(one, now) for one, was in self._before if not equal(now := state_of(one), was)]
         self._before = []
         self._reachable.keep_changes()
+        if self._tensors is not None:
+            self._tensors.keep_changes()
         if self._host_rng is not None:
             self._host_rng = self._host_rng.again() if self._host_rng.has_moved() else None
         trackers = settings.trackers and settings.preserve_rng_state
         self._trackers = RngSnapshot((), settings) if trackers else None
         self._provided = [(provider, provider.snapshot()) for provider in settings.providers]
 
-    def put_back(self) -> None:
-        """Restore the state from after the module's call."""
+    def put_back(self, stack: UndoStack) -> None:
+        """Restore the state from after the module's call; that of tensors is taken back when ``stack`` is left."""
+        self.put_tensors_back(stack)
         if self._trackers is not None:
             self._trackers.put_back()
         put_back(self._moved)
@@ -360,6 +376,49 @@ class ModuleStates:
         self._reachable.put_back()
         for provider, state in self._provided:
             provider.restore(state)
+
+    def put_tensors_back(self, stack: UndoStack) -> None:
+        """Restore the tensors alone, for a module that has run again: its writes have been taken back."""
+        if self._tensors is not None:
+            self._tensors.enter_on(stack)
+
+
+class ReachedTensors:
+    """Buffers of ``modules``, and ``others`` that they can reach: which of them change, and what is in them then.
+
+    A write that moves no version is found by what the modules' code names, see ``writes_buffers_unseen``.
+    """
+
+    __slots__ = ("_contents", "_others", "_tables", "_unseen", "_versions")
+
+    def __init__(self, modules: Sequence[nn.Module], others: Iterable[torch.Tensor]) -> None:
+        self._tables = [(held, {**held}) for owner in modules if (held := owner._buffers)]
+        self._others = list(filter(is_own, others))
+        self._unseen = bool(self._tables or self._others) and any(map(writes_buffers_unseen, modules))
+        self._versions = {id(one): version_of(one) for one in self._all()}
+        self._contents: dict[torch.UntypedStorage, torch.UntypedStorage] = {}
+
+    def _all(self) -> list[torch.Tensor]:
+        held = [one for table, _ in self._tables for one in table.values() if one is not None and is_own(one)]
+        return [*held, *self._others]
+
+    def keep_changes(self) -> None:
+        """The modules have run: hold copies of what they have written to, and which buffers they have replaced."""
+        found = list({id(one): one for one in self._all()}.values())
+        changed = found if self._unseen else [one for one in found if self._versions.get(id(one)) != version_of(one)]
+        storages = {one.untyped_storage()._cdata: one.untyped_storage() for one in changed}
+        self._contents = {storage: copy_of(storage) for storage in storages.values()}
+        self._tables = [(table, {**table}) for table, before in self._tables if not is_bound(table, before)]
+        self._others, self._versions = [], {}
+
+    def enter_on(self, stack: UndoStack) -> None:
+        """Restore what ``keep_changes`` has found; restore the current contents when ``stack`` is left."""
+        for table, after in self._tables:
+            stack.callback(bind, table, {**table})
+            bind(table, after)
+        for storage, content in self._contents.items():
+            if storage.nbytes() == content.nbytes():
+                stack.overwrite(storage, content)
 
 
 # -- What autograd keeps inside of a saved module

@@ -244,8 +244,8 @@ class ValueIds:
         moved = self._moved.get(storage_address(tensor), 0) if self._moved else 0
         if not moved:
             return found
-        shape, stride, offset, dtype = found
-        return shape, stride, offset + moved, dtype
+        shape, stride, offset, dtype, bits = found
+        return shape, stride, offset + moved, dtype, bits
 
     def draw(self, key: int, signature: int) -> int:
         """Return the signature of a call that draws random numbers: two draws with equal arguments differ."""

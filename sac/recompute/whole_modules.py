@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -34,6 +34,7 @@ from sac.region.frame import Handle, Handles, Progress, Recorder
 from sac.region.inputs import RegionInputs
 from sac.region.module_state import ModuleState
 from sac.region.settings import Settings
+from sac.region.undo import UndoStack
 from sac.stores.saved_tensor import AtHand, Held, fetch_recomputed
 from sac.tensors import copy_of, detached, overwrite, plain_address, unchanged, version_of
 from sac.torch_private import tree_leaves
@@ -156,6 +157,10 @@ class SavedModules:
         self.calls: dict[Place, SavedModuleCall] = {}
         self.hits: defaultdict[int, int] = defaultdict(int)
         self.inputs: frozenset[int] = frozenset()  # addresses of the storages of the region's inputs
+        # Buffers of the region, and other tensors that it can reach; the addresses of those without a copy, which a
+        # saved module may write to after the region has read them.
+        self.reached: Sequence[torch.Tensor] = ()
+        self.without_copy: frozenset[int] = frozenset()
         self._hooks: list[Any] = []  # in forward: hooks on the autograd nodes of results
         self._owners: dict[int, SavedModuleCall] = {}  # in forward: address of a kept storage -> the call that keeps it
 
@@ -164,6 +169,12 @@ class SavedModules:
         if self.is_watched:
             held = [kept for kept in inputs.tensors if kept.stored is None]
             self.inputs = frozenset(address for kept in held for address in kept.sizes())
+
+    def set_start(self, module_state: ModuleState) -> None:
+        """See ``Recorder.set_start``."""
+        self.reached = module_state.watched()
+        if self.is_watched:
+            self.without_copy = module_state.watched_without_copy()
 
     def add(self, call: SavedModuleCall) -> None:
         """A saved module has returned."""
@@ -323,7 +334,8 @@ class SavingPass:
             return out
         before = versions_of(given)
         passed = watcher.passed_generators() if watcher is not None else []
-        states = ModuleStates((*forward.module.modules(),), [*self._generators, *passed], modules.settings)
+        generators = [*self._generators, *passed]
+        states = ModuleStates((*forward.module.modules(),), modules.reached, generators, modules.settings)
         with without_hooks(self._packs), self._inside(call, forward.module):
             out = self._run(call, forward, args, kwargs)
         states.close()
@@ -358,14 +370,21 @@ class SavingPass:
 class ServingPass:
     """The pass of a recomputation: serves what saved modules left behind instead of running them.
 
-    ``fetched`` is the result of ``fetch_recomputed``. ``mode`` is the active mode, ``labels`` are its value ids.
+    ``undo`` is left when the recomputation ends. ``fetched`` is the result of ``fetch_recomputed``. ``mode`` is the
+    active mode, ``labels`` are its value ids.
     """
 
     def __init__(
-        self, modules: SavedModules, fetched: AtHand, mode: Any = None, labels: ValueIds | None = None
+        self,
+        modules: SavedModules,
+        fetched: AtHand,
+        undo: UndoStack,
+        mode: Any = None,
+        labels: ValueIds | None = None,
     ) -> None:
         self.modules = modules
         self._fetched = fetched
+        self._undo = undo
         self._mode = mode
         self._labels = labels
         self._counts: defaultdict[str, int] = defaultdict(int)
@@ -391,13 +410,14 @@ class ServingPass:
         if call.result is None or call.states is None:
             return self._run_again(forward, args, kwargs)
         if call.result.serves(given):
-            call.states.put_back()
+            call.states.put_back(self._undo)
             with without_mode(self._mode):
                 return call.result.build(Serving(given, self._name_again, self._fetched))
         if call.result.was_changed:
             self.modules.evidence.copies.add(call_key)
         before = versions_of(given)
         out = self._run_again(forward, args, kwargs)
+        call.states.put_tensors_back(self._undo)
         again = ModuleResult(out, given, before, call.result.where)
         for kept, former in zip(again.tensors, call.result.tensors, strict=True):
             if isinstance(kept.value, torch.Tensor):
@@ -460,6 +480,7 @@ class ModuleRecorder(Recorder):
     def set_start(self, module_state: ModuleState, handles: Handles) -> None:
         """See ``Recorder``."""
         self._handles = handles
+        self.modules.set_start(module_state)
 
     def forward_mode(self) -> AbstractContextManager[Any]:
         """Return the context in which saved modules run outside the region."""
@@ -474,9 +495,11 @@ class ModuleRecorder(Recorder):
         """See ``SavedModules.held``."""
         return self.modules.held()
 
-    def recompute_mode(self, inputs: list[tuple[int, torch.Tensor]], progress: Progress) -> AbstractContextManager[Any]:
+    @contextmanager
+    def recompute_mode(self, inputs: list[tuple[int, torch.Tensor]], progress: Progress) -> Iterator[None]:
         """Return the context in which saved modules are served."""
-        return _active(ServingPass(self.modules, fetch_recomputed(self.modules.held())))
+        with UndoStack() as undo, _active(ServingPass(self.modules, fetch_recomputed(self.modules.held()), undo)):
+            yield
 
     def drop(self) -> None:
         """Release everything."""

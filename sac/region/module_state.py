@@ -72,7 +72,7 @@ class ModuleState:
 
     Parameters of wrapper subclasses are not restored: FSDP exchanges its sharded ones between forward and backward.
     ``others``: tensors that the region can reach under other names; they are treated as buffers. ``not_recomputed``:
-    ids of modules that recomputation does not run, so their writes to their buffers need no copy.
+    ids of modules that recomputation does not run, so their writes to large buffers are no reason to keep the call.
     """
 
     __slots__ = (
@@ -115,11 +115,11 @@ class ModuleState:
         if freeze_buffers:
             most = _MOST_COPIED_BYTES if recorded else MOST_COPIED_BYTES_UNRECORDED
             self._buffers = [(owner, {**held}) for owner in owners if (held := owner._buffers)]
-            self._watched = [
-                _Watched(one, most, id(owner) in not_recomputed) for owner, one in _plain_tensors(self._buffers)
-            ]
+            for owner, one in _plain_tensors(self._buffers):
+                is_apart = id(owner) in not_recomputed  # no write to it asks for a recorder, so it has a copy now
+                self._watched.append(_Watched(one, _MOST_COPIED_BYTES if is_apart else most, is_apart))
             known = {id(one.tensor) for one in self._watched}
-            self._watched += [_Watched(one, most, False) for one in others if id(one) not in known and _is_own(one)]
+            self._watched += [_Watched(one, most, False) for one in others if id(one) not in known and is_own(one)]
 
     def close(self) -> None:
         """The forward is over: drop larger copies of tensors that it did not write to."""
@@ -168,7 +168,7 @@ class ModuleState:
 
         Call it after ``close``. ``where`` names the region.
         """
-        lost = next((one.tensor for one in self._watched if one.is_lost and not one.is_not_recomputed), None)
+        lost = next((one.tensor for one in self._watched if one.is_lost), None)
         if lost is None:
             lost = next(iter(self._written or ()), None)
         return None if lost is None else self.unseen(lost, where)
@@ -205,6 +205,14 @@ class ModuleState:
         running = self._written is None
         return {one.address for one in self._watched if (one.was_written_unseen if running else one.was_unseen)}
 
+    def watched(self) -> list[torch.Tensor]:
+        """Return the buffers, and the other tensors that are treated as such."""
+        return [one.tensor for one in self._watched]
+
+    def watched_without_copy(self) -> frozenset[int]:
+        """Return the addresses of those of ``watched`` of which there is no copy."""
+        return frozenset(one.address for one in self._watched if one.copy is None)
+
     def at_start(self, address: int) -> torch.UntypedStorage | None:
         """Return the copy of the storage at ``address`` from before the forward; None if there is none."""
         return next((one.copy for one in self._watched if one.address == address), None)
@@ -232,8 +240,8 @@ class ModuleState:
         if training != self._training:
             _put_training(self._owners, self._training)
         for owner, before in self._buffers:
-            stack.callback(_bind, owner._buffers, dict(owner._buffers))
-            _bind(owner._buffers, before)
+            stack.callback(bind, owner._buffers, dict(owner._buffers))
+            bind(owner._buffers, before)
         parameters = self._parameters
         if exchanged := parameters.now():
             recorded = [*parameters.recorded()]
@@ -304,7 +312,7 @@ class Spare:
 
     @property
     def was_written_unseen(self) -> bool:
-        """Whether a small tensor has been written to through NumPy or ``data``, which does not move its version."""
+        """Whether a tensor with a copy was written to through NumPy or ``data``, which does not move its version."""
         return self.copy is not None and type(self.tensor) is torch.Tensor and other_bytes(self.copy, self._storage)
 
     @property
@@ -372,29 +380,29 @@ def _plain_tensors(buffers: list[tuple[nn.Module, Bound]]) -> Iterator[tuple[nn.
 
 
 def other_bytes(copy: torch.UntypedStorage, storage: torch.UntypedStorage) -> bool:
-    """Return whether a small ``storage`` on the CPU differs from its copy; False for all other storages."""
+    """Return whether a ``storage`` on the CPU of at most 64 KiB differs from its copy; False for all other storages."""
     if copy.nbytes() != storage.nbytes():
         return False
-    found = small_bytes(storage)
-    return found is not None and found != small_bytes(copy)
+    found = small_bytes(storage, _MOST_COPIED_BYTES)
+    return found is not None and found != small_bytes(copy, _MOST_COPIED_BYTES)
 
 
-def small_bytes(storage: torch.UntypedStorage) -> bytes | None:
-    """Return what a small storage on the CPU holds; None for all others."""
+def small_bytes(storage: torch.UntypedStorage, most: int = MOST_COPIED_BYTES_UNRECORDED) -> bytes | None:
+    """Return what a storage on the CPU of at most ``most`` bytes holds; None for all others."""
     size = storage.nbytes()
-    if not 0 < size <= MOST_COPIED_BYTES_UNRECORDED or storage.device.type != "cpu":
+    if not 0 < size <= most or storage.device.type != "cpu":
         return None
     return ctypes.string_at(storage.data_ptr(), size)
 
 
 def spare_of(tensor: torch.Tensor) -> Spare | None:
     """Return a small tensor with its copy; None for other tensors."""
-    if not _is_own(tensor) or tensor.untyped_storage().nbytes() > MOST_COPIED_BYTES_UNRECORDED:
+    if not is_own(tensor) or tensor.untyped_storage().nbytes() > MOST_COPIED_BYTES_UNRECORDED:
         return None
     return Spare(tensor, MOST_COPIED_BYTES_UNRECORDED)
 
 
-def _is_own(value: torch.Tensor) -> bool:
+def is_own(value: torch.Tensor) -> bool:
     """Whether the region may write to this tensor, which it holds: a plain one without a graph."""
     return _is_plain(value) and value.layout is torch.strided and not has_graph(value) and not value.is_inference()
 
@@ -410,12 +418,17 @@ def _was_exchanged(before: Any, now: Any) -> bool:
     return before is not now and type(before) in plain and type(now) in plain
 
 
-def _bind(bound: Bound, wanted: Bound) -> None:
+def bind(bound: Bound, wanted: Bound) -> None:
     """Make ``bound`` equal to ``wanted``; it is not touched if it already is (a scripted module's cannot be)."""
-    present = dict(bound)
-    if present.keys() != wanted.keys() or any(present[name] is not value for name, value in wanted.items()):
+    if not is_bound(bound, wanted):
         bound.clear()
         bound.update(wanted)
+
+
+def is_bound(bound: Bound, wanted: Bound) -> bool:
+    """Return whether ``bound`` has the names of ``wanted``, for the same objects."""
+    present = dict(bound)  # of a scripted module it is another kind of mapping
+    return present.keys() == wanted.keys() and all(present[name] is value for name, value in wanted.items())
 
 
 def owners_of(module: nn.Module | None) -> tuple[nn.Module, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterable, Mapping
+from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -102,6 +103,12 @@ _WRITING = frozenset(
         *("rrelu", "rrelu_", "rrelu_with_noise", "RReLU"),
     }
 )
+_WRITING_BUFFERS_UNSEEN = frozenset(
+    {
+        *("data", "numpy", "batch_norm", "native_batch_norm", "sync_batch_norm", "SyncBatchNorm"),
+        *("cudnn_batch_norm", "miopen_batch_norm", "batch_norm_gather_stats_with_counts", "batch_norm_update_stats"),
+    }
+)
 
 
 def needs_recorder(modules: Iterable[nn.Module]) -> bool:
@@ -113,6 +120,11 @@ def needs_recorder(modules: Iterable[nn.Module]) -> bool:
 def writes_unseen(modules: Iterable[nn.Module]) -> bool:
     """Return whether one of the modules may fill or write unseen, according to its class and options."""
     return any(_class_writes(type(one)) or getattr(one, "max_norm", None) is not None for one in modules)
+
+
+def writes_buffers_unseen(module: nn.Module) -> bool:
+    """Return whether ``module`` may write to buffers without moving their versions, as batch norms do."""
+    return module.training and bool(getattr(module, "track_running_stats", False) or _class_writes_unseen(type(module)))
 
 
 def chooses(module: nn.Module) -> bool:
@@ -145,3 +157,4 @@ def _code_of(value: Any) -> types.CodeType | None:
 
 _class_writes = by_class(_writes)
 _class_chooses = by_class(_chooses)
+_class_writes_unseen = by_class(partial(_names_one_of, _WRITING_BUFFERS_UNSEEN))

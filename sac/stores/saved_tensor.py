@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from sac.outer_hooks import OuterPacked, PackHooks, fetch, pack_with_outer_hooks
-from sac.stores.layout import Layout
+from sac.stores.layout import Layout, distribution_of, local_of
 from sac.tensors import (
     copy_of,
     detached,
+    layout_key,
     placed_on,
     shares_storage,
     storage_bytes,
@@ -231,7 +232,7 @@ class Alias(torch.autograd.Function):
 
 def copied(tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:
     """Return ``tensor`` on a copy of its storage; tensors that share a storage get the same copy."""
-    if type(tensor) is not torch.Tensor or tensor.is_conj() or tensor.is_neg():
+    if type(tensor) is not torch.Tensor:
         return tensor.clone()
     storage = tensor.untyped_storage()
     copy = storages.setdefault(storage._cdata, copy_of(storage))
@@ -271,6 +272,4 @@ def _compacted(tensor: torch.Tensor) -> Any:
 
 
 def _view_of(tensor: Any) -> Any:
-    if tensor.layout is not torch.strided:
-        return id(tensor)
-    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
+    return layout_key(local_of(tensor)), distribution_of(tensor)

@@ -153,6 +153,9 @@ inline PyObject* value_id_of(Ids& ids, const Tensor& tensor, PyObject* address) 
   return Py_NewRef(found);
 }
 
+// What `lazy_bits` in sac/tensors.py returns.
+inline int lazy_bits(const Tensor& tensor) { return (tensor.is_conj() ? 1 : 0) + (tensor.is_neg() ? 2 : 0); }
+
 inline void add_tensor(Ids& ids, const Tensor& tensor, Signature& signature) {
   if (!tensor.defined()) return signature.add(IValue());
   if (is_number(tensor)) return signature.add(IValue(number_in(tensor)));
@@ -171,6 +174,7 @@ inline void add_tensor(Ids& ids, const Tensor& tensor, Signature& signature) {
     if (PyObject* by = found_in(ids.moved, address.get())) offset += PyLong_AsLongLong(by);
   signature.add(static_cast<uint64_t>(offset));
   signature.add(static_cast<uint64_t>(tensor.scalar_type()));
+  if (const int bits = lazy_bits(tensor)) signature.add(static_cast<uint64_t>(bits));
   signature.is_external = signature.is_external || holds(ids.external, id.get());
   if (signature.made_of < 0) return;
   PyObject* bytes = found_in(ids.parameter_bytes, id.get());
@@ -415,9 +419,10 @@ inline PyObject* ids_pack(Ids* self, PyObject* const* args, Py_ssize_t) {
   const bool is_external = holds(self->external, id.get());
   PyObject* maker = found_in(self->producers, id.get());
   const bool has_place = maker != nullptr && !is_external && self->keeps_layouts;
-  Owned description(checked(Py_BuildValue("(OOOL)", self->has_rules || !is_persistent ? id.get() : Py_None,
+  Owned description(checked(Py_BuildValue("(OOOLi)", self->has_rules || !is_persistent ? id.get() : Py_None,
                                           is_external ? Py_True : Py_False, maker != nullptr ? maker : Py_None,
-                                          has_place ? static_cast<long long>(tensor.storage_offset()) : -1ll)));
+                                          has_place ? static_cast<long long>(tensor.storage_offset()) : -1ll,
+                                          lazy_bits(tensor))));
   handle->storage = PyLong_AsUnsignedLongLong(address.get());
   if (PyList_Append(self->packs, description.get()) < 0 || PyList_Append(self->packed, args[1]) < 0) return nullptr;
   if (found_in(self->saved, address.get()) != nullptr) {
@@ -435,7 +440,8 @@ inline PyObject* ids_pack(Ids* self, PyObject* const* args, Py_ssize_t) {
   END_HANDLE_TH_ERRORS
 }
 
-// Whether a recomputation saves what the forward has described so: value id, whether it is external, maker, offset.
+// Whether a recomputation saves what the forward has described so: value id, whether it is external, maker, offset,
+// lazy bits.
 // False if Python has to find that out.
 inline PyObject* ids_is_as_packed(Ids* self, PyObject* const* args, Py_ssize_t) {
   HANDLE_TH_ERRORS
@@ -445,8 +451,10 @@ inline PyObject* ids_is_as_packed(Ids* self, PyObject* const* args, Py_ssize_t) 
   if (id.get() == nullptr || PyObject_RichCompareBool(PyTuple_GET_ITEM(description, 0), id.get(), Py_EQ) != 1)
     Py_RETURN_FALSE;
   const long long offset = PyLong_AsLongLong(PyTuple_GET_ITEM(description, 3));
-  const bool is_there = PyTuple_GET_ITEM(description, 2) == Py_None || offset < 0 ||
-                        offset == THPVariable_Unpack(args[1]).storage_offset();
+  const Tensor& tensor = THPVariable_Unpack(args[1]);
+  const bool is_there = (PyTuple_GET_ITEM(description, 2) == Py_None || offset < 0 ||
+                         offset == tensor.storage_offset()) &&
+                        PyLong_AsLong(PyTuple_GET_ITEM(description, 4)) == lazy_bits(tensor);
   return PyBool_FromLong(is_there);
   END_HANDLE_TH_ERRORS
 }

@@ -302,3 +302,39 @@ class Mixed(nn.Module):
 @pytest.mark.parametrize("order", ["dn", "nd", "on", "no", "dnd", "ono", "rnd", "rno", "rn"])
 def test_what_numpy_and_an_op_wrote_to_one_tensor(order: str, engine: str) -> None:
     assert_same_steps(Stack(Mixed(order), Mixed(order)), engine, 5)
+
+
+class Loads(nn.Module):
+    """NumPy writes to buffers of these numbers of elements, or to attributes, in every call."""
+
+    def __init__(self, sizes: tuple[int, ...], kind: str) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.loads = [torch.zeros(size) for size in sizes]
+        for place, load in enumerate(self.loads if kind == "buffer" else ()):
+            self.register_buffer(f"load{place}", load)
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor = 1.0
+        for load in self.loads:
+            load.numpy()[:] += 0.5
+            factor = factor * (1 + load.mean())
+        return x + self.second((self.first(x) * factor).tanh())
+
+
+@pytest.mark.parametrize(
+    "value", [FULL, *(selective(PRODUCTS, engine=engine) for engine in ENGINES)], ids=["full", *ENGINES]
+)
+@pytest.mark.parametrize("sizes", [(4,), (400,), (4, 400), (1 << 14,)], ids=str)
+@pytest.mark.parametrize("kind", ["buffer", "attribute"])
+def test_what_numpy_wrote_to_tensors_of_up_to_64_kib(value: Any, sizes: tuple[int, ...], kind: str) -> None:
+    """In the smallest case the bytes are always compared, in the others where the call is recorded."""
+
+    def trained(value: Any) -> dict[str, Any]:
+        torch.manual_seed(0)
+        model = sac.apply(Stack(Loads(sizes, kind), Loads(sizes, kind)), value)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SacWarning)  # replay gives way
+            return train(model, steps=3, make_input=square_input)
+
+    assert_same(trained("none"), trained(value))
