@@ -320,7 +320,7 @@ class Fitting:
         """Return the fastest choice within ``allowed`` bytes, which are no fewer than the least peak."""
         further = [moment.place.further for moment in self._moments]
         if not any(further):
-            return self._assign_beside(further, 0, allowed, None)
+            return self._assign_with(further, 0, allowed, None)
         # What all regions hold together for one more forward is bounded in turn by some amounts.
         most = sum(max(sizes) for sizes in self._more)
         room = min((allowed - one.peak) // count for one, count in zip(self._moments, further, strict=True) if count)
@@ -328,11 +328,11 @@ class Fitting:
         for part in range(_PARTS + 1):
             bound = min(most, room) * part // _PARTS
             with suppress(BudgetTooSmallError):
-                found = self._assign_beside(further, bound, allowed, bound)
+                found = self._assign_with(further, bound, allowed, bound)
                 best = min(best, (self._time(found), found))
         return self._filled(best[1], allowed)
 
-    def _assign_beside(self, further: Sequence[int], others: int, allowed: int, most: int | None) -> tuple[int, ...]:
+    def _assign_with(self, further: Sequence[int], others: int, allowed: int, most: int | None) -> tuple[int, ...]:
         """Return the fastest choice if each further forward holds ``others`` bytes, and this one ``most`` at most."""
         constraints = [
             MemoryConstraint(one.peak + count * others, one.place.upto, one.more)

@@ -101,7 +101,7 @@ class FakeOpCache:
             if kwargs:
                 key = (*key, *((name, _key(value)) for name, value in kwargs.items()))
         except _Unfit:
-            key = _key_beside_data(args, kwargs)
+            key = _key_with_data(args, kwargs)
             if key is None:
                 return func(*args, **kwargs)
         known = calls.get(key, _Unfit)
@@ -145,7 +145,7 @@ def _key(value: Any) -> Any:
     raise _Unfit
 
 
-def _key_beside_data(args: Any, kwargs: Any) -> Any:
+def _key_with_data(args: Any, kwargs: Any) -> Any:
     """Return the key of a call that reads tensors with data in addition to fake ones, or None if it has no key."""
     if not any(type(one) is FakeTensor for one in _flat((*args, *kwargs.values()))):
         return None

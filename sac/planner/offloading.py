@@ -69,7 +69,7 @@ class OffloadPlanner:
         pairs = tuple(map(tuple, found))
         self.known = tuple(tuple(known for _, known in of_group) for of_group in pairs)
         self.choices = tuple(tuple(choice for choice, _ in of_group) for of_group in pairs)
-        self._beside = self.planner.knowing(self.choices)
+        self._knowing = self.planner.knowing(self.choices)
 
     def among(self, planner: Planner, found: Iterable[Sequence[tuple[Choice, int]]]) -> OffloadPlanner:
         """Return a planner that has the choices ``found`` instead, of those of ``planner``, which knows more."""
@@ -126,7 +126,7 @@ class OffloadPlanner:
         return OffloadSection(inputs, smallest, windows.in_flight, windows.ahead)
 
     def _point(self, label: str, choice: tuple[int, ...], clocked: Clocked, section: OffloadSection) -> Point:
-        record, host = self._beside.run_offloading(choice, section, self.link.host)
+        record, host = self._knowing.run_offloading(choice, section, self.link.host)
         picked = [self.choices[group][one] for group, one in zip(self.planner.groups, choice, strict=True)]
         return Point(
             label,

@@ -162,13 +162,13 @@ def notes_on(offloaded: Offloaded) -> list[str]:
 
 def explained(planner: Planner, made: Plan) -> Plan:
     """Return the plan with what is alive at its peak, and at the least peak that was found if that is lower."""
-    beside, section = planner.knowing(made.choices), made.policy.offload
-    planner = planner if section is not None else beside  # choices that offload are not numbered as those before
+    knowing, section = planner.knowing(made.choices), made.policy.offload
+    planner = planner if section is not None else knowing  # choices that offload are not numbered as those before
     planner.progress(0, 3, "the least peak")
     planner.run(planner.least().choice)
     least = min(planner.records, key=lambda choice: planner.point("least", choice).peak)
     planner.progress(1, 3, "what is alive at the peak")
-    found = [beside.explain(made.point.choice, made.point.label, section)]
+    found = [knowing.explain(made.point.choice, made.point.label, section)]
     if planner.point("least", least).peak < made.point.peak:
         planner.progress(2, 3, "what is alive at the least peak")
         found.append(planner.explain(least, "least"))

@@ -227,8 +227,8 @@ def plan(
                 made = simplified(planner, made, share)
             if sizes is not None:
                 return with_step_seconds(planner, made)
-            beside = (*plain_baselines(planner), selective(planner), *on_host(planner, made))
-            return replace(made, baselines=beside)
+            compared = (*plain_baselines(planner), selective(planner), *on_host(planner, made))
+            return replace(made, baselines=compared)
 
         with random_state_kept(model.parameters() if real else ()):  # without data, nothing is drawn on a GPU
             return planned(placed, device, make, progress, real=real)

@@ -146,9 +146,9 @@ class _Way:
     def measured(self, made: Plan) -> Plan:
         """Run a step, and return the plan ``made`` with its costs and notes."""
         if made.offloaded is None or self.section is None:
-            beside = self.planner.knowing(self.choices)
-            beside.run(self.choice)
-            return replace(made, point=beside.point(made.point.label, self.choice))
+            knowing = self.planner.knowing(self.choices)
+            knowing.run(self.choice)
+            return replace(made, point=knowing.point(made.point.label, self.choice))
         point, clocked = self._among.measured(made.point.label, self.choice, self.section)
         offloaded = replace(
             made.offloaded, point=point, choices=self.choices, step_s=clocked.seconds, busy=clocked.busy

@@ -121,10 +121,10 @@ def _by_hand(planner: Planner, label: str, saved: Mapping[str, frozenset[int]]) 
         number = {one: place for place, one in enumerate(dict.fromkeys(map(saved.__getitem__, profile.paths)))}
         choices.append((*known, *(planner.pricing.choice(profile, times, one, label) for one in number)))
         at.update({path: len(known) + number[saved[path]] for path in profile.paths})
-    beside = planner.knowing(tuple(choices))
+    knowing = planner.knowing(tuple(choices))
     choice = tuple(at[path] for path in planner.step.paths)
-    beside.run(choice)
-    return beside.point(label, choice)
+    knowing.run(choice)
+    return knowing.point(label, choice)
 
 
 # -- A plan as a commented policy file

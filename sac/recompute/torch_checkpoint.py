@@ -127,7 +127,7 @@ class _Ambient:
         # In a graph torch leaves random states to the compiler. A backend that runs the graph as it is does not handle
         # them.
         self._surroundings = AmbientState(
-            (), owners_of(self._module), _SETTINGS, _objects_torch_was_given(), beside_torch=not self._in_graph
+            (), owners_of(self._module), _SETTINGS, _objects_torch_was_given(), under_torch=not self._in_graph
         )
 
     def at_start(self, address: int) -> torch.UntypedStorage | None:

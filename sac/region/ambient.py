@@ -417,7 +417,7 @@ class AmbientState:
 
     ``where`` names the region in errors. ``function``: the function that the region runs, in addition to its modules.
     ``held``: tensors that objects among its arguments hold. ``attributes``: see ``ReachableState``. ``recorded``:
-    whether a recorder sees the ops of the forward. ``not_recomputed``: see ``ModuleState``. ``beside_torch``: torch's
+    whether a recorder sees the ops of the forward. ``not_recomputed``: see ``ModuleState``. ``under_torch``: torch's
     checkpoint restores torch's random states.
     """
 
@@ -446,13 +446,13 @@ class AmbientState:
         attributes: AttributesHolder | None = None,
         recorded: bool = True,
         not_recomputed: frozenset[int] = frozenset(),
-        beside_torch: bool = False,
+        under_torch: bool = False,
     ) -> None:
         self._recorded = recorded
         self.reachable = reachable = ReachableState(owners, function, attributes=attributes)
         self.provided: Snapshot | None = Snapshot(provider_parts(settings.providers)) if settings.providers else None
         self.rng = self.host_rng = None
-        if settings.preserve_rng_state and not beside_torch:
+        if settings.preserve_rng_state and not under_torch:
             self.rng = RngSnapshot(tensors, settings, reachable.generators)
         if settings.preserve_rng_state:
             self.host_rng = HostRandomState(reachable.others)

@@ -16,8 +16,8 @@ _LEAST_SHARE = 0.002  # of the peak, for a row of its own
 _SMALL_CHOICE = 0.05  # of the peak: what policies decide on is not worth another policy
 
 
-def print_explained(found: Sequence[PeakBreakdown], beside: Sequence[PeakBreakdown], advice: str) -> None:
-    """Print what is alive at each peak of ``found``, and the categories of the peaks ``beside`` each other.
+def print_explained(found: Sequence[PeakBreakdown], compared: Sequence[PeakBreakdown], advice: str) -> None:
+    """Print what is alive at each peak of ``found``, and a table of the categories of the peaks ``compared``.
 
     ``advice`` is the line above what lowers the least of these peaks where no policy does.
     """
@@ -25,9 +25,9 @@ def print_explained(found: Sequence[PeakBreakdown], beside: Sequence[PeakBreakdo
         print("\n" + wrapped_text([heading(one)], screen_width()))
         print_rows(_COLUMNS, [*_lines(one)], right=_NUMBERS)
         print(wrapped_text([choice_text(one)], screen_width()))
-    if len(beside) > 1:
-        print_categories(beside)
-    remedies = min(beside, key=lambda one: one.peak_bytes).remedies()
+    if len(compared) > 1:
+        print_categories(compared)
+    remedies = min(compared, key=lambda one: one.peak_bytes).remedies()
     if remedies:
         print(f"\n{advice}")
         for remedy in remedies:

@@ -107,8 +107,8 @@ def test_a_plan_that_offloads_is_faster_within_the_budget(planner, planned):
 def test_the_planned_peak_is_that_of_a_device(planner, planned, monkeypatch):
     value = selective(policy(), engine="auto", verify="never") | {"policy": planned.policy}
     ledger = replace(planner, ledger=lambda: Ledger(1, None, FakeOpCache(), on_host=False))
-    beside = OffloadPlanner(ledger, LINK)
-    record, _ = beside._beside.run_offloading(planned.point.choice, planned.policy.offload)
+    offloading = OffloadPlanner(ledger, LINK)
+    record, _ = offloading._knowing.run_offloading(planned.point.choice, planned.policy.offload)
     assert record.peak - record.static == peak_on_a_device(value, monkeypatch)
 
 
