@@ -33,6 +33,30 @@ def model_with_dropout() -> nn.Module:
     return with_dropout(llama_stack(3), attention=0.1)
 
 
+class TakesAGradient(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        slope = torch.func.grad(lambda y: self.linear(y).sin().sum())(x.detach())
+        return x + slope * self.linear(x)
+
+
+def test_transforms_of_torch_func_run_inside_of_a_reentrant_region():
+    """Elsewhere torch refuses them: hooks on saved tensors are on."""
+    x = torch.randn(2, 4)
+    plain, ours = (built(lambda: nn.Sequential(TakesAGradient(), TakesAGradient())) for _ in range(2))
+    sac.apply(ours, LAYERS)
+    for model in (plain, ours):
+        model(x.clone().requires_grad_()).square().sum().backward()
+    for one, other in zip(plain.parameters(), ours.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+    others = sac.apply(sac.remove(ours), LAYERS | {"use_reentrant": False})
+    with pytest.raises(RuntimeError, match="don't yet support saved tensor hooks"):
+        others(x)
+
+
 @pytest.mark.parametrize("needs_grad", [True, False])
 @pytest.mark.parametrize("store", ["whole", "host"])
 def test_training_is_the_same(store, needs_grad):
