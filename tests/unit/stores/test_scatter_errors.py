@@ -72,6 +72,7 @@ def wrong_groups() -> list[str]:
     nameless = init_device_mesh("cpu", (1, 2))
     elsewhere = DeviceMesh("cpu", [1])
     destroyed = dist.new_group([0, 1])
+    dist.barrier()  # the other rank may still be connecting to this one
     dist.destroy_process_group(destroyed)
     return [refused(group) for group in ("tp", 3, object(), others, elsewhere, mesh, nameless, destroyed)]
 
