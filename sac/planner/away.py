@@ -34,11 +34,10 @@ class HostUse:
 class _Sized:
     """Host memory of which only the size is there. It is cut as a flat tensor of bytes is."""
 
-    __slots__ = ("size", "used")
+    __slots__ = ("size",)
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.used = 0  # by the value that waits in it
 
     def numel(self) -> int:
         """Return the number of bytes."""
@@ -62,26 +61,19 @@ class _NoHostMemory(HostPool):
         if found is None:
             self._missing += size
         else:
-            _of(found).used = size
             self._waiting += size
             self._most = max(self._most, self._waiting)
         return found
 
     def give(self, buffer: HostBuffer) -> None:
         """See ``HostPool.give``."""
-        self._waiting -= _of(buffer).used
+        self._waiting -= buffer.asked
         super().give(buffer)
 
     @property
     def use(self) -> HostUse:
         """What the step has used so far."""
         return HostUse(self._most, (self.limit or 0) + self._missing if self._missing else self.slab_bytes)
-
-
-def _of(buffer: HostBuffer) -> _Sized:
-    memory: Any = buffer.memory
-    assert isinstance(memory, _Sized)
-    return memory
 
 
 class _TransfersWithoutData(Transfers):

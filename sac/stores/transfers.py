@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any
 
 import torch
@@ -111,21 +111,36 @@ class _OneStream:
 
 
 class HostBuffer:
-    """Flat host memory; ``used``: the events after the last copies that used it."""
+    """Host memory in ``parts``, flat tensors; ``used``: the events after the last copies that used it.
 
-    __slots__ = ("memory", "used")
+    ``asked``: the bytes that it was taken for; its own ``size`` may be larger.
+    """
 
-    def __init__(self, memory: torch.Tensor) -> None:
-        self.memory = memory
+    __slots__ = ("asked", "parts", "size", "used")
+
+    def __init__(self, *parts: torch.Tensor) -> None:
+        self.parts = parts
+        self.size = self.asked = sum(part.numel() for part in parts)
         self.used: tuple[Any, ...] = ()
+
+    def pairs(self, flat: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the parts that hold ``flat``, each with its bytes of ``flat``."""
+        size = flat.numel()
+        if len(self.parts) == 1:
+            part = self.parts[0]
+            return ((part if self.size == size else part[:size], flat),)
+        ends = accumulate(part.numel() for part in self.parts)
+        spans = ((part, end - part.numel(), min(end, size)) for part, end in zip(self.parts, ends, strict=True))
+        return [(part[: end - begin], flat[begin:end]) for part, begin, end in spans if begin < end]
 
 
 class HostPool:
     """Host buffers in size classes, cut from slabs.
 
-    torch rounds pinned memory up to a power of two, so slabs have such sizes. There are eight classes between powers of
-    two: at most an eighth of a buffer is wasted, and of a slab what is too small for further buffers. Where sizes
-    change from step to step, the slabs are cut anew.
+    There are eight classes between powers of two: at most an eighth of a buffer is wasted. A buffer may lie in several
+    slabs, and in the memory of free buffers of other classes, so a slab is made only if all that is free is too little.
+    torch rounds pinned memory up to a power of two, so slabs have such sizes. When nothing is in use, as between steps,
+    slabs that other sizes have cut up are cut anew.
 
     ``make`` allocates bytes. ``limit``: of all slabs; None: no limit. ``latest`` returns events after all copies so
     far. ``failure``: why ``make`` has failed, which is taken for the limit.
@@ -148,40 +163,39 @@ class HostPool:
         self._returned: deque[HostBuffer] = deque()
         self._free: dict[int, deque[HostBuffer]] = {}
         self._slabs: list[torch.Tensor] = []
-        self._rest: list[torch.Tensor] = []  # what is left of each slab
-        self._before: tuple[Any, ...] = ()  # the events after the last copies before the slabs were cut
-        self._used = 0  # buffers that were taken and not returned
-        self._used_bytes = 0
-        self._most_bytes = 0  # of these since none was in use
+        self._rest: deque[tuple[torch.Tensor, tuple[Any, ...]]] = deque()  # what to cut, and events as in a buffer
+        self._rest_bytes = 0
+        self._used_bytes = 0  # of buffers that were taken and not returned
+        self._is_cut_up = False  # whether buffers have been taken apart for others
 
     @staticmethod
     def size_class(size: int) -> int:
-        """Return ``size`` rounded up to its class, a multiple of 64 bytes."""
+        """Return ``size`` rounded up to its class, a multiple of 64 bytes, and at least that."""
         step = max(64, 1 << max(0, size.bit_length() - 4))
-        return -(-size // step) * step
+        return -(-max(1, size) // step) * step
 
     def take(self, size: int) -> HostBuffer | None:
         """Return a buffer of at least ``size`` bytes, None if the limit does not allow for it."""
         self._sort_returned()
-        size = self.size_class(size)
-        if not self._used:  # a step begins, perhaps with other sizes
-            if not self._free.get(size) or self.slab_bytes > 2 * self._most_bytes + self._slab:
-                self._cut_anew()
-            self._most_bytes = 0
-        found = self._of_class(size) or self._cut(size) or self._new(size)
-        if found is None and not self._used:  # all slabs are free, and too small: make new ones
-            self._free, self._slabs, self._rest, self.slab_bytes = {}, [], [], 0
-            found = self._new(size)
-        if found is not None:
-            self._used += 1
-            self._used_bytes += found.memory.numel()
-            self._most_bytes = max(self._most_bytes, self._used_bytes)
+        asked, size = size, self.size_class(size)
+        if not self._used_bytes and (self._is_cut_up or not self._free.get(size)):  # a step begins, with other sizes
+            self._cut_anew()
+        waiting = self._free.get(size)
+        if waiting:
+            found = waiting.popleft()
+        elif self._is_within(size) and self._has_made(size):
+            found = self._cut(size)
+        else:
+            return None
+        found.asked = asked
+        self._used_bytes += size
         return found
 
     def _cut_anew(self) -> None:
         """All slabs are free: let them be cut into other sizes."""
-        self._before = self._latest()
-        self._free, self._rest = {}, [*self._slabs]
+        after = self._latest()
+        self._free, self._rest, self._rest_bytes = {}, deque((slab, after) for slab in self._slabs), self.slab_bytes
+        self._is_cut_up = False
 
     def give(self, buffer: HostBuffer) -> None:
         """Take ``buffer`` back; its next user waits for ``buffer.used``. May be called from any thread."""
@@ -190,43 +204,57 @@ class HostPool:
     def is_idle(self) -> bool:
         """Return whether all buffers have been returned."""
         self._sort_returned()
-        return not self._used
+        return not self._used_bytes
 
     def _sort_returned(self) -> None:
         while self._returned:
             buffer = self._returned.popleft()
-            self._used -= 1
-            self._used_bytes -= buffer.memory.numel()
-            self._free.setdefault(buffer.memory.numel(), deque()).append(buffer)
+            self._used_bytes -= buffer.size
+            self._free.setdefault(buffer.size, deque()).append(buffer)
 
-    def _of_class(self, size: int) -> HostBuffer | None:
-        waiting = self._free.get(size)
-        return waiting.popleft() if waiting else None
-
-    def _cut(self, size: int) -> HostBuffer | None:
-        fitting = [(rest.numel(), number) for number, rest in enumerate(self._rest) if rest.numel() >= size]
-        if not fitting:
-            return None
-        number = min(fitting)[1]
-        rest = self._rest[number]
-        self._rest[number] = rest[size:]
-        found = HostBuffer(rest[:size])
-        found.used = self._before
+    def _cut(self, size: int) -> HostBuffer:
+        """Return a buffer from ``_rest``, which is enough."""
+        parts: list[torch.Tensor] = []
+        after: list[Any] = []
+        self._rest_bytes -= size
+        while size:
+            rest, used = self._rest.popleft()
+            part = rest[:size]
+            if part.numel() < rest.numel():
+                self._rest.appendleft((rest[size:], used))
+            size -= part.numel()
+            parts.append(part)
+            after += used
+        found = HostBuffer(*parts)
+        found.used = (*_distinct(after),)
         return found
 
-    def _new(self, size: int) -> HostBuffer | None:
-        for slab in (max(self._slab, _power_of_two(size)), _power_of_two(size)):  # a small limit allows small slabs
-            if self.limit is None or self.slab_bytes + slab <= self.limit:
-                try:
-                    made = self._make(slab)
-                except RuntimeError as error:  # the driver pins no more
-                    self.limit, self.failure = self.slab_bytes, str(error).partition("\n")[0]
-                    return None
-                self._slabs.append(made)
-                self._rest.append(made)
-                self.slab_bytes += slab
-                return self._cut(size)
-        return None
+    def _is_within(self, size: int) -> bool:
+        """Return whether the limit allows for another buffer."""
+        return self.limit is None or self._used_bytes + size <= self.limit
+
+    def _has_made(self, size: int) -> bool:
+        """Let ``_rest`` be enough for a buffer: take free buffers apart, then make slabs; return whether it is."""
+        for waiting in self._free.values():
+            while waiting and self._rest_bytes < size:
+                buffer = waiting.popleft()
+                self._rest += ((part, buffer.used) for part in buffer.parts)
+                self._rest_bytes += buffer.size
+                self._is_cut_up = True
+        while self._rest_bytes < size:
+            slab = max(self._slab, _power_of_two(size - self._rest_bytes))
+            if self.limit is not None:  # a small limit allows small slabs
+                slab = min(slab, _power_of_two(self.limit - self.slab_bytes))
+            try:
+                made = self._make(slab)
+            except RuntimeError as error:  # the driver pins no more
+                self.limit, self.failure = self.slab_bytes, str(error).partition("\n")[0]
+                return False
+            self._slabs.append(made)
+            self._rest.append((made, ()))
+            self._rest_bytes += slab
+            self.slab_bytes += slab
+        return True
 
     def problem(self, size: int) -> Problem:
         """Return the problem that ``take`` found no room for values of ``size`` bytes."""
@@ -240,7 +268,8 @@ class HostPool:
 
 
 def _power_of_two(size: int) -> int:
-    return 1 << (size - 1).bit_length()
+    """Return the largest power of two up to ``size``, which is positive."""
+    return 1 << (size.bit_length() - 1)
 
 
 # -- Copies
@@ -303,7 +332,8 @@ class HostCopy:
     def finish(self) -> torch.Tensor:
         """Block the host until the copy down is done; return the bytes in host memory."""
         self.down.synchronize()
-        return self.buffer.memory[: self.size]
+        parts = self.buffer.parts
+        return (parts[0] if len(parts) == 1 else torch.cat(parts))[: self.size]
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # while the interpreter shuts down, names may be gone
@@ -340,7 +370,8 @@ class Transfers:
     def copy_down(self, copy: HostCopy) -> None:
         """Copy the source to the host, on the current stream."""
         assert copy.source is not None
-        copy.buffer.memory[: copy.size].copy_(copy.source, non_blocking=self.is_async)
+        for part, source in copy.buffer.pairs(copy.source):
+            part.copy_(source, non_blocking=self.is_async)
 
     def new_target(self, copy: HostCopy) -> torch.Tensor:
         """Return memory of the device for the bytes of ``copy``."""
@@ -348,7 +379,8 @@ class Transfers:
 
     def copy_up(self, copy: HostCopy, target: torch.Tensor) -> None:
         """Copy the bytes back into ``target``, on the current stream."""
-        target.copy_(copy.buffer.memory[: copy.size], non_blocking=self.is_async)
+        for part, place in copy.buffer.pairs(target):
+            place.copy_(part, non_blocking=self.is_async)
 
     def put(self, sources: Sequence[torch.Tensor], call: CallNode | None = None) -> list[HostCopy | None]:
         """Start to copy ``sources``, which nobody else holds, down; free the oldest sources over the limit.
