@@ -209,7 +209,9 @@ class Region:
         )
         if self.group.table.matches_modules:
             known = self.evidence.modules.get((REPLAY, signature))
-            recorder.modules = SavedModules(self.group.table, self.path, settings, known, is_taped=True)
+            recorder.modules = SavedModules(
+                self.group.table, self.path, settings, known, is_watched=known is None, is_taped=True
+            )
         recorder.begin(call.inputs, call.inputs.leaves_of(call.args, call.kwargs))
         give_up = partial(self._give_up, settings.engine == REPLAY)
         if signature is not None:
@@ -257,7 +259,7 @@ class Region:
         modules, not_recomputed = None, frozenset[int]()
         if table.matches_modules:
             evidence = self.evidence.modules.get(call.signature)
-            modules = SavedModules(table, self.path, settings, evidence)
+            modules = SavedModules(table, self.path, settings, evidence, is_watched=sees_ops)
             if evidence is None:
                 modules.evidence.not_recomputed = saved_modules(call.owners, table)
             not_recomputed = modules.evidence.not_recomputed

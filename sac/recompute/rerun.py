@@ -43,6 +43,7 @@ from sac.tensors import (
     lazy_bits,
     map_tensors,
     storage_address,
+    storage_sizes,
     tensor_parts,
     tensors_of,
     version_of,
@@ -292,9 +293,8 @@ class RerunState:
                     self.modules.before_write(address)
                 is_input = self.value_ids.source(part) == "input"
                 is_large = self.modules is not None and address in self.modules.without_copy
-                is_kept = is_input or is_large or address in self.by_storage
-                if self.inside is not None and self.modules is not None and is_kept:
-                    self.modules.evidence.keeps_watching = True
+                if self.inside is not None and self.modules is not None and address in self.modules.parameters:
+                    self.inside.runs_again = True
                 if address in self.by_storage:
                     if self._look_at_version(part, address):
                         self._copy_saved(address)
@@ -311,8 +311,8 @@ class RerunState:
                     Problem(
                         where=where,
                         found=f"this saved module wrote in place to a value ({describe(part)}) that another rule "
-                        "saves; it did not in earlier calls with such inputs, so no copy was kept to recompute from",
-                        fix="resume from a checkpoint of the training: from now on the region keeps a copy",
+                        "saves, and not by an op that could be seen, so no copy was kept to recompute from",
+                        fix="clone the value before the module writes to it",
                     )
                 )
 
@@ -338,8 +338,13 @@ class RerunState:
             if not (gathers(site) or tensor.is_inference()):
                 self.snapshots.before_write(address, tensor)
                 self.written_parameters.add(address)
-        elif self.freeze_buffers and origin in ("foreign", "input"):
+        elif self.freeze_buffers and (origin in ("foreign", "input") or self._is_reached(address)):
             self.snapshots.before_write(address, tensor)
+
+    def _is_reached(self, address: int) -> bool:
+        """Whether the storage is that of a buffer, even if a saved module has returned it."""
+        modules = self.modules
+        return modules is not None and any(address in storage_sizes(one) for one in modules.reached)
 
     def close(self, kept: list[Handle], last_missing: int) -> bool:
         """Free dead outputs; return whether the region can be recomputed without this state."""

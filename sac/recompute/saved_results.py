@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import types
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -15,8 +16,10 @@ from torch.nn import Parameter
 
 from sac.errors import Problem, RegionError
 from sac.outer_hooks import active_hooks
+from sac.region.ambient import BackendFlags
 from sac.region.fingerprint import PLAIN, attributes_of
 from sac.region.frame import Handle
+from sac.region.inputs import SavedObject, is_kept_object
 from sac.region.module_state import bind, is_bound, is_own
 from sac.region.python_state import ReachableState
 from sac.region.rng import HostRandomState, RngSnapshot, generators_now, put_back, state_of, states_of
@@ -43,15 +46,15 @@ class Serving:
     """One recomputation's call of a saved module.
 
     ``given``: the leaves of its arguments. ``name`` is called with each kept value and the tensor that now holds it.
-    ``fetched``: values that were fetched in advance, by the id of the leaf. ``storages`` and ``made``: the copies and
-    the tensors made for the call so far.
+    ``fetched``: values that were fetched in advance, by the id of the leaf. ``storages`` and ``made``: the copies, and
+    the tensors and objects, made for the call so far.
     """
 
     given: list[Any]
     name: Callable[[SavedLeaf, torch.Tensor], None]
     fetched: AtHand
     storages: dict[int, torch.UntypedStorage] = field(default_factory=dict)
-    made: dict[SavedLeaf, torch.Tensor] = field(default_factory=dict)
+    made: dict[Any, Any] = field(default_factory=dict)
 
 
 class SavedLeaf(SavedResult):
@@ -79,17 +82,12 @@ class SavedLeaf(SavedResult):
         return self.value
 
     def made(self, serving: Serving) -> torch.Tensor:
-        """Return the tensor for one recomputation: one tensor, however often the module returned it."""
-        if self not in serving.made:
-            serving.made[self] = tensor = self._tensor(serving)
-            serving.name(self, tensor)
-        return serving.made[self]
-
-    def _tensor(self, serving: Serving) -> torch.Tensor:
-        data = self.fetch(serving.fetched)
-        if self.is_external:
-            return data
-        return self.leaf(self.own(detached(data), serving.storages))
+        """Return the tensor for one recomputation."""
+        tensor = self.fetch(serving.fetched)
+        if not self.is_external:
+            tensor = self.leaf(self.own(detached(tensor), serving.storages))
+        serving.name(self, tensor)
+        return tensor
 
     def write_to(self, target: torch.Tensor, serving: Serving) -> None:
         """Write this value to ``target``, as the in-place op left it in forward."""
@@ -151,18 +149,35 @@ class HoldingObject:
 
     def made(self, serving: Serving) -> Any:
         """Return a new object of this class."""
-        built: Any = object.__new__(self._kind)
+        built: Any = new_object(self._kind)
         for name, (leaves, spec) in self._attributes.items():
             object.__setattr__(built, name, tree_unflatten([made(leaf, serving) for leaf in leaves], spec))
         return built
+
+
+def new_object(cls: type) -> Any:
+    """Return an object of ``cls`` without attributes; raises ``TypeError`` if making one takes arguments."""
+    try:
+        return object.__new__(cls)
+    except TypeError:  # it has a base in C
+        return cls.__new__(cls)  # type: ignore[call-overload]
 
 
 STANDING = (SavedLeaf, Argument, ArgumentView, HoldingObject)
 
 
 def made(leaf: Any, serving: Serving) -> Any:
-    """Return the recomputation's value for ``leaf`` of a result; a plain value is returned as it is."""
-    return leaf.made(serving) if isinstance(leaf, STANDING) else leaf
+    """Return the recomputation's value for ``leaf`` of a result: one tensor or object, however often it was returned.
+
+    A plain value is returned as it is.
+    """
+    if isinstance(leaf, SavedObject):
+        return serving.made.setdefault(leaf, leaf.rebuild())
+    if not isinstance(leaf, STANDING):
+        return leaf
+    if leaf not in serving.made:
+        serving.made[leaf] = leaf.made(serving)
+    return serving.made[leaf]
 
 
 # -- What one call of a saved module leaves behind: kept in forward, served in recomputation
@@ -183,8 +198,16 @@ def made(leaf: Any, serving: Serving) -> Any:
 # write in advance (Note [Whole modules]) and copies first; the next calls copy as soon as the module returns. A write
 # that was not seen in advance shows in the version counter: recomputation then runs the module again, unseen by the
 # region.
+#
+# The module also runs again where its call left something behind that cannot be served:
+#  - it raised, and the region went on;
+#  - it changed an object or a container among its arguments: in recomputation other objects stand there;
+#  - it returned a container that it was given, or one container twice;
+#  - it changed parameters, whether they need a gradient, `training` flags, context variables or flags of the process;
+#  - the region writes to what it returned, and the same memory is that of an argument or of a buffer.
 
 _DEEPEST = 3  # nesting depth of objects that are searched for tensors
+_MOST_NESTED = 100  # depth of a result whose containers are looked at
 _OPAQUE = (nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType, torch.Generator)
 
 
@@ -214,26 +237,35 @@ def tensors_within(value: Any, depth: int = 0) -> list[torch.Tensor]:
 
 
 class ModuleResult(SavedLeaves):
-    """What one call of a saved module left behind; see the Note. ``where`` names the module in messages."""
+    """What one call of a saved module left behind; see the Note. ``where`` names the module in messages.
 
-    __slots__ = ("_known", "_leaves", "_spec", "_storages", "_views", "where", "writes")
+    ``is_exact``: whether ``build`` can make all objects of the result. ``returned``: the addresses of the storages that
+    are kept of the result.
+    """
+
+    __slots__ = ("_known", "_leaves", "_spec", "_storages", "_views", "is_exact", "returned", "where", "writes")
     tensors: list[SavedLeaf]
 
     def __init__(self, out: Any, given: list[Any], before: list[int], where: str) -> None:
         self.where = where
         self.tensors = []
+        self.is_exact = True
         self._known: dict[int, Any] = {
             id(leaf): Argument(position) for position, leaf in enumerate(given) if type(leaf) not in PLAIN
         }
-        plain = [(position, leaf) for position, leaf in enumerate(given) if type(leaf) in (torch.Tensor, Parameter)]
-        self._storages = {storage_address(leaf): (position, leaf) for position, leaf in plain}
+        self._storages: dict[int, list[tuple[int, torch.Tensor]]] = {}
+        for position, leaf in enumerate(given):
+            if type(leaf) in (torch.Tensor, Parameter):
+                self._storages.setdefault(storage_address(leaf), []).append((position, leaf))
         self._views: list[ArgumentView] = []
         self._spec: Any = None
         if isinstance(out, torch.Tensor):
             self._leaves = [self._keep(out, 0)]
         else:
             leaves, self._spec = tree_flatten(out)
+            self.is_exact = _Containers(out).is_tree
             self._leaves = [self._keep(leaf, 0) for leaf in leaves]
+        self.returned = frozenset(self.sizes())
         self.writes: list[tuple[int, SavedLeaf]] = [
             (position, SavedLeaf(leaf))
             for position, leaf in enumerate(given)
@@ -249,14 +281,20 @@ class ModuleResult(SavedLeaves):
         if id(leaf) in self._known:
             return self._known[id(leaf)]
         if isinstance(leaf, torch.Tensor):
-            found = self._storages.get(storage_address(leaf)) if type(leaf) is torch.Tensor else None
-            if found is not None and _lies_in(leaf, found[1]):
-                self._views.append(ArgumentView(leaf, found[1], found[0]))
-                return self._views[-1]
+            for position, argument in (
+                self._storages.get(storage_address(leaf), ()) if type(leaf) is torch.Tensor else ()
+            ):
+                if _lies_in(leaf, argument):
+                    self._views.append(ArgumentView(leaf, argument, position))
+                    return self._views[-1]
             self._known[id(leaf)] = kept = SavedLeaf(leaf)
             self.tensors.append(kept)
             return kept
-        return leaf if isinstance(leaf, _OPAQUE) or depth == _DEEPEST else self._keep_object(leaf, depth)
+        if hasattr(type(leaf), "__next__"):
+            self.is_exact = False  # the region draws from it
+        elif not isinstance(leaf, _OPAQUE) and depth != _DEEPEST:
+            self._known[id(leaf)] = leaf = self._keep_object(leaf, depth)
+        return leaf
 
     def _keep_object(self, leaf: Any, depth: int) -> Any:
         if isinstance(leaf, (dict, list, tuple, set, frozenset)):
@@ -267,8 +305,13 @@ class ModuleResult(SavedLeaves):
         for name, value in attributes_of(leaf).items():
             leaves, spec = tree_flatten(value)
             attributes[name] = [self._keep(one, depth + 1) for one in leaves], spec
-        parts = [part for leaves, _ in attributes.values() for part in leaves]
-        return HoldingObject(type(leaf), attributes) if any(isinstance(part, STANDING) for part in parts) else leaf
+        if any(isinstance(part, STANDING) for leaves, _ in attributes.values() for part in leaves):
+            try:
+                new_object(type(leaf))
+            except TypeError:
+                self.is_exact = False
+            return HoldingObject(type(leaf), attributes)
+        return SavedObject(leaf) if is_kept_object(leaf) else leaf
 
     def serves(self, given: list[Any]) -> bool:
         """Return whether ``build`` gives what the module would return for these leaves of its arguments.
@@ -326,23 +369,36 @@ def generators_at(settings: Settings) -> list[torch.Generator]:
 
 
 class ModuleStates:
-    """The state that ``modules`` change: made before they run, and closed after. ``reached``: the region's tensors.
+    """The state that ``modules`` change: made before they run, and closed after.
 
-    It then holds what changed: the states of generators, Python state (Note [Python state]), and tensors. Changes of
-    trackers and of the user's state providers cannot be detected, so these are always restored.
+    ``owners``: all modules of the region. ``reached``: its tensors. After ``close`` it holds what changed: the states
+    of generators, Python state (Note [Python state]), and tensors. Changes of trackers and of the user's state
+    providers cannot be detected, so these are always restored. ``are_restored``: whether nothing else has changed;
+    ``written``: the parameters that were written to.
     """
 
-    __slots__ = ("_before", "_host_rng", "_moved", "_provided", "_reachable", "_settings", "_tensors", "_trackers")
+    __slots__ = (
+        *("_before", "_flags", "_host_rng", "_moved", "_parameters", "_provided", "_reachable", "_settings"),
+        *("_tensors", "_trackers", "_training", "_variables", "are_restored", "written"),
+    )
 
     def __init__(
         self,
         modules: Sequence[nn.Module],
+        owners: Sequence[nn.Module],
         reached: Sequence[torch.Tensor],
         generators: list[torch.Generator],
         settings: Settings,
     ) -> None:
         self._settings = settings
-        self._reachable = reachable = ReachableState(modules)
+        owners = tuple(dict.fromkeys((*owners, *modules)))
+        self._reachable = reachable = ReachableState(owners)
+        held = (one for owner in owners for one in owner._parameters.values() if one is not None)
+        self._parameters = [(one, one.requires_grad, version_of(one)) for one in held]
+        self._training = [(owner, owner.training) for owner in owners]
+        self._variables, self._flags = contextvars.copy_context(), BackendFlags()
+        self.are_restored = False
+        self.written: list[torch.Tensor] = []
         others = {id(one): one for one in (*reached, *reachable.tensors.values())}
         self._tensors = ReachedTensors(modules, others.values()) if settings.freeze_buffers else None
         self._host_rng: HostRandomState | None = None
@@ -354,6 +410,15 @@ class ModuleStates:
     def close(self) -> None:
         """The module has run."""
         settings = self._settings
+        self.written = [one for one, _, version in self._parameters if version_of(one) != version]
+        self.are_restored = (
+            not self.written
+            and all(one.requires_grad == was for one, was, _ in self._parameters)
+            and all(owner.training == was for owner, was in self._training)
+            and _is_same_context(contextvars.copy_context(), self._variables)
+            and not self._flags.have_changed()
+        )
+        self._parameters, self._training, self._variables = [], [], contextvars.Context()
         self._moved = [(one, now) for one, was in self._before if not equal(now := state_of(one), was)]
         self._before = []
         self._reachable.keep_changes()
@@ -381,6 +446,83 @@ class ModuleStates:
         """Restore the tensors alone, for a module that has run again: its writes have been taken back."""
         if self._tensors is not None:
             self._tensors.enter_on(stack)
+
+
+def _is_same_context(one: contextvars.Context, other: contextvars.Context) -> bool:
+    return len(one) == len(other) and all(other.get(variable, one) is value for variable, value in one.items())
+
+
+class ArgumentState:
+    """What a module can change in its arguments, apart from the tensors among their leaves ``given``.
+
+    Recomputation has other objects there, so a change of them cannot be restored.
+    """
+
+    __slots__ = ("_containers", "_draws", "_generators", "_others", "_reachable", "_tensors")
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Any]) -> None:
+        known = {id(leaf) for leaf in given}
+        self._containers = _Containers((args, kwargs)).lists
+        self._draws = any(hasattr(type(leaf), "__next__") for leaf in given)  # iterators, from which it may draw
+        self._reachable = found = ReachableState((), (args, kwargs))
+        self._tensors = [(one, version_of(one)) for key, one in found.tensors.items() if key not in known]
+        self._generators = states_of(found.generators)
+        self._others = HostRandomState(found.others) if found.others else None
+
+    def has_changed(self, out: Any) -> bool:
+        """Return whether the module has changed something there, or has returned a container that it was given."""
+        return (
+            self._draws
+            or self._reachable.has_changed()
+            or any(version_of(one) != version for one, version in self._tensors)
+            or any(not equal(state_of(one), state) for one, state in self._generators)
+            or (self._others is not None and self._others.has_moved())
+            or not self._containers.isdisjoint(_Containers(out).lists)
+        )
+
+
+def argument_state(args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Any]) -> ArgumentState | None:
+    """Return what a module can change in its arguments; None if they consist of tensors and plain values."""
+    return None if all(map(_is_fixed, (*args, *kwargs.values()))) else ArgumentState(args, kwargs, given)
+
+
+def _is_fixed(value: Any) -> bool:
+    cls = type(value)
+    return cls in PLAIN or isinstance(value, torch.Tensor) or (cls is tuple and all(map(_is_fixed, value)))
+
+
+class _Containers:
+    """The lists and dicts in a structure, also those in attributes of objects.
+
+    ``lists``: their ids. ``is_tree``: whether none of them occurs twice, and no object inside of itself.
+    """
+
+    __slots__ = ("_above", "_objects", "is_tree", "lists")
+
+    def __init__(self, structure: Any) -> None:
+        self.lists: set[int] = set()
+        self._objects: set[int] = set()
+        self._above: list[int] = []
+        self.is_tree = True
+        self._walk(structure)
+
+    def _walk(self, value: Any) -> None:
+        known = self.lists
+        if isinstance(value, (list, tuple, dict)):
+            parts: Any = [*value.values()] if isinstance(value, dict) else value
+        elif type(value) in PLAIN or not is_kept_object(value):
+            return
+        else:
+            parts, known = [*attributes_of(value).values()], self._objects
+        if id(value) in known or len(self._above) == _MOST_NESTED:
+            self.is_tree = self.is_tree and known is self._objects and id(value) not in self._above
+            return
+        if not isinstance(value, tuple):
+            known.add(id(value))
+        self._above.append(id(value))
+        for part in parts:
+            self._walk(part)
+        self._above.pop()
 
 
 class ReachedTensors:

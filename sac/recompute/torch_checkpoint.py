@@ -31,7 +31,7 @@ from sac.region.ambient import AmbientState
 from sac.region.compiled_graphs import kept_out_of_graphs
 from sac.region.fingerprint import PLAIN
 from sac.region.frame import ALL, Handle, NoEarlyStop
-from sac.region.module_state import has_uninitialized, owners_of
+from sac.region.module_state import ModuleState, has_uninitialized, owners_of
 from sac.region.settings import Settings
 from sac.region.undo import UndoStack
 from sac.tensors import detached, shares_storage, unchanged
@@ -73,6 +73,8 @@ class CheckpointForwardMode(ForwardMode):
     def __enter__(self) -> CheckpointForwardMode:
         self._ambient.note()
         self.state.snapshots.at_start = self._ambient.at_start
+        if self.state.modules is not None and (module_state := self._ambient.module_state) is not None:
+            self.state.modules.set_start(module_state)
         theirs = active_hooks()
         self._watch = _Watch(self.state, theirs) if theirs is not None else None
         self._hooks = None
@@ -130,9 +132,14 @@ class _Ambient:
             (), owners_of(self._module), _SETTINGS, _objects_torch_was_given(), under_torch=not self._in_graph
         )
 
+    @property
+    def module_state(self) -> ModuleState | None:
+        """The state of the modules at the start of the forward."""
+        return self._surroundings.module_state if self._surroundings is not None else None
+
     def at_start(self, address: int) -> torch.UntypedStorage | None:
         """Return the copy of the storage at ``address`` from the start of the forward, if there is one."""
-        return self._surroundings.module_state.at_start(address) if self._surroundings is not None else None
+        return self.module_state.at_start(address) if self.module_state is not None else None
 
     def forward_is_over(self) -> None:
         """Release buffers that have not changed."""
@@ -305,7 +312,9 @@ def checkpoint_contexts(
         return forward, recompute
     if in_graph:
         compiled_calls(table).left_in_eager += 1
-    modules = SavedModules(table, path, _SETTINGS, MODULE_EVIDENCE.get(table)) if table.matches_modules else None
+    modules = None
+    if table.matches_modules:
+        modules = SavedModules(table, path, _SETTINGS, MODULE_EVIDENCE.get(table), is_watched=True)
     state = RerunState(table, path, owners_of(module), modules=modules)
     ambient = _Ambient(module, in_graph=in_graph)
     return CheckpointForwardMode(state, ambient), CheckpointRecomputeMode(state, ambient)

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from sac.errors import Problem, RegionError
 from sac.ops.flops import flops_of
 from sac.outer_hooks import active_packs, without_hooks, without_mode
 from sac.policy.model import ALTERNATE, Decision
@@ -24,6 +23,7 @@ from sac.recompute.saved_results import (
     ModuleStates,
     SavedLeaf,
     Serving,
+    argument_state,
     generators_at,
     given_leaves,
     handles_inside,
@@ -36,8 +36,8 @@ from sac.region.module_state import ModuleState
 from sac.region.settings import Settings
 from sac.region.undo import UndoStack
 from sac.stores.saved_tensor import AtHand, Held, fetch_recomputed
-from sac.tensors import copy_of, detached, overwrite, plain_address, unchanged, version_of
-from sac.torch_private import tree_leaves
+from sac.tensors import copy_of, detached, overwrite, plain_address, storage_sizes, unchanged, version_of
+from sac.torch_private import innermost_transform, set_version_counters, tree_leaves
 
 if TYPE_CHECKING:
     from sac.recompute.op_trace import SavedFigures
@@ -55,8 +55,8 @@ if TYPE_CHECKING:
 # inside a saved one are part of it, and no rule reaches them. The instance-level forwards that report which module runs
 # (`TrackedForward`) ask the active pass.
 #
-# The first call of a region with an input signature is *watched*: the region's dispatch mode stays on inside saved
-# modules but decides nothing there. It sees their writes, copies the target first if it is kept or an input of the
+# A call of a region that has a recorder is *watched*: the region's dispatch mode stays on inside saved modules but
+# decides nothing there. It sees their writes, copies the target first if it is kept, a parameter or an input of the
 # region, and counts FLOPs. Hooks count what autograd keeps. The resulting `ModuleEvidence` holds for later calls with
 # the same input signature. If no rule of a region matches ops, these later calls enter no dispatch mode (Note
 # [Evidence]).
@@ -83,8 +83,7 @@ class ModuleEvidence:
 
     ``copies``: calls of modules to whose results the region writes. ``bytes_inside``: what autograd keeps in saved
     modules, by rule. ``figures``: everything that such a call keeps. ``not_recomputed``: modules that recomputation
-    never runs, by id. ``keeps_watching``: a saved module writes to something that the region itself keeps, so every
-    call is watched. ``differentiated``: calls through which the region's own forward takes a gradient. Recomputation
+    never runs, by id. ``differentiated``: calls through which the region's own forward takes a gradient. Recomputation
     takes it again, through its own graph, so it must run those modules. Each call looks for them by itself; those that
     are known from earlier calls are not kept in the first place.
     """
@@ -94,16 +93,19 @@ class ModuleEvidence:
     bytes_inside: dict[int, int] = field(default_factory=dict)
     figures: SavedFigures | None = None
     not_recomputed: frozenset[int] = frozenset()
-    keeps_watching: bool = False
 
 
 class SavedModuleCall:
     """One call of a saved module: its rule, and what it left behind. ``flops``: only of a watched call.
 
-    ``handles``: if it is offloaded, those that autograd holds inside of it.
+    ``handles``: if it is offloaded, those that autograd holds inside of it. ``runs_again``: recomputation runs the
+    module, because what the call left behind cannot be served. ``given``: addresses of the storages of its arguments.
     """
 
-    __slots__ = ("begins", "call_key", "flops", "handles", "inside", "packs_before", "result", "rule", "states")
+    __slots__ = (
+        *("begins", "call_key", "flops", "given", "handles", "inside", "packs_before", "result", "rule"),
+        *("runs_again", "states"),
+    )
 
     def __init__(self, call_key: Place, rule: ResolvedRule, packs_before: int) -> None:
         self.call_key = call_key
@@ -115,6 +117,8 @@ class SavedModuleCall:
         self.handles: list[weakref.ref[Handle]] = []
         self.flops = 0
         self.begins = 0, 0  # on a tape: its first entry and its first value
+        self.runs_again = False
+        self.given: frozenset[int] = frozenset()
 
     def add(
         self, site: CallSite, rule: Any, decision: Decision, args: Any, kwargs: Any, out: Any, *, call: Any = None
@@ -127,6 +131,12 @@ class SavedModuleCall:
         kept = self.result.tensors if self.result is not None else []
         return {address: size for one in kept if not one.is_external for address, size in one.sizes().items()}
 
+    def run_again(self) -> None:
+        """Let recomputation run the module, and release its result."""
+        self.runs_again = True
+        if self.result is not None:
+            self.result.drop()
+
     def drop(self) -> None:
         """Release what it left behind."""
         self.result = self.states = None
@@ -135,8 +145,9 @@ class SavedModuleCall:
 class SavedModules:
     """What one region call keeps of the modules that its rules save as a whole; see Note [Whole modules].
 
-    ``path`` names the region. ``evidence``: what an earlier call with such inputs has shown. If None, this call is
-    watched. ``is_taped``: whether the region is replayed.
+    ``path`` names the region. ``evidence``: what an earlier call with such inputs has shown. ``is_watched``: whether a
+    dispatch mode stays on inside saved modules. ``is_taped``: whether the region is replayed; a mode then stays on in
+    any case, and ``is_watched`` says whether what autograd keeps there is counted.
     """
 
     def __init__(
@@ -146,21 +157,24 @@ class SavedModules:
         settings: Settings,
         evidence: ModuleEvidence | None,
         *,
+        is_watched: bool,
         is_taped: bool = False,
     ) -> None:
         self.is_taped = is_taped
         self.table = table
         self.path = path
         self.settings = settings
-        self.is_watched = evidence is None or evidence.keeps_watching
+        self.is_watched = is_watched
         self.evidence = ModuleEvidence() if evidence is None else evidence
         self.calls: dict[Place, SavedModuleCall] = {}
         self.hits: defaultdict[int, int] = defaultdict(int)
         self.inputs: frozenset[int] = frozenset()  # addresses of the storages of the region's inputs
-        # Buffers of the region, and other tensors that it can reach; the addresses of those without a copy, which a
-        # saved module may write to after the region has read them.
+        # Buffers of the region, and other tensors that it can reach; the addresses of those without a copy, and of
+        # parameters, which a saved module may write to after the region has read them.
         self.reached: Sequence[torch.Tensor] = ()
         self.without_copy: frozenset[int] = frozenset()
+        self.parameters: frozenset[int] = frozenset()
+        self.owners: Sequence[nn.Module] = ()  # the region's modules
         self._hooks: list[Any] = []  # in forward: hooks on the autograd nodes of results
         self._owners: dict[int, SavedModuleCall] = {}  # in forward: address of a kept storage -> the call that keeps it
 
@@ -173,8 +187,10 @@ class SavedModules:
     def set_start(self, module_state: ModuleState) -> None:
         """See ``Recorder.set_start``."""
         self.reached = module_state.watched()
+        self.owners = module_state.owners
         if self.is_watched:
-            self.without_copy = module_state.watched_without_copy()
+            self.parameters = module_state.parameter_addresses()
+            self.without_copy = module_state.watched_without_copy() | self.parameters
 
     def add(self, call: SavedModuleCall) -> None:
         """A saved module has returned."""
@@ -182,17 +198,16 @@ class SavedModules:
         self.calls[call.call_key] = call
         self._owners.update(dict.fromkeys(call.result.sizes(), call))
         if call.call_key in self.evidence.differentiated:
-            call.result.drop()
+            call.run_again()
         elif call.call_key in self.evidence.copies:
-            call.result.copy()
+            self._copy(call)
 
     def watch_gradients(self, call: SavedModuleCall, out: Any) -> None:
         """Record whether a gradient passes through ``out``, the result of ``call``, before the forward is over."""
 
         def passes(grads: Any) -> None:
             self.evidence.differentiated.add(call.call_key)
-            if call.result is not None:
-                call.result.drop()
+            call.run_again()
 
         nodes = [leaf.grad_fn for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
         self._hooks += [node.register_prehook(passes) for node in nodes if node is not None]
@@ -205,9 +220,18 @@ class SavedModules:
     def before_write(self, address: int) -> None:
         """The region is about to write to the storage at ``address``."""
         call = self._owners.pop(address, None)
-        if call is not None and call.result is not None:
-            call.result.copy()
+        if call is not None:
+            self._copy(call)
             self.evidence.copies.add(call.call_key)
+
+    def _copy(self, call: SavedModuleCall) -> None:
+        """The region writes to what ``call`` returned: hold a copy, unless that memory is in use under other names."""
+        assert call.result is not None
+        elsewhere = call.given.union(*map(storage_sizes, self.reached))
+        if elsewhere.isdisjoint(call.result.returned):
+            call.result.copy()
+        else:
+            call.run_again()
 
     def close(self, last_missing: int, held: Iterable[int] = ()) -> None:
         """The forward is over: release what no recomputation up to ``last_missing`` needs.
@@ -224,11 +248,6 @@ class SavedModules:
                 call.drop()
             elif call.result is not None:
                 call.result.compact()
-
-    @property
-    def holds(self) -> bool:
-        """Whether a recomputation needs anything that is held here."""
-        return any(call.result is not None for call in self.calls.values())
 
     def held(self) -> Held:
         """Yield each kept tensor, and what autograd holds inside of modules that are offloaded, with its rule."""
@@ -262,8 +281,6 @@ def saved_modules(owners: Iterable[nn.Module], table: DecisionTable) -> frozense
 
 
 # -- The passes that run saved modules in forward and serve them in recomputation
-
-_SMALL_BUFFER = 1 << 9  # bytes; a region without a recorder has no copy of larger buffers
 
 
 class Watcher(Protocol):
@@ -305,6 +322,8 @@ class SavingPass:
             return None
         call_key = path, self._counts[path]
         self._counts[path] += 1
+        if innermost_transform is not None and innermost_transform() is not None:
+            return None  # `vmap` inside of the region: batched tensors cannot be kept
         modules.hits[rule.index] += 1
         if modules.table.saves_everything:
             return None
@@ -335,17 +354,30 @@ class SavingPass:
         before = versions_of(given)
         passed = watcher.passed_generators() if watcher is not None else []
         generators = [*self._generators, *passed]
-        states = ModuleStates((*forward.module.modules(),), modules.reached, generators, modules.settings)
-        with without_hooks(self._packs), self._inside(call, forward.module):
-            out = self._run(call, forward, args, kwargs)
+        own = (*forward.module.modules(),)
+        call.states = states = ModuleStates(own, modules.owners, modules.reached, generators, modules.settings)
+        arguments = argument_state(args, kwargs, given)
+        try:
+            with without_hooks(self._packs), self._inside(call, forward.module):
+                out = self._run(call, forward, args, kwargs)
+        except BaseException:
+            states.close()
+            call.runs_again, call.inside, modules.calls[call.call_key] = True, {}, call
+            raise
         states.close()
-        call.states = states
         call.result = ModuleResult(out, given, before, _name(modules.path, forward))
+        call.given = frozenset(
+            address for one in given if isinstance(one, torch.Tensor) for address in storage_sizes(one)
+        )
+        if not (call.result.is_exact and states.are_restored) or (arguments is not None and arguments.has_changed(out)):
+            call.runs_again = True
         if watcher is not None:
             watcher.returned(call, forward, given, out)
         modules.watch_gradients(call, out)
         with without_mode(watcher):  # copying a result is not an op of the region
             modules.add(call)
+        if call.runs_again:
+            call.run_again()
         return out
 
     def _inside(self, call: SavedModuleCall, module: nn.Module) -> AbstractContextManager[Any]:
@@ -407,21 +439,24 @@ class ServingPass:
                 return forward.run_unheard(args, kwargs)
         call = self.modules.calls[call_key]
         given = given_leaves(args, kwargs)
-        if call.result is None or call.states is None:
-            return self._run_again(forward, args, kwargs)
-        if call.result.serves(given):
+        result = call.result
+        if result is not None and call.states is not None and not call.runs_again and result.serves(given):
             call.states.put_back(self._undo)
             with without_mode(self._mode):
-                return call.result.build(Serving(given, self._name_again, self._fetched))
-        if call.result.was_changed:
+                return result.build(Serving(given, self._name_again, self._fetched))
+        if result is not None and result.was_changed:
             self.modules.evidence.copies.add(call_key)
         before = versions_of(given)
-        out = self._run_again(forward, args, kwargs)
-        call.states.put_tensors_back(self._undo)
-        again = ModuleResult(out, given, before, call.result.where)
-        for kept, former in zip(again.tensors, call.result.tensors, strict=True):
-            if isinstance(kept.value, torch.Tensor):
-                self._name_again(former, kept.value)
+        try:
+            out = self._run_again(forward, args, kwargs)
+        finally:
+            if call.states is not None:
+                call.states.put_tensors_back(self._undo)
+        if result is not None:
+            again = ModuleResult(out, given, before, result.where)
+            for kept, former in zip(again.tensors, result.tensors, strict=True):
+                if isinstance(kept.value, torch.Tensor):
+                    self._name_again(former, kept.value)
         return out
 
     def _name_again(self, kept: SavedLeaf, tensor: torch.Tensor) -> None:
@@ -429,30 +464,21 @@ class ServingPass:
             self._labels.name_input_again(tensor, kept.indices)
 
     def _run_again(self, forward: TrackedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the module unseen by the region; its buffers do not advance.
-
-        Raises ``RegionError`` if the module is seen to write to a large buffer: in forward it may have read what it
-        wrote.
-        """
+        """Run the module unseen by the region; its buffers do not advance."""
         buffers = [*forward.module.buffers()]
         storages = {one: one.untyped_storage() for one in buffers if plain_address(one) is not None}
-        large = [one for one in buffers if one.nbytes > _SMALL_BUFFER]
-        versions = [version_of(one) for one in large]
+        before_versions = {one: version_of(one) for one in (*storages, *self.modules.reached)}
         with without_mode(self._mode), saved_tensors_hooks(detached, unchanged):
             # Copy all of them: batch norms write to theirs without raising version counters.
             before = {one: copy_of(storage) for one, storage in storages.items()}
-            out = forward.run_unheard(args, kwargs)
-            for one, storage in storages.items():
-                overwrite(storage, before[one])
-        if [version_of(one) for one in large] != versions:
-            raise RegionError(
-                Problem(
-                    where=_name(self.modules.path, forward),
-                    found="the result of this saved module was changed in place after the call, as in no earlier "
-                    "call, and the module cannot run again: it writes to its buffers",
-                    fix="clone the result before writing to it",
-                )
-            )
+            try:
+                out = forward.run_unheard(args, kwargs)
+            finally:
+                for one, storage in storages.items():
+                    overwrite(storage, before[one])
+                moved = {one: was for one, was in before_versions.items() if version_of(one) != was}
+                if moved and set_version_counters is not None:  # autograd may have saved them inside of the module
+                    set_version_counters((*moved,), (*moved.values(),))
         return out
 
 

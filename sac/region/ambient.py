@@ -340,6 +340,10 @@ class BackendFlags:
     def __init__(self) -> None:
         self._forward = _read()
 
+    def have_changed(self) -> bool:
+        """Return whether a flag is not as recorded."""
+        return _read() != self._forward
+
     def enter_on(self, stack: UndoStack) -> None:
         """Set the flags as recorded; restore the current ones when ``stack`` is left."""
         with _lock:

@@ -15,7 +15,16 @@ from torch.nn.parameter import is_lazy
 from sac.errors import Problem, RegionError, SacWarning
 from sac.region.tables import TablesHolder
 from sac.region.undo import UndoStack
-from sac.tensors import copy_of, describe, has_graph, place_of, placed_on, storage_address, version_of
+from sac.tensors import (
+    copy_of,
+    describe,
+    has_graph,
+    place_of,
+    placed_on,
+    storage_address,
+    storage_sizes,
+    version_of,
+)
 
 # -- Module state of a region
 
@@ -159,6 +168,11 @@ class ModuleState:
         return None
 
     @property
+    def owners(self) -> tuple[nn.Module, ...]:
+        """The region's modules."""
+        return self._owners
+
+    @property
     def were_written(self) -> bool:
         """Whether the forward wrote to buffers or parameters in place; after ``close``."""
         return bool(self._written) or any(one.was_written and not one.is_not_recomputed for one in self._watched)
@@ -212,6 +226,10 @@ class ModuleState:
     def watched_without_copy(self) -> frozenset[int]:
         """Return the addresses of those of ``watched`` of which there is no copy."""
         return frozenset(one.address for one in self._watched if one.copy is None)
+
+    def parameter_addresses(self) -> frozenset[int]:
+        """Return the addresses of the storages of all parameters."""
+        return frozenset(address for one in self._held for address in storage_sizes(one))
 
     def at_start(self, address: int) -> torch.UntypedStorage | None:
         """Return the copy of the storage at ``address`` from before the forward; None if there is none."""

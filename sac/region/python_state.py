@@ -111,7 +111,7 @@ _STANDARD = frozenset(
 )  # the entries that nn.Module itself puts into a module's dict: recorded elsewhere, or not state of the user
 _FUNCTIONS = (types.FunctionType, types.MethodType, partial)
 _OF_FSDP = "_is_fsdp_managed_module"  # attribute of modules in a unit of FullyShardedDataParallel
-_WITHOUT_STATE = PLAIN | {type, types.ModuleType, types.BuiltinFunctionType, property}  # common types, checked first
+_WITHOUT_STATE = PLAIN | {type, types.ModuleType, property}  # common types, checked first
 _IGNORED = (type, types.ModuleType, types.BuiltinFunctionType, nn.Module, weakref.ref, property, enum.Enum)
 _OF_CLASSES = (property, classmethod, staticmethod)
 # Classes of the standard library whose attributes belong to the user; the state of all others must not be exchanged.
@@ -128,7 +128,7 @@ class _Leaf:
         self._data = detached(tensor)
 
     def is_for(self, value: Any) -> bool:
-        return self._original() is value
+        return value is not None and self._original() is value  # a dead reference returns None
 
     def made(self) -> torch.Tensor:
         leaf = detached(self._data)
@@ -205,6 +205,10 @@ class ReachableState:
             found.append((holder, now))  # even if nothing differs yet: the recomputation may change it
             if holder.differs(now):
                 holder.put(holder.before())
+
+    def has_changed(self) -> bool:
+        """Return whether an object holds something else than it did."""
+        return any(holder.differs(holder.now()) for holder in self._holders)
 
     def keep_changes(self) -> None:
         """Keep only the holders whose contents have changed, with their current contents."""
@@ -364,6 +368,8 @@ class ReachableState:
         if issubclass(cls, torch.Tensor):
             if not isinstance(value, nn.Parameter):
                 self.tensors[id(value)] = value
+        elif cls is types.BuiltinFunctionType:
+            self._reach(value.__self__)  # `values.append`
         elif id(value) in self._seen:
             pass
         elif issubclass(cls, nn.Module):

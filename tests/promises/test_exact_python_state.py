@@ -404,3 +404,25 @@ def test_a_thread_that_has_no_value_of_its_own_gets_none() -> None:
 
     assert_same(Reads, "full", loop)
     assert set(seen) == {None}
+
+
+class Remembers(Block):
+    """Carries a state with its graph from call to call."""
+
+    state: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        state, self.state = self.state, self.mlp(x)
+        return self.state if state is None else self.mlp(state) * self.state
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "reentrant"])  # whose results alone have gradients
+def test_a_state_with_a_graph_that_is_given_up_before_backward(way: str) -> None:
+    def loop(model: Model, x: Tensor, step: int) -> Tensor:
+        loss = model(model(x)).square().mean()
+        for layer in model.layers:
+            layer.state = None
+        loss.backward()
+        return loss
+
+    assert_same(Remembers, way, loop)
