@@ -406,7 +406,7 @@ def test_a_thread_that_has_no_value_of_its_own_gets_none() -> None:
     assert set(seen) == {None}
 
 
-class Remembers(Block):
+class CarriesAState(Block):
     """Carries a state with its graph from call to call."""
 
     state: Tensor | None = None
@@ -425,4 +425,4 @@ def test_a_state_with_a_graph_that_is_given_up_before_backward(way: str) -> None
         loss.backward()
         return loss
 
-    assert_same(Remembers, way, loop)
+    assert_same(CarriesAState, way, loop)
