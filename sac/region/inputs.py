@@ -160,11 +160,6 @@ class SavedObject:
         return _copied(self._copy, {}, {})
 
 
-def tensors_in_objects(leaves: Iterable[Any]) -> dict[int, torch.Tensor]:
-    """Return the tensors that objects among ``leaves`` hold, by id."""
-    return {key: tensor for leaf in leaves if is_kept_object(leaf) for key, tensor in SavedObject(leaf).tensors.items()}
-
-
 def is_kept_object(value: Any) -> bool:
     """Return whether an argument that is not a tensor is kept as a copy."""
     if type(value) in ITERATORS:

@@ -15,7 +15,7 @@ from sac.region.ambient import subclasses_on
 from sac.region.compiled_graphs import never_compiled
 from sac.region.fingerprint import PLAIN, attributes_of
 from sac.region.frame import ALL, RETAIN, NoEarlyStop, RegionCall
-from sac.region.inputs import RegionInputs, tensors_in_objects
+from sac.region.inputs import RegionInputs
 from sac.region.undo import UndoStack
 from sac.region.writes import check_writes, give_history
 from sac.tensors import describe, detached, metadata, unchanged
@@ -358,13 +358,11 @@ class ReentrantFrame(RegionCall):
         if problem is not None:
             found, fix = problem
             raise RegionError(self._problem(found, fix=f"{fix}, or {_OTHER_MODE}"))
-        known = {id(one) for one in before} | self.inputs.tensors_in_objects().keys()
-        held = [one for one in after if isinstance(one, torch.Tensor)] + [*tensors_in_objects(after).values()]
-        if any(id(one) not in known and has_gradients(one) for one in held):
+        known = {id(one) for one in before}
+        if any(id(one) not in known and isinstance(one, torch.Tensor) and has_gradients(one) for one in after):
             raise RegionError(
                 self._problem(
-                    "the region put a tensor into a container or object that it was given, and autograd does not see "
-                    "it there",
+                    "the region put a tensor into a container that it was given, and autograd does not see it there",
                     fix=f"return the tensor, or {_OTHER_MODE}",
                 )
             )
