@@ -35,6 +35,11 @@ def storage_addresses(tensor: torch.Tensor) -> list[int]:
     return found
 
 
+def is_plain(value: Any) -> bool:
+    """Return whether ``value`` is a plain tensor or a fake one; a plan thus counts the same copies as a real run."""
+    return type(value) is Tensor or type(value).__name__ == "FakeTensor"
+
+
 def plain_address(value: Any) -> int | None:
     """Return the address of a plain strided tensor's storage; None for other tensors and for empty storages.
 

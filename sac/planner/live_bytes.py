@@ -24,6 +24,7 @@ from sac.torch_private import (
     FakeTensorMode,
     current_graph_task_id,
     fake_mode_is_active,
+    in_kernel,
     storage_use_count,
     tensor_use_count,
     tree_map_only,
@@ -100,6 +101,8 @@ class KernelWorkspace:
 # workspace]).
 # On the CPU, two more things count whose creation the dispatcher does not see: the states of random generators, and
 # numbers. For `x * 0.5`, autograd saves the number as a tensor of eight bytes.
+# A tensor that is put into a given storage (``set_``) takes no memory. Like a tensor with data there, it is not an op of
+# the step: torch's cache of fake calls and the workspace would hold the storage, which is an argument, for good.
 
 
 # Note [Gathered parameters]
@@ -251,6 +254,9 @@ class Ledger(BareMode):
             return NotImplemented  # its ops on the tensors inside come here
         if fake_mode_is_active():
             return func(*args, **(kwargs or {}))
+        if func is _PLACED and type(args[0]) is FakeTensor and in_kernel is not None:
+            with in_kernel(args[0].fake_mode):  # see Note [What the ledger counts]
+                return func(*args, **(kwargs or {}))
         before = self.live
         if func is _INDEX_PUT and _is_gradient_of_index(args, self._zeros):
             func, args = _INDEX_PUT_INTO, (*args, False)
@@ -287,6 +293,7 @@ def ledgers_of(workspace: KernelWorkspace | None, gathers: FakeTensorMode | None
     return partial(Ledger, block_bytes, workspace, FakeOpCache(), on_host=on_cpu, gathers=gathers)
 
 
+_PLACED = torch.ops.aten.set_.source_Storage_storage_offset
 _EMPTY = torch.ops.aten.empty.memory_format
 _STRIDED = torch.strided
 

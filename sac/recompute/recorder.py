@@ -40,6 +40,7 @@ from sac.tensors import (
     describe,
     detached,
     equal,
+    is_plain,
     storage_address,
     storage_bytes,
     storage_sizes,
@@ -742,7 +743,7 @@ class TapeRecorder:
             self._inputs.copy(address)
             self._wrote_inputs = True
         elif (leaf is not None and leaf.is_persistent) or isinstance(tensor, nn.Parameter):
-            if gathers(site) or type(tensor) not in (Tensor, nn.Parameter):
+            if gathers(site) or not (is_plain(tensor) or type(tensor) is nn.Parameter):
                 self.tape.fail(f"{site.op} writes to a parameter")
             elif address not in self.snapshots:
                 self._written_parameters.add(address)
@@ -1115,7 +1116,7 @@ class ReplayRecorder(TapeRecorder, Recorder):
 
     def _copy_small(self, tensor: Tensor) -> None:
         """Copy an external tensor that replay reads, if it is small: it may be written to before the replay."""
-        if type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_inference():
+        if is_plain(tensor) and tensor.layout is torch.strided and not tensor.is_inference():
             storage = tensor.untyped_storage()
             if storage._cdata not in self.snapshots and storage.nbytes() <= MOST_COPIED_BYTES_UNRECORDED:
                 self._external[storage._cdata] = Spare(detached(tensor), MOST_COPIED_BYTES_UNRECORDED)

@@ -19,6 +19,7 @@ from sac.tensors import (
     copy_of,
     describe,
     has_graph,
+    is_plain,
     place_of,
     placed_on,
     storage_address,
@@ -393,7 +394,7 @@ def _put_needs(parameters: Sequence[torch.Tensor], needs: Sequence[bool]) -> Non
 def _plain_tensors(buffers: list[tuple[nn.Module, Bound]]) -> Iterator[tuple[nn.Module, torch.Tensor]]:
     for owner, before in buffers:
         for value in before.values():
-            if _is_plain(value) and value.layout is torch.strided:
+            if is_plain(value) and value.layout is torch.strided:
                 yield owner, value
 
 
@@ -422,12 +423,7 @@ def spare_of(tensor: torch.Tensor) -> Spare | None:
 
 def is_own(value: torch.Tensor) -> bool:
     """Whether the region may write to this tensor, which it holds: a plain one without a graph."""
-    return _is_plain(value) and value.layout is torch.strided and not has_graph(value) and not value.is_inference()
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether ``value`` is a plain tensor or a fake one; a plan thus counts the same copies as a real run."""
-    return type(value) is torch.Tensor or type(value).__name__ == "FakeTensor"
+    return is_plain(value) and value.layout is torch.strided and not has_graph(value) and not value.is_inference()
 
 
 def _was_exchanged(before: Any, now: Any) -> bool:

@@ -34,6 +34,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 # Further ones, which scripts/plan_accuracy.py and scripts/plan_trials.py also look at.
 FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
     "Gemma3": ("gemma3", {}),
+    "Gemma3n": ("gemma3n", {}),
     "DeepSeek-V3": ("deepseek_v3", {}),
     "Mamba": ("mamba", {}),
     "Mamba2": ("mamba2", {}),
@@ -84,7 +85,10 @@ def model_named(name: str, layers: int = 2) -> tuple[nn.Module, dict[str, Any]]:
             torch.manual_seed(0)
             return DiffusionTransformer(layers).train(), noisy_patches()
     config = tiny(family)[0].config
-    depth = {field: layers for field in _LAYERS if hasattr(config, field)}
+    depth: dict[str, Any] = {field: layers for field in _LAYERS if hasattr(config, field)}
+    if family == "gemma3n":  # says each layer's kind; those after the first two share keys and values
+        cut = {field: getattr(config, field)[:layers] for field in ("layer_types", "activation_sparsity_pattern")}
+        depth |= cut | {"num_kv_shared_layers": max(0, layers - 2)}
     model, inputs = tiny(family, **depth, **changes)
     turn_off_cache(model)
     return model, inputs
