@@ -45,7 +45,7 @@ def plain_address(value: Any) -> int | None:
 
     A lazily conjugated or negated tensor is not plain: its elements differ from the contents of its storage.
     """
-    if type(value) is not torch.Tensor or value.layout is not torch.strided or value.is_conj() or value.is_neg():
+    if not is_plain(value) or value.layout is not torch.strided or value.is_conj() or value.is_neg():
         return None
     storage = value.untyped_storage()
     address: int = storage._cdata
@@ -139,10 +139,10 @@ def version_watch(tensor: torch.Tensor) -> torch.Tensor:
 
     Other tensors, whose data cannot be exchanged, are returned unchanged.
     """
-    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_inference():
+    if not is_plain(tensor) or tensor.layout is not torch.strided or tensor.is_inference():
         return tensor
     watch = detached(tensor)
-    guard = UnseenByModes() if UnseenByModes is not None else None
+    guard = UnseenByModes() if UnseenByModes is not None and type(tensor) is Tensor else None
     try:
         watch.data = tensor.new_empty(0)
     finally:

@@ -31,6 +31,7 @@ from sac.tensors import (
     copy_of,
     detached,
     equal,
+    is_plain,
     storage_address,
     storage_sizes,
     version_of,
@@ -125,7 +126,7 @@ class ArgumentView:
     def fits(self, given: list[Any]) -> bool:
         """Return whether the argument is laid out as in forward."""
         argument = given[self._position] if self._position < len(given) else None
-        return type(argument) is torch.Tensor and (argument.shape, argument.stride()) == self._of
+        return is_plain(argument) and (argument.shape, argument.stride()) == self._of
 
     def made(self, serving: Serving) -> Any:
         """Return the view of the recomputation's argument."""
@@ -255,7 +256,7 @@ class ModuleResult(SavedLeaves):
         }
         self._storages: dict[int, list[tuple[int, torch.Tensor]]] = {}
         for position, leaf in enumerate(given):
-            if type(leaf) in (torch.Tensor, Parameter):
+            if is_plain(leaf) or type(leaf) is Parameter:
                 self._storages.setdefault(storage_address(leaf), []).append((position, leaf))
         self._views: list[ArgumentView] = []
         self._spec: Any = None
@@ -281,9 +282,7 @@ class ModuleResult(SavedLeaves):
         if id(leaf) in self._known:
             return self._known[id(leaf)]
         if isinstance(leaf, torch.Tensor):
-            for position, argument in (
-                self._storages.get(storage_address(leaf), ()) if type(leaf) is torch.Tensor else ()
-            ):
+            for position, argument in self._storages.get(storage_address(leaf), ()) if is_plain(leaf) else ():
                 if _lies_in(leaf, argument):
                     self._views.append(ArgumentView(leaf, argument, position))
                     return self._views[-1]
@@ -325,7 +324,7 @@ class ModuleResult(SavedLeaves):
 
     def compact(self) -> None:
         """Hold small parts of a large storage as copies, so that they do not pin all of it."""
-        compact(kept for kept in self.tensors if type(kept.value) is torch.Tensor and not kept.is_external)
+        compact(kept for kept in self.tensors if is_plain(kept.value) and not kept.is_external)
 
     def build(self, serving: Serving) -> Any:
         """Return what the module would have returned, and write to its arguments as it would have."""
@@ -342,7 +341,7 @@ def _lies_in(tensor: torch.Tensor, argument: torch.Tensor) -> bool:
         return False
     first, last = _span(argument)
     begin, end = _span(tensor)
-    return type(argument) is torch.Tensor and first <= begin and end <= last
+    return is_plain(argument) and first <= begin and end <= last
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:

@@ -12,7 +12,16 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from sac.region.rng import States
-from sac.tensors import WeakStorages, detached, inner_tensors, layout_key, storage_address, version_of, wrapped_parts
+from sac.tensors import (
+    WeakStorages,
+    detached,
+    inner_tensors,
+    is_plain,
+    layout_key,
+    storage_address,
+    version_of,
+    wrapped_parts,
+)
 
 # -- Entries of a tape
 
@@ -528,7 +537,7 @@ class Tape:
         cls = type(tensor)
         is_parameter = cls is Parameter or (cls is not Tensor and isinstance(tensor, Parameter))
         held: Any = weakref.ref(tensor)
-        if position < 0 and cls is Tensor and tensor.numel() <= SMALL_NUMEL and not tensor.requires_grad:
+        if position < 0 and is_plain(tensor) and tensor.numel() <= SMALL_NUMEL and not tensor.requires_grad:
             held = _Held(tensor)
         elif position < 0 and id(tensor) in self.external_tensors:
             held = _Held(tensor if tensor.grad_fn is None else detached(tensor))

@@ -14,6 +14,7 @@ from sac.stores.layout import Layout, distribution_of, local_of
 from sac.tensors import (
     copy_of,
     detached,
+    is_plain,
     layout_key,
     placed_on,
     shares_storage,
@@ -232,7 +233,7 @@ class Alias(torch.autograd.Function):
 
 def copied(tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:
     """Return ``tensor`` on a copy of its storage; tensors that share a storage get the same copy."""
-    if type(tensor) is not torch.Tensor:
+    if not is_plain(tensor):
         return tensor.clone()
     storage = tensor.untyped_storage()
     copy = storages.setdefault(storage._cdata, copy_of(storage))
@@ -264,7 +265,7 @@ def _compacted(tensor: torch.Tensor) -> Any:
         if shares_storage(flat, [tensor]):
             flat = flat.clone()
         return Compacted(flat, layout) if layout.has_gaps else layout.restore(flat)
-    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_quantized:
+    if not is_plain(tensor) or tensor.layout is not torch.strided or tensor.is_quantized:
         return tensor.clone(memory_format=torch.preserve_format)  # a subclass has a layout of its own
     steps = zip(tensor.shape, tensor.stride(), strict=True)  # its elements overlap: copy all from the first to the last
     whole = detached(tensor).as_strided((1 + sum((size - 1) * step for size, step in steps),), (1,))
