@@ -6,8 +6,8 @@
 
 A trial is one of the models of scripts/plan_accuracy.py with two to four layers and a budget between its least peak and
 its peak without checkpointing. It is violated if the allocator's peak in a real step with the policy is above the
-budget, or if the plan takes longer, as predicted, than full in every layer, in every second, third or fourth one, or
-attention and products, where that fits into the budget too. Ends with 1 if a trial is.
+budget, or if the plan takes longer, as predicted, than full in every layer, in every second, third or fourth one,
+`selective`, or attention and products, where that fits into the budget too. Ends with 1 if a trial is.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Hashable, Iterable
+from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -101,8 +102,8 @@ class KernelWorkspace:
 # workspace]).
 # On the CPU, two more things count whose creation the dispatcher does not see: the states of random generators, and
 # numbers. For `x * 0.5`, autograd saves the number as a tensor of eight bytes.
-# A tensor that is put into a given storage (``set_``) takes no memory. Like a tensor with data there, it is not an op of
-# the step: torch's cache of fake calls and the workspace would hold the storage, which is an argument, for good.
+# To put a tensor into a given storage (``set_``) takes no memory, and is not an op of the step: torch's cache of fake
+# calls and the workspace, which hold the arguments of a call that are not tensors, would hold the storage for good.
 
 
 # Note [Gathered parameters]
@@ -245,6 +246,13 @@ class Ledger(BareMode):
             return args[0]
         return self.fakes.run(func, args, kwargs)
 
+    def _place(self, func: Any, args: Any) -> Any:
+        is_fake = type(args[0]) is FakeTensor and in_kernel is not None
+        with in_kernel(args[0].fake_mode) if is_fake else nullcontext():
+            out = func(*args)
+        self.note(out)
+        return out
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is DEVICE and (device := device_of(args[0])) is not None:
             return device
@@ -254,9 +262,8 @@ class Ledger(BareMode):
             return NotImplemented  # its ops on the tensors inside come here
         if fake_mode_is_active():
             return func(*args, **(kwargs or {}))
-        if func is _PLACED and type(args[0]) is FakeTensor and in_kernel is not None:
-            with in_kernel(args[0].fake_mode):  # see Note [What the ledger counts]
-                return func(*args, **(kwargs or {}))
+        if func is _PLACED or func is _PLACED_AT:
+            return self._place(func, args)
         before = self.live
         if func is _INDEX_PUT and _is_gradient_of_index(args, self._zeros):
             func, args = _INDEX_PUT_INTO, (*args, False)
@@ -293,7 +300,7 @@ def ledgers_of(workspace: KernelWorkspace | None, gathers: FakeTensorMode | None
     return partial(Ledger, block_bytes, workspace, FakeOpCache(), on_host=on_cpu, gathers=gathers)
 
 
-_PLACED = torch.ops.aten.set_.source_Storage_storage_offset
+_PLACED, _PLACED_AT = torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset
 _EMPTY = torch.ops.aten.empty.memory_format
 _STRIDED = torch.strided
 

@@ -12,9 +12,10 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sac
+from sac.planner.fakes import fake_mode
 from sac.recompute.module_tracker import CAN_SKIP_DYNAMO, BareMode
 from sac.region.module_state import owners_of
-from sac.tensors import detached
+from sac.tensors import detached, version_watch
 from tests.support.blocks import ENGINES, alternate, llama_stack, policy, save, selective, tokens
 
 
@@ -111,6 +112,15 @@ def graphs_compiled_around(mode: type[TorchDispatchMode]) -> int:
 
 @pytest.mark.skipif(not CAN_SKIP_DYNAMO, reason="this torch has no names to mark code with; its own wrapper is in use")
 @pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("is_fake", [False, True], ids=["real", "fake"])
+def test_a_watch_of_a_version_holds_no_data(is_fake: bool) -> None:
+    tensor = fake_mode().from_tensor(torch.ones(3)) if is_fake else torch.ones(3)
+    watch = version_watch(tensor)
+    tensor.add_(1)
+    assert watch._version == tensor._version == 1
+    assert watch.untyped_storage().nbytes() == 0
+
+
 def test_modes_are_not_compiled() -> None:
     assert graphs_compiled_around(Unmarked) > 0
     assert graphs_compiled_around(Marked) == 0

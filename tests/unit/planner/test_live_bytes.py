@@ -56,6 +56,22 @@ def test_views_and_writes_in_place_are_not_new(x: Tensor) -> None:
         assert ledger.live == 0
 
 
+@pytest.mark.parametrize("place", [(), (3, (2, 2), (2, 1))], ids=["whole", "a part"])
+def test_a_storage_into_which_a_tensor_is_put_is_not_held(x: Tensor, place: Any) -> None:
+    with Ledger(workspace=KernelWorkspace()) as ledger:
+        y = x * 2
+        z = x.new_empty(0).set_(y.untyped_storage(), *place)
+        assert ledger.live == 40
+        assert z.shape == (place[1] if place else (10,))
+        assert z.untyped_storage()._cdata == y.untyped_storage()._cdata
+        assert type(z) is type(x)
+        assert z.device == x.device
+        del y
+        assert ledger.live == 40
+        del z
+        assert ledger.live == 0
+
+
 def test_each_of_several_results_counts_once(x: Tensor) -> None:
     with Ledger() as ledger:
         values, indices = x.topk(3)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from tests.unit.planner.small_model import DIM, INPUTS, Block, Model
 from tests.unit.planner.truth import (
     CONFIGS,
     EVERYTHING,
+    FURTHER,
     MODELS,
     Bytes,
     measured,
@@ -57,7 +59,7 @@ def test_bytes_of_a_step_are_the_allocators(name: str, policy: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", CONFIGS)
-@pytest.mark.parametrize("name", ["Qwen3-MoE", "T5"])
+@pytest.mark.parametrize("name", ["Qwen3-MoE", "T5", "Gemma3n"])
 def test_bytes_of_a_step_are_the_allocators_under_every_policy(name: str, policy: str) -> None:
     assert_true(*model_named(name, 3), CONFIGS[policy], warm_up=policy == EVERYTHING)
 
@@ -137,6 +139,110 @@ def test_a_plan_has_room_for_copies_of_buffers() -> None:
     for budget in ("0%", "40%", "80%"):
         made = make_plan(prepare(model, INPUTS), budget)
         assert measured(model, INPUTS, put_on(made.policy)).peak + made.static <= made.point.peak <= made.budget
+
+
+class Clamping(Block):
+    """A block that writes to its parameters in forward, as those of Gemma3n do."""
+
+    def __init__(self, through: str) -> None:
+        super().__init__()
+        self.through = through
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.up.weight.data.clamp_(-0.2, 0.2)
+        if self.through == "data twice":
+            x = super().forward(x)
+            self.up.weight.data.mul_(0.99)
+        elif self.through == "no_grad":
+            with torch.no_grad():
+                self.down.bias.mul_(0.9)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("policy", ["full", "general", "all matmuls"])
+@pytest.mark.parametrize("through", ["data", "data twice", "no_grad"])
+def test_copies_of_parameters_that_blocks_write_to_count(through: str, policy: str) -> None:
+    assert_true(Model(*(Clamping(through) for _ in range(3))), INPUTS, CONFIGS[policy])
+
+
+class Scaled(Block):
+    """A block that reads small buffers, which replay holds in copies: others may write to them meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__(self.scaled)  # a method: a copy of the block has its own
+        self.register_buffer("scale", torch.tensor(3.0))
+        self.register_buffer("small", torch.ones(5), persistent=False)
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return x * self.scale * self.small.mean()
+
+
+class Normed(Block):
+    def __init__(self) -> None:
+        super().__init__(self.normed)
+        self.norm_up = nn.BatchNorm1d(4 * DIM)
+
+    def normed(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.norm_up(x))
+
+
+class Placed(Block):
+    """A block that puts a tensor into the storage of another one, which is not replayed."""
+
+    def __init__(self) -> None:
+        super().__init__(self.placed)
+
+    def placed(self, x: Tensor) -> Tensor:
+        y = x * 2
+        part = y.new_empty(0).set_(y.detach().untyped_storage(), 3, (7,), (2,))
+        return y.relu() + part.sum()
+
+
+@pytest.mark.parametrize("policy", ["none", "general", "all matmuls"])
+@pytest.mark.parametrize("block", [Scaled, Normed, Placed])
+def test_what_a_run_copies_and_frees_a_step_without_data_does_too(block: type[Block], policy: str) -> None:
+    assert_true(Model(*(block() for _ in range(3))), INPUTS, CONFIGS[policy], warm_up=block is Placed)
+
+
+def parts_of_results(x: Tensor) -> tuple[Tensor, ...]:
+    return x.sigmoid()[:, : 2 * DIM], x.tanh()[:, DIM : 3 * DIM].t().clone().t()
+
+
+def parts_of_arguments(x: Tensor) -> tuple[Tensor, ...]:
+    return x[:, : 2 * DIM], x[:, 2 * DIM :].sigmoid()
+
+
+def written_arguments(x: Tensor) -> tuple[Tensor, ...]:
+    x.data.mul_(0.99)
+    return x.sigmoid()[:, : 2 * DIM], x.view(32, -1)[:, 2 * DIM :]
+
+
+class Returning(nn.Module):
+    def __init__(self, of: Callable[[Tensor], tuple[Tensor, ...]]) -> None:
+        super().__init__()
+        self.of = of
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.of(x)
+
+
+class Divided(Block):
+    def __init__(self, of: Callable[[Tensor], tuple[Tensor, ...]]) -> None:
+        super().__init__(self.divided)
+        self.part = Returning(of)
+
+    def divided(self, x: Tensor) -> Tensor:
+        first, second = self.part(x * 2)
+        return torch.cat([first * first, second * first], 1)
+
+
+@pytest.mark.parametrize("engine", ["replay", "rerun"])
+@pytest.mark.parametrize("of", [parts_of_results, parts_of_arguments, written_arguments])
+def test_parts_that_a_saved_module_returns_are_kept_without_the_rest(
+    of: Callable[[Tensor], tuple[Tensor, ...]], engine: str
+) -> None:
+    policy = {"schema": "sac/v1", "name": "whole", "rules": [{"id": "part", "module": "part", "do": "save"}]}
+    assert_true(Model(*(Divided(of) for _ in range(3))), INPUTS, put_on(policy, engine), warm_up=True)
 
 
 @pytest.mark.parametrize("part", [slice(1, 5), slice(1, None, 3)], ids=str)
@@ -231,9 +337,10 @@ def test_the_script_prints_the_tables() -> None:
 def test_the_page_holds_every_model_and_policy_without_a_difference() -> None:
     text = text_of("docs/planning-accuracy.md")
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
-    table = [row for row in rows if len(row) == 8 and row[0] in MODELS]
+    models = {**MODELS, **FURTHER}
+    table = [row for row in rows if len(row) == 8 and row[0] in models]
     assert [row[:2] for row in table] == [
-        [name, policy] for name in MODELS for policy in (*CONFIGS, "planned, 30%", "planned, 70%")
+        [name, policy] for name in models for policy in (*CONFIGS, "planned, 30%", "planned, 70%")
     ]
     assert all(row[4] == row[7] == "0" for row in table)
     assert all(row[2] == row[3] and row[5] == row[6] for row in table)

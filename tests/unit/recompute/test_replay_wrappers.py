@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.testing._internal.two_tensor import TwoTensor
 
+from sac.errors import RegionError
 from tests.support.blocks import FunctionBlock, Stack
-from tests.support.replay_programs import ON_EACH, applied, assert_replayed, block_of, python_runs, replay
+from tests.support.replay_programs import ON_EACH, POLICIES, applied, assert_replayed, block_of, python_runs, replay
 from tests.support.training import assert_same, built
 
 
@@ -115,3 +116,28 @@ def test_wrapped_inputs_and_weights(chosen: dict[str, Any]) -> None:
     assert len(expected) == 3 * 4
     assert_same(expected, gradients(model))
     assert python_runs(model) == 3
+
+
+def writing_its_wrapped_weight(block: FunctionBlock, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        block.w.mul_(0.9)
+    return (x @ block.w).sin() * x
+
+
+def with_written_weight() -> Stack:
+    model = block_of(writing_its_wrapped_weight)()
+    model.blocks[0].w = nn.Parameter(TwoTensor(torch.randn(8, 8), torch.randn(8, 8)))
+    return model
+
+
+@pytest.mark.parametrize("policy", ["matmuls", "every second op"])
+def test_a_wrapped_weight_that_the_region_writes_to(policy: str) -> None:
+    model = applied(with_written_weight, replay(POLICIES[policy]))
+    assert_same(gradients(built(with_written_weight)), gradients(model))
+    assert python_runs(model) == 3
+
+
+def test_a_wrapped_weight_that_the_region_writes_to_is_refused_where_backward_would_need_a_copy() -> None:
+    model = applied(with_written_weight, replay(POLICIES["nothing"]))
+    with pytest.raises(RegionError, match="was changed in place: it is at version 2, backward expects version 1"):
+        gradients(model)
