@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ def storage_addresses(tensor: torch.Tensor) -> list[int]:
     return found
 
 
-def is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> TypeGuard[Tensor]:
     """Return whether ``value`` is a plain tensor or a fake one; a plan thus counts the same copies as a real run."""
     return type(value) is Tensor or type(value).__name__ == "FakeTensor"
 
