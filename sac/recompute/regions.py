@@ -210,7 +210,7 @@ class Region:
         if self.group.table.matches_modules:
             known = self.evidence.modules.get((REPLAY, signature))
             recorder.modules = SavedModules(
-                self.group.table, self.path, settings, known, is_watched=known is None, is_taped=True
+                self.group.table, self.path, settings, known, is_watched=True, is_taped=True
             )
         recorder.begin(call.inputs, call.inputs.leaves_of(call.args, call.kwargs))
         give_up = partial(self._give_up, settings.engine == REPLAY)

@@ -717,7 +717,8 @@ class ForwardMode(RegionMode):
         if site.writes:
             self.state.before_write(site, args, kwargs)
         out = run_op(site, args, kwargs)
-        call.add(site, None, Decision.SAVE, args, kwargs, out)
+        if self.op_trace is not None:
+            call.add(site, None, Decision.SAVE, args, kwargs, out)
         return out
 
     def _run_decided(self, site: CallSite, signature: int, external: bool, made_of: int, args: Any, kwargs: Any) -> Any:

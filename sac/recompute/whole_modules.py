@@ -146,8 +146,8 @@ class SavedModules:
     """What one region call keeps of the modules that its rules save as a whole; see Note [Whole modules].
 
     ``path`` names the region. ``evidence``: what an earlier call with such inputs has shown. ``is_watched``: whether a
-    dispatch mode stays on inside saved modules. ``is_taped``: whether the region is replayed; a mode then stays on in
-    any case, and ``is_watched`` says whether what autograd keeps there is counted.
+    dispatch mode stays on inside saved modules. ``is_taped``: whether the region is replayed; the mode then stays on,
+    too.
     """
 
     def __init__(
@@ -165,6 +165,7 @@ class SavedModules:
         self.path = path
         self.settings = settings
         self.is_watched = is_watched
+        self.counts = evidence is None  # what autograd keeps in saved modules
         self.evidence = ModuleEvidence() if evidence is None else evidence
         self.calls: dict[Place, SavedModuleCall] = {}
         self.hits: defaultdict[int, int] = defaultdict(int)
@@ -238,7 +239,7 @@ class SavedModules:
 
         ``held``: addresses of other storages that are held, which are not counted here.
         """
-        if self.is_watched:
+        if self.counts and self.is_watched:
             self._count_inside({*self.addresses(), *held})
         for hook in self._hooks:
             hook.remove()
@@ -382,7 +383,7 @@ class SavingPass:
 
     def _inside(self, call: SavedModuleCall, module: nn.Module) -> AbstractContextManager[Any]:
         modules = self.modules
-        sizes = call.inside if modules.is_watched and self.watcher is not None else None
+        sizes = call.inside if modules.counts and self.watcher is not None else None
         handles = call.handles if call.rule.decision is Decision.OFFLOAD else None
         if sizes is None and handles is None:
             return nullcontext()
@@ -394,7 +395,7 @@ class SavingPass:
         if self.watcher is None:
             return forward.run_unheard(args, kwargs)
         modules = self.modules
-        mode = self.watcher.watches(call) if modules.is_watched or modules.is_taped else without_mode(self.watcher)
+        mode = self.watcher.watches(call) if modules.is_watched else without_mode(self.watcher)
         with mode:
             return forward.run_unheard(args, kwargs)
 
