@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from functools import cache
 from math import prod
 from typing import Any
@@ -10,9 +11,14 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry, shape_wrapper
 
+from sac.tensors import tensors_of, wrapped_parts
+
 
 def flops_of(op: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """Return the FLOPs of one call (one multiply-add counts as two), or 0 if no formula is known."""
+    """Return the FLOPs of one call (one multiply-add counts as two), or 0 if no formula is known.
+
+    Of an op on DTensors, these are the FLOPs of this rank.
+    """
     packet = getattr(op, "_overloadpacket", op)
     formula = flop_registry.get(packet)
     if formula is None:
@@ -20,7 +26,23 @@ def flops_of(op: Any, args: Any, kwargs: Any, out: Any) -> int:
         if added is None:
             return 0
         formula = shape_wrapper(added)
-    return int(formula(*args, **kwargs, out_val=out))
+    return round(formula(*args, **kwargs, out_val=out) * _share_of_rank(out))
+
+
+def _share_of_rank(out: Any) -> Fraction | int:
+    """Return the share of an op that this rank works on, from its first result.
+
+    It is divided where the result is, and where the result is a sum over ranks, which have a part of each term.
+    """
+    first = next(iter(tensors_of(out)), None)
+    placements = getattr(first, "placements", None)
+    if placements is None or not first.numel():
+        return 1
+    share = Fraction(sum(part.numel() for part in wrapped_parts(first)), first.numel())
+    for dim, placement in enumerate(placements):
+        if placement.is_partial():
+            share /= first.device_mesh.size(dim)
+    return share
 
 
 def has_formula(op: Any) -> bool:

@@ -2,10 +2,13 @@
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 from torch.nn.functional import grouped_mm, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from sac.ops.flops import attention_backward_flops, attention_flops, grouped_matmul_flops
+from sac.ops.flops import attention_backward_flops, attention_flops, flops_of, grouped_matmul_flops
+from sac.planner.sharding import fake_ranks
 from sac.tools.comparison import count_flops
 
 BATCH, HEADS, S, D = 2, 3, 8, 16
@@ -71,3 +74,16 @@ def test_grouped_matmul_is_counted_where_the_dispatcher_sees_it():
     rows, groups = torch.randn(32, 16, dtype=torch.bfloat16), torch.randn(4, 16, 16, dtype=torch.bfloat16)
     offsets = torch.tensor([8, 16, 24, 32], dtype=torch.int32)
     assert count_flops(lambda: grouped_mm(rows, groups, offs=offsets)) == 2 * 32 * 16 * 16
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [(Replicate(), Shard(1)), (Shard(1), Shard(0)), (Shard(0), Replicate()), (Replicate(), Replicate())],
+    ids=["columns", "terms", "rows", "copies"],
+)
+def test_flops_of_dtensors_are_those_of_this_rank(left: Placement, right: Placement) -> None:
+    with fake_ranks(2):
+        mesh = init_device_mesh("cpu", (2,))
+        x, w = distribute_tensor(torch.ones(4, 8), mesh, [left]), distribute_tensor(torch.ones(8, 16), mesh, [right])
+        found = flops_of(torch.ops.aten.mm.default, (x, w), {}, torch.mm(x, w))
+    assert found == 2 * 4 * 8 * 16 // (1 if left == right else 2)

@@ -132,6 +132,19 @@ def test_the_peak_with_data_is_what_was_predicted(family: str, layout: Layout, p
         assert _of_rank(family, layout, {}, config) == said
 
 
+@pytest.mark.parametrize("sequence", [False, True])
+def test_a_rank_of_two_has_half_of_the_flops_of_each_op(sequence: bool) -> None:
+    def flops(planner: Planner) -> dict[Any, int]:
+        entries = [one for profile in planner.profiles for one in profile.entries]
+        return {(one.module, one.op, one.call): one.flops for one in entries if one.flops}
+
+    whole = flops(prepare(_model(num_hidden_layers=1), _tokens()))
+    with fake_ranks(2):
+        layout = (None, 2, sequence)
+        shared = flops(prepare(_model(num_hidden_layers=1), _tokens(), parallelize=_parallelized(layout)))
+    assert shared == {key: count // 2 for key, count in whole.items()}
+
+
 def _as_dtensors(kind: str) -> Callable[[nn.Module], None]:
     """Return a function that makes all values in the layers of a `_Dense` DTensors, which torch redistributes."""
 
