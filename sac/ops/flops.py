@@ -26,7 +26,7 @@ def flops_of(op: Any, args: Any, kwargs: Any, out: Any) -> int:
         if added is None:
             return 0
         formula = shape_wrapper(added)
-    return round(formula(*args, **kwargs, out_val=out) * _share_of_rank(out))
+    return int(int(formula(*args, **kwargs, out_val=out)) * _share_of_rank(out))
 
 
 def _share_of_rank(out: Any) -> Fraction | int:
@@ -34,7 +34,7 @@ def _share_of_rank(out: Any) -> Fraction | int:
 
     It is divided where the result is, and where the result is a sum over ranks, which have a part of each term.
     """
-    first = next(iter(tensors_of(out)), None)
+    first: Any = next(iter(tensors_of(out)), None)
     placements = getattr(first, "placements", None)
     if placements is None or not first.numel():
         return 1
