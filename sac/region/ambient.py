@@ -422,7 +422,7 @@ class AmbientState:
     ``where`` names the region in errors. ``function``: the function that the region runs, in addition to its modules.
     ``held``: tensors that objects among its arguments hold. ``attributes``: see ``ReachableState``. ``recorded``:
     whether a recorder sees the ops of the forward. ``not_recomputed``: see ``ModuleState``. ``under_torch``: torch's
-    checkpoint restores torch's random states.
+    checkpoint restores torch's random states. ``called``: functions among its arguments.
     """
 
     __slots__ = (
@@ -451,9 +451,10 @@ class AmbientState:
         recorded: bool = True,
         not_recomputed: frozenset[int] = frozenset(),
         under_torch: bool = False,
+        called: Iterable[Any] = (),
     ) -> None:
         self._recorded = recorded
-        self.reachable = reachable = ReachableState(owners, function, attributes=attributes)
+        self.reachable = reachable = ReachableState(owners, function, *called, attributes=attributes)
         self.provided: Snapshot | None = Snapshot(provider_parts(settings.providers)) if settings.providers else None
         self.rng = self.host_rng = None
         if settings.preserve_rng_state and not under_torch:

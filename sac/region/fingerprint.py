@@ -157,7 +157,7 @@ def tensor_signature(tensor: torch.Tensor) -> tuple[Hashable, ...]:
 # fingerprints are equal: the second call can use the evidence of the first. With `scale=2.0`, with another block, or
 # after `block.eval()`, it is another function.
 
-_FUNCTIONS = frozenset({types.FunctionType, types.MethodType, types.BuiltinFunctionType, partial})
+FUNCTIONS = frozenset({types.FunctionType, types.MethodType, types.BuiltinFunctionType, partial})
 _SINGLE = (types.MethodDescriptorType, types.WrapperDescriptorType, types.GetSetDescriptorType)  # live with their type
 _HOLDERS = (types.SimpleNamespace, UserDict, UserList)  # identified by their contents
 _SEQUENCES = (tuple, list, set, frozenset, deque)
@@ -306,7 +306,7 @@ class FunctionFingerprint:
                 return
         else:
             objects.append(value)
-        if type(value) in _FUNCTIONS:
+        if type(value) in FUNCTIONS:
             self._add_function_of_module(value)
         elif type(value) is torch.Generator:  # code anywhere may decide whether the module draws from it
             self.is_known = False

@@ -396,6 +396,7 @@ class RegionCall(ABC):
             attributes=self.attributes,
             recorded=self._sees_ops,
             not_recomputed=not_recomputed,
+            called=inputs.functions(),
         )
         self.attributes = None
         if self.recorder is not None:

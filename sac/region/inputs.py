@@ -13,7 +13,7 @@ from torch import nn
 
 from sac.errors import Problem, RegionError
 from sac.outer_hooks import PackHooks
-from sac.region.fingerprint import PLAIN, FunctionFingerprint, attributes_of, tensor_signature
+from sac.region.fingerprint import FUNCTIONS, PLAIN, FunctionFingerprint, attributes_of, tensor_signature
 from sac.region.module_state import UnseenWriteError, spare_of
 from sac.region.python_state import ITERATORS, copy_of_iterator, holds_state
 from sac.stores.prefetch import CallNode
@@ -265,6 +265,11 @@ class RegionInputs(SavedLeaves):
         self.tensors = list(known.values())
         self._objects = list(objects.values())
         self._leaves: list[Any] | None = kept_leaves
+
+    def functions(self) -> list[Any]:
+        """Return the functions and methods among the arguments: recomputation calls the same ones."""
+        leaves = self._leaves if self._spec is not None else None
+        return [leaf for leaf in leaves or () if type(leaf) in FUNCTIONS]
 
     def tensors_in_objects(self) -> dict[int, torch.Tensor]:
         """Return the tensors that objects among the arguments held when this was made, by id."""

@@ -27,7 +27,7 @@ from torch.utils.module_tracker import ModuleTracker
 import sac
 import tests.promises.outside
 from tests.promises import outside
-from tests.promises.test_exact_when_programs_change import Block, Model, assert_same
+from tests.promises.test_exact_when_programs_change import APPLIED, Block, Model, assert_same
 
 WAYS = ["full", "rerun", "whole module", "reentrant"]
 COUNT = 0
@@ -426,3 +426,32 @@ def test_a_state_with_a_graph_that_is_given_up_before_backward(way: str) -> None
         return loss
 
     assert_same(CarriesAState, way, loop)
+
+
+@pytest.mark.parametrize("way", [*WAYS, "sac.checkpoint"])
+@pytest.mark.parametrize("kind", ["closure", "method", "built-in method", "partial"])
+def test_a_function_among_the_arguments_is_called_once(way: str, kind: str) -> None:
+    """As far as what it holds shows."""
+    values: list[int] = []
+    holder = types.SimpleNamespace(values=values, add=lambda one: values.append(one))
+
+    class Noting(Block):
+        def forward(self, x: Tensor, add: Callable[[int], None]) -> Tensor:
+            add(1)
+            return self.mlp(x)
+
+    kinds: dict[str, Callable[[int], None]] = {
+        "closure": holder.add,
+        "method": types.MethodType(lambda held, one: held.values.append(one), holder),
+        "built-in method": values.append,
+        "partial": functools.partial(list.append, values),
+    }
+    layers = nn.ModuleList([Noting()])
+    if way != "sac.checkpoint":
+        sac.apply(layers, {**APPLIED[way], "blocks": ["*"]})
+    for _ in range(3):
+        x = torch.randn(2, 4, requires_grad=True)
+        given = (x, kinds[kind])
+        out = sac.checkpoint(layers[0], *given) if way == "sac.checkpoint" else layers[0](*given)
+        out.sum().backward()
+    assert len(values) == 3
