@@ -132,6 +132,20 @@ def test_the_peak_with_data_is_what_was_predicted(family: str, layout: Layout, p
         assert _of_rank(family, layout, {}, config) == said
 
 
+def test_the_peak_of_a_long_sequence_is_that_of_the_second_step() -> None:
+    """It is in the forward of a layer, which takes less in the first step: see Note [Steps before the step]."""
+    ids = torch.arange(320).reshape(2, 160) % 60
+    inputs, layout, changes = {"input_ids": ids, "labels": ids}, LAYOUTS["tp, sp"], {"num_hidden_layers": 2}
+    with fake_ranks(2):
+        planner = prepare(_model(**changes), inputs, parallelize=_parallelized(layout))
+        said, config = _planned(planner, LEAST)
+    with fake_ranks(2):
+        model = _model(**changes)
+        _parallelized(layout)(model)
+        sac.apply(model, config)
+        assert _least(lambda: model(**inputs).loss.backward(), model) == said
+
+
 @pytest.mark.parametrize("sequence", [False, True])
 def test_a_rank_of_two_has_half_of_the_flops_of_each_op(sequence: bool) -> None:
     def flops(planner: Planner) -> dict[Any, int]:
