@@ -60,7 +60,7 @@ def check_tape(module: ModuleType) -> None:
     path: dict[int, Any] = {}
     site = object()
     sites = native.Sites()
-    sites.add(path, site, "aten::sin", "", 0, 0, -1, False)
+    sites.add(path, site, "aten::sin", "", 0, 0, -1, False, False, -1)
     x = torch.linspace(-1, 1, 5)
     tape, mode = native.Tape(), Mode()  # type: ignore[no-untyped-call]
     mode.sites = path

@@ -349,11 +349,14 @@ _Verdict = {"recompute": 0, "save": 1, "alternate": 2, "ask": 3}
 
 def is_recorded_natively(site: CallSite) -> bool:
     """Return whether the library can record and replay an op; see Note [The native recorder]."""
+    return is_run_natively(site) and not (site.writes or site.traits.is_factory)
+
+
+def is_run_natively(site: CallSite) -> bool:
+    """Return whether the library can run an op under rerun; see Note [Native value ids]."""
     traits = site.traits
     if (
-        site.writes
-        or traits.is_factory
-        or traits.is_infrastructure
+        traits.is_infrastructure
         or site.is_unrecorded
         or site.is_custom_op
         or site.is_collective
@@ -363,21 +366,35 @@ def is_recorded_natively(site: CallSite) -> bool:
         or site.savable_if is not None
         or site.must_save_condition is not None
         or any(one.condition is not None for one in site.conditional_rules)
+        or (site.writes and _written_argument(site) < 0)
     ):
         return False
     kinds = {str(argument.type) for argument in site.op._schema.arguments}
     return all("Tensor" not in kind or kind in _KINDS for kind in kinds) and kinds.isdisjoint({"Any", "t"})
 
 
+def _written_argument(site: CallSite) -> int:
+    """Return the index of the only argument that an op writes to, if it is a tensor and the op's only result; else -1."""
+    traits, schema = site.traits, site.op._schema
+    if len(traits.mutated_args) != 1 or traits.mutated_kwargs or len(schema.returns) != 1 or site.has_generator:
+        return -1
+    (index,) = traits.mutated_args
+    argument, result = schema.arguments[index], schema.returns[0]
+    is_result = result.alias_info is not None and result.alias_info.is_write
+    return index if is_result and str(argument.type) == str(result.type) == "Tensor" else -1
+
+
 def tell(library: Any, mode: RegionMode, site: CallSite) -> None:
     """Tell the library of a call site in the module that runs now, if it can run the op."""
     site.is_told = True
-    if is_recorded_natively(site):
+    if is_run_natively(site):
         verdict, rule = verdict_on(site)
         schema = site.op._schema
         sites = mode.table.native(library)
         names = schema.name, schema.overload_name
-        sites.add(mode.sites, site, *names, memory_of(site), verdict, rule, site.draws)
+        written = _written_argument(site) if site.writes else -1
+        only_rerun = not is_recorded_natively(site)
+        sites.add(mode.sites, site, *names, memory_of(site), verdict, rule, site.draws, only_rerun, written)
 
 
 def memory_of(site: CallSite) -> int:

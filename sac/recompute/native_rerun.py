@@ -12,7 +12,7 @@ from sac.recompute.module_tracker import RegionMode
 from sac.recompute.native_recorder import tell
 from sac.recompute.rerun import ForwardMode, RecomputeMode, RerunRecorder
 from sac.recompute.value_ids import ValueIds
-from sac.region.frame import Handle, Progress
+from sac.region.frame import Progress
 from sac.torch_private import OpOverload
 
 # Note [Native value ids]
@@ -59,12 +59,6 @@ class NativeRerunRecorder(RerunRecorder):
         self.library = library
         super().__init__(*args, **more, new_value_ids=partial(NativeValueIds, library))
 
-    def pack(self, tensor: Tensor, handle: Handle) -> None:
-        """See ``RerunRecorder``."""
-        state = self.state
-        if not (state.paused or _native(state.value_ids).pack(tensor, handle)):
-            state.pack(tensor, handle)
-
     def forward_mode(self) -> AbstractContextManager[Any]:
         """Return the mode that decides."""
         return _modes(self.library).forward(self, self.state, self.op_trace)  # type: ignore[no-any-return]
@@ -106,8 +100,10 @@ def _modes(library: Any) -> _Modes:
             state = self.state
             runs = self.op_trace is None  # the library shows no op to Python
             table = self.table
-            saves = bool(table.rules), state.keeps_layouts, state.keeps_persistent, table.saves_everything
-            _native(state.value_ids).enter(self, state.value_ids, state, runs, table.native(library), *saves)
+            keeps = bool(table.rules), state.keeps_layouts, state.keeps_persistent, table.saves_everything
+            _native(state.value_ids).enter(
+                self, state.value_ids, state, runs, table.native(library), self.recorder, *keeps, state.modules is not None
+            )
             return self
 
         def __exit__(self, *error: Any) -> None:
@@ -128,13 +124,9 @@ def _modes(library: Any) -> _Modes:
 
         def __enter__(self) -> Any:
             super().__enter__()
-            _native(self.value_ids).enter(self, self.value_ids, None, True, self.table.native(library))
+            sites, packed = self.table.native(library), self.state.packed
+            _native(self.value_ids).enter(self, self.value_ids, None, True, sites, packed, self._held)
             return self
-
-        def verify(self, index: int, tensor: Tensor) -> None:
-            packed = self.state.packed
-            if index < len(packed) and not _native(self.value_ids).is_as_packed(packed[index], tensor):
-                super().verify(index, tensor)
 
         def __exit__(self, *error: Any) -> None:
             _native(self.value_ids).leave()

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "handles.h"
+#include "rerun.h"
 #include "watch.h"
 
 #include <torch/csrc/Device.h>
@@ -98,7 +99,8 @@ inline PyObject* frame_hooks_pack(FrameHooks* self, PyObject* object) {
     self->packed->emplace_back(tensor, tensor.is_inference() ? 0 : tensor._version());
     handle->storage = reinterpret_cast<unsigned long long>(storage_of(tensor.unsafeGetTensorImpl()));
   }
-  if (self->recorder != Py_None) Owned(checked(PyObject_CallMethod(self->recorder, "pack", "OO", object, handle)));
+  if (self->recorder != Py_None && !pack_in_pass(self->recorder, object, handle))
+    Owned(checked(PyObject_CallMethod(self->recorder, "pack", "OO", object, handle)));
   return made.release();
   END_HANDLE_TH_ERRORS
 }
@@ -203,6 +205,15 @@ inline PyMemberDef progress_members[] = {
     {nullptr, 0, 0, 0, nullptr},
 };
 
+// Do what `RecomputeProgress.after_op` does; return false if Python has to.
+inline bool note_op(PyObject* progress) {
+  if (!PyObject_TypeCheck(progress, ProgressType)) return false;
+  PyObject* packed = reinterpret_cast<Progress*>(progress)->since_op;
+  if (PyList_GET_SIZE(packed) > 0 && PyList_SetSlice(packed, 0, PyList_GET_SIZE(packed), nullptr) < 0)
+    throw python_error();
+  return true;
+}
+
 inline PyObject* detached(const Progress* self, PyObject* object, const Tensor& tensor) {
   if (!tensor.requires_grad()) return Py_NewRef(object);
   auto* type = reinterpret_cast<PyObject*>(Py_TYPE(object));
@@ -253,7 +264,7 @@ inline PyObject* progress_pack(Progress* self, PyObject* object) {
     if (self->checks && !has_metadata_of(handle, saved.get(), tensor))
       return PyObject_CallMethod(python, "refuse_other", "OO", alive.get(), saved.get());
     Py_XSETREF(handle->value, Py_NewRef(saved.get()));
-    if (self->verify != nullptr && self->verify != Py_None)
+    if (self->verify != nullptr && self->verify != Py_None && !is_as_packed(self->verify, index, saved.get()))
       Owned(checked(PyObject_CallFunction(self->verify, "nO", index, saved.get())));
   }
   if (!self->stop_in_pack && PyList_Append(self->since_op, saved.get()) < 0) return nullptr;

@@ -193,8 +193,6 @@ PyType_Spec mode_spec = {"_sac_native.Mode", sizeof(Mode), 0,
 PyMethodDef ids_methods[] = {
     {"enter", as_method(ids_enter), METH_FASTCALL, nullptr},
     {"leave", as_method(ids_leave), METH_NOARGS, nullptr},
-    {"pack", as_method(ids_pack), METH_FASTCALL, nullptr},
-    {"is_as_packed", as_method(ids_is_as_packed), METH_FASTCALL, nullptr},
     {"take", as_method(ids_take), METH_NOARGS, nullptr},
     {"forget", as_method(ids_forget), METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
@@ -253,19 +251,21 @@ void sites_dealloc(Sites* self) {
 }
 
 // The path's dictionary of call sites, the site, the op's name and overload, `Memory`, `Verdict`, the rule or -1,
-// whether the op may draw. The table that owns the dictionary owns this too. Of two threads that add a site, the first
+// whether the op may draw, whether only rerun runs it here, the argument that it writes to or -1. The table that owns the dictionary owns this too. Of two threads that add a site, the first
 // decides which object stands for it.
 PyObject* sites_add(Sites* self, PyObject* args) {
   HANDLE_TH_ERRORS
   PyObject *path = nullptr, *object = nullptr;
   const char *name = nullptr, *overload = nullptr;
-  int memory = 0, verdict = 0, rule = -1, draws = 0;
-  if (!PyArg_ParseTuple(args, "OOssiiip", &path, &object, &name, &overload, &memory, &verdict, &rule, &draws))
+  int memory = 0, verdict = 0, rule = -1, draws = 0, is_only_rerun = 0, written = -1;
+  if (!PyArg_ParseTuple(args, "OOssiiippi", &path, &object, &name, &overload, &memory, &verdict, &rule, &draws,
+                        &is_only_rerun, &written))
     return nullptr;
   const auto handle = c10::Dispatcher::singleton().findSchema({name, overload});
   if (!handle) Py_RETURN_NONE;
   auto site = std::make_unique<Site>(Site{object, std::make_unique<Op>(*handle), static_cast<Memory>(memory),
-                                          static_cast<Verdict>(verdict), rule, draws != 0, {}});
+                                          static_cast<Verdict>(verdict), rule, draws != 0, is_only_rerun != 0,
+                                          written, {}});
   std::unique_lock<std::shared_mutex> writing(sites_lock);
   auto& sites = (*self->paths)[path];
   if (!sites) sites = std::make_unique<PathSites>();
@@ -347,6 +347,7 @@ PyMODINIT_FUNC PyInit__sac_native() {
     PyObject* type = PyType_FromSpec(spec);
     if (type == nullptr || PyModule_AddObject(made, name, type) < 0) return nullptr;
     if (spec == &sac::handle_spec) sac::HandleType = reinterpret_cast<PyTypeObject*>(type);
+    if (spec == &sac::progress_spec) sac::ProgressType = reinterpret_cast<PyTypeObject*>(type);
   }
   return made;
 }

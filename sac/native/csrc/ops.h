@@ -72,6 +72,8 @@ struct Site {
   Verdict verdict;
   int rule;  // its index, which counts a hit; -1 if no rule matches
   bool draws;
+  bool is_only_rerun;  // a tape needs Python for it: it makes a tensor from none, or writes to an argument
+  int written;         // the argument that the op writes to and returns; -1: none
   std::vector<bool> depends_on_inputs;  // per call: known not to be computed from parameters alone (with the GIL)
 };
 

@@ -371,7 +371,7 @@ inline std::vector<Tensor> number_results(Tape& tape, const Site& site, const St
 // Run and record one op, whose arguments are on the stack; return false, with nothing done, if Python has to run it.
 inline bool record(Tape& tape, const OperatorHandle& op, Stack* stack) {
   Site* site = site_of(tape, op);
-  if (site == nullptr) return false;
+  if (site == nullptr || site->is_only_rerun) return false;
   Tables& t = *tape.tables;
   const Op& known = *site->op;
   const size_t base = stack->size() - known.arguments.size();

@@ -34,9 +34,12 @@ struct Ids {
   PyObject* mode;
   PyObject* owner;     // Python's `ValueIds`
   PyObject* state;     // of a forward: the `RerunState`; nullptr in a recomputation
+  PyObject* recorder;  // of a forward: the one that packs
   PyObject* saved;     // of a forward: its `by_storage`
   PyObject* packed;    // of a forward: what autograd has saved since the last op
-  PyObject* packs;     // of a forward: all that autograd has saved, as `RerunState.packed` describes it
+  PyObject* packs;     // all that autograd has saved in forward, as `RerunState.packed` describes it
+  PyObject* held;      // of a recomputation: the addresses of what is served without a copy
+  char has_modules;    // of a forward: whether modules are saved whole
   char has_rules;      // of a forward: whether inputs and parameters are compared, too
   char keeps_layouts;
   char keeps_persistent;
@@ -46,6 +49,9 @@ struct Ids {
   PyObject* path;
   PathSites* path_sites;
 };
+
+inline PyTypeObject* ProgressType = nullptr;
+inline bool note_op(PyObject* progress);  // see fill.h
 
 inline thread_local Ids* rerunning = nullptr;  // of the innermost such mode on this thread's stack
 
@@ -119,6 +125,7 @@ struct Names {
   PyObject* of = PyUnicode_InternFromString("of");
   PyObject* note_reads = PyUnicode_InternFromString("note_reads");
   PyObject* keep_saved = PyUnicode_InternFromString("keep_saved");
+  PyObject* parameter = PyUnicode_InternFromString("parameter");
 };
 
 inline const Names& names() {
@@ -144,10 +151,31 @@ inline bool is_simple(const Tensor& tensor) {
          !impl->has_symbolic_sizes_strides();
 }
 
+inline void add_to(PyObject* set, PyObject* key) {
+  if (PySet_Add(set, key) < 0) throw python_error();
+}
+
+inline void set_in(PyObject* dict, PyObject* key, PyObject* value) {
+  if (PyDict_SetItem(dict, key, value) < 0) throw python_error();
+}
+
+// Do what `ValueIds._name_parameter` does for an instance of `Parameter` itself.
+inline PyObject* name_parameter(Ids& ids, const Tensor& tensor, PyObject* address) {
+  Owned identity(checked(PyLong_FromVoidPtr(object_of(tensor.unsafeGetTensorImpl()))));
+  Owned pair(checked(PyTuple_Pack(2, names().parameter, identity.get())));
+  Owned id(checked(PyLong_FromSsize_t(PyObject_Hash(pair.get()))));
+  Owned bytes(checked(PyLong_FromLongLong(tensor.numel() * static_cast<int64_t>(tensor.element_size()))));
+  set_in(ids.by_storage, address, id.get());
+  set_in(ids.parameter_bytes, id.get(), bytes.get());
+  add_to(ids.parameters, id.get());
+  add_to(ids.parameter_addresses, address);
+  return Py_NewRef(id.get());
+}
+
 inline PyObject* value_id_of(Ids& ids, const Tensor& tensor, PyObject* address) {
   const TensorImpl* impl = tensor.unsafeGetTensorImpl();
   PyObject* found = found_in(ids.by_storage, address);
-  if (found == nullptr) return ask_value_id(ids, tensor);
+  if (found == nullptr) return is_parameter(impl) ? name_parameter(ids, tensor, address) : ask_value_id(ids, tensor);
   if (is_parameter(impl) && !(holds(ids.parameter_addresses, address) && holds(ids.parameters, found)))
     return ask_value_id(ids, tensor);
   return Py_NewRef(found);
@@ -263,11 +291,11 @@ inline void name_result(Ids& ids, const Tensor& tensor, PyObject* id, const Sign
     Owned weak(checked(PyLong_FromVoidPtr(c10::raw::intrusive_ptr::make_weak(storage))));
     if (PyList_Append(ids.references, weak.get()) < 0) throw python_error();
   }
-  if (PyDict_SetItem(ids.by_storage, address.get(), id) < 0) throw python_error();
-  if (signature.is_external && PySet_Add(ids.external, id) < 0) throw python_error();
+  set_in(ids.by_storage, address.get(), id);
+  if (signature.is_external) add_to(ids.external, id);
   if (signature.made_of < 0) return;
   Owned bytes(checked(PyLong_FromLongLong(signature.made_of)));
-  if (PyDict_SetItem(ids.parameter_bytes, id, bytes.get()) < 0) throw python_error();
+  set_in(ids.parameter_bytes, id, bytes.get());
 }
 
 // Do what `ValueIds.name_output` does.
@@ -299,7 +327,7 @@ inline void name_results(Ids& ids, const Op& op, const Stack& stack, size_t base
 inline void after_op(Ids& ids, const Site& site) {
   if (ids.state == nullptr) {
     Owned progress(checked(PyObject_GetAttr(ids.mode, names().progress)));
-    Owned done(checked(PyObject_CallMethodNoArgs(progress.get(), names().after_op)));
+    if (!note_op(progress.get())) Owned(checked(PyObject_CallMethodNoArgs(progress.get(), names().after_op)));
     return;
   }
   if (PyList_GET_SIZE(ids.packed) > 0 && PyList_SetSlice(ids.packed, 0, PyList_GET_SIZE(ids.packed), nullptr) < 0)
@@ -308,7 +336,7 @@ inline void after_op(Ids& ids, const Site& site) {
   Owned rule(checked(PyLong_FromLong(site.rule)));
   PyObject* hits = found_in(ids.hits, rule.get());
   Owned now(checked(PyLong_FromLong(hits != nullptr ? PyLong_AsLong(hits) + 1 : 1)));
-  if (PyDict_SetItem(ids.hits, rule.get(), now.get()) < 0) throw python_error();
+  set_in(ids.hits, rule.get(), now.get());
 }
 
 inline Site* site_in(Ids& ids, const OperatorHandle& op) {
@@ -323,6 +351,25 @@ inline Site* site_in(Ids& ids, const OperatorHandle& op) {
 // Whether ops are not the region's own now: a recomputation runs inside of the forward, or a module that is saved whole.
 inline bool is_pythons_turn(Ids& ids) {
   return ids.state != nullptr && (is_set(ids.state, names().paused) || is_set(ids.state, names().inside));
+}
+
+// Whether nobody needs what the op is about to overwrite: an op of this pass has made the tensor, it is not saved, and
+// autograd has not saved it since the last op. For all other tensors see `RerunState.before_write`, and
+// `RecomputeMode._check_write`.
+inline bool may_overwrite(Ids& ids, const Tensor& tensor) {
+  if (ids.has_modules) return false;
+  Owned address(checked(PyLong_FromVoidPtr(storage_of(tensor.unsafeGetTensorImpl()))));
+  PyObject* id = found_in(ids.by_storage, address.get());
+  if (id == nullptr || holds(ids.parameters, id) || holds(ids.inputs, id)) return false;
+  if (ids.state == nullptr) return !holds(ids.held, address.get());
+  if (found_in(ids.saved, address.get()) != nullptr) return false;
+  const auto* storage = storage_of(tensor.unsafeGetTensorImpl());
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(ids.packed); i++) {
+    PyObject* one = PyList_GET_ITEM(ids.packed, i);
+    if (!PyObject_TypeCheck(one, HandleType)) return false;
+    if (reinterpret_cast<Handle*>(one)->storage == reinterpret_cast<unsigned long long>(storage)) return false;
+  }
+  return true;
 }
 
 // Run one op as the region's mode does; return false, with the stack as it was, if Python has to run it.
@@ -348,6 +395,11 @@ inline bool rerun(Ids& ids, const OperatorHandle& op, Stack* stack) {
       if (!signature.is_known) return false;
       const bool is_ordinary = site != nullptr && ids.runs && site->verdict == Verdict::RECOMPUTE && !site->draws;
       bool is_pythons = !is_ordinary;
+      if (!is_pythons && site->written >= 0) {
+        const IValue& written = (*stack)[base + site->written];
+        is_pythons = !(written.isTensor() && written.toTensor().defined() && is_simple(written.toTensor()) &&
+                       may_overwrite(ids, written.toTensor()));
+      }
       if (!is_pythons && ids.state != nullptr) note_reads(ids, *known, *stack, base);
       if (!is_pythons && ids.state == nullptr) {
         Owned progress(checked(PyObject_GetAttr(ids.mode, names().progress)));
@@ -367,7 +419,7 @@ inline bool rerun(Ids& ids, const OperatorHandle& op, Stack* stack) {
   if (is_view) return true;
   Gil gil;
   Owned id(checked(PyLong_FromLongLong(static_cast<int64_t>(signature.hash))));
-  if (PyDict_SetItem(ids.producers, id.get(), site->object) < 0) throw python_error();
+  set_in(ids.producers, id.get(), site->object);
   name_results(ids, *site->op, *stack, base, id.get(), signature);
   after_op(ids, *site);
   return true;
@@ -405,14 +457,14 @@ inline std::pair<Owned, Owned> place_of(Ids& ids, PyObject* object) {
   return {std::move(address), std::move(id)};
 }
 
-// Do what `RerunState.pack` does for a plain tensor; return False if Python has to do it.
-inline PyObject* ids_pack(Ids* self, PyObject* const* args, Py_ssize_t) {
-  HANDLE_TH_ERRORS
-  PyObject* object = args[0];
-  if (self->state == nullptr || self->packs == nullptr || !PyObject_TypeCheck(args[1], HandleType)) Py_RETURN_FALSE;
-  auto* handle = reinterpret_cast<Handle*>(args[1]);
+// Do what `RerunRecorder.pack` does for a plain tensor; return false if Python has to do it.
+inline bool pack_in_pass(PyObject* recorder, PyObject* object, Handle* handle) {
+  Ids* self = rerunning;
+  while (self != nullptr && self->recorder != recorder) self = self->outer;
+  if (self == nullptr || self->packs == nullptr || is_set(self->state, names().paused)) return false;
+  auto* made = reinterpret_cast<PyObject*>(handle);
   auto [address, id] = place_of(*self, object);
-  if (id.get() == nullptr) Py_RETURN_FALSE;
+  if (id.get() == nullptr) return false;
   const Tensor& tensor = THPVariable_Unpack(object);
   const bool is_persistent = holds(self->parameters, id.get()) ||
                              (holds(self->inputs, id.get()) && !holds(self->elsewhere, id.get()));
@@ -424,10 +476,10 @@ inline PyObject* ids_pack(Ids* self, PyObject* const* args, Py_ssize_t) {
                                           has_place ? static_cast<long long>(tensor.storage_offset()) : -1ll,
                                           lazy_bits(tensor))));
   handle->storage = PyLong_AsUnsignedLongLong(address.get());
-  if (PyList_Append(self->packs, description.get()) < 0 || PyList_Append(self->packed, args[1]) < 0) return nullptr;
+  if (PyList_Append(self->packs, description.get()) < 0 || PyList_Append(self->packed, made) < 0) throw python_error();
   if (found_in(self->saved, address.get()) != nullptr) {
     Owned is_persistents(Py_NewRef(is_persistent ? Py_True : Py_False));
-    Owned done(checked(PyObject_CallMethodObjArgs(self->state, names().keep_saved, object, args[1],
+    Owned done(checked(PyObject_CallMethodObjArgs(self->state, names().keep_saved, object, made,
                                                   is_persistents.get(), nullptr)));
   } else if (is_persistent && self->keeps_persistent) {
     PyObject* kept = tensor.is_leaf() ? Py_NewRef(object) : checked(without_graph(tensor));
@@ -436,27 +488,23 @@ inline PyObject* ids_pack(Ids* self, PyObject* const* args, Py_ssize_t) {
     Py_XSETREF(handle->watched, Py_NewRef(kept));
     Py_XSETREF(handle->value, kept);
   }
-  Py_RETURN_TRUE;
-  END_HANDLE_TH_ERRORS
+  return true;
 }
 
-// Whether a recomputation saves what the forward has described so: value id, whether it is external, maker, offset,
-// lazy bits.
-// False if Python has to find that out.
-inline PyObject* ids_is_as_packed(Ids* self, PyObject* const* args, Py_ssize_t) {
-  HANDLE_TH_ERRORS
-  PyObject* description = args[0];
-  if (PyTuple_GET_ITEM(description, 0) == Py_None) Py_RETURN_TRUE;
-  auto [address, id] = place_of(*self, args[1]);
+// Whether a recomputation, with this `RecomputeMode.verify`, saves what the forward has described so: value id, whether
+// it is external, maker, offset, lazy bits. False if Python has to find that out.
+inline bool is_as_packed(PyObject* verify, Py_ssize_t index, PyObject* object) {
+  Ids* self = PyMethod_Check(verify) ? ids_of(PyMethod_GET_SELF(verify)) : nullptr;
+  if (self == nullptr || self->packs == nullptr || index >= PyList_GET_SIZE(self->packs)) return false;
+  PyObject* description = PyList_GET_ITEM(self->packs, index);
+  if (PyTuple_GET_ITEM(description, 0) == Py_None) return true;
+  auto [address, id] = place_of(*self, object);
   if (id.get() == nullptr || PyObject_RichCompareBool(PyTuple_GET_ITEM(description, 0), id.get(), Py_EQ) != 1)
-    Py_RETURN_FALSE;
+    return false;
   const long long offset = PyLong_AsLongLong(PyTuple_GET_ITEM(description, 3));
-  const Tensor& tensor = THPVariable_Unpack(args[1]);
-  const bool is_there = (PyTuple_GET_ITEM(description, 2) == Py_None || offset < 0 ||
-                         offset == tensor.storage_offset()) &&
-                        PyLong_AsLong(PyTuple_GET_ITEM(description, 4)) == lazy_bits(tensor);
-  return PyBool_FromLong(is_there);
-  END_HANDLE_TH_ERRORS
+  const Tensor& tensor = THPVariable_Unpack(object);
+  return (PyTuple_GET_ITEM(description, 2) == Py_None || offset < 0 || offset == tensor.storage_offset()) &&
+         PyLong_AsLong(PyTuple_GET_ITEM(description, 4)) == lazy_bits(tensor);
 }
 
 // -- The type, for Python
@@ -496,8 +544,9 @@ inline void ids_dealloc(Ids* self) {
   Py_DECREF(type);
 }
 
-// The mode is on the stack now. Arguments: mode, value ids, state or None, whether ordinary ops run here, sites; of a
-// forward also whether there are rules, `keeps_layouts`, `keeps_persistent`, and whether everything is saved.
+// The mode is on the stack now. Arguments: mode, value ids, state or None, whether ordinary ops run here, sites. Of a
+// forward also the recorder, whether there are rules, `keeps_layouts`, `keeps_persistent`, whether everything is saved,
+// and whether modules are saved whole. Of a recomputation also what the forward has packed, and what is held.
 inline PyObject* ids_enter(Ids* self, PyObject* const* args, Py_ssize_t) {
   self->mode = args[0];
   self->owner = args[1];
@@ -506,8 +555,12 @@ inline PyObject* ids_enter(Ids* self, PyObject* const* args, Py_ssize_t) {
   self->sites = reinterpret_cast<Sites*>(args[4]);
   self->path = nullptr;
   self->path_sites = nullptr;
-  self->saved = self->packed = self->packs = self->hits = nullptr;
-  if (self->state != nullptr) {
+  self->recorder = self->saved = self->packed = self->packs = self->hits = self->held = nullptr;
+  self->has_modules = 0;
+  if (self->state == nullptr) {
+    self->packs = args[5];
+    self->held = args[6];
+  } else {
     const std::pair<const char*, PyObject**> held[] = {{"by_storage", &self->saved},
                                                        {"_packed_since_op", &self->packed},
                                                        {"packed", &self->packs},
@@ -517,10 +570,12 @@ inline PyObject* ids_enter(Ids* self, PyObject* const* args, Py_ssize_t) {
       if (*field == nullptr) return nullptr;
       Py_DECREF(*field);  // the state holds it
     }
-    self->has_rules = args[5] == Py_True;
-    self->keeps_layouts = args[6] == Py_True;
-    self->keeps_persistent = args[7] == Py_True;
-    if (args[8] == Py_True) self->packs = nullptr;
+    self->recorder = args[5];
+    self->has_rules = args[6] == Py_True;
+    self->keeps_layouts = args[7] == Py_True;
+    self->keeps_persistent = args[8] == Py_True;
+    if (args[9] == Py_True) self->packs = nullptr;
+    self->has_modules = args[10] == Py_True;
   }
   self->outer = rerunning;
   rerunning = self;
@@ -534,7 +589,8 @@ inline PyObject* ids_leave(Ids* self, PyObject*) {
       break;
     }
   self->outer = nullptr;
-  self->mode = self->owner = self->state = self->saved = self->packed = self->packs = self->hits = nullptr;
+  self->mode = self->owner = self->state = self->recorder = nullptr;
+  self->saved = self->packed = self->packs = self->hits = self->held = nullptr;
   self->sites = nullptr;
   self->has_signature = 0;
   Py_RETURN_NONE;
