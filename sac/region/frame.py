@@ -426,13 +426,12 @@ class RegionCall(ABC):
         rules = self.recorder.offloads if self.recorder is not None else ()
         if rules and self.recorder is not None and self.inputs.call is not None:
             work = Offloading(self.settings.transfers, rules)
-            held = [(handle, self.recorder.rule_of(handle)) for handle in kept] + [*self.recorder.held()]
-            for saved, rule in held:
-                saved.look_at(work, rule)
+            for handle in kept:
+                work.look_at(handle, self.recorder.rule_of(handle))
+            for saved, rule in self.recorder.held():
+                work.look_at(saved, rule)
             reason = HOOKS if self.hooks is not None else TANGENTS if dual_level_is_on() else ""
             work.start(self.inputs.call, held=reason)
-            for saved, _ in held:
-                saved.offload(work)
             self.offloads = work.figures
 
     def _hold_inputs(self, kept: list[Handle], *, needed: bool) -> None:

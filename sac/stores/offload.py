@@ -12,7 +12,9 @@ import torch
 from sac.outer_hooks import OuterPacked
 from sac.stores.layout import distributed_again, distribution_of, local_of
 from sac.stores.prefetch import CallNode
-from sac.stores.transfers import HostCopy, TransfersByDevice
+from sac.stores.saved_tensor import SavedTensor
+from sac.stores.transfers import HostCopy, Transfers, TransfersByDevice
+from sac.tensors import detached, version_of
 from sac.torch_private import FakeTensor, UnseenByModes, neg_view, storage_use_count
 
 # Note [Offloaded values]
@@ -22,9 +24,8 @@ from sac.torch_private import FakeTensor, UnseenByModes, neg_view, storage_use_c
 # freed. Of these the frame offloads whole storages, each once, with all tensors in it:
 #
 #   look_at   is called with each held tensor and the rule that saved it
-#   start     decides on each storage, and starts the copies (Note [Transfers])
-#   packed    is called with each held tensor again; it returns what is to be held instead: an `OuterPacked`, as if
-#             saved-tensor hooks around the region had packed the tensor, or the tensor itself
+#   start     decides on each storage, and starts the copies (Note [Transfers]); the tensors in it are exchanged for an
+#             `OuterPacked`, as if saved-tensor hooks around the region had packed them
 #
 # A storage is sent only if nobody else holds it: then no one can write to it later, and its memory becomes free. So
 # outputs, inputs, parameters and what a module keeps in an attribute stay. Small storages stay as well. Under
@@ -61,15 +62,20 @@ class OffloadUse:
 
 
 class _Group:
-    """The held tensors of one storage: one of them, how many, and the rules that saved them."""
+    """The held tensors of one storage, and the tensors that hold it for them, by id.
 
-    __slots__ = ("excluded", "one", "references", "rules")
+    ``rule``: the first of the rules that offload it; ``stays``: whether it may not leave, as for another rule.
+    """
 
-    def __init__(self, one: torch.Tensor) -> None:
+    __slots__ = ("held", "one", "references", "rule", "stays", "storage")
+
+    def __init__(self, one: torch.Tensor, storage: torch.UntypedStorage) -> None:
         self.one = one
+        self.storage = storage
+        self.held: list[tuple[SavedTensor, torch.Tensor]] = []
         self.references: set[int] = set()
-        self.rules: set[int] = set()
-        self.excluded = False
+        self.rule: int | None = None
+        self.stays = False
 
 
 class Offloading:
@@ -82,156 +88,156 @@ class Offloading:
         self._transfers = transfers
         self._rules = rules
         self._groups: dict[int, _Group] = {}
-        self._copies: dict[int, HostCopy] = {}
         self.figures: dict[int, OffloadUse] = {}
 
-    def look_at(self, tensor: torch.Tensor, rule: int | None) -> None:
-        """Count a held tensor. ``rule``: the index of the rule that saved it."""
-        part = local_of(tensor)
-        if not _is_plain(part):
-            if rule in self._rules and rule is not None:
+    def look_at(self, saved: SavedTensor, rule: int | None) -> None:
+        """Count what ``saved`` holds on the device. ``rule``: the index of the rule that saved it."""
+        if saved.is_external:
+            return
+        tensor = saved.value
+        if type(tensor) is not torch.Tensor:
+            tensor = saved.on_device
+            if tensor is None:
+                return
+        watched, is_changed = saved.watched, False
+        if watched is not None:
+            is_changed = version_of(watched) != saved.version
+            if watched is tensor and not is_changed:
+                # A leaf is held itself: who else holds the same tensor could not be counted.
+                saved.value = saved.watched = tensor = detached(tensor)
+        part = tensor if type(tensor) is torch.Tensor else local_of(tensor)
+        kind, group = type(part), None
+        if (
+            part.layout is torch.strided and not (part.is_quantized or part.is_inference())
+            if kind is torch.Tensor
+            else kind is FakeTensor and part.layout is torch.strided  # in a plan's steps
+        ):
+            storage = part.untyped_storage()
+            group = self._groups.get(storage._cdata) or self._new_group(part, storage)
+        if group is None:
+            if rule is not None and rule in self._rules and not is_changed:
                 self._figures(rule).hold(OTHER_KIND, tensor.numel() * tensor.element_size())
             return
-        address = part.untyped_storage()._cdata
-        group = self._groups.get(address)
-        if group is None:
-            group = self._groups[address] = _Group(part)
         group.references.add(id(part))
-        if rule is not None:
-            group.rules.add(rule)
+        if is_changed:  # backward has to see that it was written to
+            group.stays = True
+            return
+        group.held.append((saved, tensor))
+        if rule is not None and rule != group.rule:
+            if rule not in self._rules:
+                group.stays = True
+            elif group.rule is None or rule < group.rule:
+                group.rule = rule
 
-    def exclude(self, tensor: torch.Tensor) -> None:
-        """Let the storage of ``tensor`` stay: backward has to see that it was written to."""
-        self.look_at(tensor, None)
-        group = self._groups.get(local_of(tensor).untyped_storage()._cdata) if _is_plain(local_of(tensor)) else None
-        if group is not None:
-            group.excluded = True
+    def _new_group(self, part: torch.Tensor, storage: torch.UntypedStorage) -> _Group | None:
+        try:
+            if type(part) is torch.Tensor:
+                storage.data_ptr()
+        except RuntimeError:  # the zero tensors of forward mode have no memory
+            return None
+        group = self._groups[storage._cdata] = _Group(part, storage)
+        return group
 
     def start(self, call: CallNode, *, held: str) -> None:
         """Decide on each storage, and start the copies; ``call`` is the region call.
 
         ``held``: why all of them stay, empty if there is no such reason.
         """
-        sent: dict[torch.device, list[tuple[int, torch.Tensor, int]]] = {}
-        for address, group in self._groups.items():
-            rules = group.rules & {*self._rules}
-            if not rules:
+        sent: dict[Transfers, list[tuple[_Group, OffloadUse]]] = {}
+        alone = _uses_if_alone()
+        for group in self._groups.values():
+            if group.rule is None:
                 continue
-            rule, size = min(rules), group.one.untyped_storage().nbytes()
-            reason = held or self._why_held(group, size)
-            if reason:
-                self._figures(rule).hold(reason, size)
+            figures, size = self._figures(group.rule), group.storage.nbytes()
+            transfers = self._transfers.of(group.one.device)
+            if held:
+                figures.hold(held, size)
+            elif transfers is None or not transfers.is_async:
+                figures.hold(NO_GAIN, size)
+            elif size < transfers.limits.smallest:
+                figures.hold(SMALL, size)
+            elif group.stays or alone is None or _uses(group.storage) - len(group.references) != alone:
+                figures.hold(SHARED, size)
             elif size:
-                device = group.one.device
-                sent.setdefault(device, []).append((address, bytes_of(group.one), rule))
+                sent.setdefault(transfers, []).append((group, figures))
         self._groups = {}
-        for device, storages in sent.items():
-            transfers = self._transfers.of(device)
-            assert transfers is not None
-            copies = transfers.put([source for _, source, _ in storages], call)
-            for (address, source, rule), copy in zip(storages, copies, strict=True):
-                figures = self._figures(rule)
+        for transfers, groups in sent.items():
+            copies = transfers.put([_in_storage(group.storage, group.one, torch.uint8) for group, _ in groups], call)
+            for (group, figures), copy in zip(groups, copies, strict=True):
                 if copy is None:
-                    figures.hold(FULL, source.numel())
+                    figures.hold(FULL, group.storage.nbytes())
                     continue
-                figures.host_bytes += source.numel()
+                figures.host_bytes += copy.size
                 copy.figures = figures
-                self._copies[address] = copy
-
-    def packed(self, tensor: torch.Tensor) -> torch.Tensor | OuterPacked:
-        """Return what is to be held instead of ``tensor``: itself if it stays on the device."""
-        part = local_of(tensor)
-        copy = self._copies.get(part.untyped_storage()._cdata) if self._copies and _is_plain(part) else None
-        return tensor if copy is None else OuterPacked(Geometry.of(tensor), partial(_read, copy))
-
-    def _why_held(self, group: _Group, size: int) -> str:
-        transfers = self._transfers.of(group.one.device)
-        if transfers is None or not transfers.is_async:
-            return NO_GAIN
-        if size < transfers.limits.smallest:
-            return SMALL
-        if group.excluded or not group.rules <= {*self._rules} or not _is_alone(group):
-            return SHARED
-        return ""
+                read = partial(_read, copy)
+                for saved, tensor in group.held:
+                    saved.exchange(OuterPacked(_place_of(tensor), read))
+                    saved.watched = None
 
     def _figures(self, rule: int) -> OffloadUse:
-        return self.figures.setdefault(rule, OffloadUse())
+        figures = self.figures.get(rule)
+        if figures is None:
+            figures = self.figures[rule] = OffloadUse()
+        return figures
 
 
-def _read(copy: HostCopy, geometry: Geometry) -> torch.Tensor:
-    return geometry.placed_on(copy.look())
+def _uses(storage: torch.UntypedStorage) -> int:
+    """Return how many hold ``storage``."""
+    assert storage_use_count is not None
+    return int(storage_use_count(storage._cdata))
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    kind = type(tensor)
-    if (kind is not torch.Tensor and kind is not FakeTensor) or tensor.layout is not torch.strided:
-        return False
-    if kind is FakeTensor:  # in a plan's steps
-        return True
-    try:
-        tensor.untyped_storage().data_ptr()
-    except RuntimeError:  # the zero tensors of forward mode have no memory
-        return False
-    return not (tensor.is_inference() or tensor.is_quantized)
-
-
-def _is_alone(group: _Group) -> bool:
-    """Return whether nobody but the region holds the storage."""
+def _uses_if_alone() -> int | None:
+    """Return how many hold a storage that a variable holds, besides its tensors; None if torch does not say it."""
     if storage_use_count is None:
-        return False
-    storage, fresh = group.one.untyped_storage(), torch.UntypedStorage(0)
-    other = torch.empty(0).set_(fresh)
-    alone = storage_use_count(storage._cdata) - len(group.references) == storage_use_count(fresh._cdata) - 1
+        return None
+    fresh = torch.UntypedStorage(0)
+    other = torch.empty(0).set_(fresh)  # it is counted otherwise while no tensor holds it
+    uses = _uses(fresh) - 1
     del other
-    return bool(alone)
+    return uses
 
 
-@dataclass(frozen=True, slots=True)
-class Geometry:
-    """Where a tensor lies in its storage, and how it is to be read."""
+# What a held tensor is exchanged for: dtype, offset, shape, strides, whether it is conjugated and negated lazily, and
+# how it is distributed.
+_Place = tuple[torch.dtype, int, torch.Size, tuple[int, ...], bool, bool, Any]
 
-    dtype: torch.dtype
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    conjugate: bool
-    negative: bool
-    distribution: Any
 
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> Geometry:
-        """Return that of ``tensor``: a plain one, or a DTensor whose local tensor is one."""
-        part = local_of(tensor)
-        place = part.shape, part.stride(), int(part.storage_offset())
-        return cls(part.dtype, *place, part.is_conj(), part.is_neg(), distribution_of(tensor))
+def _place_of(tensor: torch.Tensor) -> _Place:
+    """Return where ``tensor`` lies in its storage: a plain one, or a DTensor whose local tensor is one."""
+    part, distribution = tensor, None
+    if type(tensor) is not torch.Tensor:
+        part, distribution = local_of(tensor), distribution_of(tensor)
+    offset = int(part.storage_offset())
+    return part.dtype, offset, part.shape, part.stride(), part.is_conj(), part.is_neg(), distribution
 
-    def placed_on(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the tensor in the storage of ``flat``; no mode sees how it is made."""
-        found = in_storage_of(flat, self.dtype, self.offset, self.shape, self.stride)
+
+def _read(copy: HostCopy, place: _Place) -> torch.Tensor:
+    """Return the tensor in the bytes of ``copy`` on the device; no mode sees how it is made."""
+    dtype, offset, shape, stride, conjugate, negative, distribution = place
+    flat = copy.transfers.look(copy)
+    found = _in_storage(flat.untyped_storage(), flat, dtype, offset, shape, stride)
+    if conjugate or negative:
         guard = UnseenByModes() if UnseenByModes is not None else None
         try:
-            found = found.conj() if self.conjugate else found
-            found = neg_view(found) if self.negative else found
+            found = found.conj() if conjugate else found
+            found = neg_view(found) if negative else found
         finally:
             del guard
-        return found if self.distribution is None else distributed_again(found, self.distribution)
+    return found if distribution is None else distributed_again(found, distribution)
 
 
-def in_storage_of(tensor: torch.Tensor, dtype: torch.dtype, *place: Any) -> torch.Tensor:
-    """Return a new tensor in the storage of ``tensor``, made unseen by any mode.
+def _in_storage(storage: torch.UntypedStorage, like: torch.Tensor, dtype: torch.dtype, *place: Any) -> torch.Tensor:
+    """Return a new tensor in ``storage``, which is that of ``like``, made unseen by any mode.
 
-    ``place``: offset, shape and strides; without them, all of the storage. A tensor without data gives another one.
+    ``place``: offset, shape and strides; without them, all of the storage. Without data if ``like`` has none.
     """
-    is_fake = isinstance(tensor, FakeTensor)
     guard = UnseenByModes() if UnseenByModes is not None else None
     try:
-        made = torch.empty(0, dtype=dtype, device="meta" if is_fake else tensor.device)
-        made = made.set_(tensor.untyped_storage(), *place)
-        return FakeTensor(tensor.fake_mode, made, tensor.device) if isinstance(tensor, FakeTensor) else made
+        if type(like) is torch.Tensor:
+            return torch.empty(0, dtype=dtype, device=like.device).set_(storage, *place)
+        assert isinstance(like, FakeTensor)
+        made = torch.empty(0, dtype=dtype, device="meta").set_(storage, *place)
+        return FakeTensor(like.fake_mode, made, like.device)
     finally:
         del guard
-
-
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a flat tensor of the bytes of the storage of ``tensor``."""
-    return in_storage_of(tensor, torch.uint8)

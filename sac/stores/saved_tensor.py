@@ -35,7 +35,7 @@ from sac.torch_private import UnseenByModes
 #   copy                   the region is about to write to it: hold a copy, and give out copies
 #   compact                hold a copy if it is a small part of its storage, which it would pin; ``fetch`` restores
 #                          its layout, by which kernels choose their order of summation (Note [Laid flat])
-#   pack, look_at/offload  let something else hold it: the saved-tensor hooks around the region, or the host
+#   pack, exchange         let something else hold it: the saved-tensor hooks around the region, or the host
 #   fetch                  return it
 #   drop                   release it
 #
@@ -92,12 +92,14 @@ class SavedTensor:
     @property
     def on_device(self) -> torch.Tensor | None:
         """The tensor that it holds on the device, if any: the saved one, or its elements."""
-        value = self.value.flat if type(self.value) is Compacted else self.value
+        value = self.value
+        value = value.flat if type(value) is Compacted else value
         return value if isinstance(value, torch.Tensor) else None
 
     def exchange(self, held: torch.Tensor | OuterPacked) -> None:
         """Hold ``held`` instead of ``on_device``."""
-        self.value = Compacted(held, self.value.layout) if type(self.value) is Compacted else held
+        value = self.value
+        self.value = Compacted(held, value.layout) if type(value) is Compacted else held
 
     def sizes(self) -> dict[int, int]:
         """Return the bytes of each storage that it holds on the device, by address."""
@@ -114,26 +116,6 @@ class SavedTensor:
         if (held := self.on_device) is not None:
             self.exchange(pack_with_outer_hooks(held, hooks))
             self.watched = version_watch(self.watched) if self.watched is not None and self.watches_packed else None
-
-    def look_at(self, work: Any, rule: int | None) -> None:
-        """Show the tensor, which ``rule`` saved, to ``work``, an ``Offloading``."""
-        held = self.on_device
-        if held is not None and not self.is_external:
-            if self.was_changed:
-                work.exclude(held)
-                return
-            if self.watched is held:  # a leaf is held itself: who else holds the same tensor could not be counted
-                self.value = self.watched = held = detached(held)
-            work.look_at(held, rule)
-
-    def offload(self, work: Any) -> None:
-        """Hold instead of the tensor what ``work``, an ``Offloading``, has made of it."""
-        held = self.on_device
-        if held is not None and not self.is_external:
-            packed = work.packed(held)
-            if packed is not held:
-                self.exchange(packed)
-                self.watched = None
 
     def fetch(self, at_hand: AtHand | None = None) -> torch.Tensor:
         """Return the tensor; ``at_hand`` is the result of ``fetch_recomputed``, which gives it away."""

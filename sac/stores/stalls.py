@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from typing import Any
 
 # Note [Stalls]
@@ -12,12 +13,10 @@ from typing import Any
 # idle. During a step, events are only recorded: the host waits for nothing and asks for nothing. A report reads them,
 # and waits for the device then.
 #
-# Later waits of a stream for the same copy pass at once and are not timed. A call forgets all but its last waits, for
-# graphs through which backward runs again and again.
+# A stream waits for a copy once. A call forgets all but its last waits, for graphs through which backward runs again
+# and again.
 
 _MOST = 1024  # waits of one call that are timed
-
-UNTIMED = contextlib.nullcontext()
 
 
 class Stalls:
@@ -26,34 +25,30 @@ class Stalls:
     __slots__ = ("_timed",)
 
     def __init__(self) -> None:
-        self._timed: dict[tuple[int, Any], _Timed] = {}  # by copy, as the id of its event, and stream
+        self._timed: deque[_Timed] = deque(maxlen=_MOST)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Stalls, ()  # events belong to this process
 
-    def around(self, stream: Any, event: Any, new_event: Any) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which ``stream`` is to wait for ``event``; ``new_event`` makes an event with a time."""
-        key = id(event), stream
-        if key in self._timed:
-            return UNTIMED
-        while len(self._timed) >= _MOST:
-            self._timed.pop(next(iter(self._timed)), None)
-        self._timed[key] = found = _Timed(stream, event, new_event(), new_event())
+    def around(self, stream: Any, new_event: Any) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which ``stream`` is to wait for a copy; ``new_event`` makes an event with a time."""
+        found = _Timed(stream, new_event(), new_event())
+        self._timed.append(found)
         return found
 
     def milliseconds(self) -> float | None:
         """Wait for the device, and return the sum of all waits; None if none was timed."""
-        timed = [one for one in [*self._timed.values()] if one.is_over]
+        timed = [one for one in [*self._timed] if one.is_over]
         return sum(one.milliseconds() for one in timed) if timed else None
 
 
 class _Timed(contextlib.AbstractContextManager[None]):
-    """One wait, between two events; ``event`` is what it waits for, held so that its id stays its own."""
+    """One wait, between two events."""
 
-    __slots__ = ("_after", "_before", "_stream", "event", "is_over")
+    __slots__ = ("_after", "_before", "_stream", "is_over")
 
-    def __init__(self, stream: Any, event: Any, before: Any, after: Any) -> None:
-        self._stream, self.event, self._before, self._after = stream, event, before, after
+    def __init__(self, stream: Any, before: Any, after: Any) -> None:
+        self._stream, self._before, self._after = stream, before, after
         self.is_over = False
 
     def __enter__(self) -> None:

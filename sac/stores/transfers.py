@@ -20,7 +20,7 @@ from sac.policy.model import OffloadSection
 from sac.policy.read import bytes_text
 from sac.stores.host_limit import default_limit
 from sac.stores.prefetch import CallNode
-from sac.stores.stalls import UNTIMED, timed_events
+from sac.stores.stalls import timed_events
 from sac.torch_private import NO_TASK, current_graph_task_id, when_backward_ends
 
 # Note [Transfers]
@@ -116,22 +116,23 @@ class HostBuffer:
     ``asked``: the bytes that it was taken for; its own ``size`` may be larger.
     """
 
-    __slots__ = ("asked", "parts", "size", "used")
+    __slots__ = ("_pieces", "asked", "parts", "size", "used")
 
     def __init__(self, *parts: torch.Tensor) -> None:
         self.parts = parts
         self.size = self.asked = sum(part.numel() for part in parts)
         self.used: tuple[Any, ...] = ()
+        self._pieces: dict[int, list[tuple[torch.Tensor, int, int]]] = {}  # by bytes of the value: the last one only
 
-    def pairs(self, flat: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-        """Return the parts that hold ``flat``, each with its bytes of ``flat``."""
-        size = flat.numel()
-        if len(self.parts) == 1:
-            part = self.parts[0]
-            return ((part if self.size == size else part[:size], flat),)
-        ends = accumulate(part.numel() for part in self.parts)
-        spans = ((part, end - part.numel(), min(end, size)) for part, end in zip(self.parts, ends, strict=True))
-        return [(part[: end - begin], flat[begin:end]) for part, begin, end in spans if begin < end]
+    def pieces(self, size: int) -> list[tuple[torch.Tensor, int, int]]:
+        """Return the memory for a value of ``size`` bytes: pieces, with the first byte of each and the one after."""
+        found = self._pieces.get(size)
+        if found is None:
+            ends = [*accumulate(part.numel() for part in self.parts)]
+            spans = [(part, end - part.numel(), min(end, size)) for part, end in zip(self.parts, ends, strict=True)]
+            found = [(part[: end - begin], begin, end) for part, begin, end in spans if begin < end]
+            self._pieces = {size: found}
+        return found
 
 
 class HostPool:
@@ -171,12 +172,13 @@ class HostPool:
     @staticmethod
     def size_class(size: int) -> int:
         """Return ``size`` rounded up to its class, a multiple of 64 bytes, and at least that."""
-        step = max(64, 1 << max(0, size.bit_length() - 4))
-        return -(-max(1, size) // step) * step
+        step = 1 << (size.bit_length() - 4) if size >= 512 else 64
+        return -(-size // step) * step or step
 
     def take(self, size: int) -> HostBuffer | None:
         """Return a buffer of at least ``size`` bytes, None if the limit does not allow for it."""
-        self._sort_returned()
+        if self._returned:
+            self._sort_returned()
         asked, size = size, self.size_class(size)
         if not self._used_bytes and (self._is_cut_up or not self._free.get(size)):  # a step begins, with other sizes
             self._cut_anew()
@@ -210,7 +212,10 @@ class HostPool:
         while self._returned:
             buffer = self._returned.popleft()
             self._used_bytes -= buffer.size
-            self._free.setdefault(buffer.size, deque()).append(buffer)
+            waiting = self._free.get(buffer.size)
+            if waiting is None:
+                waiting = self._free[buffer.size] = deque()
+            waiting.append(buffer)
 
     def _cut(self, size: int) -> HostBuffer:
         """Return a buffer from ``_rest``, which is enough."""
@@ -275,12 +280,48 @@ def _power_of_two(size: int) -> int:
 # -- Copies
 
 
+class Done:
+    """``event``, after copies; ``known``: the streams that have waited for it, so they need not wait again."""
+
+    __slots__ = ("event", "known")
+
+    def __init__(self, event: Any) -> None:
+        self.event = event
+        self.known: list[Any] = []
+
+
+class Tally:
+    """The bytes of some copies. They may leave it in any thread, see Note [Transfers]."""
+
+    __slots__ = ("_bytes", "_left")
+
+    def __init__(self) -> None:
+        self._bytes = 0
+        self._left: deque[int] = deque()
+
+    def add(self, copy: HostCopy) -> None:
+        """Count ``copy`` until it leaves."""
+        copy.tally, self._bytes = self, self._bytes + copy.size
+
+    def leave(self, copy: HostCopy) -> None:
+        """Count ``copy`` no longer."""
+        copy.tally = None
+        self._left.append(copy.size)
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of the copies that are counted."""
+        while self._left:
+            self._bytes -= self._left.popleft()
+        return self._bytes
+
+
 class HostCopy:
     """The bytes of one storage in host memory, from when its copy down starts; see Note [Transfers].
 
     ``source``: those on the device, as long as they stay there. ``call``: the region call that reads them in backward.
     ``task``: the backward that asked for them last. ``figures.spared_bytes`` counts the bytes if backward finds them in
-    the source.
+    the source. ``tally``: what counts the bytes, while they are on their way down or have been brought up ahead.
     """
 
     __slots__ = (
@@ -294,6 +335,7 @@ class HostCopy:
         "readers",
         "size",
         "source",
+        "tally",
         "target",
         "target_home",
         "task",
@@ -310,12 +352,13 @@ class HostCopy:
         self.call: CallNode | None = None
         self.figures: Any = None
         self.home: Any = None  # the stream that owns the memory of the source
-        self.down: Any = None  # the events after the copies
-        self.up: Any = None
+        self.down: Done | None = None  # the copies
+        self.up: Done | None = None
         self.target: torch.Tensor | None = None
         self.target_home: Any = None
-        self.readers: list[Any] = []  # other streams that have read the source or the target
+        self.readers: tuple[Any, ...] = ()  # other streams that have read the source or the target
         self.task = NO_TASK - 1
+        self.tally: Tally | None = None
 
     def look(self) -> torch.Tensor:
         """Return the bytes on the device, which others read too; they stay there until the running backward ends."""
@@ -331,13 +374,16 @@ class HostCopy:
 
     def finish(self) -> torch.Tensor:
         """Block the host until the copy down is done; return the bytes in host memory."""
-        self.down.synchronize()
+        assert self.down is not None
+        self.down.event.synchronize()
         parts = self.buffer.parts
         return (parts[0] if len(parts) == 1 else torch.cat(parts))[: self.size]
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # while the interpreter shuts down, names may be gone
+        try:  # noqa: SIM105  (a context would take longer than what is in it)
             self.transfers.retire(self)
+        except Exception:  # while the interpreter shuts down, names may be gone
+            pass
 
 
 class Transfers:
@@ -361,7 +407,8 @@ class Transfers:
         self._is_full = False
         self._lock = threading.RLock()
         self._flying: deque[weakref.ref[HostCopy]] = deque()  # sources on the device, the oldest first
-        self._early: list[weakref.ref[HostCopy]] = []  # brought up ahead, and not asked for yet
+        self._sweep_at = 0  # so many of them, and those that have died are sought
+        self._in_flight, self._early = Tally(), Tally()  # early: brought up ahead, and not asked for yet
 
     def host_memory(self, size: int) -> torch.Tensor:
         """Return uninitialised host memory of ``size`` bytes, of the kind that is fast to copy."""
@@ -370,8 +417,9 @@ class Transfers:
     def copy_down(self, copy: HostCopy) -> None:
         """Copy the source to the host, on the current stream."""
         assert copy.source is not None
-        for part, source in copy.buffer.pairs(copy.source):
-            part.copy_(source, non_blocking=self.is_async)
+        pieces = copy.buffer.pieces(copy.size)
+        for piece, begin, end in pieces:
+            piece.copy_(copy.source if len(pieces) == 1 else copy.source[begin:end], non_blocking=self.is_async)
 
     def new_target(self, copy: HostCopy) -> torch.Tensor:
         """Return memory of the device for the bytes of ``copy``."""
@@ -379,8 +427,9 @@ class Transfers:
 
     def copy_up(self, copy: HostCopy, target: torch.Tensor) -> None:
         """Copy the bytes back into ``target``, on the current stream."""
-        for part, place in copy.buffer.pairs(target):
-            place.copy_(part, non_blocking=self.is_async)
+        pieces = copy.buffer.pieces(copy.size)
+        for piece, begin, end in pieces:
+            (target if len(pieces) == 1 else target[begin:end]).copy_(piece, non_blocking=self.is_async)
 
     def put(self, sources: Sequence[torch.Tensor], call: CallNode | None = None) -> list[HostCopy | None]:
         """Start to copy ``sources``, which nobody else holds, down; free the oldest sources over the limit.
@@ -389,28 +438,34 @@ class Transfers:
         room.
         """
         with self._lock:
-            taken = [(source, self.pool.take(source.numel())) for source in sources]
-            without = sum(source.numel() for source, buffer in taken if buffer is None)
-            copies = [
-                HostCopy(self, source, buffer, is_pooled=True) if buffer is not None else None
-                for source, buffer in taken
-            ]
-            del taken
+            copies: list[HostCopy | None] = []
+            made: list[HostCopy] = []
+            without = 0
+            for source in sources:
+                buffer = self.pool.take(source.numel())
+                if buffer is None:
+                    without += source.numel()
+                    copies.append(None)
+                    continue
+                copy = HostCopy(self, source, buffer, is_pooled=True)
+                copies.append(copy)
+                made.append(copy)
             if without:  # if this raises, the copies die, and give their buffers back
                 self._tell_full(without)
-            made = [copy for copy in copies if copy is not None]
             self._start_down(made)
-            self._flying = deque(one for one in self._flying if _size(one()))  # others have died
+            if len(self._flying) >= self._sweep_at:
+                self._flying = deque(one for one in self._flying if one() is not None)
+                self._sweep_at = 2 * len(self._flying) + 64
             for copy in made:
+                reference = weakref.ref(copy)
                 copy.call = call
                 if call is not None:
-                    call.add_copy(copy)
-                self._flying.append(weakref.ref(copy))
-            flying = self._in_flight()
-            while self._flying and flying > self.limits.in_flight:
+                    call.copies.append(reference)
+                self._in_flight.add(copy)
+                self._flying.append(reference)
+            while self._flying and self._in_flight.bytes > self.limits.in_flight:
                 oldest = self._flying.popleft()()
                 if oldest is not None:
-                    flying -= _size(oldest)
                     self._free_source(oldest)
             return copies
 
@@ -455,14 +510,15 @@ class Transfers:
         self._refuse_capture()
         home = self.current()
         self._down.wait_stream(home)
-        for used in _distinct(event for copy in copies for event in copy.buffer.used):
+        for used in _last_uses(copies):
             self._down.wait_event(used)
         with self._module.stream(self._down):
             for copy in copies:
                 self.copy_down(copy)
             event = self._down.record_event()
+        done, used = Done(event), (event,)
         for copy in copies:
-            copy.home, copy.down, copy.buffer.used = home, event, (event,)
+            copy.home, copy.down, copy.buffer.used = home, done, used
         self._latest["down"] = event
 
     def settle(self, copy: HostCopy) -> None:
@@ -472,9 +528,8 @@ class Transfers:
         """
         current = self.current()
         if copy.source is not None:
-            if current != copy.home:
-                with self._timing(copy, current, copy.down):
-                    current.wait_event(copy.down)
+            if current != copy.home and copy.down is not None:
+                self._wait(copy, current, copy.down)
             self._free_source(copy)
 
     def look(self, copy: HostCopy) -> torch.Tensor:
@@ -485,19 +540,24 @@ class Transfers:
             if found is None:
                 if copy.target is None:
                     self._bring_up(self._siblings(copy, task), task)
-                found, home = copy.target, copy.target_home
-                with self._timing(copy, current, copy.up):
-                    current.wait_event(copy.up)
+                found, home, done = copy.target, copy.target_home, copy.up
+                if done is not None and current not in done.known:
+                    self._wait(copy, current, done)
             assert found is not None
-            if current != home and all(current != reader for reader in copy.readers):
-                copy.readers.append(current)
+            if current != home and current not in copy.readers:
+                copy.readers = *copy.readers, current
             if copy.task != task and task != NO_TASK:
                 copy.task = task
-                if copy.source is not None and copy.figures is not None:
+                if copy.source is None:
+                    if copy.tally is not None:
+                        copy.tally.leave(copy)
+                elif copy.figures is not None:
                     copy.figures.spared_bytes, copy.figures = copy.figures.spared_bytes + copy.size, None
-                if copy.call is not None:
+                if copy.call is not None and copy.call.looked_ahead_in != (self, task):
                     self.look_ahead(copy.call)
-            if task == NO_TASK or when_backward_ends is None:  # no end at which the target could be freed
+            elif task == NO_TASK:  # no end at which the target could be freed
+                self._free_target(copy)
+            if when_backward_ends is None:
                 self._free_target(copy)
             return found
 
@@ -509,8 +569,10 @@ class Transfers:
                 self._free_target(copy)  # the caller's memory has to belong to its stream
             if copy.target is None:
                 self._bring_up(self._siblings(copy, task), task)
-            with self._timing(copy, current, copy.up):
-                current.wait_event(copy.up)
+            if copy.up is not None and current not in copy.up.known:
+                self._wait(copy, current, copy.up)
+            if copy.tally is not None:
+                copy.tally.leave(copy)
             found, copy.target, copy.task = copy.target, None, task
             assert found is not None
             return found
@@ -536,8 +598,11 @@ class Transfers:
             if call.looked_ahead_in == (self, task):
                 return
             call.looked_ahead_in = self, task
-            self._early = [one for one in self._early if _waits(one(), task, call)]
-            room = self.limits.ahead - self._in_flight() - sum(_size(one()) for one in self._early)
+            for reference in call.copies:
+                copy = reference()
+                if copy is not None and copy.tally is self._early:
+                    self._early.leave(copy)
+            room = self.limits.ahead - self._in_flight.bytes - self._early.bytes
             for upcoming in islice(call.upcoming(), _CALLS_AHEAD):
                 batch = []
                 for reference in reversed(upcoming.copies):
@@ -551,25 +616,31 @@ class Transfers:
                         break
                     batch.append(copy)
                 self._bring_up(batch, task)
-                self._early += map(weakref.ref, batch)
+                for copy in batch:
+                    self._early.add(copy)
                 if room < 0:
                     return
 
     def retire(self, copy: HostCopy) -> None:
         """Free everything that ``copy``, which is dying, still holds; takes no lock, see Note [Transfers]."""
-        if copy.down is not None:
+        if copy.source is not None and copy.down is not None:
             self._free_source(copy)
+        if copy.target is not None:
             self._free_target(copy)
         if copy.is_pooled:
             self.pool.give(copy.buffer)
 
     def _siblings(self, copy: HostCopy, task: int) -> list[HostCopy]:
         """Return ``copy`` and, in a backward, those others of its region call that have to come up too."""
-        ends = task != NO_TASK and when_backward_ends is not None  # so that they are freed again
-        others = copy.call.copies if copy.call is not None and ends else ()
-        alive = (reference() for reference in others)
-        more = (one for one in alive if one is not None and one is not copy and one.transfers is self)
-        return [copy, *(one for one in more if one.source is None and one.target is None)]
+        found = [copy]
+        if copy.call is not None and task != NO_TASK and when_backward_ends is not None:  # so they are freed again
+            for reference in copy.call.copies:
+                one = reference()
+                if one is None or one is copy or one.source is not None or one.target is not None:
+                    continue
+                if one.transfers is self:
+                    found.append(one)
+        return found
 
     def _bring_up(self, copies: Sequence[HostCopy], task: int) -> None:
         if not copies:
@@ -577,14 +648,15 @@ class Transfers:
         home = self.current()
         targets = [self.new_target(copy) for copy in copies]
         self._up.wait_stream(home)
-        for used in _distinct(event for copy in copies for event in copy.buffer.used):
+        for used in _last_uses(copies):
             self._up.wait_event(used)
         with self._module.stream(self._up):
             for copy, target in zip(copies, targets, strict=True):
                 self.copy_up(copy, target)
             event = self._up.record_event()
+        done, used = Done(event), (event,)
         for copy, target in zip(copies, targets, strict=True):
-            copy.target, copy.target_home, copy.up, copy.buffer.used = target, home, event, (event,)
+            copy.target, copy.target_home, copy.up, copy.buffer.used = target, home, done, used
         self._latest["up"] = event
         if task != NO_TASK and when_backward_ends is not None:
             register = when_backward_ends
@@ -592,30 +664,32 @@ class Transfers:
 
     def _free_source(self, copy: HostCopy) -> None:
         if copy.source is not None:
-            self._wait_for_all(copy, copy.home, copy.down)
+            self._release(copy, copy.home, copy.down)
             copy.source = None
 
     def _free_target(self, copy: HostCopy) -> None:
         if copy.target is not None:
-            self._wait_for_all(copy, copy.target_home, copy.up)
+            self._release(copy, copy.target_home, copy.up)
             copy.target = None
 
-    def _wait_for_all(self, copy: HostCopy, home: Any, event: Any) -> None:
+    def _release(self, copy: HostCopy, home: Any, done: Done | None) -> None:
         """Let the stream ``home``, whose memory is about to be freed, wait for a copy and for other streams' reads."""
-        with self._timing(copy, home, event):
-            home.wait_event(event)
+        if done is not None and home not in done.known:
+            self._wait(copy, home, done)
         for reader in copy.readers:
             if reader != home:
                 home.wait_stream(reader)
+        if copy.tally is not None:
+            copy.tally.leave(copy)
 
-    def _timing(self, copy: HostCopy, stream: Any, event: Any) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which ``stream`` waits for ``copy``; see Note [Stalls]."""
+    def _wait(self, copy: HostCopy, stream: Any, done: Done) -> None:
+        """Let ``stream``, which does not know of ``done``, wait for ``copy``; see Note [Stalls]."""
         if self._new_event is None or copy.call is None:
-            return UNTIMED
-        return copy.call.stalls.around(stream, event, self._new_event)
-
-    def _in_flight(self) -> int:
-        return sum(_size(one()) for one in self._flying)
+            stream.wait_event(done.event)
+        else:
+            with copy.call.stalls.around(stream, self._new_event):
+                stream.wait_event(done.event)
+        done.known.append(stream)
 
     def current(self) -> Any:
         """Return the device's current stream."""
@@ -623,17 +697,7 @@ class Transfers:
 
     def is_idle(self) -> bool:
         """Return whether nothing is held: on the device, on its way, or of the pool."""
-        return not self._in_flight() and self.pool.is_idle()
-
-
-def _size(copy: HostCopy | None) -> int:
-    """Return the bytes that ``copy`` holds on the device."""
-    return copy.size if copy is not None and not (copy.source is None and copy.target is None) else 0
-
-
-def _waits(copy: HostCopy | None, task: int, call: CallNode) -> bool:
-    """Return whether ``copy`` was brought up, for other calls than ``call``, and not asked for in this backward."""
-    return copy is not None and copy.target is not None and copy.task != task and copy.call is not call
+        return not self._in_flight.bytes and self.pool.is_idle()
 
 
 def _free_targets(copies: Iterable[weakref.ref[HostCopy]]) -> None:
@@ -642,6 +706,18 @@ def _free_targets(copies: Iterable[weakref.ref[HostCopy]]) -> None:
         copy = reference()
         if copy is not None:
             copy.transfers._free_target(copy)
+
+
+def _last_uses(copies: Iterable[HostCopy]) -> list[Any]:
+    """Return the events after the last copies that used the buffers of ``copies``. Those of a batch have the same."""
+    last: tuple[Any, ...] = ()
+    found: list[Any] = []
+    for copy in copies:
+        used = copy.buffer.used
+        if used is not last:
+            found += used
+            last = used
+    return _distinct(found)
 
 
 def _distinct(events: Iterable[Any]) -> list[Any]:
