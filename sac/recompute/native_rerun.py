@@ -19,7 +19,9 @@ from sac.torch_private import OpOverload
 #
 # While a mode of the rerun engine is on top of the stack, the library runs an ordinary op (Note [The native recorder])
 # without a trip into Python, if nothing decides on its result. Such an op only has to be named: the library hashes its
-# signature, runs it, and names its results in the tables of `ValueIds`. All other ops go to Python.
+# signature, runs it, and names its results in the tables of `ValueIds`. So it does with factories, and with ops that
+# write to one tensor that the region has made and that nobody needs as it was (`may_overwrite` in csrc/rerun.h). All
+# other ops go to Python. What autograd saves is described, and compared in recomputation, in C++ too.
 #
 # A call must have the same signature in both passes. But the library may run it in one of them and Python in the other,
 # as when it reads a value that the forward saves: Python notes that, and in recomputation there is nothing to note. So

@@ -90,6 +90,49 @@ def test_full(function: Callable[..., Tensor], value: dict[str, Any]) -> None:
     assert min(seen.rerun[-2:]) >= 3
 
 
+def writes_to_its_own(block: FunctionBlock, x: Tensor) -> Tensor:
+    out = torch.zeros(8, 8)
+    out.add_((x @ block.a).sin()).mul_(0.5)
+    out[2:].copy_(x[2:])
+    out.relu_()
+    return out @ block.b
+
+
+def writes_to_what_is_saved(block: FunctionBlock, x: Tensor) -> Tensor:
+    h = x @ block.a
+    g = h.detach().sin()
+    h.mul_(2)
+    return (g + h) @ block.b
+
+
+def writes_to_its_input(block: FunctionBlock, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        x.add_(0.25)
+    return (x @ block.a).cos() @ block.b
+
+
+def writes_to_a_view_of_what_is_saved(block: FunctionBlock, x: Tensor) -> Tensor:
+    h = x @ block.a
+    total = h.detach().sum()
+    h[0].zero_()
+    return h.exp() @ block.b + total
+
+
+def test_writes_to_what_the_region_has_made_run_in_the_library() -> None:
+    seen = assert_same_with_library(block_of(writes_to_its_own), rerun(POLICIES["matmuls"]), ops=6)
+    assert seen.rerun[-1] >= 6  # zeros, sin, add_, mul_, copy_ and relu_, in both passes
+
+
+@pytest.mark.parametrize("value", [rerun(POLICIES["matmuls"]), rerun(POLICIES["every second op"]), FULL])
+@pytest.mark.parametrize(
+    "function",
+    [writes_to_its_own, writes_to_what_is_saved, writes_to_its_input, writes_to_a_view_of_what_is_saved],
+    ids=lambda one: one.__name__,
+)
+def test_writes(function: Callable[..., Tensor], value: dict[str, Any]) -> None:
+    assert_same_with_library(block_of(function), value, ops=None)
+
+
 @ON_TWO
 @pytest.mark.parametrize("function", [branches, branches_on_values, longer_each_time, other_numbers])
 def test_programs_that_differ_from_step_to_step(function: Callable[..., Tensor], name: str) -> None:
