@@ -777,7 +777,7 @@ MUTATIONS = (
         4,
         _CPP_RERUN,
         "a value computed from an external tensor has to be the same in both passes",
-        "  if (signature.is_external && PySet_Add(ids.external, id) < 0) throw python_error();\n",
+        "  if (signature.is_external) add_to(ids.external, id);\n",
         "",
     ),
     Mutation(

@@ -374,7 +374,7 @@ def is_run_natively(site: CallSite) -> bool:
 
 
 def _written_argument(site: CallSite) -> int:
-    """Return the index of the only argument that an op writes to, if it is a tensor and the op's only result; else -1."""
+    """Return the index of the argument that an op writes to, if it is the only one and what the op returns; else -1."""
     traits, schema = site.traits, site.op._schema
     if len(traits.mutated_args) != 1 or traits.mutated_kwargs or len(schema.returns) != 1 or site.has_generator:
         return -1

@@ -104,7 +104,14 @@ def _modes(library: Any) -> _Modes:
             table = self.table
             keeps = bool(table.rules), state.keeps_layouts, state.keeps_persistent, table.saves_everything
             _native(state.value_ids).enter(
-                self, state.value_ids, state, runs, table.native(library), self.recorder, *keeps, state.modules is not None
+                self,
+                state.value_ids,
+                state,
+                runs,
+                table.native(library),
+                self.recorder,
+                *keeps,
+                state.modules is not None,
             )
             return self
 
