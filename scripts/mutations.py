@@ -781,6 +781,22 @@ MUTATIONS = (
         "",
     ),
     Mutation(
+        "native-saved-overwritten",
+        3,
+        _CPP_RERUN,
+        "an op overwrites a saved result of which there is no copy",
+        "  if (found_in(ids.saved, address.get()) != nullptr) return false;\n  const auto* storage",
+        "  const auto* storage",
+    ),
+    Mutation(
+        "native-parameter-overwritten",
+        3,
+        _CPP_RERUN,
+        "an op overwrites an input or a parameter of which there is no copy",
+        " || holds(ids.parameters, id) || holds(ids.inputs, id)) return false;\n  if (ids.state",
+        ") return false;\n  if (ids.state",
+    ),
+    Mutation(
         "native-attribute-unseen",
         1,
         "native/csrc/walk.h",
