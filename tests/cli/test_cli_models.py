@@ -63,7 +63,7 @@ def test_shipped_configs_have_names():
     assert refusal("hf:smollm") == (
         '--model: no shipped config is called "smollm"\n'
         "    did you mean: smollm2-135m\n"
-        "    legal: llama-3.2-1b, smollm2-135m, t5-small\n"
+        "    legal: llama-3.1-8b, llama-3.2-1b, smollm2-135m, t5-small\n"
         "    fix: to name a file, give a path that ends in .json"
     )
 

@@ -13,6 +13,7 @@ from sac.blocks.install import regions_of
 from sac.config import parse_config
 from sac.ops.save_sets import SET_NAMES
 from sac.policy.read import POLICY_KEYS, RULE_KEYS
+from sac.tools.models import config_path
 from tests.docs.pages import ROOT, pages, rows, snippets, text_of
 from tests.docs.snippet_models import Model
 
@@ -58,6 +59,13 @@ def _anchor(heading: str) -> str:
 def test_paths_are_there(page: str) -> None:
     for path in re.findall(r"`((?:tests|scripts|policies|sac)/[\w./-]+)", text_of(page)):
         assert path == "sac/v1" or (ROOT / path).exists(), path
+
+
+def test_models_in_commands_are_shipped() -> None:
+    named = [name for page in pages() for name in re.findall(r"--model hf:([^\s`]+)", text_of(page))]
+    missing = {name for name in named if name != "config.json" and not (ROOT / config_path(name)).exists()}
+    assert len(named) > 5
+    assert missing == set()
 
 
 def test_there_are_twelve_promises() -> None:
