@@ -428,7 +428,7 @@ def usable_policy(policy: Policy) -> ResolvedPolicy:
             rule.where("module"),
             f'rule "{rule.id}" saves whole modules (`module` without `ops`), and torch {torch.__version__} does not '
             "let saved-tensor hooks and modes be taken off",
-            fix='add `ops`, for example ops: "*", to speak of the ops inside the module',
+            fix='add `ops`, for example ops: "*", to match the ops inside the module',
         )
         for rule in policy.rules
         if rule.matches_module and rule.do != Decision.RECOMPUTE.value and not HAS_STACKS

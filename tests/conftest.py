@@ -95,10 +95,12 @@ def entered(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Say whether the engines that were tested are those of the C++ library."""
+    """Report whether the engines that were tested are those of the C++ library, and which tests did not run."""
     from sac.native.load import status
 
     terminalreporter.write_line(status())
+    if "not gpu" in terminalreporter.config.option.markexpr:
+        terminalreporter.write_line("not run: tests that need a CUDA device (scripts/test -m gpu)")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -76,7 +76,7 @@ def _table(resolved: ResolvedPolicy, module: nn.Module, needing: list[Rule]) -> 
     counting = [rule for rule in layered if rule.layers is not None and rule.layers.needs_count]
     if layer is None or counting:
         rule = counting[0] if counting else layered[0]
-        reason = _counts(rule) if counting else "speaks of layers"
+        reason = _counts(rule) if counting else "selects layers"
         raise ModelError(
             Problem(
                 rule.where("layers"),
@@ -90,7 +90,7 @@ def _table(resolved: ResolvedPolicy, module: nn.Module, needing: list[Rule]) -> 
 
 def _counts(rule: Rule) -> str:
     from_the_end = rule.layers is not None and rule.layers.last is not None
-    return "counts from the last layer" if from_the_end else "speaks of a fraction of the layers"
+    return "counts from the last layer" if from_the_end else "selects a fraction of the layers"
 
 
 def _table_of(resolved: ResolvedPolicy, layer: int) -> DecisionTable:
@@ -111,6 +111,6 @@ def _needs_module(rule: Rule) -> Problem:
     key = "module" if rule.module is not None else "layers"
     return Problem(
         rule.where(key),
-        f'rule "{rule.id}" speaks of {key}, and sac.context_fn was given no module',
+        f'rule "{rule.id}" matches by {key}, and sac.context_fn was given no module',
         fix="pass the block that is checkpointed: sac.context_fn(policy, module=block)",
     )

@@ -143,7 +143,7 @@ def _of_no_place(blocks: Sequence[Block], rule: Rule) -> Problem:
     else:
         within = " and ".join(key for key, given in (("blocks", rule.blocks), ("layers", rule.layers)) if given)
         key, place = "module", f'module "{rule.module.text}"{f" in its {within}" if within else ""}, which'
-    return _idle(rule.where(key), "module", found=f'rule "{rule.id}" speaks of {place} no region has')
+    return _idle(rule.where(key), "module", found=f'rule "{rule.id}" names {place} no region has')
 
 
 def _idle(where: str, what: str, *, found: str) -> Problem:

@@ -1,4 +1,4 @@
-"""Where libraries lie: next to sac's own code, or in a cache directory that nobody else may write to."""
+"""Where libraries lie: next to sac's own code, or in a cache directory to which only this user can write."""
 
 from __future__ import annotations
 

@@ -602,7 +602,7 @@ def _check_speaks_of_module(node: MapNode, entries: dict[str, Node], findings: F
         return
     for key in _ABOUT_ONE_OP:
         if key in entries:
-            found = f"{key} speaks of one op's output, but this rule has no ops"
+            found = f"{key} applies to the output of an op, but this rule has no ops"
             findings.add(entries[key].location, found, fix=f'remove {key}, or add ops, such as "ops: matmul"')
 
 

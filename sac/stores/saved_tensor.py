@@ -43,7 +43,7 @@ from sac.torch_private import UnseenByModes
 # the tape holds plain tensors instead: the C++ library writes to it, and an op that reads one needs nothing else.
 #
 # What others can write to is watched: `watched` shares its version counter, and `version` is what the counter was.
-# A copy is not watched, because nobody else has it.
+# A copy is not watched, because only the region holds it.
 
 
 @dataclass(frozen=True, slots=True)

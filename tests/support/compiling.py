@@ -91,6 +91,6 @@ def nothing(model: nn.Module) -> None:
 
 
 def skip_if_results_are_not_told(value: Any) -> None:
-    """Skip a test whose policy speaks of shapes where torch does not show results to a policy that it traces."""
+    """Skip a test whose policy matches shapes where torch does not show results to a policy that it traces."""
     if "shape" in str(value) and not traced.SHOWS_RESULTS_TO_POLICIES:
         pytest.skip(f"torch {torch.__version__} shows no results to a policy under torch.compile: sac warns of that")

@@ -65,7 +65,7 @@ def test_whole_module_rule_is_refused_where_torch_lacks_a_way(tmp_path: Path, mo
     assert told(WHOLE_MODULE, tmp_path) == (
         f'policy.yaml:4:13: rule "mlp" saves whole modules (`module` without `ops`), and torch {torch.__version__} '
         "does not let saved-tensor hooks and modes be taken off\n"
-        '    fix: add `ops`, for example ops: "*", to speak of the ops inside the module\n'
+        '    fix: add `ops`, for example ops: "*", to match the ops inside the module\n'
         f"policy.yaml:7:19: no op aten.mmm is registered\n    did you mean: aten.mm\n{PASSED_OVER}"
     )
 

@@ -20,7 +20,7 @@ struct Gil {  // holds the GIL, whoever had it before
   PyGILState_STATE state;
 };
 
-using Owned = THPObjectPtr;  // a Python object that is let go at the end of the scope, with the GIL
+using Owned = THPObjectPtr;  // a Python object that is released at the end of the scope, with the GIL
 
 struct Value {
   TensorImpl* tensor;  // held weakly: while it is, no other tensor has its address

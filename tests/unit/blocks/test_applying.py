@@ -273,9 +273,9 @@ def test_rules_that_speak_of_modules_and_layers_that_are_not_there() -> None:
         save("convolution", module="nowhere.too", optional=True),
     )
     texts = [
-        f'{POLICY}.rules[1].module: rule "rule-1" speaks of module "nowhere", which no region has\n{MODULES_FIX}',
-        f'{POLICY}.rules[2].layers: rule "rule-2" speaks of layers that no region has\n{MODULES_FIX}',
-        f'{POLICY}.rules[3].module: rule "rule-3" speaks of module "self_attn" in its layers, which no region has\n'
+        f'{POLICY}.rules[1].module: rule "rule-1" names module "nowhere", which no region has\n{MODULES_FIX}',
+        f'{POLICY}.rules[2].layers: rule "rule-2" names layers that no region has\n{MODULES_FIX}',
+        f'{POLICY}.rules[3].module: rule "rule-3" names module "self_attn" in its layers, which no region has\n'
         + MODULES_FIX,
     ]
     assert warned(lambda: sac.apply(llama(), value)) == texts
@@ -285,7 +285,7 @@ def test_rules_that_speak_of_modules_and_layers_that_are_not_there() -> None:
 def test_no_rule_has_a_place() -> None:
     value = with_rules(save("matmul", module="nowhere"))
     assert refusal(llama(), value, PolicyError) == (
-        f'{POLICY}.rules[0].module: rule "rule-0" speaks of module "nowhere", which no region has\n{MODULES_FIX}'
+        f'{POLICY}.rules[0].module: rule "rule-0" names module "nowhere", which no region has\n{MODULES_FIX}'
     )
 
 

@@ -107,7 +107,7 @@ IDLE = {
 
 @pytest.mark.parametrize(("matchers", "key", "text"), IDLE.values(), ids=IDLE.keys())
 def test_what_no_region_has_is_told(matchers: dict[str, Any], key: str, text: str) -> None:
-    told = f'activation_checkpointing.policy.rules[0].{key}: rule "rule-0" speaks of {text}{FIX}'
+    told = f'activation_checkpointing.policy.rules[0].{key}: rule "rule-0" names {text}{FIX}'
     alone = selective(policy(save("matmul", **matchers)))
     with pytest.raises(PolicyError) as caught:
         sac.apply(built(llama_stack), alone)

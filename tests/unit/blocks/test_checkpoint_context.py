@@ -64,7 +64,7 @@ def test_optional_rules_on_modules_match_nothing_without_the_module() -> None:
     with_them, without = policy(*optional, attention), policy(attention)
     assert products(with_them, "context_fn") == products(without, "context_fn")
     assert products(with_them, "context_fn with module") < products(without, "context_fn with module")
-    with pytest.raises(sac.SacError, match='rule "optional-mlp" speaks of module'):
+    with pytest.raises(sac.SacError, match='rule "optional-mlp" matches by module'):
         sac.context_fn(policy({**optional[1], "id": "optional-mlp", "do": "recompute"}, save("matmul", id="rest")))
 
 
@@ -87,9 +87,9 @@ def test_rules_on_modules_and_layers_need_the_module() -> None:
     with pytest.raises(ConfigError) as caught:
         sac.context_fn(written)
     assert str(caught.value) == (
-        'policy.rules[0].module: rule "rule-0" speaks of module, and sac.context_fn was given no module\n'
+        'policy.rules[0].module: rule "rule-0" matches by module, and sac.context_fn was given no module\n'
         "    fix: pass the block that is checkpointed: sac.context_fn(policy, module=block)\n"
-        'policy.rules[1].layers: rule "rule-1" speaks of layers, and sac.context_fn was given no module\n'
+        'policy.rules[1].layers: rule "rule-1" matches by layers, and sac.context_fn was given no module\n'
         "    fix: pass the block that is checkpointed: sac.context_fn(policy, module=block)"
     )
 
@@ -129,7 +129,7 @@ def test_block_that_does_not_tell_its_layer() -> None:
     with pytest.raises(ModelError) as caught:
         sac.context_fn(policy(save("matmul", layers={"first": 1})), module=llama_stack().blocks[0])
     assert str(caught.value) == (
-        'policy.rules[0].layers: rule "rule-0" speaks of layers, and LlamaLikeBlock does not tell which one it is '
+        'policy.rules[0].layers: rule "rule-0" selects layers, and LlamaLikeBlock does not tell which one it is '
         "(layer_idx, layer_id, layer_number, layer_index)\n    fix: use sac.apply on the whole model"
     )
 

@@ -88,7 +88,7 @@ def test_policies_take_fractions_and_blocks() -> None:
 
 @pytest.mark.parametrize("layers", [{"last": 1}, {"fraction": 0.5}])
 def test_one_block_does_not_tell_how_many_there_are(layers: Any) -> None:
-    reason = "counts from the last layer" if "last" in layers else "speaks of a fraction of the layers"
+    reason = "counts from the last layer" if "last" in layers else "selects a fraction of the layers"
     with pytest.raises(ModelError) as caught:
         sac.context_fn(policy(save("matmul", layers=layers)), module=tiny("llama")[0].model.layers[0])
     assert str(caught.value) == (

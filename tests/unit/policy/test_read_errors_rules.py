@@ -148,7 +148,7 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "a_measure_on_a_whole_module_rule": (
         r("module: mlp, min_bytes: 1KiB, do: save"),
         (
-            "p.yaml:3:30: min_bytes speaks of one op's output, but this rule has no ops",
+            "p.yaml:3:30: min_bytes applies to the output of an op, but this rule has no ops",
             'fix: remove min_bytes, or add ops, such as "ops: matmul"',
         ),
     ),
