@@ -232,7 +232,7 @@ def _temporary_prefix(file: Path) -> str:
 
 
 def _remove_leftovers(file: Path) -> None:
-    """Remove what a build of this library on this machine left behind when it was killed: no other process compiles now."""
+    """Remove the files of killed builds of this library on this machine; no other process compiles now."""
     for old in file.parent.glob(f"{_temporary_prefix(file)}*.tmp"):
         with contextlib.suppress(OSError):
             if time.time() - old.stat().st_mtime > _PATIENCE_S:

@@ -469,7 +469,7 @@ class ReplayFrame(Frame):
         self._rebuilt = None
 
     def _check_unseen_writes(self, schedule: ReplaySchedule) -> None:
-        """Raise ``CannotReplay`` if the forward wrote to a leaf unseen: whether before or after an op read it is unknown."""
+        """Raise ``CannotReplay`` if the forward wrote to a leaf unseen, before or after an op read it."""
         if not self._forward_over:
             self.recorder.check_left()
         tape = self.recorder.tape
