@@ -94,8 +94,8 @@ def print_lines(lines: list[Line], seen: dict[str, Any]) -> None:
     print(
         "Per mode: gradients compared with those of the same stack without sac; then FLOPs of a step, bytes that it\n"
         "keeps for backward and collectives that it sends, each divided by that. equal: every bit of every gradient\n"
-        "and loss, on every process. close: up to rounding, where the stack adds in another order. – : nothing is sent,\n"
-        "or the mode does not apply. scattered: full, with the inputs of regions cut over the processes.\n"
+        "and loss, on every process. close: up to rounding, where the stack adds in another order. – : nothing is\n"
+        "sent, or the mode does not apply. scattered: full, with the inputs of regions cut over the processes.\n"
         f"torch {seen['torch']}, Python {seen['python']}, {seen['cores']} cores of {seen['cpu']}"
     )
 
